@@ -83,7 +83,7 @@ class Consumers:
         """Watch as so many endpoints; how many do."""
         self._lost.clear()
         reply = EncodedReply(
-            place=PeerKey(engine=channel.NAME, host="127.0.0.1", port=port),
+            address=PeerKey(engine=channel.NAME, host="127.0.0.1", port=port),
             incarnation=Incarnation(channel.INCARNATION),
             ranks=(),
             numeric="127.0.0.1",

@@ -125,7 +125,7 @@ class Rank:
             tp_size=RANKS,
         )
         key = PeerKey.of(ticket)
-        reply = EncodedReply(place=key, incarnation=Incarnation(5), ranks=ranks)
+        reply = EncodedReply(address=key, incarnation=Incarnation(5), ranks=ranks)
         self._loads.relay(ProducerNews(outcomes=((key, reply),)))
         self._loads.begin(
             Load(

@@ -48,5 +48,5 @@ def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.envi
         )
     if len(peers) != 1:
         raise SecretError(f"--curve-peer names {len(peers)} keys, and an engine has one")
-    access = Access(own=KeyPair.of(own.text, own.place), peers=peers, is_command=True)
+    access = Access(own=KeyPair.of(own.text, own.source), peers=peers, is_command=True)
     return Keys(access=access, server=next(iter(peers)))

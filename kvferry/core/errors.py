@@ -139,3 +139,21 @@ class StatusUnknownError(TransportError):
 
 class TransferCancelledError(TransportError):
     """The transfer failed because ``cancel`` was called for it."""
+
+
+def kept(error: Exception) -> KVFerryError:
+    """Return an error, or one that names it, that can be kept: see ``forget_frames``."""
+    if not isinstance(error, KVFerryError):
+        error = HandshakeError(f"failed: {error!r}")
+    forget_frames(error)
+    return error
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Remove the tracebacks from an error and its causes.
+
+    The frames' local variables would stay in memory for as long as the error is kept.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

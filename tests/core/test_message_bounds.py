@@ -27,7 +27,14 @@ SLOT = (0, (1 << 32) - 1)
 RENEWAL = {"type": "renewal", "incarnation": 5, "slot": 5, "generation": 5}
 RELEASE = RENEWAL | {"type": "release", "engine": "e", "rank": 5, "expected": 5}
 CONDITION = {"type": "condition", "engine": "e", "incarnation": 1}
+ASK = {"type": "ask", "engine": "e", "oldest": 1, "newest": 1}
+FOLLOW = {"type": "follow", "engine": "e", "rooms": []}
+NEWS = {"room": bytes(16), "version": 1}
 PAYLOAD = msgspec.msgpack.decode(side.encode(payload()))
+
+
+def followed(*rooms: object) -> dict[str, object]:
+    return {"type": "followed", "incarnation": 1, "rooms": rooms}
 
 
 def encoded(decode: Callable[[bytes], object], message: object) -> bytes:
@@ -44,6 +51,7 @@ def encoded(decode: Callable[[bytes], object], message: object) -> bytes:
         (wire.decode_notes, RENEWAL, ["incarnation", "generation"], BITS),
         (wire.decode_notes, RENEWAL, ["slot"], SLOT),
         (side.decode_reply, {"type": "pong", "incarnation": 5}, ["incarnation"], BITS),
+        (side.decode_request, FOLLOW, ["wait_ms"], (0, 200)),
         (wire.decode_payload, PAYLOAD, ["incarnation"], BITS),
         (wire.decode_payload, PAYLOAD, ["rank"], INDEX),
         (wire.decode_payload, PAYLOAD | {"newest": 1 << 16}, ["oldest"], COUNT),
@@ -82,15 +90,26 @@ def test_coordinates_are_bounded_and_default_to_0(name: str) -> None:
     [
         (side.decode_request, lambda n: {"type": "ping", "engine": "e" * n}, 256),
         (side.decode_request, lambda n: {"type": "health", "engine": "e" * n}, 256),
-        (
-            side.decode_request,
-            lambda n: {"type": "ask", "engine": "e" * n, "oldest": 1, "newest": 1},
-            256,
-        ),
+        (side.decode_request, lambda n: ASK | {"engine": "e" * n}, 256),
+        (side.decode_request, lambda n: ASK | {"known": [bytes(32)] * n}, 16),
+        (side.decode_request, lambda n: ASK | {"known": [bytes(n)]}, 32),
         (side.decode_reply, lambda n: {"type": "payloads", "ranks": [b""] * n}, 1 << 12),
         (side.decode_reply, lambda n: {"type": "refusal", "reason": "r" * n}, 1 << 12),
         (side.decode_reply, lambda n: CONDITION | {"problems": ["p" * n]}, 1 << 12),
         (side.decode_reply, lambda n: CONDITION | {"problems": [""] * n}, 1 << 12),
+        (side.decode_request, lambda n: FOLLOW | {"rooms": [(bytes(16), 1)] * n}, 96),
+        (side.decode_request, lambda n: FOLLOW | {"rooms": [(bytes(n), 1)]}, 16),
+        (side.decode_request, lambda n: FOLLOW | {"rooms": [(bytes(16), n)]}, (1 << 53) - 1),
+        (
+            side.decode_request,
+            lambda n: FOLLOW | {"rooms": [(bytes(16), 1)], "prompts": [bytes(n)]},
+            16,
+        ),
+        (side.decode_reply, lambda n: followed(*[NEWS] * n), 96),
+        (side.decode_reply, lambda n: followed(NEWS | {"room": bytes(n)}), 16),
+        (side.decode_reply, lambda n: followed(NEWS | {"version": n}), (1 << 53) - 1),
+        (side.decode_reply, lambda n: followed(NEWS | {"part": bytes(n)}), 376_832),
+        (side.decode_reply, lambda n: followed(NEWS | {"error": "e" * n}), 1 << 12),
         (wire.decode_notes, lambda n: [RENEWAL] * n, 1 << 12),
         (wire.decode_notes, lambda n: [RELEASE | {"engine": "e" * n}], 256),
         (wire.decode_payload, lambda n: PAYLOAD | {"engine": "e" * n}, 256),
@@ -117,11 +136,19 @@ def test_lengths_are_bounded(
     [
         (side.decode_reply, {"type": "payloads", "ranks": []}),
         (side.decode_reply, {"type": "condition", "engine": "", "incarnation": 1}),
+        (side.decode_request, ASK | {"known": [bytes(31)]}),
+        (side.decode_request, FOLLOW | {"rooms": [(bytes(15), 1)]}),
+        (side.decode_request, FOLLOW | {"rooms": [(bytes(16), -1)]}),
+        (side.decode_request, FOLLOW | {"prompts": [b"of no room"]}),
+        (side.decode_reply, followed(NEWS | {"room": bytes(15)})),
+        (side.decode_reply, followed(NEWS | {"version": 0})),
         (wire.decode_notes, []),
         (wire.decode_notes, [RELEASE | {"engine": ""}]),
     ],
 )
-def test_empty_messages_are_refused(decode: Callable[[bytes], object], message: object) -> None:
+def test_messages_that_lack_something_are_refused(
+    decode: Callable[[bytes], object], message: object
+) -> None:
     with pytest.raises(WireError):
         decode(msgspec.msgpack.encode(message))
 

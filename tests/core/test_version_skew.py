@@ -7,9 +7,7 @@ build changes them too. Messages of a newer engine have unknown fields everywher
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,11 +16,11 @@ import zmq
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
-from kvferry.core.errors import IncompatibleError, WireError
+from kvferry.core.errors import WireError
 from kvferry.core.memory import Region
-from kvferry.core.side_channel import Compatibility, agree, fetch, ping
+from kvferry.core.side_channel import fetch, ping
 from tests.core.messages import encoded, payload
-from tests.core.side_channel.servers import LONG, bound, patient, serve
+from tests.core.side_channel.servers import LONG, patient, scripted, serve
 
 OLDER: dict[str, Any] = {
     "oldest": 1,
@@ -160,37 +158,13 @@ def test_an_older_consumer_reads_a_reply_with_a_ticket_key() -> None:
     assert {name: found[name] for name in OLDER} == {name: expected[name] for name in OLDER}
 
 
-def test_the_newest_common_protocol_version_is_used() -> None:
-    mine = payload(engine="decode")
-    assert agree(mine, payload(oldest=1, newest=3)) == Compatibility(version=1)
-    with pytest.raises(IncompatibleError, match="upgrade the older of the two engines"):
-        agree(mine, payload(oldest=2, newest=3))
-
-
 # Over real sockets.
-
-
-@contextmanager
-def serve_replies(*replies: bytes) -> Iterator[int]:
-    """Serve these replies one after the other, as a side channel would; yield the port."""
-    with zmq.Context() as context, ThreadPoolExecutor(1) as pool:
-        other, port = bound(context)
-
-        def serve_all() -> None:
-            for reply in replies:
-                routing_id, *_ = other.recv_multipart()
-                other.send_multipart([routing_id, reply])
-
-        served = pool.submit(serve_all)
-        yield port
-        served.result()
-        other.close()
 
 
 @pytest.mark.parametrize("grow", [copy.deepcopy, newer], ids=["older", "newer"])
 def test_this_build_fetches_from_another_version(grow: Any) -> None:
     ranks = {"type": "payloads", "ranks": [packed(grow(OLDER))]}
-    with serve_replies(packed(grow(ranks)), packed(grow(PONG))) as port:
+    with scripted(packed(grow(ranks)), packed(grow(PONG))) as (port, _):
         assert fetch("127.0.0.1", port, "prefill", timeout=LONG).ranks == (payload(),)
         assert ping("127.0.0.1", port, "prefill", timeout=LONG) == 7
 

@@ -14,12 +14,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvferry.core.directory.handshake_queue import (
-    LONGEST_BACKOFF_SECONDS,
-    Asking,
-    HandshakeQueue,
-    fetched,
-)
+from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS
+from kvferry.core.directory.handshake_queue import Asking, HandshakeQueue, fetched
 from kvferry.core.directory.liveness import start_pings
 from kvferry.core.directory.news import EncodedReply, Gone, Outcome, ProducerNews
 from kvferry.core.error_causes import RAISE_LIMITS
@@ -32,8 +28,6 @@ from kvferry.core.side_channel.poller import Steps, Task
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""
-MAX_TICKETS = 16
-"""The most incarnations for which one handshake is made: the newest that tickets name."""
 QUICK_SECONDS = 0.1
 """How long after a handshake's begin its reply may come within milliseconds, not after a pause."""
 AGAIN_SECONDS = 2.0
@@ -98,24 +92,21 @@ class Directory:
     def begin(self, request: Hashable, ticket: Ticket) -> None:
         """Count a request as a user of its producer until ``end``; ask the producer if need be."""
         self.end(request)
-        self.reach(ticket)
+        self.ask(ticket)
         self._users[request] = ticket.producer
         self._uses[ticket.producer] += 1
 
-    def reach(self, ticket: Ticket) -> None:
+    def ask(self, ticket: Ticket) -> None:
         """Ask the producer of a ticket of the next step, unless the ranks know it already."""
         self._catch_up()
         if ticket.producer in self._producers:
             self._touch(ticket.producer)
             return
-        asking = self._handshakes.ask(PeerKey.of(ticket))
         # A forged ticket does not count: whoever answers for it alone is not watched.
-        if ticket.proof is None or verify(ticket.proof):
-            asking.incarnations.setdefault(ticket.incarnation)
-            if len(asking.incarnations) > MAX_TICKETS:
-                del asking.incarnations[next(iter(asking.incarnations))]
+        is_genuine = ticket.proof is None or verify(ticket.proof)
+        self._handshakes.ask(PeerKey.of(ticket), ticket.incarnation if is_genuine else None)
 
-    def wanted(self, lacking: Iterable[tuple[PeerKey, int]]) -> None:
+    def ask_again(self, lacking: Iterable[tuple[PeerKey, int]]) -> None:
         """Ask producers, each with the incarnation that a ticket names, for ranks that lack them.
 
         Nothing is asked again whose answer may still be on its way.
@@ -125,7 +116,7 @@ class Directory:
             producer = self._producers.get((key.engine, incarnation, key.ticket_key))
             sent = -math.inf if producer is None or producer.key != key else producer.sent
             if self._clock() - sent > AGAIN_SECONDS:
-                self._handshakes.ask(key).incarnations.setdefault(incarnation)
+                self._handshakes.ask(key, incarnation)
 
     def end(self, request: Hashable) -> None:
         """Count a request no longer as a user; ignored if it is none."""

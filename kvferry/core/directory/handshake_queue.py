@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import msgspec
 
+from kvferry.core.backoff import backoff_seconds
 from kvferry.core.directory.news import EncodedReply
-from kvferry.core.errors import HandshakeError, KVFerryError, WireError
+from kvferry.core.errors import HandshakeError, KVFerryError, WireError, kept
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
+from kvferry.core.lru_cache import LRUCache
 from kvferry.core.options import EndpointOptions
 from kvferry.core.security.proof import load_library
 from kvferry.core.side_channel.client import ReplyLimits, payloads
@@ -27,16 +30,10 @@ from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, de
 # in memory two or three times meanwhile.
 MAX_HANDSHAKES = 64
 """The most handshakes that run at once."""
-FIRST_BACKOFF_SECONDS = 0.1
-LONGEST_BACKOFF_SECONDS = 5.0
-"""The pause after a failure doubles with each failure up to this."""
 MAX_REMEMBERED = 1 << 12
 """The most engines whose failures are remembered."""
-
-
-def backoff_seconds(failures: int, longest: float = LONGEST_BACKOFF_SECONDS) -> float:
-    """Return the pause after so many earlier failures."""
-    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 16), longest)
+MAX_TICKETS = 16
+"""The most incarnations for which one handshake is made: the newest that tickets name."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,8 +48,7 @@ class Asking:
     key: PeerKey
     since: float
     due: float
-    incarnations: dict[int, None] = field(default_factory=dict)
-    has_begun: bool = False
+    incarnations: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_TICKETS))
     task: Task | None = None
 
 
@@ -75,54 +71,57 @@ class HandshakeQueue:
         self._on_over = over
         self._post = post
         self._clock = clock
-        self._asked: dict[PeerKey, Asking] = {}
-        """The longest asked first."""
-        self._running = 0
-        self._failed: dict[PeerKey, tuple[int, float]] = {}
+        self._waiting: dict[PeerKey, Asking] = {}
+        """Those that have not begun, the longest asked first."""
+        self._running: dict[PeerKey, Asking] = {}
+        self._failed = LRUCache[tuple[int, float]](MAX_REMEMBERED)
         """How often a handshake has failed since one succeeded, and until when there is none."""
         self._is_turn_of_oldest = False
 
     @property
     def newest(self) -> float:
         """When the producer was asked that was asked last; ``-inf`` if none is being asked."""
-        asked = next(reversed(self._asked.values()), None)
-        return -math.inf if asked is None else asked.since
+        asked = chain(self._running.values(), self._waiting.values())
+        return max((each.since for each in asked), default=-math.inf)
 
-    def ask(self, key: PeerKey) -> Asking:
-        """Ask for a handshake with a producer, unless it is being asked."""
-        if key not in self._asked:
+    def ask(self, key: PeerKey, incarnation: int | None = None) -> None:
+        """Ask for a handshake with a producer, unless it is being asked, for an incarnation."""
+        asking = self._running.get(key) or self._waiting.get(key)
+        if asking is None:
             now = self._clock()
-            _, until = self._failed.get(key, (0, now))
-            asking = self._asked[key] = Asking(key=key, since=now, due=max(now, until))
+            _, until = self._failures(key)
+            asking = self._waiting[key] = Asking(key=key, since=now, due=max(now, until))
             self.progress(now)
-            return asking
-        return self._asked[key]
+        if incarnation is not None and incarnation not in asking.incarnations:
+            asking.incarnations.append(incarnation)
 
     def progress(self, now: float) -> None:
         """Start the handshakes whose pause is over, as far as ``MAX_HANDSHAKES`` allows."""
-        while self._running < MAX_HANDSHAKES:
-            waiting = [each for each in self._asked.values() if not each.has_begun]
-            due = [each for each in waiting if each.due <= now]
+        while len(self._running) < MAX_HANDSHAKES:
+            due = [each for each in self._waiting.values() if each.due <= now]
             if not due:
                 return
             self._start(self._first(due))
 
     def succeeded(self, key: PeerKey) -> None:
         """Forget the failures of a producer, so that no pause delays it."""
-        self._failed.pop(key, None)
+        if self._failed.get(key):
+            self._failed.put(key, (0, 0.0))
 
     def drop(self, since: float) -> None:
         """Drop the handshakes that were asked for until then and have not begun."""
-        late = takewhile(lambda each: each.since <= since, self._asked.values())
-        for asking in [each for each in late if not each.has_begun]:
-            del self._asked[asking.key]
+        for asking in list(takewhile(lambda each: each.since <= since, self._waiting.values())):
+            del self._waiting[asking.key]
 
     def close(self) -> None:
         """Start no more handshakes, and end those under way; return at once."""
-        self.drop(math.inf)
-        for asking in self._asked.values():
+        self._waiting.clear()
+        for asking in self._running.values():
             if asking.task is not None:
                 asking.task.cancel()
+
+    def _failures(self, key: PeerKey) -> tuple[int, float]:
+        return self._failed.get(key) or (0, 0.0)
 
     def _first(self, due: Sequence[Asking]) -> Asking:
         # Every second time the one with the fewest failures, so that producers that never answer do
@@ -131,14 +130,14 @@ class HandshakeQueue:
         oldest, self._is_turn_of_oldest = self._is_turn_of_oldest, not self._is_turn_of_oldest
         if oldest:
             return min(due, key=lambda each: each.due)
-        return min(due, key=lambda each: self._failed.get(each.key, (0, 0.0))[0])
+        return min(due, key=lambda each: self._failures(each.key)[0])
 
     def _start(self, asking: Asking) -> None:
-        asking.has_begun = True
-        self._running += 1
+        del self._waiting[asking.key]
+        self._running[asking.key] = asking
 
         def over(outcome: EncodedReply | Exception) -> None:
-            result = _contained(outcome)
+            result = outcome if isinstance(outcome, EncodedReply) else kept(outcome)
             self._post(lambda: self._over(asking, result))
 
         try:
@@ -147,35 +146,13 @@ class HandshakeQueue:
             over(exc)
 
     def _over(self, asking: Asking, result: EncodedReply | KVFerryError) -> None:
-        del self._asked[asking.key]
-        self._running -= 1
+        del self._running[asking.key]
         now = self._clock()
         if isinstance(result, KVFerryError):
-            failures, _ = self._failed.pop(asking.key, (0, now))
-            if len(self._failed) >= MAX_REMEMBERED:
-                del self._failed[next(iter(self._failed))]
-            self._failed[asking.key] = failures + 1, now + backoff_seconds(failures)
+            failures, _ = self._failures(asking.key)
+            self._failed.put(asking.key, (failures + 1, now + backoff_seconds(failures)))
         self.progress(now)
         self._on_over(asking, result)
-
-
-def _contained(outcome: EncodedReply | Exception) -> EncodedReply | KVFerryError:
-    if isinstance(outcome, EncodedReply):
-        return outcome
-    error = outcome
-    if not isinstance(error, KVFerryError):
-        error = HandshakeError(f"failed: {outcome!r}")
-    forget_frames(error)
-    return error
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Remove the tracebacks from an error and its causes."""
-    # The error is kept until the requests that it fails are reported, and the frames' local
-    # variables would keep replies in memory.
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def fetched(key: PeerKey, options: EndpointOptions, limits: ReplyLimits) -> Steps[EncodedReply]:
@@ -188,32 +165,32 @@ def fetched(key: PeerKey, options: EndpointOptions, limits: ReplyLimits) -> Step
     """
     deadline = time.monotonic() + options.handshake_timeout
     begun = time.perf_counter()
-    places, failures = list(key.places), list[HandshakeError]()
+    addresses, failures = list(key.addresses), list[HandshakeError]()
     while True:
-        place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
-        call = dialer(place, left / (1 + len(places)), options)
+        address, left = addresses.pop(0), max(deadline - time.monotonic(), 0.0)
+        dialer = Dialer.to(address, left / (1 + len(addresses)), options.access)
         try:
-            found = yield from payloads(call, place.engine, limits)
-            with explained(place.engine, call):
-                incarnation = _incarnation_of(found.ranks[0], place.engine)
+            found = yield from payloads(dialer, key.engine, limits)
+            with explained(key.engine, dialer):
+                incarnation = _incarnation_of(found.ranks[0], key.engine)
             # Another key means another engine with the same id: a loopback address, for instance,
             # leads to another engine on each host.
-            if found.ticket_key == key.ticket_key or not places:
+            if found.ticket_key == key.ticket_key or not addresses:
                 if found.ticket_key:
                     load_library()
                 reply = EncodedReply(
-                    place=place,
+                    address=address,
                     incarnation=incarnation,
                     ranks=tuple(found.ranks),
                     ticket_key=found.ticket_key,
-                    numeric=call.found,
+                    numeric=dialer.found,
                     seconds=time.perf_counter() - begun,
                 )
                 limits.made(reply.nbytes)
                 return reply
         except HandshakeError as exc:
             failures.append(exc)
-            if not places:
+            if not addresses:
                 raise type(exc)("; and ".join(map(str, failures))) from exc
 
 
@@ -236,14 +213,3 @@ def _incarnation_of(payload: bytes, engine: str) -> Incarnation:
     if start.engine != engine:
         raise HandshakeError(f"it answered with the ranks of engine {start.engine!r}")
     return Incarnation(start.incarnation)
-
-
-def dialer(place: PeerKey, timeout: float, options: EndpointOptions) -> Dialer:
-    """Return a ``Dialer`` for an address of ``PeerKey.places``; ``timeout`` is for each step."""
-    return Dialer(
-        host=place.host,
-        port=place.port,
-        timeout=timeout,
-        access=options.access,
-        key=place.key,
-    )

@@ -12,11 +12,11 @@ from contextlib import closing
 
 import zmq
 
-from kvferry.core.directory.handshake_queue import dialer
 from kvferry.core.directory.news import EncodedReply
 from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.options import EndpointOptions
 from kvferry.core.side_channel.connection import connected
+from kvferry.core.side_channel.dialer import Dialer
 from kvferry.core.side_channel.poller import Steps, Task, pause, start
 from kvferry.core.side_channel_messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply
 
@@ -58,15 +58,15 @@ def _pinged(
     reply: EncodedReply, options: EndpointOptions, wanted: Callable[[], bool]
 ) -> Steps[None]:
     """Ping; raise ``PeerLostError`` if the producer is dead, restarted or refuses pings."""
-    engine, interval = reply.place.engine, options.liveness_interval
+    engine, interval = reply.address.engine, options.liveness_interval
     ping = Ping(engine=engine)
-    call = dialer(reply.place, interval, options)
-    call.longest = MAX_PONG_BYTES
-    call.numeric.append(reply.numeric)
+    dialer = Dialer.to(reply.address, interval, options.access)
+    dialer.longest = MAX_PONG_BYTES
+    dialer.numeric.append(reply.numeric)
     misses, limit = 0, options.liveness_misses
     while wanted():
         try:
-            with closing((yield from connected(call))) as connection:
+            with closing((yield from connected(dialer))) as connection:
                 while wanted():
                     answer = yield from connection.ask(ping, time.monotonic() + interval)
                     _check(answer, reply)
@@ -84,7 +84,7 @@ def _pinged(
 
 def _check(answer: Reply, reply: EncodedReply) -> None:
     """Refuse an answer that is not a ``Pong`` with the incarnation of the handshake."""
-    engine = reply.place.engine
+    engine = reply.address.engine
     if isinstance(answer, Refusal):
         raise PeerLostError(f"engine {engine} does not serve this engine any more: {answer.reason}")
     if not isinstance(answer, Pong):

@@ -71,7 +71,7 @@ class LocalDirectory:
         """Tell the ranks what there is to tell; return whether there may be more before long."""
         with self._lock:
             for rank in self._ranks:
-                self._directory.wanted(rank.take_wanted())
+                self._directory.ask_again(rank.take_wanted())
             if news := self._directory.take():
                 for rank in self._ranks:
                     with contextlib.suppress(EndpointClosedError):

@@ -14,7 +14,7 @@ class EncodedReply:
     """What an engine's side channel answered, as it came; untrusted.
 
     Attributes:
-        place: the address that answered, one of ``PeerKey.places``.
+        address: the one that answered, one of ``PeerKey.addresses``.
         incarnation: the incarnation in the payload of rank 0.
         ranks: every rank's encoded payload, in rank order. Empty if the engine made none of the
             tickets for which it was asked.
@@ -23,7 +23,7 @@ class EncodedReply:
         seconds: how long the handshake took.
     """
 
-    place: PeerKey
+    address: PeerKey
     incarnation: Incarnation
     ranks: tuple[bytes, ...]
     ticket_key: bytes = b""
@@ -33,7 +33,7 @@ class EncodedReply:
     @property
     def name(self) -> ProducerName:
         """Return the name of the engine that answered."""
-        return self.place.engine, self.incarnation, self.ticket_key
+        return self.address.engine, self.incarnation, self.ticket_key
 
     @property
     def nbytes(self) -> int:

@@ -14,9 +14,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
-from kvferry.core.directory.followed_producer import FollowedProducer, RoomInbox, RoomUser
-from kvferry.core.directory.handshake_queue import forget_frames
-from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
+from kvferry.core.directory.followed_producer import FollowedProducer, FollowedRequest, RoomInbox
+from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError, kept
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import EndpointOptions
@@ -51,8 +50,7 @@ class RoomFollower:
         self._inbox = RoomInbox(clock)
         self._lock = self._inbox.lock
         self._producers: dict[PeerKey, FollowedProducer] = {}
-        self._users: dict[Hashable, RoomUser] = {}
-        """By request."""
+        self._requests: dict[Hashable, FollowedRequest] = {}
         self._due = math.inf
         """No request is late before this time."""
 
@@ -64,51 +62,40 @@ class RoomFollower:
 
     def follow(self, request: Hashable, room: RoomId, producer: PeerKey) -> None:
         """Follow a request's room until ``end``; raise ``ValueError`` if it follows one already."""
-        if request in self._users:
+        if request in self._requests:
             raise ValueError(f"request {request!r} follows a room already: call end() first")
-        user = RoomUser(since=self._clock())
+        made = FollowedRequest(id=request, room=room, key=producer, since=self._clock())
         with self._lock:
             try:
-                followed = self._followed(producer)
+                self._followed(producer).enter(made)
             except HandshakeError as exc:
-                forget_frames(exc)
-                self._fail_alone(request, user, exc)
-            else:
-                user.room = followed.enter(room)
-                user.room.users[request] = user
-                if user.has_news or user.room.error is not None:
-                    self._inbox.changed.add(request)
-                self._due = min(self._due, self._late_at(user))
-                followed.wake()
-            self._users[request] = user
+                self._inbox.fail([made], kept(exc))
+            self._due = min(self._due, self._late_at(made))
+            self._requests[request] = made
 
     def news(self, request: Hashable) -> RoomNews | KVFerryError | None:
         """Return what is new of a request's room, or why it is not followed; else ``None``."""
         self._fail_late()
         if request not in self._inbox.changed:
             return None
-        user = self._users[request]
-        room = user.room
-        if room is None:
-            return user.error
+        followed = self._requests[request]
         with self._lock:
-            if not user.has_news:
-                return room.error
-            news = room.news
-            user.seen = room.version
-            self._inbox.trim(room)
-            if room.error is None:
+            news = followed.news
+            self._inbox.drop(followed)
+            if followed.error is None:
                 self._inbox.changed.discard(request)
-            self._due = min(self._due, self._late_at(user))
-            return news
+            self._due = min(self._due, self._late_at(followed))
+            return news or followed.error
 
     def end(self, request: Hashable) -> None:
         """Follow a request's room no more; ignored if it follows none."""
-        user = self._users.pop(request, None)
-        if user is not None:
+        followed = self._requests.pop(request, None)
+        if followed is not None:
             with self._lock:
+                self._inbox.drop(followed)
                 self._inbox.changed.discard(request)
-                self._leave(request, user)
+                if followed.producer is not None:
+                    del followed.producer.requests[request]
 
     def close(self) -> None:
         """Follow nothing any more; return at once."""
@@ -120,30 +107,13 @@ class RoomFollower:
 
     # With the lock held.
 
-    def _leave(self, request: Hashable, user: RoomUser) -> None:
-        """Have a request follow its room no more; a room that nobody follows is forgotten."""
-        room, user.room = user.room, None
-        if room is not None:
-            del room.users[request]
-            self._inbox.trim(room)
-            if not room.users:
-                del room.producer.rooms[room.name]
-
-    def _fail_alone(self, request: Hashable, user: RoomUser, error: KVFerryError) -> None:
-        """Fail one request of a room, and not the others."""
-        self._leave(request, user)
-        user.error = error
-        self._inbox.changed.add(request)
-
-    def _late_at(self, user: RoomUser) -> float:
+    def _late_at(self, request: FollowedRequest) -> float:
         """Return when a request is late if nothing is heard of its room."""
-        room = user.room
-        if room is None or room.is_over or user.has_news:
+        if request.is_over or request.news is not None:
             return math.inf
-        if not user.seen:
-            return user.since + self._options.load_timeout
-        may_hang = room.has_part and not room.is_last
-        return room.changed + self._options.load_timeout if may_hang else math.inf
+        if not request.version:
+            return request.since + self._options.load_timeout
+        return request.changed + self._options.load_timeout if request.has_part else math.inf
 
     def _fail_late(self) -> None:
         now = self._clock()
@@ -152,18 +122,17 @@ class RoomFollower:
         self._due = math.inf
         seconds = self._options.load_timeout
         with self._lock:
-            for request, user in self._users.items():
-                late_at = self._late_at(user)
+            for request in self._requests.values():
+                late_at = self._late_at(request)
                 if late_at > now:
                     self._due = min(self._due, late_at)
-                elif user.seen and user.room is not None:
-                    self._inbox.fail([user.room], _stalled(seconds))
                 else:
-                    self._fail_alone(request, user, _unknown(seconds))
+                    why = _stalled(seconds) if request.version else _unknown(seconds)
+                    self._inbox.fail([request], why)
 
     def _followed(self, key: PeerKey) -> FollowedProducer:
         """Return what follows a producer's rooms; raise ``HandshakeError`` if nothing can."""
-        if len(self._users) >= MAX_REQUESTS:
+        if len(self._requests) >= MAX_REQUESTS:
             self._make_way()
         if key not in self._producers:
             self._check_limits(key)
@@ -175,27 +144,24 @@ class RoomFollower:
         """Fail one request if there are too many; raise ``HandshakeError`` if none makes way."""
         # The one fails that has waited longest for a room that its producer does not know, at the
         # host with most of them.
-        followed, unknown = 0, defaultdict[str, list[tuple[Hashable, PeerKey]]](list)
-        for request, user in self._users.items():
-            if user.room is not None and user.room.error is None:
-                followed += 1
-                if not user.room.version:
-                    key = user.room.producer.key
-                    unknown[key.host].append((request, key))
-        if followed < MAX_REQUESTS:
+        followed = [each for each in self._requests.values() if each.error is None]
+        if len(followed) < MAX_REQUESTS:
             return
+        unknown = defaultdict[str, list[FollowedRequest]](list)
+        for request in followed:
+            if not request.version:
+                unknown[request.key.host].append(request)
         if not unknown:
             raise HandshakeError(
                 f"{MAX_REQUESTS} requests wait here while they are computed by prefill engines, "
                 "which is the most: use more decode engines"
             )
-        oldest, key = max(unknown.values(), key=len)[0]
-        user = self._users[oldest]
-        self._fail_alone(oldest, user, _displaced(key, self._clock() - user.since))
+        oldest = max(unknown.values(), key=len)[0]
+        self._inbox.fail([oldest], _displaced(oldest.key, self._clock() - oldest.since))
 
     def _check_limits(self, key: PeerKey) -> None:
         """Raise ``HandshakeError`` if no further producer fits in, be it for an idle one."""
-        busy = [each for each, producer in self._producers.items() if producer.rooms]
+        busy = [each for each, producer in self._producers.items() if producer.requests]
         if sum(each.host == key.host for each in busy) >= MAX_AT_HOST:
             raise HandshakeError(
                 f"requests of {MAX_AT_HOST} prefill engines at {key.host} wait here, which is the "
@@ -210,7 +176,7 @@ class RoomFollower:
                 f"requests of {MAX_PRODUCERS} prefill engines wait here, which is the most: use "
                 "more decode engines"
             )
-        idle = next(each for each, producer in self._producers.items() if not producer.rooms)
+        idle = next(each for each, producer in self._producers.items() if not producer.requests)
         self._producers.pop(idle).end()
 
     def _forget(self, producer: FollowedProducer) -> None:

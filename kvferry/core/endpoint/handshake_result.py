@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core.directory.handshake_queue import dialer
 from kvferry.core.directory.news import EncodedReply
 from kvferry.core.errors import HandshakeError, PlanError
 from kvferry.core.messages import RankPayload
@@ -14,8 +13,9 @@ from kvferry.core.planner.plan import Plan
 from kvferry.core.planner.plan_cache import PlanCache
 from kvferry.core.security.proof import load_library
 from kvferry.core.side_channel import agree
-from kvferry.core.side_channel.compatibility import answer_info, differing_software
+from kvferry.core.side_channel.compatibility import differing_software, engine_info
 from kvferry.core.side_channel.connection import explained
+from kvferry.core.side_channel.dialer import Dialer
 
 DECODED = 5
 """Decoded fields take at most this many times the bytes of the encoded payload."""
@@ -69,14 +69,14 @@ class ReplyReader:
         """
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
-        call = dialer(reply.place, self._options.handshake_timeout, self._options)
-        call.numeric.append(reply.numeric)
-        with explained(reply.place.engine, call):
-            info = answer_info(reply.place.engine, reply.ranks, reply.ticket_key)
+        dialer = Dialer.to(reply.address, self._options.handshake_timeout, self._options.access)
+        dialer.numeric.append(reply.numeric)
+        with explained(reply.address.engine, dialer):
+            info = engine_info(reply.ranks, reply.ticket_key, engine=reply.address.engine)
         if info.ticket_key:
             load_library()
         own, judgements = self._own[self._rank], self._options.judgements
-        agreed = [agree(own, rank, judgements) for rank in info.ranks]
+        overridden = [text for rank in info.ranks for text in agree(own, rank, judgements)]
         try:
             plan = self._planner.plan([payload.layout for payload in info.ranks])
         except PlanError as exc:
@@ -85,7 +85,7 @@ class ReplyReader:
         return HandshakeResult(
             payloads=info.ranks,
             plan=plan,
-            overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
+            overridden=tuple(dict.fromkeys(overridden)),
             ticket_key=info.ticket_key,
             memory=memory_of(info.ranks, tuple(map(len, reply.ranks)), plan),
         )

@@ -17,11 +17,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvferry.core.directory.handshake_queue import (
-    LONGEST_BACKOFF_SECONDS,
-    backoff_seconds,
-    forget_frames,
-)
+from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS, backoff_seconds
 from kvferry.core.directory.news import EncodedReply, ProducerNews
 from kvferry.core.endpoint.connections import BlockingCalls, Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
@@ -32,6 +28,7 @@ from kvferry.core.errors import (
     KVFerryError,
     PeerLostError,
     TicketError,
+    forget_frames,
 )
 from kvferry.core.lifecycle.loads import RemoteRank
 from kvferry.core.lifecycle.ticket import (
@@ -490,7 +487,7 @@ class Peers:
         if now < producer.due:
             heapq.heappush(self._retries, (producer.due, next(self._numbers), producer))
             return
-        key, begun = producer.reply.place, producer.begun or time.perf_counter()
+        key, begun = producer.reply.address, producer.begun or time.perf_counter()
         producer.begun = 0.0
         try:
             peer = Peer(key=key, handshake=handshake, begun=begun, last_used=now)

@@ -122,7 +122,7 @@ class PeerKey(NamedTuple):
     ticket_key: bytes = b""
 
     @property
-    def places(self) -> tuple[PeerKey, ...]:
+    def addresses(self) -> tuple[PeerKey, ...]:
         """Return the addresses to ask, in order, each as a ``PeerKey`` without ``routed``."""
         if self.routed is None:
             return (self,)

@@ -8,7 +8,7 @@ from kvferry.core.security.access import NEARBY, OPEN, Access
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, PeerKeys, generate, public_keys
 from kvferry.core.security.networks import Networks
 from kvferry.core.security.proof import Proof, TicketKey
-from kvferry.core.security.secret_sources import FILE, Secret, is_place, listed_keys, read_secret
+from kvferry.core.security.secret_sources import FILE, Secret, is_source, listed_keys, read_secret
 from kvferry.core.security.signing import TicketSecrets
 from kvferry.core.security.source_watcher import (
     LOOK_SECONDS,
@@ -35,7 +35,7 @@ __all__ = [
     "TicketSecrets",
     "WatchedSetting",
     "generate",
-    "is_place",
+    "is_source",
     "listed_keys",
     "public_keys",
     "read_secret",

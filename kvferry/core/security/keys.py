@@ -26,14 +26,14 @@ class KeyPair:
     secret: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, text: str, place: str) -> KeyPair:
+    def of(cls, text: str, source: str) -> KeyPair:
         """Return the key pair of a secret key in hexadecimal.
 
-        Raises ``SecretError`` for other text; its message shows ``place``, never the text.
+        Raises ``SecretError`` for other text; its message shows ``source``, never the text.
         """
         if not _HEX.fullmatch(text):
             raise SecretError(
-                f"{place} holds {len(text)} characters, and a secret key is {2 * KEY_BYTES} "
+                f"{source} holds {len(text)} characters, and a secret key is {2 * KEY_BYTES} "
                 "hexadecimal digits: let 'kvferry keygen' make one"
             )
         secret = bytes.fromhex(text)
@@ -69,7 +69,7 @@ def generate() -> KeyPair:
     return KeyPair(public=_public(secret), secret=secret)
 
 
-def public_keys(texts: Iterable[str], place: str) -> frozenset[bytes]:
+def public_keys(texts: Iterable[str], source: str) -> frozenset[bytes]:
     """Return the keys in hexadecimal lines, without empty ones and comments, or ``SecretError``."""
     found: set[bytes] = set()
     for number, text in enumerate(texts, 1):
@@ -78,12 +78,12 @@ def public_keys(texts: Iterable[str], place: str) -> frozenset[bytes]:
             continue
         if not _HEX.fullmatch(line):
             raise SecretError(
-                f"line {number} of {place} is no public key: it has {len(line)} characters, and "
+                f"line {number} of {source} is no public key: it has {len(line)} characters, and "
                 f"a key is {2 * KEY_BYTES} hexadecimal digits, as 'kvferry keygen' prints them"
             )
         found.add(bytes.fromhex(line))
     if len(found) > MAX_KEYS:
-        raise SecretError(f"{place} lists {len(found)} keys; {MAX_KEYS} are allowed")
+        raise SecretError(f"{source} lists {len(found)} keys; {MAX_KEYS} are allowed")
     return frozenset(found)
 
 

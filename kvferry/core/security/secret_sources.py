@@ -16,9 +16,9 @@ from kvferry.core.errors import SecretError
 from kvferry.core.security.keys import public_keys
 
 FILE = "file:"
-"""How the place of a secret begins if it is a file."""
+"""How the source of a secret begins if it is a file."""
 ENVIRONMENT = "env:"
-"""How the place of a secret begins if it is an environment variable."""
+"""How the source of a secret begins if it is an environment variable."""
 CREDENTIALS = "CREDENTIALS_DIRECTORY"
 """The variable with which systemd names the folder of a service's credentials."""
 HOW = f"write {FILE}PATH or {ENVIRONMENT}NAME; 'kvferry keygen' makes files"
@@ -30,25 +30,25 @@ class Secret:
     """A secret, and where it came from."""
 
     text: str = field(repr=False)  # without the white space around it
-    place: str  # may be shown
+    source: str  # may be shown
     exposed: str = ""  # why others may know the secret, such as its file's mode
 
 
-def is_place(text: str) -> bool:
+def is_source(text: str) -> bool:
     """Return whether a text says where a secret is, rather than being a secret."""
     return text.startswith((FILE, ENVIRONMENT))
 
 
-def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secret:
+def read_secret(source: str, environment: Mapping[str, str] = os.environ) -> Secret:
     """Read the secret at ``file:PATH`` or ``env:NAME``, or raise ``SecretError``."""
-    if place.startswith(FILE):
-        return _from_file(place, Path(place.removeprefix(FILE)).expanduser(), environment)
-    if place.startswith(ENVIRONMENT):
-        name = place.removeprefix(ENVIRONMENT)
-        return _filled(place, environment.get(name, ""), "set the variable for this process")
+    if source.startswith(FILE):
+        return _from_file(source, Path(source.removeprefix(FILE)).expanduser(), environment)
+    if source.startswith(ENVIRONMENT):
+        name = source.removeprefix(ENVIRONMENT)
+        return _filled(source, environment.get(name, ""), "set the variable for this process")
     raise SecretError(
-        # ``place`` is not shown: it may be the secret itself.
-        f"a text of {len(place)} characters says what a secret is, or nothing at all, and not "
+        # ``source`` is not shown: it may be the secret itself.
+        f"a text of {len(source)} characters says what a secret is, or nothing at all, and not "
         f"where it is: {HOW}"
     )
 
@@ -56,14 +56,14 @@ def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secr
 def listed_keys(
     listed: Sequence[str], name: str, environment: Mapping[str, str] = os.environ
 ) -> frozenset[bytes]:
-    """Return the keys of setting ``name``: hexadecimal, or places of texts with a key per line."""
-    keys = public_keys((text for text in listed if not is_place(text)), name)
-    for place in filter(is_place, listed):
-        keys |= public_keys(read_secret(place, environment).text.splitlines(), place)
+    """Return the keys of setting ``name``: hexadecimal, or sources with a key per line."""
+    keys = public_keys((text for text in listed if not is_source(text)), name)
+    for source in filter(is_source, listed):
+        keys |= public_keys(read_secret(source, environment).text.splitlines(), source)
     return keys
 
 
-def _from_file(place: str, path: Path, environment: Mapping[str, str]) -> Secret:
+def _from_file(source: str, path: Path, environment: Mapping[str, str]) -> Secret:
     try:
         with path.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
@@ -71,13 +71,13 @@ def _from_file(place: str, path: Path, environment: Mapping[str, str]) -> Secret
         text = data.decode("ascii")
     except (OSError, ValueError) as exc:  # ValueError: a path or a content that is no text
         why = exc.strerror if isinstance(exc, OSError) else "it is no ASCII text"
-        raise SecretError(f"{place} cannot be read ({why}): {HOW}") from exc
+        raise SecretError(f"{source} cannot be read ({why}): {HOW}") from exc
     if len(data) > MAX_FILE_BYTES:
-        raise SecretError(f"{place} has more than {MAX_FILE_BYTES} bytes: {HOW}")
+        raise SecretError(f"{source} has more than {MAX_FILE_BYTES} bytes: {HOW}")
     exposed = ""
     if mode & _open_bits(path, environment):
-        exposed = f"{place} is open to others than its owner: chmod 600 it"
-    return _filled(place, text, "'kvferry keygen' makes such files", exposed)
+        exposed = f"{source} is open to others than its owner: chmod 600 it"
+    return _filled(source, text, "'kvferry keygen' makes such files", exposed)
 
 
 def _open_bits(path: Path, environment: Mapping[str, str]) -> int:
@@ -91,8 +91,8 @@ def _open_bits(path: Path, environment: Mapping[str, str]) -> int:
     return bits
 
 
-def _filled(place: str, text: str, remedy: str, exposed: str = "") -> Secret:
+def _filled(source: str, text: str, remedy: str, exposed: str = "") -> Secret:
     """Return the secret in a text, or refuse a text that is empty."""
     if not text.strip():
-        raise SecretError(f"{place} is empty or not set: {remedy}")
-    return Secret(text=text.strip(), place=place, exposed=exposed)
+        raise SecretError(f"{source} is empty or not set: {remedy}")
+    return Secret(text=text.strip(), source=source, exposed=exposed)

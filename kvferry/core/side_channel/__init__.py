@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvferry.core.side_channel.client import fetch, ping
     from kvferry.core.side_channel.compatibility import (
-        Compatibility,
         EngineInfo,
         Judgements,
         agree,
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from kvferry.core.side_channel.server import HandshakeServer, check_address
 
 __all__ = [
-    "Compatibility",
     "EngineInfo",
     "HandshakeServer",
     "Judgements",

@@ -16,7 +16,7 @@ from kvferry.core.errors import AdmissionError, HandshakeError, WireError
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.security import OPEN, Access
-from kvferry.core.side_channel.compatibility import EngineInfo, answer_info
+from kvferry.core.side_channel.compatibility import EngineInfo, engine_info
 from kvferry.core.side_channel.connection import answered, asked, explained, unexpected
 from kvferry.core.side_channel.dialer import Dialer, HungUpError
 from kvferry.core.side_channel.poller import Steps, Task, call, running, wait_for
@@ -82,7 +82,7 @@ def fetch(
     dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
     published = call(payloads(dialer, engine, ReplyLimits()))
     with explained(engine, dialer):
-        return answer_info(engine, published.ranks, published.ticket_key)
+        return engine_info(published.ranks, published.ticket_key, engine=engine)
 
 
 def payloads(dialer: Dialer, engine: str, limits: ReplyLimits) -> Steps[Payloads]:

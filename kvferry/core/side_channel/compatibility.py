@@ -43,21 +43,16 @@ class Judgements:
     told: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compatibility:
-    """The newest common version, and a text with both values for each difference allowed."""
-
-    version: int
-    overridden: tuple[str, ...] = ()
-
-
-def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInfo:
+def engine_info(
+    payloads: Sequence[bytes], ticket_key: bytes = b"", *, engine: str = ""
+) -> EngineInfo:
     """Decode and check the payloads of an engine's ranks, which are untrusted as the ticket key is.
 
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
         HandshakeError: a payload cannot be decoded, payloads contradict each other, checking them
-            takes too much work, or a rank lacks the fingerprint of the ticket key.
+            takes too much work, a rank lacks the fingerprint of the ticket key, or they are of
+            another engine than the one that was asked (``engine``).
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
@@ -80,6 +75,8 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
                 "where its fingerprint is; every rank of an engine must run the same kvferry"
             )
     first = ranks[0]
+    if engine and first.engine != engine:
+        raise HandshakeError(f"it answered with the ranks of engine {first.engine!r}")
     return EngineInfo(
         engine=first.engine,
         incarnation=Incarnation(first.incarnation),
@@ -88,23 +85,16 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
     )
 
 
-def answer_info(engine: str, payloads: Sequence[bytes], ticket_key: bytes) -> EngineInfo:
-    """As ``engine_info``; raise ``HandshakeError`` also for the payloads of another engine."""
-    info = engine_info(payloads, ticket_key)
-    if info.engine != engine:
-        raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
-    return info
-
-
 def agree(
     mine: RankPayload,
     theirs: RankPayload,
     judgements: Judgements = Judgements(),
-) -> Compatibility:
+) -> tuple[str, ...]:
     """Raise ``IncompatibleError`` if a rank must not read from a rank of another engine.
 
     Both must have a protocol version in common, the same driver, and equal values for every key of
-    ``RankPayload.agreement`` that *both* have. The error names each difference with both values.
+    ``RankPayload.agreement`` that *both* have. The error names each difference with both values;
+    those that the operator allows are returned, as texts.
     """
     version = mine.common(theirs)
     clashes = [(name, _side_by_side(name, *values)) for name, *values in _clashes(mine, theirs)]
@@ -129,7 +119,7 @@ def agree(
             f"{theirs.engine!r} (rank {theirs.rank}). They differ in {'; '.join(refused)}. "
             f"Start both alike{remedy}{differing_software(mine, theirs, judgements)}"
         )
-    return Compatibility(version=version, overridden=tuple(judged))
+    return tuple(judged)
 
 
 def differing_software(mine: RankPayload, theirs: RankPayload, judgements: Judgements) -> str:

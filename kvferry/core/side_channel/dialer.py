@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
@@ -19,6 +20,9 @@ from kvferry.core.security import Access
 from kvferry.core.side_channel.poller import Steps, Wait
 from kvferry.core.side_channel.sockets import Context, Socket, encrypt, make_socket, resolved
 from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES
+
+if TYPE_CHECKING:
+    from kvferry.core.lifecycle.ticket import PeerKey
 
 STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
 RIGHT_PORT = "Give side_channel_port, not the port of vLLM's server"
@@ -68,6 +72,12 @@ class Dialer:
     longest: int = MAX_SHORT_REPLY_BYTES
     numeric: list[str] = field(default_factory=list)
     found: str = field(default="", init=False)
+
+    @classmethod
+    def to(cls, address: PeerKey, timeout: float, access: Access) -> Dialer:
+        """Return how to reach an address of ``PeerKey.addresses``."""
+        host, port, key = address.host, address.port, address.key
+        return cls(host=host, port=port, timeout=timeout, access=access, key=key)
 
     def find(self) -> Steps[None]:
         """Find the first address of the host that accepts a TCP connection; sets ``found``.

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 from kvferry.core.error_causes import RAISE_LIMITS
@@ -116,7 +117,7 @@ def on_thread(function: Callable[[], T], name: str, until: float = math.inf) -> 
     """Call what may block or take long on a daemon thread; return what it returns, or raise that.
 
     Raises:
-        HandshakeError: no thread can be started.
+        RuntimeError: no thread can be started.
         TimeoutError: it has not returned at a time by ``time.monotonic``, and is left running.
     """
     task, outcomes = running(), list[T | Exception]()
@@ -128,10 +129,7 @@ def on_thread(function: Callable[[], T], name: str, until: float = math.inf) -> 
             outcomes.append(exc)
         task.wake()
 
-    try:
-        threading.Thread(target=run, name=name, daemon=True).start()
-    except RuntimeError as exc:
-        raise HandshakeError(f"{exc}; {RAISE_LIMITS}") from exc
+    threading.Thread(target=run, name=name, daemon=True).start()
     if not (yield from wait_for(lambda: bool(outcomes), until)):
         raise TimeoutError
     return _result(outcomes.pop())
@@ -166,18 +164,16 @@ class _Poller:
         self._due: list[tuple[float, int, Task]] = []
         """Heap of (time by ``time.monotonic``, number that orders equal times, task)."""
         self._numbers = itertools.count()
-        self._polled = select.epoll()
-        try:
-            self._woken = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        except OSError:
-            self._polled.close()
-            raise
+        self._opened = ExitStack()
         first.poller = self
-        self._polled.register(self._woken, select.EPOLLIN)
         try:
+            self._polled = self._opened.enter_context(select.epoll())
+            self._woken = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._opened.callback(os.close, self._woken)
+            self._polled.register(self._woken, select.EPOLLIN)
             threading.Thread(target=self._run, name="kvferry-side-channels", daemon=True).start()
-        except RuntimeError:
-            self._close()
+        except (OSError, RuntimeError):
+            self._opened.close()
             raise
 
     def post(self, task: Task) -> bool:
@@ -194,29 +190,18 @@ class _Poller:
             while not self._has_ended():
                 self._turn()
         finally:
-            self._give_up()
+            with self._lock:
+                self._is_over = True
+                self._opened.close()
+            for task in self._tasks | set(self._posted):  # none, unless an error ends the thread
+                task.steps.close()
+                self._finish(task, HandshakeError("the thread that asks other engines has ended"))
 
     def _has_ended(self) -> bool:
         """Return whether no task is left; then none can be posted any more."""
         with self._lock:
-            if self._tasks or self._posted:
-                return False
-            self._close()
-            return True
-
-    def _give_up(self) -> None:
-        """Fail the tasks that are left, if this thread ends for another reason."""
-        with self._lock:
-            if not self._is_over:
-                self._close()
-        for task in self._tasks | set(self._posted):
-            task.steps.close()
-            self._finish(task, HandshakeError("the thread that asks other engines has ended"))
-
-    def _close(self) -> None:
-        self._is_over = True
-        self._polled.close()
-        os.close(self._woken)
+            self._is_over = not (self._tasks or self._posted)
+            return self._is_over
 
     def _turn(self) -> None:
         for descriptor, _ in self._polled.poll(self._pause()):

@@ -6,12 +6,13 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 
 import zmq
 from zmq.utils import z85
 
+from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import KeyPair
 from kvferry.core.side_channel.poller import Steps, on_thread
@@ -32,54 +33,59 @@ def bare(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def numeric_hosts(host: str, port: int) -> list[str]:
+def numeric_hosts(host: str, port: int, *, is_command: bool = False) -> list[str]:
     """Return the numeric addresses of a host, in the resolver's order; at least one.
 
-    Raises ``HandshakeError`` if the name does not resolve, the host is empty or stands for all
-    addresses (``0.0.0.0``), or the port is invalid.
-    """
-    with _checked(host, port, is_command=False) as found:
-        found += _looked_up(host, port)
-    return list(dict.fromkeys(found))
-
-
-def resolved(host: str, port: int, timeout: float, *, is_command: bool) -> Steps[list[str]]:
-    """As ``numeric_hosts``; a name is looked up on a thread of its own.
-
     ``is_command`` words errors for a command's arguments, and not for settings. Raises
-    ``HandshakeError`` also if that takes longer than the timeout, in seconds, or no thread can be
-    started.
+    ``HandshakeError`` if the name does not resolve, the host is empty or stands for all addresses
+    (``0.0.0.0``), or the port is invalid.
     """
-    with _checked(host, port, is_command=is_command) as found:
-        with suppress(OSError, ValueError):
-            found += _looked_up(host, port, socket.AI_NUMERICHOST)
-        if not found:
-            found += yield from _within(host, port, timeout)
-    return list(dict.fromkeys(found))
-
-
-@contextmanager
-def _checked(host: str, port: int, *, is_command: bool) -> Iterator[list[str]]:
-    """Yield a list for a host's addresses; say what to correct if none are found, or wrong ones."""
     if not 0 <= port <= 65535:
         what = "the port" if is_command else "side_channel_port"
         raise HandshakeError(f"port {port} is not in 0 to 65535: correct {what}")
-    found = list[str]()
     try:
-        yield found
+        found = _looked_up(host, port)
     except (OSError, ValueError) as exc:  # ValueError: a name that is not even encodable
-        remedy = (
-            "correct the host, or ask from a host that resolves it"
-            if is_command
-            else "set side_channel_host to an IP address of the engine's host"
-        )
-        raise HandshakeError(f"host {host!r} does not resolve ({exc}): {remedy}") from exc
+        raise _unresolved(host, exc, is_command=is_command) from exc
     if bare(host) in ("", "*") or any(ipaddress.ip_address(name).is_unspecified for name in found):
         remedy = "give" if is_command else "set side_channel_host to"
         raise HandshakeError(
             f"host {host!r} is no address that a peer could connect to: {remedy} an address of the "
             "engine's host"
         )
+    return list(dict.fromkeys(found))
+
+
+def resolved(host: str, port: int, timeout: float, *, is_command: bool) -> Steps[list[str]]:
+    """As ``numeric_hosts``; a name is looked up on a thread of its own.
+
+    That thread cannot be ended, and is left running if it is late. Raises ``HandshakeError`` also
+    if it takes longer than the timeout, in seconds, or cannot be started.
+    """
+    look_up = partial(numeric_hosts, host, port, is_command=is_command)
+    with suppress(OSError, ValueError):
+        _looked_up(host, port, socket.AI_NUMERICHOST)
+        return look_up()
+    resolvers = _resolvers
+    if not resolvers.acquire(blocking=False):
+        why = OSError(f"{MAX_RESOLVERS} names are being looked up already")
+        raise _unresolved(host, why, is_command=is_command)
+
+    def look_up_and_release() -> list[str]:
+        try:
+            return look_up()
+        finally:
+            resolvers.release()
+
+    until = time.monotonic() + timeout
+    try:
+        return (yield from on_thread(look_up_and_release, "kvferry-resolve", until))
+    except TimeoutError:
+        why = OSError(f"no answer from the resolver within {timeout:g} s")
+        raise _unresolved(host, why, is_command=is_command) from None
+    except RuntimeError as exc:
+        resolvers.release()  # it was not begun
+        raise HandshakeError(f"host {host!r} cannot be looked up: {exc}; {RAISE_LIMITS}") from exc
 
 
 def _looked_up(host: str, port: int, flags: int = 0) -> list[str]:
@@ -89,25 +95,13 @@ def _looked_up(host: str, port: int, flags: int = 0) -> list[str]:
     return [socket.getnameinfo(entry[4], numeric)[0] for entry in found]
 
 
-def _within(host: str, port: int, timeout: float) -> Steps[list[str]]:
-    """As ``_looked_up``, on a thread, which cannot be ended and is left running if it is late."""
-    resolvers = _resolvers
-    if not resolvers.acquire(blocking=False):
-        raise TimeoutError(f"{MAX_RESOLVERS} names are being looked up already")
-
-    def look_up() -> list[str]:
-        try:
-            return _looked_up(host, port)
-        finally:
-            resolvers.release()
-
-    try:
-        return (yield from on_thread(look_up, "kvferry-resolve", time.monotonic() + timeout))
-    except TimeoutError:
-        raise TimeoutError(f"no answer from the resolver within {timeout:g} s") from None
-    except HandshakeError as exc:
-        resolvers.release()  # it was not begun
-        raise HandshakeError(f"host {host!r} cannot be looked up: {exc}") from exc
+def _unresolved(host: str, why: Exception, *, is_command: bool) -> HandshakeError:
+    remedy = (
+        "correct the host, or ask from a host that resolves it"
+        if is_command
+        else "set side_channel_host to an IP address of the engine's host"
+    )
+    return HandshakeError(f"host {host!r} does not resolve ({why}): {remedy}")
 
 
 _resolvers = threading.BoundedSemaphore(MAX_RESOLVERS)

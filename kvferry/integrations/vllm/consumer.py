@@ -556,7 +556,7 @@ class Consumer:
         for ticket in self._users.take_unused():
             self._loads.append(self._release_only(ticket.request, ticket, shared=False))
             if self._directory is not None:
-                self._directory.reach(ticket)
+                self._directory.ask(ticket)
         messages = LoadMessages(
             prepare=tuple(self._prepare),
             loads=tuple(self._loads),

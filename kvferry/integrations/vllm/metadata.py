@@ -63,7 +63,7 @@ class RankReport(KVConnectorWorkerMetadata):
             If nothing is logged or traced by request, holds that were read are left out.
         over: Maps each rank to the requests whose host pages it no longer uses for other engines;
             empty if the cache is not staged.
-        wanted: Which engines the ranks lack (``Directory.wanted``).
+        wanted: Which engines the ranks lack (``Directory.ask_again``).
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)

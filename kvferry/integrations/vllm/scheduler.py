@@ -398,7 +398,7 @@ class FerryScheduler:
         self._producer.revoke(self._adapters.reported(adapters))
         if isinstance(report, RankReport):
             self._producer.silence_reported(report.silent)
-            self._directory.wanted(report.wanted)
+            self._directory.ask_again(report.wanted)
             if report.problems:
                 self._problems = {**self._problems, **report.problems}
                 self._problems_changed = time.monotonic()

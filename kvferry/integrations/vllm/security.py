@@ -27,7 +27,7 @@ from kvferry.core.security import (
     SourceWatcher,
     TicketSecrets,
     WatchedSetting,
-    is_place,
+    is_source,
     listed_keys,
     read_secret,
 )
@@ -133,7 +133,7 @@ def _examine_access(
     before = len(problems)
     networks = _usable("", partial(_networks, config), problems)
     pairs = [
-        _usable("curve_secret_key: ", partial(KeyPair.of, each.text, each.place), problems)
+        _usable("curve_secret_key: ", partial(KeyPair.of, each.text, each.source), problems)
         for each in own
     ]
     listed = [
@@ -149,8 +149,8 @@ def _examine_access(
 
 def _peer_groups(config: Config) -> list[list[str]]:
     """Return the keys in ``curve_peers`` as one list, and each place of more keys as another."""
-    places = [[text] for text in config.curve_peers if is_place(text)]
-    return [[text for text in config.curve_peers if not is_place(text)], *places]
+    places = [[text] for text in config.curve_peers if is_source(text)]
+    return [[text for text in config.curve_peers if not is_source(text)], *places]
 
 
 def _usable(setting: str, read: Callable[[], T], problems: list[str]) -> T | None:
@@ -253,10 +253,10 @@ def _watched_own_key(
 
     def read() -> Reading[KeyPair]:
         found = read_secret(config.curve_secret_key, environment)
-        if KeyPair.of(found.text, found.place) != own:
+        if KeyPair.of(found.text, found.source) != own:
             raise SecretError(
-                f"{found.place} has another key, which takes effect when this engine is restarted; "
-                f"until then its public key is {own.public.hex()}"
+                f"{found.source} has another key, which takes effect when this engine is "
+                f"restarted; until then its public key is {own.public.hex()}"
             )
         return Reading(own)
 

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS
 from kvferry.core.directory import Directory, EncodedReply, ProducerNews, directory, handshake_queue
-from kvferry.core.directory.handshake_queue import LONGEST_BACKOFF_SECONDS
 from kvferry.core.endpoint import EndpointOptions, Load
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
     KVFerryError,
     PeerLostError,
-    TicketError,
 )
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
@@ -139,7 +138,7 @@ def test_a_rank_that_lacks_a_reply_says_so_and_waits_for_it(
 
     eventually(is_wanted, "the reply is wanted")
     assert wanted == {(PeerKey.of(ticket), ticket.incarnation)}
-    relay.wanted(wanted)
+    relay.ask_again(wanted)
     reply = reply_of(relay)
     decode.endpoint.relay(ProducerNews(outcomes=((PeerKey.of(ticket), reply),)))
     assert decode.error("d-1") is None
@@ -151,12 +150,12 @@ def test_nothing_is_asked_again_whose_answer_is_on_its_way(
     ticket = channel.serve()
     wanted = [(PeerKey.of(ticket), ticket.incarnation)]
     relay.begin("r", ticket)
-    relay.wanted(wanted)
+    relay.ask_again(wanted)
     assert reply_of(relay).ranks
-    relay.wanted(wanted)
+    relay.ask_again(wanted)
     assert not relay.pending
     clock.skip(2 * directory.AGAIN_SECONDS)
-    relay.wanted(wanted)
+    relay.ask_again(wanted)
     assert reply_of(relay).ranks
     assert channel.asked == 2
 
@@ -266,9 +265,9 @@ def test_a_genuine_ticket_after_many_others_is_watched(
     ticket = prefill.serve("p-1", [1], 4)
     with monkeypatch.context() as context:
         context.setattr(handshake_queue, "MAX_HANDSHAKES", 0)
-        for number in range(1, 2 * directory.MAX_TICKETS):
+        for number in range(1, 2 * handshake_queue.MAX_TICKETS):
             relay.begin(f"r-{number}", replace(ticket, incarnation=ticket.incarnation ^ number))
-        for number in range(2 * directory.MAX_TICKETS):
+        for number in range(2 * handshake_queue.MAX_TICKETS):
             relay.begin(f"s-{number}", ticket)
     assert reply_of(relay).ranks
 
@@ -306,11 +305,11 @@ def test_a_producer_that_is_asked_elsewhere_is_unused_for_less_time_than_others(
     ):
         tickets = [each.serve("p-1", [1], 4) for each in (one, two)]
         for ticket in tickets:
-            relay.reach(ticket)
+            relay.ask(ticket)
             assert reply_of(relay).ranks
         clock.skip(TTL / 2)
         elsewhere = PeerKey.of(tickets[0])._replace(routed=("router", 2))
-        relay.wanted([(elsewhere, tickets[0].incarnation)])
+        relay.ask_again([(elsewhere, tickets[0].incarnation)])
         assert reply_of(relay).ranks
         clock.skip(TTL / 2 + 1)
         assert [key.engine for key, _, _ in relay.take().gone] == ["two"]
@@ -390,7 +389,7 @@ def test_a_reply_that_was_not_sent_yet_is_not_sent_if_its_producer_is_lost(
 
 def test_news_survive_the_way_to_another_process() -> None:
     reply = EncodedReply(
-        place=KEY, incarnation=Incarnation(3), ranks=(b"a", b"b"), numeric="127.0.0.1"
+        address=KEY, incarnation=Incarnation(3), ranks=(b"a", b"b"), numeric="127.0.0.1"
     )
     told = ProducerNews(
         gone=((KEY, 1, PeerLostError("it died")), (KEY, 2, None)),
@@ -403,12 +402,3 @@ def test_news_survive_the_way_to_another_process() -> None:
         (PeerLostError, "it died"),
         (ConnectError, "no file is left"),
     ]
-
-
-def test_a_ticket_of_an_earlier_life_is_refused_by_every_rank(prefill: Engine) -> None:
-    with Engine("decode", CacheShape(tp=2)) as decode:
-        ticket = prefill.serve("p-1", [1], 4)
-        error = decode.load("d-1", replace(ticket, incarnation=ticket.incarnation ^ 1), [2])
-        assert isinstance(error, TicketError)
-        assert "restarted since" in str(error)
-        assert decode.load("d-2", ticket, [2]) is None

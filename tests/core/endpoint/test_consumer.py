@@ -108,7 +108,7 @@ class Manager:
             for each in self.payloads
         ]
         return EncodedReply(
-            place=PeerKey.of(ticket),
+            address=PeerKey.of(ticket),
             incarnation=Incarnation(ticket.incarnation),
             ranks=tuple(map(encode, ranks)),
         )

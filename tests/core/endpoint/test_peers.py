@@ -304,7 +304,7 @@ def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() 
 
         def pings(name: str, port: int, incarnation: int) -> Task:
             reply = EncodedReply(
-                place=PeerKey(name, "127.0.0.1", port),
+                address=PeerKey(name, "127.0.0.1", port),
                 incarnation=Incarnation(incarnation),
                 ranks=(),
                 numeric="127.0.0.1",

@@ -16,7 +16,6 @@ from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.security import Proof, TicketKey
 from kvferry.core.security.proof import (
     CONTENT_BYTES,
-    FINGERPRINT_BYTES,
     PROOF_BYTES,
     TICKET_KEY_BYTES,
     check,
@@ -114,13 +113,6 @@ def test_content_that_json_cannot_encode_is_refused() -> None:
     for content in (object(), deep, "\ud800"):
         with pytest.raises(TicketError, match="cannot be proved"):
             content_of({"kvferry": content})
-
-
-def test_a_fingerprint_identifies_one_key() -> None:
-    assert len(fingerprint(KEY.public)) == FINGERPRINT_BYTES
-    assert KEY.public != OTHER.public
-    assert fingerprint(KEY.public) != fingerprint(OTHER.public)
-    assert any(fingerprint(bytes(TICKET_KEY_BYTES)))
 
 
 def test_the_crypto_library_is_imported_only_when_needed() -> None:

@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_secret_is_read_from_a_file(path: Path) -> None:
     path.chmod(0o600)
-    assert read_secret(f"file:{path}") == Secret(text=HIDDEN, place=f"file:{path}")
+    assert read_secret(f"file:{path}") == Secret(text=HIDDEN, source=f"file:{path}")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
@@ -49,7 +49,7 @@ def test_a_file_beside_the_credentials_of_systemd_is_for_its_owner_only(path: Pa
 
 def test_a_secret_is_read_from_the_environment() -> None:
     got = read_secret("env:KVFERRY_TEST", {"KVFERRY_TEST": f"{HIDDEN}\n"})
-    assert got == Secret(text=HIDDEN, place="env:KVFERRY_TEST")
+    assert got == Secret(text=HIDDEN, source="env:KVFERRY_TEST")
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_a_file_without_a_secret_is_refused(path: Path, content: bytes) -> None:
 
 
 def test_a_secret_is_not_shown() -> None:
-    assert HIDDEN not in repr(Secret(text=HIDDEN, place="env:X"))
+    assert HIDDEN not in repr(Secret(text=HIDDEN, source="env:X"))

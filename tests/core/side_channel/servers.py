@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
 
+from kvferry.core import side_channel_messages as wire
 from kvferry.core.messages import RankPayload
 from kvferry.core.side_channel import EngineInfo, HandshakeServer, fetch, ping
 from kvferry.core.side_channel.sockets import Context, Socket
@@ -46,3 +50,28 @@ def bound(context: Context) -> tuple[Socket, int]:
     """Return a socket that serves, and its port."""
     channel = patient(context, zmq.ROUTER)
     return channel, channel.bind_to_random_port("tcp://127.0.0.1")
+
+
+@contextmanager
+def scripted(*answers: wire.Reply | bytes) -> Iterator[tuple[int, list[wire.Request]]]:
+    """Give one of these answers to each request; yield the port and the requests."""
+    requests: list[wire.Request] = []
+    with zmq.Context() as context, ThreadPoolExecutor(1) as pool:
+        channel, port = bound(context)
+
+        def serve_all() -> None:
+            for answer in answers:
+                whole = answer if isinstance(answer, bytes) else wire.encode(answer)
+                routing_id, data = channel.recv_multipart()
+                # It may be meant for whoever had this port before, in another process.
+                while isinstance(wire.decode_request(data), wire.Ping) and b"pong" not in whole:
+                    routing_id, data = channel.recv_multipart()
+                requests.append(wire.decode_request(data))
+                channel.send_multipart([routing_id, whole])
+
+        served = pool.submit(serve_all)
+        try:
+            yield port, requests
+        finally:
+            served.result()
+            channel.close()

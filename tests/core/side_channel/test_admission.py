@@ -43,16 +43,10 @@ def refusal(server: HandshakeServer, access: Access, key: bytes = PREFILL.public
 
 def test_many_listed_engines_are_served_while_unlisted_ones_are_refused() -> None:
     with serve(access=SERVES) as server, ThreadPoolExecutor(8) as pool:
-        refused = [pool.submit(refusal, server, STRANGER) for _ in range(20)]
-        served = [pool.submit(read, server, READS) for _ in range(20)]
-        assert [each.result() for each in served] == [7] * 20
+        refused = [pool.submit(refusal, server, STRANGER) for _ in range(8)]
+        served = [pool.submit(read, server, READS) for _ in range(8)]
+        assert [each.result() for each in served] == [7] * 8
         assert all("refuses this engine's key" in each.result() for each in refused)
-
-
-def test_all_engines_may_share_one_key_pair() -> None:
-    shared = Access(own=PREFILL, peers=frozenset({PREFILL.public}))
-    with serve(access=shared) as server:
-        assert read(server, shared) == 7
 
 
 def test_requests_and_replies_are_encrypted() -> None:
@@ -98,6 +92,8 @@ def test_an_unlisted_key_is_refused_and_both_sides_say_so(caplog: pytest.LogCapt
         assert f"it refuses this engine's key, {UNLISTED.public.hex()}" in text
         assert "add them to curve_peers and allowed_peers there" in text
         assert f"has the key {UNLISTED.public.hex()}, which is not in curve_peers" in caplog.text
+        refusal(server, STRANGER)
+        assert len(caplog.records) == 1, "refused clients cannot fill the log"
         assert read(server, READS) == 7
 
 
@@ -124,13 +120,6 @@ def test_a_server_without_keys_is_reported_as_open() -> None:
         text = refusal(server, READS)
         assert "its side channel is open: set curve_secret_key and curve_peers on that" in text
         assert pinged(server) == 7
-
-
-def test_a_server_key_that_is_not_listed_is_refused_before_anything_is_sent() -> None:
-    with serve(access=SERVES) as server:
-        text = refusal(server, READS, UNLISTED.public)
-    assert f"its key is {UNLISTED.public.hex()}, which is not listed here" in text
-    assert f"engine 'prefill' at 127.0.0.1 port {server.port}" in text
 
 
 @contextmanager
@@ -163,13 +152,6 @@ def test_a_client_from_another_network_is_refused(
         assert "127.0.0.1, is in none of the networks of allowed_peers (192.0.2.0/24)" in (
             caplog.text
         )
-
-
-def test_refused_clients_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with serve(access=SERVES) as server, caplog.at_level(logging.WARNING):
-        for _ in range(5):
-            refusal(server, STRANGER)
-    assert len(caplog.records) == 1
 
 
 def test_a_refused_client_cannot_send_requests() -> None:
@@ -227,4 +209,6 @@ def test_a_key_that_is_removed_from_the_clients_list_is_not_asked() -> None:
     with serve(access=SERVES) as server:
         assert read(server, access) == 7
         peers.replace([UNLISTED.public])
-        assert "which is not listed here" in refusal(server, access)
+        text = refusal(server, access)
+    assert f"its key is {PREFILL.public.hex()}, which is not listed here" in text
+    assert f"engine 'prefill' at 127.0.0.1 port {server.port}" in text

@@ -15,7 +15,7 @@ from kvferry.core.errors import HandshakeError, IncompatibleError
 from kvferry.core.side_channel import fetch
 from kvferry.core.side_channel.sockets import Context
 from tests.core.messages import encoded, payload
-from tests.core.side_channel.servers import LONG, bound
+from tests.core.side_channel.servers import LONG, bound, scripted
 
 
 def test_a_port_without_a_listener_is_refused_with_the_remedy() -> None:
@@ -100,12 +100,7 @@ def answer(*ranks: bytes, ticket_key: bytes = b"") -> bytes:
     ],
 )
 def test_an_invalid_reply_is_an_error_that_says_why(
-    context: Context, reply: bytes, error: type[HandshakeError], message: str
+    reply: bytes, error: type[HandshakeError], message: str
 ) -> None:
-    server, port = bound(context)
-    with server, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(fetch, "127.0.0.1", port, "prefill", timeout=LONG)
-        routing_id, *_ = server.recv_multipart()
-        server.send_multipart([routing_id, reply])
-        with pytest.raises(error, match=message):
-            asked.result()
+    with scripted(reply) as (port, _), pytest.raises(error, match=message):
+        fetch("127.0.0.1", port, "prefill", timeout=LONG)

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
-from kvferry.core.side_channel import Compatibility, Judgements, agree, engine_info
+from kvferry.core.side_channel import Judgements, agree, engine_info
 from tests.core.messages import encoded, payload
 
 
@@ -53,7 +53,7 @@ def test_a_value_that_is_only_told_is_no_difference_and_refusals_name_it() -> No
     told = Judgements(told=frozenset({"vLLM", "equal"}))
     mine = payload(agreement={"model": "a", "vLLM": "0.32", "equal": "1"})
     theirs = payload(engine="decode", agreement={"model": "a", "vLLM": "0.29", "equal": "1"})
-    assert agree(mine, theirs, told).overridden == ()
+    assert agree(mine, theirs, told) == ()
     with pytest.raises(IncompatibleError, match=r"vLLM: '0\.32' here, '0\.29' there"):
         agree(mine, theirs)
     theirs.agreement["model"] = "b"
@@ -61,11 +61,6 @@ def test_a_value_that_is_only_told_is_no_difference_and_refusals_name_it() -> No
         agree(mine, theirs, told)
     assert "They differ in model: 'a' here, 'b' there. " in str(caught.value)
     assert str(caught.value).endswith(" (vLLM: '0.32' here, '0.29' there)")
-
-
-def test_equal_engines_agree_on_the_newest_common_version() -> None:
-    agreed = agree(payload(oldest=1, newest=3), payload(engine="decode", oldest=2, newest=9))
-    assert agreed == Compatibility(version=3)
 
 
 def test_every_difference_is_named_with_both_values() -> None:
@@ -79,6 +74,7 @@ def test_every_difference_is_named_with_both_values() -> None:
         "engine 'prefill' (rank 2)",
         "engine 'decode' (rank 1)",
         "protocol versions: '1 to 1' here, '2 to 3' there",
+        "and upgrade the older of the two engines",
         "driver: 'loopback' here, 'nixl' there",
         "model: 'a' here, 'b' there",
         "dtype: 'bf16' here, 'fp8' there",
@@ -89,7 +85,7 @@ def test_every_difference_is_named_with_both_values() -> None:
 
 def test_agreement_keys_of_only_one_engine_are_ignored() -> None:
     for mine, theirs in (({"model": "a", "new": "x"}, {}), ({}, {"model": "a"})):
-        assert agree(payload(agreement=mine), payload(agreement=theirs)) == Compatibility(version=1)
+        assert agree(payload(agreement=mine), payload(agreement=theirs)) == ()
 
 
 MODEL = Judgements(keys=frozenset({"model"}))
@@ -103,8 +99,8 @@ def test_a_judgement_is_refused_with_the_setting_that_overrides_it() -> None:
 
 def test_an_overridden_judgement_is_returned_with_both_values() -> None:
     mine, theirs = (payload(agreement={"model": m, "dtype": "x"}) for m in "ab")
-    assert agree(mine, theirs, OVERRIDDEN).overridden == ("model: 'a' here, 'b' there",)
-    assert agree(mine, mine, OVERRIDDEN) == Compatibility(version=1)
+    assert agree(mine, theirs, OVERRIDDEN) == ("model: 'a' here, 'b' there",)
+    assert agree(mine, mine, OVERRIDDEN) == ()
 
 
 @pytest.mark.parametrize("judgements", [MODEL, OVERRIDDEN])

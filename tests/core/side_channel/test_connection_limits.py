@@ -56,7 +56,7 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-@pytest.mark.parametrize("frame", [MORE, b"\x01\x00", b"\x01\x64" + bytes(100)])
+@pytest.mark.parametrize("frame", [MORE, b"\x01\x00"])
 def test_an_endless_message_ends_its_connection(
     server: HandshakeServer, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -66,18 +66,6 @@ def test_an_endless_message_ends_its_connection(
     assert still_serves(server)
     assert resident_bytes() - before < 1 << 28  # closed early enough even on a busy machine
     assert "the connection from 127.0.0.1 is closed: it sent more than a question" in caplog.text
-
-
-def test_all_connections_share_a_bound(
-    server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch, "MAX_ALL_BYTES", 1 << 16)
-    with contextlib.ExitStack() as stack:
-        some = [stack.enter_context(connect(server)) for _ in range(4)]
-        for raw in some:
-            send_until_closed(raw, MORE * 1000, 30_000)
-        eventually(lambda: any(is_closed(raw, 0.01) for raw in some), "one of them is closed")
-    assert still_serves(server)
 
 
 def test_connections_that_sent_little_stay_open(

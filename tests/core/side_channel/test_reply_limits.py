@@ -83,11 +83,12 @@ def test_a_long_reply_that_is_cancelled_makes_way_for_another() -> None:
 
 def test_only_few_long_replies_are_received_at_once() -> None:
     limits = ReplyLimits()
-    with serve(*LONG_RANKS) as server:
+    with serve(*LONG_RANKS) as server, serve(payload()) as brief:
         assert len(fetched(server, limits).ranks) == len(LONG_RANKS)
         call(receive_long_replies(limits))
         with pytest.raises(HandshakeError, match="its reply is long"):
             fetched(server, limits, timeout=0.5)
+        assert fetched(brief, limits).ranks == encoded(payload())
 
 
 @pytest.mark.parametrize("ranks", [1, len(LONG_RANKS)])
@@ -109,13 +110,6 @@ def test_decoded_replies_are_freed_without_the_garbage_collector(ranks: int) -> 
             assert not left
         finally:
             gc.enable()
-
-
-def test_a_short_reply_needs_no_room() -> None:
-    limits = ReplyLimits()
-    with serve(payload()) as server:
-        call(receive_long_replies(limits))
-        assert fetched(server, limits).ranks == encoded(payload())
 
 
 @pytest.mark.parametrize(
@@ -171,7 +165,7 @@ def test_payloads_of_any_length_and_number_are_split(count: int) -> None:
 
 
 @pytest.mark.parametrize("key", [{}, {"ticket_key": b"k" * 32}])
-@pytest.mark.parametrize("count", [0, 1, 13, 20])
+@pytest.mark.parametrize("count", [0, 13])
 def test_a_long_reply_may_lack_its_key_and_have_fields_of_a_newer_version(
     key: dict[str, bytes], count: int
 ) -> None:

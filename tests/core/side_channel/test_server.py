@@ -8,13 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing
 
 import msgspec
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
@@ -29,7 +26,6 @@ from tests.core.side_channel.servers import (
     RANKS,
     fetched,
     patient,
-    pinged,
     serve,
     still_serves,
 )
@@ -54,10 +50,6 @@ def dealer(context: Context, server: HandshakeServer, **options: int) -> Socket:
     created.connect(f"tcp://{server.host}:{server.port}")
     return created
 
-
-one_server_for_all_examples = settings(
-    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 # What is served.
 
@@ -134,27 +126,27 @@ def test_unknown_versions_are_refused_with_both_ranges(
     assert still_serves(server)
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
+def test_an_invalid_request_is_refused_and_the_next_one_served(
+    server: HandshakeServer, context: Context
+) -> None:
+    """More of them are in ``tests/faults/test_fuzz.py``."""
+    ping = wire.encode(wire.Ping(engine="prefill"))
+    invalid = [
         (b"garbage",),
         (b"",),
         (b"", b""),
         (b"\xff" * wire.MAX_REQUEST_BYTES,),
-        (wire.encode(wire.Ping(engine="prefill"))[:-1],),
+        (ping[:-1],),
         (wire.encode(wire.Pong(incarnation=7)),),
         (msgspec.msgpack.encode({"type": "shutdown", "engine": "prefill"}),),
-        (b"junk", wire.encode(wire.Ping(engine="prefill"))),
-        (b"", b"", wire.encode(wire.Ping(engine="prefill"))),
+        (b"junk", ping),
+        (b"", b"", ping),
         (b"",) * 5000,
-    ],
-)
-def test_an_invalid_request_is_refused_and_the_next_one_served(
-    server: HandshakeServer, context: Context, frames: tuple[bytes, ...]
-) -> None:
+    ]
     with dealer(context, server) as channel:
-        assert refusal(channel, *frames)
-        assert ask(channel, wire.encode(wire.Ping(engine="prefill"))) == wire.Pong(incarnation=7)
+        for frames in invalid:
+            assert refusal(channel, *frames)
+            assert ask(channel, ping) == wire.Pong(incarnation=7)
     assert still_serves(server)
 
 
@@ -169,26 +161,6 @@ def test_an_oversized_request_ends_only_its_own_connection(
         channel.disable_monitor()
         monitor.close(0)
     assert still_serves(server)
-
-
-@one_server_for_all_examples
-@given(noise=st.binary(max_size=300), greeted=st.booleans())
-def test_the_server_survives_raw_bytes(
-    server: HandshakeServer, noise: bytes, greeted: bool
-) -> None:
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-    with closing(socket.create_connection((server.host, server.port), LONG)) as raw:
-        raw.sendall((greeting if greeted else b"") + noise)
-    assert pinged(server) == 7
-
-
-@one_server_for_all_examples
-@given(frames=st.lists(st.binary(max_size=100), min_size=1, max_size=5))
-def test_random_frames_are_answered_with_a_refusal(
-    server: HandshakeServer, context: Context, frames: list[bytes]
-) -> None:
-    with dealer(context, server) as channel:
-        assert refusal(channel, *frames)
 
 
 def test_clients_that_stop_in_the_middle_delay_no_others(server: HandshakeServer) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -13,7 +11,7 @@ import zmq
 
 from kvferry.core import messages
 from kvferry.core import side_channel_messages as wire
-from kvferry.core.errors import HandshakeError, WireError
+from kvferry.core.errors import HandshakeError
 from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
@@ -23,7 +21,7 @@ from kvferry.core.side_channel import EngineInfo, HandshakeServer, client, fetch
 from kvferry.core.side_channel.shapes import EngineShape
 from kvferry.core.side_channel_messages import MAX_KNOWN_SHAPES, MAX_REPLY_BYTES
 from tests.core.messages import encoded, payload
-from tests.core.side_channel.servers import LONG, bound, patient, serve
+from tests.core.side_channel.servers import LONG, patient, scripted, serve
 
 KEY = TicketKey().public
 
@@ -54,30 +52,6 @@ def shape_of(payloads: Sequence[bytes]) -> EngineShape:
 
 def request(*known: bytes) -> wire.PayloadRequest:
     return wire.PayloadRequest(oldest=1, newest=1, engine="prefill", known=list(known))
-
-
-@contextmanager
-def scripted(*answers: wire.Reply) -> Iterator[tuple[int, list[wire.Request]]]:
-    """Give one of these answers to each request; yield the port and the requests."""
-    requests: list[wire.Request] = []
-    with zmq.Context() as context, ThreadPoolExecutor(1) as pool:
-        channel, port = bound(context)
-
-        def serve_all() -> None:
-            for answer in answers:
-                routing_id, data = channel.recv_multipart()
-                # A ping is meant for whoever had this port before, in another process.
-                while isinstance(wire.decode_request(data), wire.Ping):
-                    routing_id, data = channel.recv_multipart()
-                requests.append(wire.decode_request(data))
-                channel.send_multipart([routing_id, wire.encode(answer)])
-
-        served = pool.submit(serve_all)
-        try:
-            yield port, requests
-        finally:
-            served.result()
-            channel.close()
 
 
 def fetched(port: int) -> EngineInfo:
@@ -123,19 +97,6 @@ def test_an_engine_of_an_older_build_answers_with_everything() -> None:
     with scripted(whole, whole) as (port, requests):
         assert fetched(port) == fetched(port)
     assert requests == [request(), request(shape_of(data).digest)]
-
-
-class OlderAsk(msgspec.Struct, kw_only=True, tag="ask"):
-    """A request as builds before shapes decode it."""
-
-    oldest: int
-    newest: int
-    engine: str
-
-
-def test_an_older_build_reads_a_request_that_names_shapes() -> None:
-    found = msgspec.msgpack.decode(wire.encode(request(bytes(32))), type=OlderAsk)
-    assert found == OlderAsk(oldest=1, newest=1, engine="prefill")
 
 
 def test_the_longest_request_is_taken() -> None:
@@ -207,15 +168,6 @@ def test_completed_payloads_are_bounded_as_a_whole_reply_is() -> None:
         shape.whole(heads)
 
 
-@pytest.mark.parametrize("length", [0, 31, 33])
-def test_a_digest_of_another_length_is_malformed(length: int) -> None:
-    data = msgspec.msgpack.encode(
-        {"type": "ask", "oldest": 1, "newest": 1, "engine": "e", "known": [bytes(length)]}
-    )
-    with pytest.raises(WireError, match="length"):
-        wire.decode_request(data)
-
-
 def test_a_long_answer_is_always_whole() -> None:
     """Most of it is no shape."""
     data = encoded(*(payload(rank, address=bytes([rank]) * 300_000) for rank in range(2)))
@@ -230,12 +182,6 @@ def test_a_payload_that_does_not_end_with_its_fields_has_no_shape() -> None:
     with HandshakeServer(data, engine="prefill", incarnation=7) as server:
         assert asked(server.port, bytes(32)) == wire.Payloads(ranks=data)
         assert list(fetched(server.port).ranks) == [payload()]
-
-
-def test_few_shapes_are_remembered_and_the_newest() -> None:
-    digests = [met(count) for count in range(1, 21)]
-    assert met(11) == digests[10]
-    assert list(client._shapes.items()) == [*digests[4:10], *digests[11:], digests[10]]
 
 
 def test_the_bytes_of_remembered_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

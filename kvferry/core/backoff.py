@@ -1,0 +1,12 @@
+"""The pauses after failures of a peer: each longer than the one before."""
+
+from __future__ import annotations
+
+FIRST_BACKOFF_SECONDS = 0.1
+LONGEST_BACKOFF_SECONDS = 5.0
+"""The pause doubles with each failure up to this."""
+
+
+def backoff_seconds(failures: int, longest: float = LONGEST_BACKOFF_SECONDS) -> float:
+    """Return the pause after so many earlier failures."""
+    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 16), longest)
