@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvferry.core.errors import SecretError, TicketError
 from kvferry.core.security import TicketSecrets
@@ -57,34 +54,21 @@ def test_a_missing_signature_is_refused_with_the_remedy() -> None:
         secrets(NEW).check(SAID, b"")
 
 
-values = st.recursive(
-    st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
+@pytest.mark.parametrize(
+    "changed",
+    [
+        SAID | {"added": None},
+        SAID | {"remote_block_ids": [[1, 2, 4], []]},
+        SAID | {"remote_block_ids": [[1, 2], [3]]},
+        SAID | {"kvferry": SAID["kvferry"] | {"added": ""}},
+        SAID | {"kvferry": SAID["kvferry"] | {"computed": 1}},
+        SAID | {"kvferry": SAID["kvferry"] | {"slot": "3"}},
+        {"kvferry": SAID["kvferry"]},
+    ],
 )
-contents = st.dictionaries(st.text(), values, max_size=4)
-
-
-@given(one=contents, other=contents)
-def test_only_equal_content_has_equal_signatures(
-    one: dict[str, Any], other: dict[str, Any]
-) -> None:
-    mine = secrets(NEW)
-    same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-    assert (mine.sign(one) == mine.sign(other)) is same
-
-
-@given(data=st.data())
-def test_a_single_change_anywhere_is_refused(data: st.DataObject) -> None:
-    signature = secrets(NEW).sign(SAID)
-    changed = copy.deepcopy(SAID)
-    where: Any = data.draw(st.sampled_from([changed, changed["kvferry"]]))
-    key = data.draw(st.sampled_from([*where, "added"]))
-    where[key] = data.draw(values)
-    if json.dumps(changed) == json.dumps(SAID):
-        return
+def test_a_single_change_anywhere_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(TicketError, match="altered or made up"):
-        secrets(NEW).check(changed, signature)
+        secrets(NEW).check(changed, secrets(NEW).sign(SAID))
 
 
 @pytest.mark.parametrize("content", [{"x": {1, 2}}, {"x": b"y"}, {1: 2, "x": 3}])
