@@ -259,19 +259,6 @@ def test_only_the_maker_of_a_ticket_is_watched(relay: Directory) -> None:
         assert channel.asked == 3
 
 
-def test_a_genuine_ticket_after_many_others_is_watched(
-    prefill: Engine, relay: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticket = prefill.serve("p-1", [1], 4)
-    with monkeypatch.context() as context:
-        context.setattr(handshake_queue, "MAX_HANDSHAKES", 0)
-        for number in range(1, 2 * handshake_queue.MAX_TICKETS):
-            relay.begin(f"r-{number}", replace(ticket, incarnation=ticket.incarnation ^ number))
-        for number in range(2 * handshake_queue.MAX_TICKETS):
-            relay.begin(f"s-{number}", ticket)
-    assert reply_of(relay).ranks
-
-
 @pytest.mark.parametrize("pings", [True, False])
 def test_a_producer_that_nobody_uses_is_released_and_asked_again(
     prefill: Engine, clock: Clock, pings: bool

@@ -11,7 +11,12 @@ import pytest
 
 from kvferry.core.directory import EncodedReply
 from kvferry.core.directory import handshake_queue as module
-from kvferry.core.directory.handshake_queue import MAX_HANDSHAKES, HandshakeQueue
+from kvferry.core.directory.handshake_queue import (
+    MAX_HANDSHAKES,
+    MAX_TICKETS,
+    Asking,
+    HandshakeQueue,
+)
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
@@ -29,12 +34,13 @@ class Handshakes:
         self.now = 0.0
         self.begun: list[str] = []
         self.reported: list[EncodedReply | KVFerryError] = []
+        self.asked_for: list[int] = []
         self.cancelled = 0
         self._ends: list[Callable[[EncodedReply | Exception], None]] = []
         monkeypatch.setattr(module, "start", self._start)
         self.queue = HandshakeQueue(
             lambda key: key.engine,  # type: ignore[arg-type, return-value]
-            lambda _, result: self.reported.append(result),
+            self._over,
             lambda call: call(),
             lambda: self.now,
         )
@@ -61,6 +67,10 @@ class Handshakes:
 
     def cancel(self) -> None:
         self.cancelled += 1
+
+    def _over(self, asking: Asking, result: EncodedReply | KVFerryError) -> None:
+        self.reported.append(result)
+        self.asked_for = list(asking.incarnations)
 
     def _start(self, name: str, over: Callable[[EncodedReply | Exception], None]) -> Handshakes:
         self.begun.append(name)
@@ -134,6 +144,16 @@ def test_a_success_resets_the_wait(handshakes: Handshakes) -> None:
     handshakes.queue.succeeded(PeerKey("a", "host", 1))
     handshakes.ask("a")
     assert handshakes.begun == ["a", "a"]
+
+
+def test_one_handshake_is_for_the_newest_incarnations_that_tickets_name(
+    handshakes: Handshakes,
+) -> None:
+    for incarnation in (None, *range(2 * MAX_TICKETS), 2 * MAX_TICKETS - 1):
+        handshakes.queue.ask(PeerKey("a", "host", 1), incarnation)
+    handshakes.end()
+    assert handshakes.begun == ["a"]
+    assert handshakes.asked_for == list(range(MAX_TICKETS, 2 * MAX_TICKETS))
 
 
 def test_no_handshake_starts_after_close_and_those_under_way_end(handshakes: Handshakes) -> None:

@@ -462,11 +462,13 @@ def test_addresses_that_never_answer_leave_places_to_others(
     """Above all to a producer that has answered before."""
     monkeypatch.setattr(room_follower, "MAX_SILENT_PRODUCERS", 3)
     monkeypatch.setattr(room_follower, "MAX_SILENT_AT_HOST", 2)
+    monkeypatch.setattr(followed_producer, "LINGER_SECONDS", 0.05)
     finished(rooms)
     with silent() as nobody, follower(PATIENT) as following:
         following.follow("first", A, key)
         assert part(following, "first") == b"ticket"
         following.end("first")
+        eventually(lambda: not following._producers, "it is followed no more")
         for index, at in enumerate([3, 3, 3, 2, 4]):
             name = f"invented {index}"
             following.follow(index, A, nobody._replace(host=f"127.0.0.{at}", engine=name))
