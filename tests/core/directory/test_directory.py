@@ -252,11 +252,14 @@ def test_only_the_maker_of_a_ticket_is_watched(relay: Directory) -> None:
         assert not reply_of(relay).ranks
         relay.begin("forged", replace(ticket, proof=None))
         assert not reply_of(relay).ranks
+        assert ticket.proof is not None
+        relay.begin("altered", replace(ticket, proof=replace(ticket.proof, content=bytes(32))))
+        assert not reply_of(relay).ranks
         relay.begin("genuine", ticket)
         assert reply_of(relay).ranks
         relay.begin("next", ticket)
         assert not relay.take()
-        assert channel.asked == 3
+        assert channel.asked == 4
 
 
 @pytest.mark.parametrize("pings", [True, False])
