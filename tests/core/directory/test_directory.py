@@ -105,19 +105,6 @@ def test_a_producer_is_asked_and_pinged_once_for_two_ranks(channel: Channel) -> 
         assert (channel.asked, len(channel.pinged_by)) == (1, 1)
 
 
-def test_all_ranks_learn_that_a_producer_died_and_release_it(prefill: Engine) -> None:
-    drivers = [RecordingTransport(), RecordingTransport()]
-    free = iter(drivers)
-    with Engine("decode", CacheShape(tp=2), transport=lambda: next(free)) as decode:
-        decode.pull("d-1", prefill.serve_later("p-1", [1]), [2])
-        eventually(lambda: all(each.open_connections for each in drivers), "all are connected")
-        prefill.server.close()
-        error = decode.error("d-1")
-        assert isinstance(error, PeerLostError)
-        assert "missed 3 of 3 pings" in str(error)
-        eventually(lambda: not any(each.open_connections for each in drivers), "all are released")
-
-
 def unknown(ticket: Ticket) -> Load:
     """Return a load of whose producer the directory is not told."""
     pages = Pages(ids=np.array([2]))

@@ -14,7 +14,7 @@ from kvferry.core.security import NEARBY, Access, Networks
 from kvferry.core.side_channel import HandshakeServer, fetch, ping
 from kvferry.core.side_channel import sockets as module
 from tests.core.resource_limits import no_threads
-from tests.core.side_channel.servers import LONG, pinged, serve
+from tests.core.side_channel.servers import LONG, pinged
 
 HERE = Access(networks=Networks.of(["127.0.0.0/8"]))
 ELSEWHERE = Access(networks=Networks.of(["192.0.2.0/24"]))
@@ -114,18 +114,6 @@ def test_a_name_is_refused_while_no_thread_can_be_started(
             with pytest.raises(HandshakeError, match=r"can't start new thread; .*ulimit"):
                 ping("prefill.test", server.port, "prefill", timeout=LONG)
     assert ping("prefill.test", server.port, "prefill", timeout=LONG) == 7
-
-
-def test_all_addresses_of_this_host_are_nearby() -> None:
-    """That includes a public address of its network interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            asking.connect(("192.0.2.77", 9))
-        except OSError:
-            pytest.skip("this host has no network")
-        own = asking.getsockname()[0]
-    with serve(host=own, access=NEARBY) as server:
-        assert pinged(server, access=NEARBY) == 7
 
 
 def test_addresses_that_are_not_nearby_must_be_allowed_explicitly() -> None:
