@@ -97,8 +97,7 @@ def reply_of(relay: Directory) -> EncodedReply:
 
 
 def test_a_producer_is_asked_and_pinged_once_for_two_ranks(channel: Channel) -> None:
-    options = EndpointOptions(liveness_interval=0.05, liveness_misses=100)
-    with Engine("decode", CacheShape(tp=2), options=options) as decode:
+    with Engine("decode", CacheShape(tp=2)) as decode:
         for number in range(1, 4):
             assert decode.load(f"d-{number}", channel.serve(number), [2]) is None
         eventually(lambda: len(channel.pinged_by) >= 1, "the producer is pinged")
