@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions, transfers
+from kvferry.core.endpoint import EndpointOptions, endpoint, transfers
 from kvferry.core.errors import TransferCancelledError
 from kvferry.core.messages import Renewal
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
@@ -45,7 +45,7 @@ def test_a_request_that_waits_for_pages_keeps_its_hold_on_every_rank(clock: Cloc
         decode.prepare(ticket)
         for driver in drivers:
             wait_for_renewal(driver)
-        pass_leases(clock, drivers, count=3)
+        pass_leases(clock, drivers, count=2)
         assert decode.load("d-1", ticket, [3, 4]) is None
         prefill.released("p-1")
 
@@ -162,6 +162,7 @@ def test_a_cancelled_renewal_that_outlasts_its_grace_disconnects_the_producer(
     prefill: Engine, ends_in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "CANCEL_SECONDS", 2 * LEASE)  # longer than this test takes
+    monkeypatch.setattr(endpoint, "WIND_DOWN_SECONDS", 0.1)
     clock, driver = Clock(), UncancellableTransport()
     with Engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode:
         decode.prepare(prefill.serve("p-1", [1, 2], 8))

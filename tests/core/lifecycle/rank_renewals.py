@@ -48,9 +48,9 @@ class Wait:
 class RankRenewals:
     """All renewals of one rank."""
 
-    def __init__(self, rank: ConsumerRank, renewals: type[Renewals]) -> None:
+    def __init__(self, rank: ConsumerRank, renewals: Renewals) -> None:
         self._rank = rank
-        self._renewals = renewals()
+        self._renewals = renewals
         self._waits: list[Wait] = []
         self._loading: dict[LoadId, Wait] = {}
         self._by_id: dict[RenewalId, Wait] = {}
