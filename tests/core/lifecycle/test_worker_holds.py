@@ -357,7 +357,9 @@ def staged(computing: Rank) -> Rank:
 
 
 def test_a_hold_is_copied_then_sent_then_over(staged: Rank) -> None:
-    staged.holds.copied(HOLD, 100.0)  # not begun
+    for hold in (HOLD, NEXT):  # not begun, and not known
+        staged.holds.copied(hold, 100.0)
+        staged.holds.ready(NEXT, 100.0)
     assert staged.holds.take_copies() == []
     for _ in range(2):
         staged.holds.ready(HOLD, 110.0)
