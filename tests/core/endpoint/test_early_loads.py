@@ -466,18 +466,6 @@ def test_a_load_that_only_says_done_is_not_taken_for_the_early_load_with_its_id(
             assert has_tokens(decode, TOKENS)
 
 
-def test_parts_that_come_while_the_device_works_on_the_pages_are_used(
-    prompt: Prompt, decode: Engine
-) -> None:
-    is_over = False
-    decode.pull("d", prompt.part(1), TO, early=TOKENS, passed=lambda: is_over)
-    decode.extend("d", prompt.part(2))
-    decode.extend("d", prompt.finish(), is_last=True)
-    is_over = True
-    records(decode)
-    assert has_tokens(decode, TOKENS)
-
-
 def test_a_load_from_a_producer_that_is_gone_fails(decode: Engine) -> None:
     with Engine("prefill") as prefill:
         prompt = Prompt(prefill=prefill)

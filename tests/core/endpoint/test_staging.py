@@ -331,28 +331,6 @@ def test_the_time_of_copies_is_counted() -> None:
         assert (Stage.COPY,) in totals.of(STAGE_SECONDS)
 
 
-def test_many_requests_of_one_step_are_copied_each_by_itself() -> None:
-    with pair() as (prefill, decode):
-        requests = {f"p-{i}": [2 * i + 1, 2 * i + 2] for i in range(5)}
-        for request, blocks in requests.items():
-            prefill.compute(request, blocks, TOKENS)
-        tickets = [
-            prefill.finish(request, blocks, TOKENS, order=False)
-            for request, blocks in requests.items()
-        ]
-        prefill.engine.step(lambda: True)
-        for ticket in tickets:
-            decode.pull(f"d-{ticket.request}", ticket, requests[ticket.request])
-        for ticket in tickets:
-            eventually(
-                lambda name=ticket.request: any(  # type: ignore[misc]
-                    copied[1] == tuple(requests[name]) for copied in decode.devices[0].copied
-                ),
-                "its load is copied",
-            )
-        assert_held(decode.device_ranks, requests["p-3"], TOKENS)
-
-
 def test_the_stand_in_cannot_be_read_from_the_host() -> None:
     host = np.zeros((1, 3, 2), dtype=np.float32)
     device = LateDevice(host, blocks=4)
