@@ -103,15 +103,11 @@ class LoadManager:
         self._containment = containment
         self._zero = zero
         self._copies = copies
-        self._load_timeout = options.load_timeout
-        self._max_copies = options.max_copies
-        self._paged_reads = transport.capabilities.paged_reads
+        self._options = options
+        self._capabilities = transport.capabilities
         self._clock = clock
         self._metrics = metrics
         self._reported = reported
-        capabilities = transport.capabilities
-        self._max_notification = capabilities.max_notification
-        self._quiescence = capabilities.quiescence
         self._slot_reads = SlotReads(scratch, containment)
         self._peers = Peers(
             transport=transport,
@@ -205,7 +201,7 @@ class LoadManager:
             tokens=load.ticket.tokens if load.is_early else 0,
             awaits_device=passed is not None,
             needs_copy=load.copy is not None,
-            deadline=self._clock() + self._load_timeout,
+            deadline=self._clock() + self._options.load_timeout,
         )
         state = LoadState(machine=machine, load=load, begun=time.perf_counter())
         self._states[load_id] = state
@@ -238,7 +234,7 @@ class LoadManager:
             if peer is not None:
                 peer.check(part)
             state.extend(part, is_last=is_last)
-            deadline = self._clock() + self._load_timeout
+            deadline = self._clock() + self._options.load_timeout
             if is_last:
                 if peer is not None:
                     self._renew(state, peer)
@@ -281,7 +277,7 @@ class LoadManager:
             self._perform(actions)
             self._touched.update(action.load for action in actions)
         self._drop_ended()
-        self._slot_reads.post(self._transfers, self._max_notification)
+        self._slot_reads.post(self._transfers, self._capabilities.max_notification)
         return busy
 
     def _look_at_device(self) -> bool:
@@ -474,7 +470,7 @@ class LoadManager:
     def _read(self, action: Action, state: LoadState) -> None:
         source = state.known_peer.sources[action.rank]
         request = state.request_for(source, action.since, action.until)
-        batches = CopyBatches(source, request, self._workspace, self._max_copies)
+        batches = CopyBatches(source, request, self._workspace, self._options.max_copies)
         self._read_batch(action, state, batches, None)
 
     def _read_batch(
@@ -500,7 +496,7 @@ class LoadManager:
 
         read = Read(
             peer=peer.ids[action.rank],
-            build=batches.build_paged if self._paged_reads else batches.build,
+            build=batches.build_paged if self._capabilities.paged_reads else batches.build,
             finished=finished,
             failing=partial(self._on_failing, state, action.rank),
             tags={(action.load, action.rank)},
@@ -555,7 +551,7 @@ class LoadManager:
 
     def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
         """Close the connection of a failing read, if the driver ends the read in no other way."""
-        after_disconnect = self._quiescence is Quiescence.AFTER_DISCONNECT
+        after_disconnect = self._capabilities.quiescence is Quiescence.AFTER_DISCONNECT
         if after_disconnect or isinstance(error, StatusUnknownError):
             # Even if the peer was given up before: others that share the connection may keep it
             # open.
@@ -613,7 +609,7 @@ class LoadManager:
 
     def _notify(self, peer: Peer, rank: int, releases: list[Release]) -> None:
         """Tell a producer rank "done" and "abandon"; if that fails, the leases end the holds."""
-        for batch in fitting(releases, self._max_notification):
+        for batch in fitting(releases, self._capabilities.max_notification):
             try:
                 if rank in peer.ids:
                     self._transport.notify(peer.ids[rank], encode(batch))

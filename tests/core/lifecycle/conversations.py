@@ -7,10 +7,10 @@ from hypothesis.stateful import initialize, rule
 
 from kvferry.core.errors import KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.loads import LoadId
 from tests.core.lifecycle.model import Faults, Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
 from tests.core.lifecycle.protocol_faults import AnswersNeverReclaimed
+from tests.core.lifecycle.staged_model import DeviceNotAwaited
 from tests.core.lifecycle.two_engines import (
     LARGEST,
     PAGES,
@@ -26,6 +26,7 @@ PICKS = st.binary(max_size=8) | st.binary(min_size=24, max_size=60)
 LEAVES = st.sampled_from(list(Leaves))
 PLANTED = Faults()
 PLANTED.add("nothing is reclaimed")(AnswersNeverReclaimed)
+PLANTED.add("a load does not wait for the device")(DeviceNotAwaited)
 NEITHER_NOR = st.sampled_from([False, False, False, True])
 
 
@@ -294,11 +295,3 @@ class ReceivedReportedAsSent(Engine):
         turn = self.turns.get(request)
         if turn is not None and turn.leaves is not Leaves.NOTHING and turn.stage is Stage.RUNNING:
             self.sent[request].add(rank)
-
-
-@PLANTED.add("a load does not wait for the device")
-class ReadBeforeTheDeviceHasFinished(Rank):
-    """A load does not wait for work of the device that writes the same pages."""
-
-    def read_when_passed(self, load_id: LoadId) -> None:
-        self.connected(load_id)

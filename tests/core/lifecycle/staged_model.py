@@ -245,7 +245,7 @@ class ReportedBeforeTheCopy(LoadMachine):
 
 
 @PLANTED.add("copied to blocks that the device still zeroes")
-class CopiedBeforeTheZeroing(LoadMachine):
+class DeviceNotAwaited(LoadMachine):
     """Pages are copied when they are fenced, though the device may still zero the blocks."""
 
     def __post_init__(self) -> None:

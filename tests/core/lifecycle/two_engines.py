@@ -245,35 +245,27 @@ class Rank(ReadingRank[Pull]):
     # Loads.
 
     def _begin(self, turn: Turn, shared: bool) -> None:
-        """Begin a load; its pages are read when the device has finished the work before."""
-        if turn.source is None:
-            return
-        pull = Pull(
-            request=turn,
-            ticket=turn.source.ticket,
-            shared=shared,
-            targets=turn.pages[: turn.wanted],
-        )
-        self._start(pull)
+        if turn.source is not None:
+            targets = turn.pages[: turn.wanted]
+            ticket = turn.source.ticket
+            self._start(Pull(request=turn, ticket=ticket, shared=shared, targets=targets))
 
     def _start(self, pull: Pull) -> None:
+        """Begin a load; its pages are read when the device has finished the work before."""
         load_id = self.loads.begin(
             hold=pull.ticket.hold,
             computed=pull.ticket.computed,
             reads=bool(pull.targets),
             deadline=self.now() + LOAD_TIMEOUT,
             shared=pull.shared,
+            awaits_device=True,
         )
         self.pulls[load_id] = pull
-        self.read_when_passed(load_id)
-
-    def read_when_passed(self, load_id: LoadId) -> None:
-        """Let a load go on when the device has finished the work that is queued now."""
-        self.stream.append(partial(self.connected, load_id))
-
-    def connected(self, load_id: LoadId) -> None:
-        """Let a load go on."""
         self.loads[load_id].handshake_succeeded(self.remote_ranks)
+        self.stream.append(partial(self._passed, load_id))
+
+    def _passed(self, load_id: LoadId) -> None:
+        self.loads[load_id].passed()
         self.perform()
 
     def items(self, action: Action, pull: Pull) -> list[tuple[int, int]]:
