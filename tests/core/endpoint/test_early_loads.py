@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from kvferry.core.directory import RoomFollower
 from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord
 from kvferry.core.errors import (
     DeadlineError,
@@ -21,10 +19,8 @@ from kvferry.core.errors import (
     TicketError,
     TransportError,
 )
-from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
-from kvferry.core.lifecycle.rooms import room_id
-from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
@@ -472,90 +468,3 @@ def test_a_load_from_a_producer_that_is_gone_fails(decode: Engine) -> None:
         prompt.take_on()
         begin(prompt, decode)
     assert decode.error("d") is not None
-
-
-# The whole way: rooms, the side channel, and parts for the workers.
-
-
-class Follower:
-    """The scheduler half of a decode engine: it follows a room, and tells its ranks of parts."""
-
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
-        self._decode = decode
-        self._following = RoomFollower(EndpointOptions())
-        key = PeerKey(prefill.name, prefill.server.host, prefill.server.port)
-        self._following.follow("d", ROOM, key)
-        self.holds: list[Hold] = []
-        self.error: KVFerryError | None = None
-        self.is_over = False
-
-    def step(self) -> Follower:
-        """Use what is new."""
-        news = self._following.news("d")
-        if isinstance(news, KVFerryError):
-            self.error, self.is_over = news, True
-            if self.holds:
-                self._decode.endpoint.abort(RequestId("d"))
-        elif news is not None and news.part:
-            self._use(pickle.loads(news.part), is_last=news.is_last)
-            self.is_over = news.is_last
-        if self.is_over:
-            self._following.close()
-        return self
-
-    def _use(self, part: Ticket, *, is_last: bool) -> None:
-        assert part.digest == digest(range(part.tokens))
-        if self.holds:
-            self._decode.extend("d", part, is_last=is_last)
-        else:
-            self._decode.pull("d", part, TO, early=0 if is_last else TOKENS)
-        self.holds.append(part.hold)
-
-
-ROOM = room_id("xfer-1")
-
-
-def test_parts_come_over_the_side_channel_also_after_a_preemption() -> None:
-    key = TicketKey()
-    with (
-        Engine("prefill", CacheShape(tp=2), ticket_key=key) as prefill,
-        Engine("decode", CacheShape()) as decode,
-    ):
-        follower = Follower(prefill, decode)
-        rooms, prompt = prefill.rooms, Prompt(prefill=prefill)
-        assert rooms.open(ROOM)
-        prompt.take_on()
-        for chunks in (1, 2):
-            prompt.compute(chunks)
-            rooms.publish(ROOM, pickle.dumps(prompt.part(chunks)))
-            eventually(lambda: bool(follower.step().holds), "a part is heard")
-            if chunks == 1:
-                wait_for(decode, CHUNK)
-                for rank in prefill.ranks:
-                    rank.cache[:, FROM] = GARBAGE
-                prompt.pages = [7, 8, 9, 10, 11, 12]
-                prompt.take_on()
-        rooms.finish(ROOM, pickle.dumps(prompt.finish()))
-        eventually(lambda: follower.step().is_over, "the ticket is heard")
-        records(decode)
-        assert has_tokens(decode, TOKENS)
-        assert follower.holds[-1] == prompt.hold
-        prefill.released("p")
-
-
-def test_a_prefill_that_is_aborted_fails_the_load(
-    prefill: Engine, prompt: Prompt, decode: Engine
-) -> None:
-    follower, rooms = Follower(prefill, decode), prefill.rooms
-    rooms.open(ROOM)
-    prompt.compute(1)
-    rooms.publish(ROOM, pickle.dumps(prompt.part(1)))
-    eventually(lambda: bool(follower.step().holds), "a part is heard")
-    wait_for(decode, CHUNK)
-    prefill.scheduler_holds.drop(RequestId("p"))
-    prefill.step()
-    rooms.close(ROOM, "it was aborted")
-    eventually(lambda: follower.step().is_over, "the end is heard")
-    assert "it was aborted" in str(follower.error)
-    assert decode.error("d") is not None
-    assert prefill.endpoint.held == 0

@@ -186,7 +186,7 @@ class PrefillScheduler(ReadingScheduler):
         draw: Callable[[], int] | None = None,
     ) -> None:
         self.components, self.slots = simulation.components, simulation.slots
-        self.now = lambda: simulation.now
+        self.now: Callable[[], float] = lambda: simulation.now
         self.incarnation = random_incarnation()
         how = () if draw is None else (draw,)
         self.scheduler_holds = self.components.of(SchedulerHolds)(self.slots, *how)

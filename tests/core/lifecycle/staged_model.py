@@ -264,7 +264,8 @@ class LoadsOfOneRequest(DecodeRank):
     """The end of a copy is taken for that of the first: all loads have one request id."""
 
     def copied(self, copy: BlockCopy) -> LoadId:
-        return next(each.source for each in [*self.copies, copy])
+        first: LoadId = [*self.copies, copy][0].source
+        return first
 
 
 @PLANTED.add("a staged ticket that says computed")

@@ -108,7 +108,7 @@ def test_a_shared_load_sends_no_done_or_abandon(fails: str) -> None:
     acts += load.acts
     assert {DONE, ABANDON}.isdisjoint(op for op, *_ in acts)
     assert acts[-1] == REPORT
-    assert (load.failure is None) is not fails
+    assert (load.failure is None) == (not fails)
     assert load.is_over
 
 

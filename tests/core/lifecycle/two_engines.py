@@ -186,7 +186,8 @@ class Rank(ReadingRank[Pull]):
         return self.pages
 
     def source(self, rank: int) -> Rank:
-        return self.engine.other.ranks[rank]
+        source: Rank = self.engine.other.ranks[rank]
+        return source
 
     # The engine's step.
 
