@@ -226,7 +226,7 @@ class LoadManager:
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
         """Use a newer part, or the ticket, of an early load, which fails if it does not fit."""
         early = [state for state in self._loads_of(request) if state.machine.early]
-        if not early or early[-1].machine.is_over:
+        if not early:
             return
         state, machine, peer = early[-1], early[-1].machine, early[-1].peer
         try:

@@ -121,8 +121,8 @@ def test_page_reads_beyond_the_limit_wait_and_fences_are_posted_before_them(
     with two_engines(driver, COPIES) as (prefill, decode):
         pull(prefill, decode, 1, 2, 3)
         for number in (1, 2, 3):
-            eventually(lambda: len(driver.posted) == 2 * number - 1, "the next is read")  # noqa: B023
-            assert len(driver.pages) == number
+            read = 2 * number - 1, number
+            eventually(lambda: (len(driver.posted), len(driver.pages)) == read, "it is read")  # noqa: B023
             driver.may_end = number
             assert outcome(decode, number) is None
             assert not decode.wrong_bytes([number], 4)

@@ -134,21 +134,25 @@ def test_a_producer_that_does_not_know_heartbeats_gets_none(
 
 
 def test_a_heartbeat_that_cannot_be_sent_fails_no_load() -> None:
+    tried: list[PeerId] = []
+
     class NoHeartbeatsTransport(RecordingTransport):
         def notify(self, peer: PeerId, payload: bytes) -> None:
             if isinstance(decode_notes(payload)[0], Heartbeat):
+                tried.append(peer)
                 raise TransportError("the queue is full")
             super().notify(peer, payload)
 
     clock = Clock()
     with (
-        Engine("prefill", clock=clock) as prefill,
+        Engine("prefill", options=LONG_LEASES, clock=clock) as prefill,
         Engine(
             "decode", options=NO_LIVENESS_CHECKS, transport=NoHeartbeatsTransport, clock=clock
         ) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
-        clock.skip(2.0)
+        clock.skip_until(lambda: bool(tried) or decode.endpoint.wait(0.01), 2.0)
+        assert tried
         assert decode.load("d-1", ticket, [3, 4]) is None
         prefill.released("p-1")
