@@ -22,7 +22,7 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank, gone
 from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.ticket import check_against, page_limits
-from kvferry.core.messages import RankPayload, Release
+from kvferry.core.messages import RankPayload
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.decode_requests import (
@@ -39,6 +39,7 @@ from tests.core.lifecycle.fabric import (
     Message,
     ProtocolViolation,
     Transfer,
+    release,
     require,
 )
 from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer, skewed
@@ -419,19 +420,18 @@ class ConsumerRank:
 
     def message(self, rank: int, load_ids: list[LoadId], *, abandoned: bool) -> Message:
         """Return the message with the "done" or "abandon" of some loads to one producer rank."""
-        releases = []
-        for load_id in load_ids:
-            ticket = self.pulls[load_id].request.issue.ticket
-            release = Release(
-                incarnation=ticket.incarnation,
-                slot=ticket.hold.slot,
-                generation=ticket.hold.generation,
+        tickets = [self.pulls[load_id].request.issue.ticket for load_id in load_ids]
+        releases = [
+            release(
+                ticket.incarnation,
+                ticket.hold,
                 engine=self.engine,
                 rank=self.rank,
                 expected=self.expected[rank],
                 abandoned=abandoned,
             )
-            releases.append(release)
+            for ticket in tickets
+        ]
         origins = tuple(self.pulls[load_id].request.uid for load_id in load_ids)
         return Message(sender=self.engine, rank=rank, payload=encode(releases), origins=origins)
 

@@ -14,10 +14,9 @@ from typing import Any, Generic, TypeVar
 from kvferry.core.errors import KVFerryError, PeerLostError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank
-from kvferry.core.messages import Release
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.fabric import Link, Message, Transfer, require
+from tests.core.lifecycle.fabric import Link, Message, Transfer, release, require
 from tests.core.lifecycle.rank_loads import RankLoads
 
 Plan = tuple[tuple[RemoteRank, ...], ...]
@@ -216,16 +215,15 @@ class ReadingRank(Generic[RankLoadT]):
             transfer.words[action.load] = words[slot]
 
     def _message(self, rank: int, pull: RankLoadT, *, abandoned: bool) -> Message:
-        release = Release(
-            incarnation=self.simulation.prefill.incarnation,
-            slot=pull.hold.slot,
-            generation=pull.hold.generation,
+        note = release(
+            self.simulation.prefill.incarnation,
+            pull.hold,
             engine="decode",
             rank=self.rank,
             expected=sum(rank in [r.rank for r in ranks] for ranks in self.simulation.plan),
             abandoned=abandoned,
         )
-        return Message(sender="decode", rank=rank, payload=encode([release]), origins=(0,))
+        return Message(sender="decode", rank=rank, payload=encode([note]), origins=(0,))
 
     def _running(self, load_id: LoadId, rank: int | None = None) -> list[Transfer]:
         return [t for t in self.transfers if load_id in t.loads and rank in (None, t.rank)]

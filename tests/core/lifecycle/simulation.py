@@ -14,13 +14,12 @@ from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.loads import RemoteRank
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from kvferry.core.messages import Release
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.consumer import Consumer, UncountedHoldUsers
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState
-from tests.core.lifecycle.fabric import Fabric, Message, require
+from tests.core.lifecycle.fabric import Fabric, Message, release, require
 from tests.core.lifecycle.invariants import check_end, check_rest, check_scheduler_holds
 from tests.core.lifecycle.model import Components
 from tests.core.lifecycle.producer import (
@@ -405,16 +404,12 @@ class Simulation:
         if not holds:
             return
         hold = holds[index % len(holds)]
-        release = Release(
-            incarnation=self.producer.incarnation ^ (_BIT if how == "incarnation" else 0),
-            slot=hold.slot + (how == "slot"),
-            generation=hold.generation ^ (_BIT if how == "generation" else 0),
-            engine="A",
-            rank=0,
-            expected=1,
-        )
+        incarnation = self.producer.incarnation ^ (_BIT if how == "incarnation" else 0)
+        generation = hold.generation ^ (_BIT if how == "generation" else 0)
+        other = Hold(slot=hold.slot + (how == "slot"), generation=generation)
+        note = release(incarnation, other, engine="A", rank=0, expected=1)
         for rank in self.producer.ranks:
-            stray = Message(sender="A", rank=rank.rank, payload=encode([release]), origins=(0,))
+            stray = Message(sender="A", rank=rank.rank, payload=encode([note]), origins=(0,))
             rank.hear(stray)
 
     # Rest.

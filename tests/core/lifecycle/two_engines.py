@@ -31,7 +31,7 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
-from tests.core.lifecycle.fabric import Content, Fabric, Message, require
+from tests.core.lifecycle.fabric import Content, Fabric, Message, release, renewal, require
 from tests.core.lifecycle.model import Components
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
 from tests.core.lifecycle.reading_rank import Move, RankLoad, ReadingRank
@@ -232,7 +232,8 @@ class Rank(ReadingRank[Pull]):
         if self._waits and self.now() >= self._next_renewal:
             self._next_renewal = self.now() + 1.0
             for ticket in self._waits.values():
-                self.engine.world.fabric.messages.append(self._note(self._renewal(ticket)))
+                note = self._note(renewal(ticket, engine=self.engine.name, life=1))
+                self.engine.world.fabric.messages.append(note)
         self.perform()
 
     def hear(self, message: Message) -> None:
@@ -298,25 +299,15 @@ class Rank(ReadingRank[Pull]):
     # Messages.
 
     def _message(self, rank: int, pull: Pull, *, abandoned: bool) -> Message:
-        release = Release(
-            incarnation=pull.ticket.incarnation,
-            slot=pull.hold.slot,
-            generation=pull.hold.generation,
+        note = release(
+            pull.ticket.incarnation,
+            pull.hold,
             engine=self.engine.name,
             rank=self.rank,
             expected=1,
             abandoned=abandoned,
         )
-        return self._note(release)
-
-    def _renewal(self, ticket: Ticket) -> Renewal:
-        return Renewal(
-            incarnation=ticket.incarnation,
-            slot=ticket.hold.slot,
-            generation=ticket.hold.generation,
-            engine=self.engine.name,
-            life=1,
-        )
+        return self._note(note)
 
     def _note(self, note: Release | Renewal) -> Message:
         payload = encode([note])
