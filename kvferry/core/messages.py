@@ -37,6 +37,8 @@ MAX_LEASE = 86400.0
 """The longest lease in seconds."""
 WORD_BYTES = 8
 """Size of a slot word."""
+FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
+"""Number of words of a fingerprint."""
 MAX_SLOTS = 1 << 32
 """Slots are numbered below this."""
 FIELDS_KEY = b"\xa6fields"

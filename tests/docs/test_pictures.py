@@ -23,7 +23,7 @@ from docs.tools.pictures import (
 from kvferry.core.errors import TransportError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
-from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads, RemoteRank
+from kvferry.core.lifecycle.loads import LoadAction, LoadId, LoadMachine, RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal
@@ -64,39 +64,43 @@ class PicturedLoad:
     """A load that reads from one rank, with its state as the picture names it."""
 
     def __init__(self, *, computed: bool) -> None:
-        self.loads = Loads()
-        self.id: LoadId = self.loads.begin(
-            REQUEST, HOLD_OF_REQUEST, computed=computed, reads=True, deadline=DEADLINE
+        self.load = LoadMachine(
+            id=LoadId(1),
+            actions=[],
+            hold=HOLD_OF_REQUEST,
+            computed=computed,
+            reads=True,
+            deadline=DEADLINE,
         )
         self.outcome = ""
 
     def state(self) -> str:
         """Return the state."""
-        for action in self.loads.take_actions():
+        for action in self.load.actions:
             if action.op is LoadAction.REPORT:
                 self.outcome = "failed" if action.error else "received"
         if self.outcome:
             return self.outcome
-        stage = self.loads.stage(self.id)
-        if stage is None or not self.loads.wanted(self.id):
+        stage = self.load.stage
+        if stage is None or not self.load.is_wanted:
             return "winding down"
-        return "wait" if self.loads.is_computing(self.id) else STAGES[stage]
+        return "wait" if self.load.is_computing else STAGES[stage]
 
 
-LOAD_EVENTS: tuple[Callable[[Loads, LoadId], None], ...] = (
-    lambda loads, load: loads.handshake_succeeded(load, (RemoteRank(rank=0, reads=True),)),
-    lambda loads, load: loads.handshake_failed(load, ERROR),
-    lambda loads, load: loads.checked(load, 0, HOLD_OF_REQUEST.ready),
-    lambda loads, load: loads.checked(load, 0, HOLD_OF_REQUEST.computing),
-    lambda loads, load: loads.checked(load, 0, NOTHING),
-    lambda loads, load: loads.read(load, 0),
-    lambda loads, load: loads.fenced(load, 0, HOLD_OF_REQUEST.ready),
-    lambda loads, load: loads.fenced(load, 0, NOTHING),
-    lambda loads, load: loads.lost(load, 0, ERROR),
-    lambda loads, load: loads.failing(load, 0, ERROR),
-    lambda loads, load: loads.abort(load, ERROR),
-    lambda loads, load: loads.tick(0.0),
-    lambda loads, load: loads.tick(DEADLINE),
+LOAD_EVENTS: tuple[Callable[[LoadMachine], None], ...] = (
+    lambda load: load.handshake_succeeded((RemoteRank(rank=0, reads=True),)),
+    lambda load: load.handshake_failed(ERROR),
+    lambda load: load.checked(0, HOLD_OF_REQUEST.ready),
+    lambda load: load.checked(0, HOLD_OF_REQUEST.computing),
+    lambda load: load.checked(0, NOTHING),
+    lambda load: load.read(0),
+    lambda load: load.fenced(0, HOLD_OF_REQUEST.ready),
+    lambda load: load.fenced(0, NOTHING),
+    lambda load: load.lost(0, ERROR),
+    lambda load: load.failing(0, ERROR),
+    lambda load: load.abort(ERROR),
+    lambda load: load.tick(0.0),
+    lambda load: load.tick(DEADLINE),
 )
 
 
@@ -109,10 +113,10 @@ def load_steps(computed: bool) -> Iterator[tuple[str, str]]:
         for number in range(len(LOAD_EVENTS)):
             load = PicturedLoad(computed=computed)
             for event in path:
-                LOAD_EVENTS[event](load.loads, load.id)
+                LOAD_EVENTS[event](load.load)
                 load.state()
             before = load.state()
-            LOAD_EVENTS[number](load.loads, load.id)
+            LOAD_EVENTS[number](load.load)
             after = load.state()
             if before != after:
                 yield before, after

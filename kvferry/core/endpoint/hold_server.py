@@ -22,9 +22,8 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, MAX_SILENT, Silence
 from kvferry.core.lifecycle.worker_holds import ReleaseOutcome, WorkerHolds
 from kvferry.core.memory import Region, region_of
-from kvferry.core.messages import WORD_BYTES, Heartbeat, Note, Renewal, decode_notes
+from kvferry.core.messages import FINGERPRINT_WORDS, Heartbeat, Note, Renewal, decode_notes
 from kvferry.core.metrics import IGNORED, LATE, CopyDirection, Metrics
-from kvferry.core.security.proof import FINGERPRINT_BYTES
 from kvferry.core.transport import Notification
 
 logger = logging.getLogger(__name__)
@@ -32,9 +31,6 @@ logger = logging.getLogger(__name__)
 # A consumer that waits for a hold is heard at least three times in a lease.
 SILENT_PART = 0.5
 """Where no consumer was heard for this part of a lease, consumers are missing, not time."""
-
-FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
-"""Number of 8-byte words of a fingerprint."""
 
 
 class WordArray:
@@ -200,28 +196,24 @@ class HoldServer:
 
     def _begin(self, order: HoldCopy) -> None:
         if self._copies is not None:
-            self._copies.begin(
-                f"pages of request {on_one_line(order.request)}",
-                CopyDirection.TO_HOST,
-                order.copy,
-                end=partial(self._copied, order.hold),
-                fail=partial(self._not_copied, order),
+            what = f"pages of request {on_one_line(order.request)}"
+            ended = partial(self._on_copied, order)
+            self._copies.begin(what, CopyDirection.TO_HOST, order.copy, ended)
+
+    def _on_copied(self, order: HoldCopy, error: KVFerryError | None) -> None:
+        if error is not None:
+            logger.warning(
+                "request %s: its pages cannot be read by others, and its hold ends (stage copy, "
+                "cause %s): %s",
+                on_one_line(order.request),
+                cause_of(error),
+                on_one_line(str(error)),
             )
-
-    def _copied(self, hold: Hold) -> None:
         with self._lock:
-            self._holds.copied(hold, self._clock())
-
-    def _not_copied(self, order: HoldCopy, error: KVFerryError) -> None:
-        logger.warning(
-            "request %s: its pages cannot be read by others, and its hold ends (stage copy, cause "
-            "%s): %s",
-            on_one_line(order.request),
-            cause_of(error),
-            on_one_line(str(error)),
-        )
-        with self._lock:
-            self._holds.failed(order.hold)
+            if error is None:
+                self._holds.copied(order.hold, self._clock())
+            else:
+                self._holds.failed(order.hold)
 
     def hear(self, notifications: Iterable[Notification]) -> None:
         """Process messages from consumers; malformed messages are logged and dropped."""

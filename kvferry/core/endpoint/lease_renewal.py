@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,8 +73,6 @@ class LeaseRenewal:
         self._failing = failing
         self._renewals = Renewals()
         self._targets: dict[RenewalId, _Target] = {}
-        self._peers = Counter[Peer]()
-        """Producer to the number of its holds that are renewed, which may be thousands."""
 
     def __len__(self) -> int:
         return len(self._renewals)
@@ -98,19 +95,16 @@ class LeaseRenewal:
         if peer.lease is None:
             return None
         renewal = self._renewals.begin(peer.parties, lease=peer.lease, now=now, at_once=at_once)
-        self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
-        if not self._peers:  # not at once: most loads are over before
+        if not self._targets:  # not at once: most loads are over before
             self._next_heartbeat = now + HEARTBEAT_SECONDS
-        self._peers[peer] += 1
+        self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
         return renewal
 
     def end(self, renewal: RenewalId | None) -> None:
         """Stop renewing a hold. ``None``, which ``begin`` may have returned, is ignored."""
         if renewal is not None:
             self._renewals.end(renewal)
-            target = self._targets.pop(renewal, None)
-            if target is not None:
-                self._forget(target.peer)
+            self._targets.pop(renewal, None)
 
     def end_rank(self, renewal: RenewalId | None, rank: int) -> None:
         """Stop renewing a hold at one producer rank; call it before the rank's fence is posted."""
@@ -126,9 +120,9 @@ class LeaseRenewal:
             self._transfers.cancel(request, Grace(escalate=escalate))
         for request in due:
             self._slot_reads.add(self._read(request, self._targets[request.renewal]))
-        if self._peers and now >= self._next_heartbeat:
+        if self._targets and now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
-            for peer in list(self._peers):
+            for peer in {target.peer for target in self._targets.values()}:
                 self._say_alive(peer)
 
     def _end_lingering(self, peer: Peer, rank: int, reads: Sequence[Read]) -> bool:
@@ -138,11 +132,6 @@ class LeaseRenewal:
         for failure in failures[:1]:
             self._failing(peer, rank, failure)
         return not failures
-
-    def _forget(self, peer: Peer) -> None:
-        self._peers[peer] -= 1
-        if not self._peers[peer]:
-            del self._peers[peer]
 
     def _say_alive(self, peer: Peer) -> None:
         """Send each rank that accepts it a heartbeat, which counts for all claimed holds."""

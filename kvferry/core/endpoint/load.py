@@ -13,7 +13,7 @@ from kvferry.core.endpoint.transfers import Grace, Outcome
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TicketReason
 from kvferry.core.layout import HOLE, GroupKind
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.loads import LoadId
+from kvferry.core.lifecycle.loads import LoadMachine
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.renewals import RenewalId
 from kvferry.core.lifecycle.ticket import Ticket
@@ -68,6 +68,7 @@ class LoadState:
     """The endpoint's record of one load, kept until no action for the load is left to perform.
 
     Attributes:
+        machine: says how far the load is, and what is to be done next.
         load: what the engine has asked for, with the newest part of an early load.
         begun: when the load began, the device had finished with its pages, or an early load's last
             part came, whichever was last, by ``time.perf_counter``.
@@ -81,7 +82,7 @@ class LoadState:
         wait_seconds: how long requests with the ticket had waited for pages before the load.
     """
 
-    load_id: LoadId
+    machine: LoadMachine
     load: Load
     begun: float
     grace: Grace | None = None
@@ -129,7 +130,7 @@ class LoadState:
         self._named = self.named_early
         if part.hold != self.load.ticket.hold:
             self.early_nbytes = 0  # all is read again
-        self.load = replace(self.load, ticket=part, is_early=not is_last)
+        self.load = replace(self.load, ticket=part)
         self._request = None
         if is_last:
             self.begun = time.perf_counter()
@@ -183,7 +184,7 @@ class LoadState:
             self.transfer_seconds = max(self.transfer_seconds, transfer_seconds)
 
     def record(self, error: KVFerryError | None, stage: Stage | None) -> LoadRecord:
-        """Return the figures of a load that is over; ``stage`` is where ``Loads`` saw it fail."""
+        """Return the figures of a load that is over; ``stage`` is where it failed."""
         now = time.perf_counter()
         return LoadRecord(
             request=self.load.request,

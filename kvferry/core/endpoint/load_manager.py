@@ -1,7 +1,8 @@
-"""The consumer half of an endpoint: does what the state machine ``Loads`` decides for each load."""
+"""The consumer half of an endpoint: does what the state machine of each load decides."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import defaultdict, deque
@@ -39,7 +40,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
+from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, LoadMachine
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import RankPayload, Release
 from kvferry.core.metrics import (
@@ -66,8 +67,6 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.002
 """Seconds between two checks of deadlines, and of holds whose pages are not computed yet."""
-
-_Tag = tuple[LoadId, int]
 
 Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
 """Called with a load that is over, its error or ``None``, and its figures."""
@@ -104,15 +103,11 @@ class LoadManager:
         self._containment = containment
         self._zero = zero
         self._copies = copies
-        self._load_timeout = options.load_timeout
-        self._max_copies = options.max_copies
-        self._paged_reads = transport.capabilities.paged_reads
+        self._options = options
+        self._capabilities = transport.capabilities
         self._clock = clock
         self._metrics = metrics
         self._reported = reported
-        capabilities = transport.capabilities
-        self._max_notification = capabilities.max_notification
-        self._quiescence = capabilities.quiescence
         self._slot_reads = SlotReads(scratch, containment)
         self._peers = Peers(
             transport=transport,
@@ -131,10 +126,10 @@ class LoadManager:
             lost=self._give_up_peer,
         )
         self._slow_path_warnings = SlowPathWarnings(own.driver, self._peers.path)
-        self._loads = Loads()
         self._states: dict[LoadId, LoadState] = {}
-        self._by_request: dict[RequestId, list[LoadId]] = defaultdict(list)
-        """The ids in ``_states``, in the order in which the loads began."""
+        """The loads, in the order in which they began."""
+        self._ids = itertools.count(1)
+        self._actions: list[Action] = []
         self._workspace = Workspace()
         self._lease_renewal = LeaseRenewal(
             engine=own.engine,
@@ -149,17 +144,19 @@ class LoadManager:
         self._waiting: deque[tuple[LoadState, Passed]] = deque()
         """The loads that wait for the device, in the order in which it works."""
         self._touched: set[LoadId] = set()
-        """Loads that something happened to since the last ``_drop_ended``, so they may be over."""
+        """Loads that may be over since the last ``_drop_ended``."""
         self._next_tick = 0.0
         self._quarantined = 0
 
     def __len__(self) -> int:
-        return len(self._loads)
+        """Return the number of loads that are not reported yet."""
+        return sum(not state.machine.reported for state in self._states.values())
 
     @property
     def only_computing(self) -> bool:
         """Return whether all loads wait for their producers to compute more pages."""
-        return self._loads.only_computing
+        machines = (state.machine for state in self._states.values())
+        return all(machine.is_idle or machine.reported for machine in machines)
 
     @property
     def waits_for_device(self) -> bool:
@@ -193,60 +190,59 @@ class LoadManager:
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
             return
-        load_id = self._loads.begin(
-            load.request,
-            load.ticket.hold,
+        load_id = LoadId(next(self._ids))
+        machine = LoadMachine(
+            id=load_id,
+            actions=self._actions,
+            hold=load.ticket.hold,
             computed=load.ticket.computed,
             reads=load.reads,
             shared=load.shared,
-            early=load.ticket.tokens if load.is_early else 0,
+            tokens=load.ticket.tokens if load.is_early else 0,
             awaits_device=passed is not None,
             needs_copy=load.copy is not None,
-            deadline=self._clock() + self._load_timeout,
+            deadline=self._clock() + self._options.load_timeout,
         )
-        state = LoadState(load_id=load_id, load=load, begun=time.perf_counter())
+        state = LoadState(machine=machine, load=load, begun=time.perf_counter())
         self._states[load_id] = state
-        self._by_request[load.request].append(load_id)
         if load.ticket.engine == self._own.engine:
             reason = TicketReason.OWN
             self._on_not_connected(
-                load_id, TicketError("the ticket is from this very engine", reason=reason)
+                state, TicketError("the ticket is from this very engine", reason=reason)
             )
             return
         state.wait_seconds, gone = self._pending_tickets.take(load.ticket)
         if gone is not None:
-            self._loads.abort(load_id, gone, Stage.WAIT)
+            machine.abort(gone, Stage.WAIT)
         elif passed is not None and load.reads:
             self._waiting.append((state, passed))
         self._peers.connect(
             load.ticket,
-            lambda peer: self._on_connected(load_id, peer),
-            lambda error: self._on_not_connected(load_id, error),
+            partial(self._on_connected, state),
+            partial(self._on_not_connected, state),
             loads=True,
         )
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
         """Use a newer part, or the ticket, of an early load, which fails if it does not fit."""
-        early = [each for each in self._loads_of(request) if each.load.is_early]
-        if not early or early[-1].load_id not in self._loads:
+        early = [state for state in self._loads_of(request) if state.machine.early]
+        if not early:
             return
-        state = early[-1]
-        load_id, peer = state.load_id, state.peer
-        self._touched.add(load_id)
+        state, machine, peer = early[-1], early[-1].machine, early[-1].peer
         try:
             check_same_engine(state.load.ticket, part)
             if peer is not None:
                 peer.check(part)
             state.extend(part, is_last=is_last)
-            deadline = self._clock() + self._load_timeout
+            deadline = self._clock() + self._options.load_timeout
             if is_last:
                 if peer is not None:
-                    self._renew(load_id, state, peer)
-                self._loads.finish(load_id, part.hold, computed=part.computed, deadline=deadline)
+                    self._renew(state, peer)
+                machine.finish(part.hold, computed=part.computed, deadline=deadline)
             else:
-                self._loads.extend(load_id, part.hold, part.tokens, deadline)
+                machine.extend(part.hold, part.tokens, deadline)
         except Exception as exc:  # noqa: BLE001  a load that misses its last part would never end
-            self._loads.abort(load_id, as_ours(exc))
+            machine.abort(as_ours(exc))
 
     def abort(self, request: RequestId) -> None:
         """Fail the loads of a request that read anything; "done" alone is still sent."""
@@ -255,7 +251,7 @@ class LoadManager:
                 self._abort(state)
 
     def _loads_of(self, request: RequestId) -> list[LoadState]:
-        return [self._states[load_id] for load_id in self._by_request.get(request, ())]
+        return [state for state in self._states.values() if state.load.request == request]
 
     def abort_all(self) -> None:
         """Fail all loads that are not over. Called when the endpoint closes."""
@@ -263,36 +259,37 @@ class LoadManager:
             self._abort(state)
 
     def _abort(self, state: LoadState) -> None:
-        self._loads.abort(state.load_id, EndpointClosedError("given up by this engine"))
+        state.machine.abort(EndpointClosedError("given up by this engine"))
 
     # What the thread drives.
 
     def progress(self) -> bool:
-        """Do what is due and what ``Loads`` asks for; return whether it has asked."""
+        """Do what is due and what the loads ask for; return whether they have asked."""
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick(now)
         busy = self._look_at_device()
-        while actions := self._loads.take_actions():
+        while self._actions:
             busy = True
+            actions = self._actions.copy()
+            self._actions.clear()
             self._perform(actions)
             self._touched.update(action.load for action in actions)
         self._drop_ended()
-        self._slot_reads.post(self._transfers, self._max_notification)
+        self._slot_reads.post(self._transfers, self._capabilities.max_notification)
         return busy
 
     def _look_at_device(self) -> bool:
         """Go on with the loads that the device has finished its earlier work for."""
         before = len(self._waiting)
         while self._waiting and self._is_past(*self._waiting[0]):
-            state, _ = self._waiting.popleft()
-            self._touched.add(state.load_id)
+            self._waiting.popleft()
         return len(self._waiting) < before
 
     def _is_past(self, state: LoadState, passed: Passed) -> bool:
         """Return whether a load waits for the device no more; then go on with it, or fail it."""
-        if not self._loads.waits_for_device(state.load_id):
+        if not state.machine.awaits_device or state.machine.failure is not None:
             return True
         try:
             has_passed = passed()
@@ -301,7 +298,7 @@ class LoadManager:
             logger.exception("cannot tell whether the work for %s has passed", load.request)
             kind = EndpointClosedError if load.copy is None else CopyError
             error = kind(f"the device does not say when it is done: {exc}")
-            self._loads.abort(state.load_id, error)
+            state.machine.abort(error)
             return True
         if has_passed:
             self._on_passed(state)
@@ -315,11 +312,15 @@ class LoadManager:
             ("closing connections", self._connections.progress),
             ("looking after tickets", self._pending_tickets.progress),
             ("renewing", self._lease_renewal.progress),
-            ("keeping deadlines", self._loads.tick),
+            ("keeping deadlines", self._tick_loads),
             ("ending reads that were cancelled", self._transfers.escalate),
             ("counting quarantined pages", self._count_quarantined),
         ):
             self._containment.run(activity, partial(step, now), None, serves_all=True)
+
+    def _tick_loads(self, now: float) -> None:
+        for state in self._states.values():
+            state.machine.tick(now)
 
     def _end_early_loads(self, now: float) -> None:
         """Fail the early loads that alone keep suspect peers from being connected anew."""
@@ -327,15 +328,14 @@ class LoadManager:
         # Loads that wait for the new connection have a deadline, and early loads have none while
         # the producer computes.
         for peer in self._peers.awaited:
-            load_ids = [load_id for load_id, state in self._states.items() if state.peer is peer]
-            if all(map(self._loads.is_early, load_ids)):
+            machines = [state.machine for state in self._states.values() if state.peer is peer]
+            if all(machine.awaits_parts for machine in machines):
                 error = PeerLostError(
                     f"a read from engine {peer.key.engine} had failed, and other loads wait until "
                     "it is connected anew"
                 )
-                for load_id in load_ids:
-                    self._loads.abort(load_id, error)
-                    self._touched.add(load_id)
+                for machine in machines:
+                    machine.abort(error)
 
     def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
         """Close the connections of cancelled reads that go on; return ``True``: call again."""
@@ -343,7 +343,7 @@ class LoadManager:
         # engines. So while one of those is wanted, nothing is closed until the cancelled load's
         # deadline has passed.
         connections = {read.peer for read in reads if self._connections.is_open(read.peer)}
-        is_late = self._loads.is_late(state.load_id, self._clock())
+        is_late = self._clock() >= state.machine.deadline
         if is_late or not self._are_wanted(connections):
             error = PeerLostError("disconnected, to end a read that was cancelled")
             for connection in connections:
@@ -354,8 +354,8 @@ class LoadManager:
         """Return whether a load uses these connections, but for failed and idle early ones."""
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
-            state.peer in peers and self._loads.wanted(load_id) and not self._loads.is_idle(load_id)
-            for load_id, state in self._states.items()
+            state.peer in peers and state.machine.is_wanted and not state.machine.is_idle
+            for state in self._states.values()
         )
 
     def _count_quarantined(self, now: float) -> None:
@@ -367,7 +367,7 @@ class LoadManager:
             state.pages
             for state in self._states.values()
             if state.peer is not None
-            and self._loads.stage(state.load_id) not in (None, Stage.COPY)
+            and state.machine.stage not in (None, Stage.COPY)
             and any(map(self._connections.has_not_quiesced, state.peer.links.values()))
         )
         self._metrics.set(QUARANTINED, self._quarantined)
@@ -378,7 +378,8 @@ class LoadManager:
             try:
                 self._do(action, self._states[action.load], releases)
             except Exception as exc:  # noqa: BLE001  it fails this load, and no other
-                self._fail(action, self._containment.caught("an action of a load", exc))
+                error = self._containment.caught("an action of a load", exc)
+                self._fail(action, self._states[action.load].machine, error)
         for (peer, rank), notes in releases.items():  # one notification for many loads
             notify = partial(self._notify, peer, rank, notes)
             self._containment.run("telling a peer", notify, None)
@@ -401,42 +402,42 @@ class LoadManager:
         elif action.op is LoadAction.CANCEL:
             self._cancel(action, state)
         elif action.op is LoadAction.COPY:
-            self._copy(action.load, state.load)
+            self._copy(state)
         elif action.op in (LoadAction.DONE, LoadAction.ABANDON) and state.peer is not None:
             releases[state.peer, action.rank].append(self._release(action, state))
 
-    def _fail(self, action: Action, error: KVFerryError) -> None:
+    def _fail(self, action: Action, machine: LoadMachine, error: KVFerryError) -> None:
         # A read that could not be performed was never posted, so the load is over on that rank. One
         # that could not be cancelled goes on until it ends or its connection is closed.
         if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
-            self._loads.lost(action.load, action.rank, error)
+            machine.lost(action.rank, error)
         elif action.op is LoadAction.COPY:
-            self._loads.copied(action.load, error)
+            machine.copied(error)
 
     # Handshake.
 
-    def _on_not_connected(self, load_id: LoadId, error: KVFerryError) -> None:
-        self._loads.handshake_failed(load_id, error)
-        self._loads.abort(load_id, error)  # if the handshake succeeded, and the failure came later
-        self._touched.add(load_id)
+    def _on_not_connected(self, state: LoadState, error: KVFerryError) -> None:
+        state.machine.handshake_failed(error)
+        state.machine.abort(error)  # if the handshake succeeded, and the failure came later
+        self._touched.add(state.machine.id)
 
-    def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
+    def _on_connected(self, state: LoadState, peer: Peer) -> None:
         """Check a load's ticket against its producer, zero what no read fills, and go on."""
-        state = self._states[load_id]
+        machine = state.machine
         state.peer, state.handshake_succeeded = peer, time.perf_counter()
         peer.acquire(PeerUse.LOAD)
-        self._touched.add(load_id)
+        self._touched.add(machine.id)
         try:
             peer.check(state.load.ticket)
-            if not self._loads.is_blocked(load_id):
+            if not machine.is_blocked:
                 self._zero_unwritten(state, peer)
         except Exception as exc:  # noqa: BLE001  zeroing may raise any type
-            self._on_not_connected(load_id, as_ours(exc))
+            self._on_not_connected(state, as_ours(exc))
         else:
-            if not state.load.is_early:
-                self._renew(load_id, state, peer)
-            unit = early_unit(peer.plan) if state.load.is_early and peer.has_watermarks else 0
-            self._loads.handshake_succeeded(load_id, peer.parties, unit)
+            if not machine.early:
+                self._renew(state, peer)
+            unit = early_unit(peer.plan) if machine.early and peer.has_watermarks else 0
+            machine.handshake_succeeded(peer.parties, unit)
 
     def _on_passed(self, state: LoadState) -> None:
         """Go on with a load: the device has finished its earlier work on what the load writes."""
@@ -446,22 +447,22 @@ class LoadManager:
                 if state.peer is not None:
                     self._zero_unwritten(state, state.peer)
             except Exception as exc:  # noqa: BLE001  zeroing may raise any type
-                self._loads.abort(state.load_id, as_ours(exc))
-        self._loads.passed(state.load_id)
+                state.machine.abort(as_ours(exc))
+        state.machine.passed()
 
     def _zero_unwritten(self, state: LoadState, peer: Peer) -> None:
         """Zero what no read fills, before the first one: what it writes must not be zeroed."""
-        if state.load.reads and self._loads.wanted(state.load_id):
+        if state.load.reads and state.machine.is_wanted:
             self._zero(unwritten_spans(self._own.layout, peer.plan, state.request))
 
-    def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
-        if state.load.reads and self._loads.wanted(load_id):
+    def _renew(self, state: LoadState, peer: Peer) -> None:
+        if state.load.reads and state.machine.is_wanted:
             state.renewal = self._lease_renewal.begin(
                 peer,
                 state.load.ticket.hold,
                 now=self._clock(),
                 at_once=False,
-                ended=lambda error: self._loads.abort(load_id, error),
+                ended=state.machine.abort,
             )
 
     # The data.
@@ -469,7 +470,7 @@ class LoadManager:
     def _read(self, action: Action, state: LoadState) -> None:
         source = state.known_peer.sources[action.rank]
         request = state.request_for(source, action.since, action.until)
-        batches = CopyBatches(source, request, self._workspace, self._max_copies)
+        batches = CopyBatches(source, request, self._workspace, self._options.max_copies)
         self._read_batch(action, state, batches, None)
 
     def _read_batch(
@@ -477,7 +478,7 @@ class LoadManager:
     ) -> None:
         peer = state.known_peer
         if action.rank not in peer.ids:
-            self._on_lost(action, peer.gone())
+            self._on_lost(state, action.rank, peer.gone())
             return
 
         # The next batch is queued only now: other loads are read in between, and a load that has
@@ -485,19 +486,19 @@ class LoadManager:
         def finished(outcome: Outcome) -> None:
             try:
                 whole = outcome if before is None else outcome.after(before)
-                if outcome.error or batches.complete or not self._loads.wanted(action.load):
+                if outcome.error or batches.complete or not state.machine.is_wanted:
                     self._on_read_ended(action, state, whole)
                 else:
                     self._read_batch(action, state, batches, whole)
             except Exception as exc:  # noqa: BLE001  the read is over, so its load can fail
                 error = self._containment.caught("a read that has ended", exc)
-                self._loads.lost(action.load, action.rank, error)
+                state.machine.lost(action.rank, error)
 
         read = Read(
             peer=peer.ids[action.rank],
-            build=batches.build_paged if self._paged_reads else batches.build,
+            build=batches.build_paged if self._capabilities.paged_reads else batches.build,
             finished=finished,
-            failing=lambda error: self._on_failing(action, error),
+            failing=partial(self._on_failing, state, action.rank),
             tags={(action.load, action.rank)},
             throughput=self._slow_path_warnings.measure(peer, action.rank),
         )
@@ -505,12 +506,12 @@ class LoadManager:
 
     def _on_read_ended(self, action: Action, state: LoadState, outcome: Outcome) -> None:
         is_early = action.until is not None
-        is_discarded = is_early and self._loads.is_discarded(action.load, action.rank)
+        is_discarded = is_early and state.machine.is_outdated(action.rank)
         state.add(outcome, is_early=is_early, is_discarded=is_discarded)
         if outcome.error is None:
-            self._loads.read(action.load, action.rank)
+            state.machine.read(action.rank)
         else:
-            self._on_lost(action, outcome.error)
+            self._on_lost(state, action.rank, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
         # "done" is bound to the fence, unless other requests share the hold.
@@ -521,16 +522,16 @@ class LoadManager:
             rank=action.rank,
             slot=state.load.ticket.hold.slot,
             note=self._release(action, state) if tells else None,
-            landed=lambda value, seconds: self._on_word(action, value, seconds),
-            lost=lambda error: self._on_lost(action, error),
-            failing=lambda error: self._on_failing(action, error),
+            landed=partial(self._on_word, action, state),
+            lost=partial(self._on_lost, state, action.rank),
+            failing=partial(self._on_failing, state, action.rank),
             is_watermark=action.op is LoadAction.MARK,
         )
 
-    def _on_lost(self, action: Action, error: KVFerryError) -> None:
+    def _on_lost(self, state: LoadState, rank: int, error: KVFerryError) -> None:
         """Fail a load because one of its reads has failed; the read writes no more bytes."""
-        self._loads.lost(action.load, action.rank, error)
-        self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
+        state.machine.lost(rank, error)
+        self._on_peer_error(state.known_peer, rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
         """Close a connection that an error shows as lost; other errors make the peer suspect."""
@@ -541,16 +542,16 @@ class LoadManager:
         elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
             peer.suspect = True
 
-    def _on_failing(self, action: Action, error: KVFerryError) -> None:
+    def _on_failing(self, state: LoadState, rank: int, error: KVFerryError) -> None:
         """Fail a load because one of its reads will fail; the read may still write bytes."""
-        self._loads.failing(action.load, action.rank, error)
+        state.machine.failing(rank, error)
         # A read that was cancelled, or whose state is unknown, may end by itself (``Grace``).
         if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
-            self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
+            self._on_peer_failing(state.known_peer, rank, error)
 
     def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
         """Close the connection of a failing read, if the driver ends the read in no other way."""
-        after_disconnect = self._quiescence is Quiescence.AFTER_DISCONNECT
+        after_disconnect = self._capabilities.quiescence is Quiescence.AFTER_DISCONNECT
         if after_disconnect or isinstance(error, StatusUnknownError):
             # Even if the peer was given up before: others that share the connection may keep it
             # open.
@@ -570,28 +571,27 @@ class LoadManager:
             return
         log_messages.given_up(peer, error)
         self._peers.lose(peer)
-        for load_id, state in self._states.items():
+        for state in self._states.values():
             if state.peer is peer:
-                self._loads.abort(load_id, error)
+                state.machine.abort(error)
 
     def _cancel(self, action: Action, state: LoadState) -> None:
-        tag: _Tag = action.load, action.rank
+        tag = action.load, action.rank
         if self._slot_reads.remove(tag):  # it was not posted yet
-            self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
+            state.machine.lost(action.rank, EndpointClosedError("cancelled"))
         if state.grace is None:  # one for the reads from all ranks, cancelled together
             state.grace = Grace(escalate=partial(self._end_lingering, state))
         self._transfers.cancel(tag, state.grace)
 
-    def _on_word(self, action: Action, value: int, seconds: float) -> None:
+    def _on_word(self, action: Action, state: LoadState, value: int, seconds: float) -> None:
         if action.op is LoadAction.CHECK:
-            self._loads.checked(action.load, action.rank, value)
+            state.machine.checked(action.rank, value)
         elif action.op is LoadAction.MARK:
-            self._loads.marked(action.load, action.rank, value)
+            state.machine.marked(action.rank, value)
         else:
-            state = self._states[action.load]
             state.fence_seconds = max(state.fence_seconds, seconds)
             state.fenced = time.perf_counter()
-            self._loads.fenced(action.load, action.rank, value)
+            state.machine.fenced(action.rank, value)
 
     # "done" and "abandon".
 
@@ -609,7 +609,7 @@ class LoadManager:
 
     def _notify(self, peer: Peer, rank: int, releases: list[Release]) -> None:
         """Tell a producer rank "done" and "abandon"; if that fails, the leases end the holds."""
-        for batch in fitting(releases, self._max_notification):
+        for batch in fitting(releases, self._capabilities.max_notification):
             try:
                 if rank in peer.ids:
                     self._transport.notify(peer.ids[rank], encode(batch))
@@ -619,21 +619,13 @@ class LoadManager:
 
     # The end.
 
-    def _copy(self, load_id: LoadId, load: Load) -> None:
+    def _copy(self, state: LoadState) -> None:
         """Copy what was read from host pages to the device."""
+        load = state.load
         if self._copies is None or load.copy is None:
             raise CopyError("nothing can be copied: this endpoint does not stage its cache")
-        self._copies.begin(
-            f"load of request {on_one_line(load.request)}",
-            CopyDirection.TO_DEVICE,
-            load.copy,
-            end=lambda: self._on_copied(load_id, None),
-            fail=lambda error: self._on_copied(load_id, error),
-        )
-
-    def _on_copied(self, load_id: LoadId, error: KVFerryError | None) -> None:
-        self._loads.copied(load_id, error)
-        self._touched.add(load_id)
+        what = f"load of request {on_one_line(load.request)}"
+        self._copies.begin(what, CopyDirection.TO_DEVICE, load.copy, state.machine.copied)
 
     def _report(self, action: Action, state: LoadState) -> None:
         load = state.load
@@ -647,16 +639,10 @@ class LoadManager:
 
     def _drop_ended(self) -> None:
         """Forget the loads in ``_touched`` that are over, after all their actions."""
-        for load_id in self._touched:
-            if load_id not in self._loads and load_id in self._states:
-                state = self._states.pop(load_id)
-                self._forget_request(state.load.request, load_id)
+        for load_id in self._touched & self._states.keys():
+            state = self._states[load_id]
+            if state.machine.is_over:
+                del self._states[load_id]
                 if state.peer is not None:
                     self._peers.release(state.peer, PeerUse.LOAD)
         self._touched.clear()
-
-    def _forget_request(self, request: RequestId, load_id: LoadId) -> None:
-        load_ids = self._by_request[request]
-        load_ids.remove(load_id)
-        if not load_ids:
-            del self._by_request[request]

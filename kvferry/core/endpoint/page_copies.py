@@ -80,8 +80,7 @@ class _Running:
     direction: CopyDirection
     begun: float
     passed: Passed | None
-    end: Callable[[], None]
-    fail: Callable[[KVFerryError], None]
+    ended: Callable[[KVFerryError | None], None]
 
 
 class RunningCopies:
@@ -126,24 +125,22 @@ class RunningCopies:
         what: str,
         direction: CopyDirection,
         copy: PageCopy,
-        *,
-        end: Callable[[], None],
-        fail: Callable[[KVFerryError], None],
+        ended: Callable[[KVFerryError | None], None],
     ) -> None:
-        """Begin a copy; ``end`` or ``fail`` is called when it is over, neither if it is lost."""
+        """Begin a copy; ``ended`` is called when it is over, with its error; not if it is lost."""
         if not copy.blocks:
-            end()
+            ended(None)
             return
         begun, passed = self._clock(), None
         try:
             passed = self._call(direction, copy)
         except CopyError as exc:
-            fail(exc)
+            ended(exc)
             return
         except Exception:  # a device library may raise any type
             logger.exception(LOST, what)
         self._running.append(
-            _Running(what=what, direction=direction, begun=begun, passed=passed, end=end, fail=fail)
+            _Running(what=what, direction=direction, begun=begun, passed=passed, ended=ended)
         )
 
     def progress(self) -> bool:
@@ -164,7 +161,7 @@ class RunningCopies:
             if not copy.passed():
                 return False
         except CopyError as exc:
-            copy.fail(exc)
+            copy.ended(exc)
             return True
         except Exception:  # a device library may raise any type
             logger.exception(LOST, copy.what)
@@ -172,5 +169,5 @@ class RunningCopies:
             return False
         seconds = self._clock() - copy.begun
         self._metrics.observe(COPY_SECONDS, seconds, direction=copy.direction.value)
-        copy.end()
+        copy.ended(None)
         return True

@@ -12,13 +12,12 @@ from typing import TypeVar
 import numpy as np
 
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.hold_server import FINGERPRINT_WORDS
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region, region_of
-from kvferry.core.messages import WORD_BYTES, Note
+from kvferry.core.messages import FINGERPRINT_WORDS, WORD_BYTES, Note
 from kvferry.core.security.proof import fingerprint
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.copies import Copies, copies_between

@@ -1,9 +1,9 @@
-"""The loads of one consumer rank: from a ticket to pages that are proven valid, or to a failure.
+"""A load of one consumer rank: from a ticket to pages that are proven valid, or to a failure.
 
-The endpoint calls a method per event, and performs the actions that ``take_actions`` returns. A
-load is reported exactly once, and only when no byte can arrive in its pages any more.
+The endpoint calls a method per event, and performs the actions that this queues. A load is reported
+exactly once, and only when no byte can arrive in its pages any more.
 
-    begin -> HANDSHAKE -> per producer rank: (CHECK ->) READ -> FENCE -> over -> (COPY ->) report
+    HANDSHAKE -> per producer rank: (CHECK ->) READ -> FENCE -> over -> (COPY ->) report
 
 Nothing is read while the device may still work on the pages. Where the cache is staged, the pages
 are the host's, and nothing is copied to the device's blocks while it may still work on them.
@@ -19,13 +19,12 @@ request was preempted, everything is read again.
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 from dataclasses import dataclass, field
 from typing import NewType
 
 from kvferry.core.errors import DeadlineError, KVFerryError, StaleError
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.metrics import Stage
 
 LoadId = NewType("LoadId", int)
@@ -47,13 +46,13 @@ class LoadAction(enum.Enum):
     FENCE = "fence"
     """Read the slot word after the pages, with "done" bound to it unless the hold is shared."""
     CANCEL = "cancel"
-    """Try to end the rank's read under way; its outcome must still be passed to ``Loads``."""
+    """Try to end the rank's read under way; its outcome must still be passed on."""
     DONE = "done"
     """Send "done" to a producer rank from which nothing was read."""
     ABANDON = "abandon"
     """Tell a producer rank by "abandon" that the pages are not needed any more: the load failed."""
     COPY = "copy"
-    """Copy what was read from host pages to the device; its end must be passed to ``Loads``."""
+    """Copy what was read from host pages to the device; its end must be passed on."""
     REPORT = "report"
     """Report the load as over: failed if ``Action.error`` is set, otherwise received."""
 
@@ -134,39 +133,66 @@ class _Progress:
     reading: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class _Load:
-    """One load; see ``Loads.begin`` for the first nine fields."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoadMachine:
+    """The state machine of one load. Not thread-safe.
 
-    request: RequestId
+    Each method from ``extend`` to ``abort`` is called for one event. It is ignored if the load is
+    over, or does not wait for that event.
+
+    Attributes:
+        id: that of the load.
+        actions: the queue to which the load adds what has to be done for it, in this order.
+        hold: the hold that the newest part of the ticket names.
+        computed: whether the ticket says that the pages are complete; then the slot word is not
+            read before them.
+        reads: whether the load reads anything; if not, it only sends "done" to the producer.
+        deadline: when the load fails if it is not over, in seconds on the clock of ``tick``. That
+            of an early load counts only once the last part has come.
+        shared: whether others use the hold, so that neither "done" nor "abandon" is sent.
+        tokens: for an early load, the tokens that its newest part covers.
+        early: whether the last part, which is the ticket, has yet to come.
+        awaits_device: whether the device may still work on what the load writes, until ``passed``.
+        needs_copy: whether the load reads into host pages that must yet be copied to the device.
+        failure: why the load has failed; ``None`` if it has not.
+        reported: whether a ``REPORT`` was queued.
+    """
+
+    id: LoadId
+    actions: list[Action]
     hold: Hold
     computed: bool
     reads: bool
-    shared: bool
     deadline: float
-    early: bool
-    awaits_device: bool
-    needs_copy: bool  # ``False`` again once the copy has passed
-    # What the newest part covers.
-    tokens: int
-    # Early reads end at multiples of this number of tokens; 0 if nothing is read early.
-    unit: int = 1
-    progress: dict[int, _Progress] = field(default_factory=dict)
-    next_mark: float = -math.inf
+    shared: bool = False
+    tokens: int = 0
+    early: bool = field(init=False)
+    awaits_device: bool = False
+    needs_copy: bool = False
+    failure: KVFerryError | None = field(default=None, init=False)
+    failed_at: Stage | None = field(default=None, init=False)
+    reported: bool = field(default=False, init=False)
     # None until the handshake is over, empty if it failed.
-    parties: tuple[RemoteRank, ...] | None = None
-    at: dict[int, _At] = field(default_factory=dict)
-    failure: KVFerryError | None = None
-    failed_at: Stage | None = None
+    parties: tuple[RemoteRank, ...] | None = field(default=None, init=False)
+    at: dict[int, _At] = field(default_factory=dict, init=False)
+    # Early reads end at multiples of this number of tokens; 0 if nothing is read early.
+    unit: int = field(default=1, init=False)
+    progress: dict[int, _Progress] = field(default_factory=dict, init=False)
+    next_mark: float = field(default=-math.inf, init=False)
     # "done" or "abandon" was queued for each rank that it is for.
-    told: bool = False
-    is_copying: bool = False
-    # A REPORT was queued, even if ``take_actions`` has returned it since.
-    reported: bool = False
+    told: bool = field(default=False, init=False)
+    is_copying: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.early = bool(self.tokens)
+        self.awaits_device &= self.reads
+        self.needs_copy &= self.reads
 
     @property
     def stage(self) -> Stage | None:
-        """Return the stage on the first rank where the load is not over, or ``None``."""
+        """The stage on the first rank where the load is not over; ``None`` once it is reported."""
+        if self.reported:
+            return None
         if self.parties is None:
             return Stage.HANDSHAKE
         if self.is_blocked:
@@ -175,428 +201,296 @@ class _Load:
         return next(stages, Stage.COPY if self.needs_copy else None)
 
     @property
+    def is_over(self) -> bool:
+        """Whether no action for the load will follow: it is reported, and its handshake is over."""
+        return self.reported and self.parties is not None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the load's data is still wanted: it has not failed and is not reported."""
+        return self.failure is None and not self.reported
+
+    @property
     def is_blocked(self) -> bool:
-        """Return whether nothing may be read yet, since the device works on the pages."""
+        """Whether nothing may be read yet, since the device works on the pages."""
         return self.awaits_device and not self.needs_copy
 
     @property
     def is_computing(self) -> bool:
+        """Whether the load waits for its producer to compute pages, on some rank."""
         return not {_At.RECHECK, _At.IDLE}.isdisjoint(self.at.values())
 
     @property
+    def awaits_parts(self) -> bool:
+        """Whether the load waits for its last part, without failure: it has no deadline."""
+        return self.early and self.is_wanted
+
+    @property
     def is_idle(self) -> bool:
+        """Whether the load is an early one, and none of its reads is under way."""
         connected = self.early and self.parties is not None and self.failure is None
         return connected and all(at is _At.IDLE for at in self.at.values())
 
-    def early_reads(self, rank: int) -> _Progress:
+    def is_outdated(self, rank: int) -> bool:
+        """Return whether the read under way is for another hold than the newest part's."""
+        progress = self.progress.get(rank)
+        return progress is not None and progress.hold != self.hold
+
+    def extend(self, hold: Hold, tokens: int, deadline: float) -> None:
+        """Record a newer part, which covers ``tokens``; if of another hold, all is read again."""
+        if self.early and not self.reported:
+            self.tokens = max(tokens, self.tokens) if hold == self.hold else tokens
+            self.hold, self.deadline = hold, deadline
+
+    def finish(self, hold: Hold, *, computed: bool, deadline: float) -> None:
+        """Record the last part of an early load, which is the ticket: the rest is read now."""
+        if self.early and not self.reported:
+            self.hold, self.early, self.computed, self.deadline = hold, False, computed, deadline
+            self._go_on()
+
+    def passed(self) -> None:
+        """Record that the device has finished its earlier work on what the load writes."""
+        if self.awaits_device:
+            self.awaits_device = False
+            self._go_on()
+
+    def copied(self, error: KVFerryError | None = None) -> None:
+        """Report the load: its copy to the device has passed, or has failed with an ``error``."""
+        if self.is_copying:
+            if error is not None:
+                self.failure, self.failed_at = error, self.stage
+            self.is_copying = self.needs_copy = False
+            self._advance_if_over()
+
+    def handshake_succeeded(self, parties: tuple[RemoteRank, ...], unit: int = 1) -> None:
+        """Queue the first read from each producer rank.
+
+        Early reads end at multiples of ``unit`` tokens; with 0, there are none.
+        """
+        if self.parties is not None:
+            return
+        self.parties, self.unit = parties, unit
+        if self.reported:  # it failed during the handshake: the ranks can only be told now
+            self._tell_abandon()
+            return
+        for party in parties:
+            if self.reads and party.reads:
+                self._proceed(party.rank)
+        self._advance_if_over()
+
+    def handshake_failed(self, error: KVFerryError) -> None:
+        """Fail a load whose handshake failed, or showed it impossible; nobody is notified."""
+        if self.parties is None:
+            self.failed_at = self.failed_at or self.stage
+            self.failure = self.failure or error
+            self.parties = ()
+            self._advance_if_over()
+
+    def checked(self, rank: int, word: int) -> None:
+        """Act on the slot word before the pages: read the pages, check again later, or fail."""
+        if self.at.get(rank) is not _At.CHECKING:
+            return
+        progress, stands = self.progress.get(rank), self.hold.stands(word)
+        if self.failure:
+            self._over(rank, self.failure)
+        # An early load's hold that does not stand yet, or was replaced when the request was
+        # preempted: the word is read again later.
+        elif self.is_outdated(rank) or not (stands or progress is None or progress.stood):
+            self._proceed(rank)
+        elif not stands:
+            self._over(rank, _stale("before the read"))
+        elif self.early:
+            self._early_reads(rank).stood = True
+            self._do(rank, _At.MARKING, LoadAction.MARK)
+        elif word == self.hold.ready or self.computed:
+            self._step(rank)
+        else:
+            self.at[rank] = _At.RECHECK
+
+    def marked(self, rank: int, watermark: int) -> None:
+        """Act on the watermark: read the pages that are computed, or wait for more."""
+        if self.at.get(rank) is not _At.MARKING:
+            return
+        if self.failure:
+            self._over(rank, self.failure)
+        elif not self.early or self.is_outdated(rank):
+            self._proceed(rank)
+        else:
+            progress = self._early_reads(rank)
+            tokens = min(self.hold.marked_tokens(watermark), self.tokens)
+            progress.reading = tokens // self.unit * self.unit
+            if progress.reading > progress.until:
+                self._read(rank, until=progress.reading)
+            else:
+                self.at[rank] = _At.IDLE
+
+    def read(self, rank: int) -> None:
+        """Act on the arrival of all pages of a read: queue the fence, or more reads if early."""
+        if self.at.get(rank) is not _At.READING:
+            return
+        progress = self.progress.get(rank)
+        if self.failure:
+            self._over(rank, self.failure)
+        elif progress is not None and progress.reading > progress.until:
+            progress.until = progress.reading
+            self._proceed(rank)
+        else:
+            self._do(rank, _At.FENCING, LoadAction.FENCE)
+
+    def fenced(self, rank: int, word: int) -> None:
+        """Act on the slot word after the pages (the fence): they are valid or stale."""
+        if self.at.get(rank) is _At.FENCING:
+            held = self.hold.stands(word) and (self.computed or word == self.hold.ready)
+            self._over(rank, None if held else _stale("when the read ended"))
+
+    def lost(self, rank: int, error: KVFerryError) -> None:
+        """Fail the load after one of its reads has failed: no more bytes of that can arrive."""
+        if self.at.get(rank, _At.OVER).waits:
+            self._over(rank, error)
+
+    def failing(self, rank: int, error: KVFerryError) -> None:
+        """Fail the load when a read is about to fail; bytes may arrive until its end is heard."""
+        if self.at.get(rank, _At.OVER).waits:
+            self._fail(error)
+
+    def abort(self, error: KVFerryError, stage: Stage | None = None) -> None:
+        """Fail the load on request, and cancel its reads; it is reported when no byte can arrive.
+
+        ``stage`` is where it failed, by default the stage that it is in.
+        """
+        if not self.reported:
+            self.failed_at = self.failed_at or stage
+            self._fail(error)
+
+    def tick(self, now: float) -> None:
+        """Check again where pages were being computed, read watermarks, and fail if it is late."""
+        if self.is_wanted and not self.early and now >= self.deadline:
+            self._fail(self._late())
+            return
+        for rank in [rank for rank, at in self.at.items() if at is _At.RECHECK]:
+            self._do(rank, _At.CHECKING, LoadAction.CHECK)
+        if self.early and self.unit and not self.is_blocked and now >= self.next_mark:
+            self.next_mark = now + MARK_SECONDS
+            self._mark()
+
+    def _mark(self) -> None:
+        """Queue the reads of an early load's watermarks, each after that of its slot word."""
+        for rank in [rank for rank, at in self.at.items() if at is _At.IDLE]:
+            progress = self._early_reads(rank)
+            if not progress.stood:
+                self._do(rank, _At.CHECKING, LoadAction.CHECK)
+            elif self.tokens - progress.until >= self.unit:
+                self._do(rank, _At.MARKING, LoadAction.MARK)
+
+    def _early_reads(self, rank: int) -> _Progress:
         """Return what was read early from a producer rank under the hold of the newest part."""
         progress = self.progress.get(rank)
         if progress is None or progress.hold != self.hold:
             progress = self.progress[rank] = _Progress(hold=self.hold)
         return progress
 
+    def _go_on(self) -> None:
+        """Do what the load has waited for, unless it still has to wait for something else."""
+        for rank in [rank for rank, at in self.at.items() if at is _At.IDLE]:
+            self._proceed(rank)
+        self._advance_if_over()
 
-class Loads:
-    """Keep the states of all loads of one consumer rank. Not thread-safe.
-
-    Each method from ``handshake_succeeded`` to ``abort`` is called for one event; it ignores a load
-    that is over or does not wait for that event.
-    """
-
-    def __init__(self) -> None:
-        self._loads: dict[LoadId, _Load] = {}
-        self._ids = itertools.count(1)
-        self._actions: list[Action] = []
-
-    def __len__(self) -> int:
-        """Return the number of loads that are not reported yet."""
-        return sum(not load.reported for load in self._loads.values())
-
-    def __contains__(self, load_id: LoadId) -> bool:
-        """Return whether a load is not yet reported, or its handshake has not ended."""
-        return load_id in self._loads
-
-    def take_actions(self) -> list[Action]:
-        """Return the actions that were queued since the last call, in the order to perform them."""
-        actions, self._actions = self._actions, []
-        return actions
-
-    def stage(self, load_id: LoadId) -> Stage | None:
-        """Return the stage that a load is in; ``None`` if the load is over."""
-        load = self._loads.get(load_id)
-        return None if load is None or load.reported else load.stage
-
-    def is_computing(self, load_id: LoadId) -> bool:
-        """Return whether some rank's slot word said "computing", and is yet to be read again."""
-        load = self._loads.get(load_id)
-        return load is not None and load.is_computing
-
-    @property
-    def only_computing(self) -> bool:
-        """Return whether all loads are early ones that wait for more pages to be computed."""
-        return all(load.is_idle or load.reported for load in self._loads.values())
-
-    def is_early(self, load_id: LoadId) -> bool:
-        """Return whether a load waits for its last part, without failure: it has no deadline."""
-        load = self._loads.get(load_id)
-        return load is not None and load.early and load.failure is None and not load.reported
-
-    def is_idle(self, load_id: LoadId) -> bool:
-        """Return whether a load is an early one, and none of its reads is under way."""
-        load = self._loads.get(load_id)
-        return load is not None and load.is_idle
-
-    def is_discarded(self, load_id: LoadId, rank: int) -> bool:
-        """Return whether the read under way is for another hold than the newest part's."""
-        load = self._loads.get(load_id)
-        return load is not None and self._is_outdated(load, rank)
-
-    def waits_for_device(self, load_id: LoadId) -> bool:
-        """Return whether ``passed`` is still to be called for a load, which has not failed."""
-        load = self._loads.get(load_id)
-        return load is not None and load.awaits_device and load.failure is None
-
-    def is_blocked(self, load_id: LoadId) -> bool:
-        """Return whether nothing may be read for a load, since the device works on the pages."""
-        load = self._loads.get(load_id)
-        return load is not None and load.is_blocked
-
-    def wanted(self, load_id: LoadId) -> bool:
-        """Return whether a load's data is still wanted: it has not failed and is not reported."""
-        load = self._loads.get(load_id)
-        return load is not None and load.failure is None and not load.reported
-
-    def is_late(self, load_id: LoadId, now: float) -> bool:
-        """Return whether the deadline of a load that is kept (see ``in``) has passed."""
-        load = self._loads.get(load_id)
-        return load is not None and now >= load.deadline
-
-    def begin(
-        self,
-        request: RequestId,
-        hold: Hold,
-        *,
-        computed: bool,
-        reads: bool,
-        deadline: float,
-        shared: bool = False,
-        early: int = 0,
-        awaits_device: bool = False,
-        needs_copy: bool = False,
-    ) -> LoadId:
-        """Start a load whose handshake is under way.
-
-        Args:
-            request: the request for which the load is reported.
-            hold: the hold that the ticket names.
-            computed: whether the ticket says that the pages are complete; then the slot word is not
-                read before them.
-            reads: whether the load reads anything; if not, it only sends "done" to the producer.
-            deadline: when the load fails if it is not over, in seconds on the clock of ``tick``.
-            shared: whether others use the hold, so that neither "done" nor "abandon" is sent.
-            early: for an early load, the tokens that the part covers; the deadline then counts only
-                once the last part has come.
-            awaits_device: whether the device may still work on what it writes, until ``passed``.
-            needs_copy: whether it reads into host pages, which are then copied to the device.
-        """
-        load_id = LoadId(next(self._ids))
-        self._loads[load_id] = _Load(
-            request=request,
-            hold=hold,
-            computed=computed,
-            reads=reads,
-            shared=shared,
-            deadline=deadline,
-            early=bool(early),
-            awaits_device=awaits_device and reads,
-            needs_copy=needs_copy and reads,
-            tokens=early,
-        )
-        return load_id
-
-    def extend(self, load_id: LoadId, hold: Hold, tokens: int, deadline: float) -> None:
-        """Record a newer part, which covers ``tokens``; if of another hold, all is read again."""
-        load = self._loads.get(load_id)
-        if load is not None and load.early and not load.reported:
-            load.tokens = max(tokens, load.tokens) if hold == load.hold else tokens
-            load.hold, load.deadline = hold, deadline
-
-    def finish(self, load_id: LoadId, hold: Hold, *, computed: bool, deadline: float) -> None:
-        """Record the last part of an early load, which is the ticket: the rest is read now."""
-        load = self._loads.get(load_id)
-        if load is None or not load.early or load.reported:
-            return
-        load.hold, load.early, load.computed, load.deadline = hold, False, computed, deadline
-        self._go_on(load_id, load)
-
-    def passed(self, load_id: LoadId) -> None:
-        """Record that the device has finished its earlier work on what a load writes."""
-        load = self._loads.get(load_id)
-        if load is not None and load.awaits_device:
-            load.awaits_device = False
-            self._go_on(load_id, load)
-
-    def copied(self, load_id: LoadId, error: KVFerryError | None = None) -> None:
-        """Report a load whose copy to the device has passed, or has failed with an ``error``."""
-        load = self._loads.get(load_id)
-        if load is None or not load.is_copying:
-            return
-        if error is not None:
-            load.failure, load.failed_at = error, load.stage
-        load.is_copying = load.needs_copy = False
-        self._advance_if_over(load_id, load)
-
-    def handshake_succeeded(
-        self, load_id: LoadId, parties: tuple[RemoteRank, ...], unit: int = 1
-    ) -> None:
-        """Queue the first read from each producer rank.
-
-        Early reads end at multiples of ``unit`` tokens; with 0, there are none.
-        """
-        load = self._loads.get(load_id)
-        if load is None or load.parties is not None:
-            return
-        load.parties, load.unit = parties, unit
-        if load.reported:  # it failed during the handshake: the ranks can only be told now
-            self._tell_abandon(load_id, load)
-            del self._loads[load_id]
-            return
-        for party in parties:
-            if load.reads and party.reads:
-                self._proceed(load_id, load, party.rank)
-        self._advance_if_over(load_id, load)
-
-    def handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Fail a load whose handshake failed, or showed it impossible; nobody is notified."""
-        load = self._loads.get(load_id)
-        if load is None or load.parties is not None:
-            return
-        if load.reported:
-            del self._loads[load_id]
-            return
-        load.failed_at = load.failed_at or load.stage
-        load.parties = ()
-        load.failure = load.failure or error
-        self._advance_if_over(load_id, load)
-
-    def checked(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Act on the slot word before the pages: read the pages, check again later, or fail."""
-        load = self._at(load_id, rank, _At.CHECKING)
-        if load is None:
-            return
-        progress, stands = load.progress.get(rank), load.hold.stands(word)
-        if load.failure:
-            self._over(load_id, load, rank, load.failure)
-        # An early load's hold that does not stand yet, or was replaced when the request was
-        # preempted: the word is read again later.
-        elif self._is_outdated(load, rank) or not (stands or progress is None or progress.stood):
-            self._proceed(load_id, load, rank)
-        elif not stands:
-            self._over(load_id, load, rank, _stale("before the read"))
-        elif load.early:
-            load.early_reads(rank).stood = True
-            self._do(load_id, load, rank, _At.MARKING, LoadAction.MARK)
-        elif word == load.hold.ready or load.computed:
-            self._step(load_id, load, rank)
-        else:
-            load.at[rank] = _At.RECHECK
-
-    def marked(self, load_id: LoadId, rank: int, watermark: int) -> None:
-        """Act on the watermark: read the pages that are computed, or wait for more."""
-        load = self._at(load_id, rank, _At.MARKING)
-        if load is None:
-            return
-        if load.failure:
-            self._over(load_id, load, rank, load.failure)
-        elif not load.early or self._is_outdated(load, rank):
-            self._proceed(load_id, load, rank)
-        else:
-            progress = load.early_reads(rank)
-            tokens = min(load.hold.marked_tokens(watermark), load.tokens)
-            progress.reading = tokens // load.unit * load.unit
-            if progress.reading > progress.until:
-                self._read(load_id, load, rank, until=progress.reading)
-            else:
-                load.at[rank] = _At.IDLE
-
-    def read(self, load_id: LoadId, rank: int) -> None:
-        """Act on the arrival of all pages of a read: queue the fence, or more reads if early."""
-        load = self._at(load_id, rank, _At.READING)
-        if load is None:
-            return
-        progress = load.progress.get(rank)
-        if load.failure:
-            self._over(load_id, load, rank, load.failure)
-        elif progress is not None and progress.reading > progress.until:
-            progress.until = progress.reading
-            self._proceed(load_id, load, rank)
-        else:
-            self._do(load_id, load, rank, _At.FENCING, LoadAction.FENCE)
-
-    def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Act on the slot word after the pages (the fence): they are valid or stale."""
-        load = self._at(load_id, rank, _At.FENCING)
-        if load is None:
-            return
-        held = load.hold.stands(word) and (load.computed or word == load.hold.ready)
-        self._over(load_id, load, rank, None if held else _stale("when the read ended"))
-
-    def lost(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """Fail a load after one of its reads has failed: no more bytes of that read can arrive."""
-        load = self._loads.get(load_id)
-        if load is not None and load.at.get(rank, _At.OVER).waits:
-            self._over(load_id, load, rank, error)
-
-    def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """Fail a load when a read is about to fail; bytes may arrive until its end is passed on."""
-        load = self._loads.get(load_id)
-        if load is not None and load.at.get(rank, _At.OVER).waits:
-            self._fail(load_id, load, error)
-
-    def abort(self, load_id: LoadId, error: KVFerryError, stage: Stage | None = None) -> None:
-        """Fail a load on request, and cancel its reads; it is reported when no byte can arrive.
-
-        ``stage`` is where it failed, by default the stage that it is in.
-        """
-        load = self._loads.get(load_id)
-        if load is not None and not load.reported:
-            load.failed_at = load.failed_at or stage
-            self._fail(load_id, load, error)
-
-    def tick(self, now: float) -> None:
-        """Check again where pages were being computed, read watermarks, and fail late loads."""
-        for load_id, load in list(self._loads.items()):
-            if load.reported:
-                continue
-            if load.failure is None and not load.early and now >= load.deadline:
-                self._fail(load_id, load, _late(load))
-                continue
-            for rank in [r for r, at in load.at.items() if at is _At.RECHECK]:
-                self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
-            if load.early and load.unit and not load.is_blocked and now >= load.next_mark:
-                load.next_mark = now + MARK_SECONDS
-                self._mark(load_id, load)
-
-    def _mark(self, load_id: LoadId, load: _Load) -> None:
-        """Queue the reads of an early load's watermarks, each after that of its slot word."""
-        for rank in [rank for rank, at in load.at.items() if at is _At.IDLE]:
-            progress = load.early_reads(rank)
-            if not progress.stood:
-                self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
-            elif load.tokens - progress.until >= load.unit:
-                self._do(load_id, load, rank, _At.MARKING, LoadAction.MARK)
-
-    def _is_outdated(self, load: _Load, rank: int) -> bool:
-        progress = load.progress.get(rank)
-        return progress is not None and progress.hold != load.hold
-
-    def _at(self, load_id: LoadId, rank: int, at: _At) -> _Load | None:
-        load = self._loads.get(load_id)
-        return load if load is not None and load.at.get(rank) is at else None
-
-    def _go_on(self, load_id: LoadId, load: _Load) -> None:
-        """Do what a load has waited for, unless it still has to wait for something else."""
-        for rank in [rank for rank, at in load.at.items() if at is _At.IDLE]:
-            self._proceed(load_id, load, rank)
-        self._advance_if_over(load_id, load)
-
-    def _step(self, load_id: LoadId, load: _Load, rank: int, *, first: bool = False) -> None:
+    def _step(self, rank: int, *, first: bool = False) -> None:
         """Queue the read of a rank's pages, or the check that precedes the first one."""
-        if first and not load.computed:
-            if load.progress:  # the answer is no longer one that came too early
-                load.early_reads(rank).stood = True
-            self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
+        if first and not self.computed:
+            if self.progress:  # the answer is no longer one that came too early
+                self._early_reads(rank).stood = True
+            self._do(rank, _At.CHECKING, LoadAction.CHECK)
         else:
-            self._read(load_id, load, rank)
+            self._read(rank)
 
-    def _proceed(self, load_id: LoadId, load: _Load, rank: int) -> None:
+    def _proceed(self, rank: int) -> None:
         """Begin to read all from a rank, or what is left, unless that has to wait."""
-        if load.early or load.is_blocked:
-            load.at[rank] = _At.IDLE
+        if self.early or self.is_blocked:
+            self.at[rank] = _At.IDLE
         else:
-            self._step(load_id, load, rank, first=True)
+            self._step(rank, first=True)
 
-    def _read(self, load_id: LoadId, load: _Load, rank: int, until: int | None = None) -> None:
-        since = load.early_reads(rank).until if load.progress else 0
-        load.at[rank] = _At.READING
-        self._actions.append(
-            Action(op=LoadAction.READ, load=load_id, rank=rank, since=since, until=until)
+    def _read(self, rank: int, until: int | None = None) -> None:
+        since = self._early_reads(rank).until if self.progress else 0
+        self.at[rank] = _At.READING
+        self.actions.append(
+            Action(op=LoadAction.READ, load=self.id, rank=rank, since=since, until=until)
         )
 
-    def _do(self, load_id: LoadId, load: _Load, rank: int, at: _At, op: LoadAction) -> None:
-        load.at[rank] = at
-        self._actions.append(Action(op=op, load=load_id, rank=rank))
+    def _do(self, rank: int, at: _At, op: LoadAction) -> None:
+        self.at[rank] = at
+        self._queue(op, rank)
 
-    def _over(self, load_id: LoadId, load: _Load, rank: int, error: KVFerryError | None) -> None:
-        """End a load on one producer rank; with an ``error``, fail the load as a whole."""
+    def _queue(self, op: LoadAction, rank: int = -1) -> None:
+        self.actions.append(Action(op=op, load=self.id, rank=rank))
+
+    def _over(self, rank: int, error: KVFerryError | None) -> None:
+        """End the load on one producer rank; with an ``error``, fail the load as a whole."""
         if error is not None:
-            load.failed_at = load.failed_at or load.at[rank].stage
-        load.at[rank] = _At.OVER
+            self.failed_at = self.failed_at or self.at[rank].stage
+        self.at[rank] = _At.OVER
         if error is not None:
-            self._fail(load_id, load, error)
+            self._fail(error)
         else:
-            self._advance_if_over(load_id, load)
+            self._advance_if_over()
 
-    def _fail(self, load_id: LoadId, load: _Load, error: KVFerryError) -> None:
-        """Fail a load and cancel its reads; report it if none of them is under way any more."""
-        if load.is_copying:  # it will be over soon, and may well succeed
+    def _fail(self, error: KVFerryError) -> None:
+        """Fail the load and cancel its reads; report it if none of them is under way any more."""
+        if self.is_copying:  # it will be over soon, and may well succeed
             return
-        if load.failure is None:
-            load.failure, load.failed_at = error, load.failed_at or load.stage
-            for rank, at in load.at.items():
+        if self.failure is None:
+            self.failure, self.failed_at = error, self.failed_at or self.stage
+            for rank, at in self.at.items():
                 if at in (_At.RECHECK, _At.IDLE):
-                    load.at[rank] = _At.OVER
+                    self.at[rank] = _At.OVER
                 elif at.waits:
-                    self._actions.append(Action(op=LoadAction.CANCEL, load=load_id, rank=rank))
-        self._advance_if_over(load_id, load)
+                    self._queue(LoadAction.CANCEL, rank)
+        self._advance_if_over()
 
-    def _advance_if_over(self, load_id: LoadId, load: _Load) -> None:
-        """If a load is over on every rank: tell them, then have it copied, then report it."""
-        has_failed = load.failure is not None
-        if load.reported or any(at is not _At.OVER for at in load.at.values()):
+    def _advance_if_over(self) -> None:
+        """If the load is over on every rank: tell them, then have it copied, then report it."""
+        has_failed = self.failure is not None
+        if self.reported or any(at is not _At.OVER for at in self.at.values()):
             return
-        if (load.parties is None or load.early) and not has_failed:
+        if (self.parties is None or self.early) and not has_failed:
             return
-        if not load.told:
-            load.told = True
-            (self._tell_abandon if has_failed else self._tell_done)(load_id, load)
-        if (load.awaits_device or load.needs_copy) and not has_failed:
-            if not load.awaits_device and not load.is_copying:
-                load.is_copying = True
-                self._actions.append(Action(op=LoadAction.COPY, load=load_id))
+        if not self.told:
+            self.told = True
+            (self._tell_abandon if has_failed else self._tell_done)()
+        if (self.awaits_device or self.needs_copy) and not has_failed:
+            if not self.awaits_device and not self.is_copying:
+                self.is_copying = True
+                self._queue(LoadAction.COPY)
             return  # ``passed`` or ``copied`` goes on
-        load.reported = True
-        self._actions.append(
-            Action(op=LoadAction.REPORT, load=load_id, error=load.failure, stage=load.failed_at)
+        self.reported = True
+        self.actions.append(
+            Action(op=LoadAction.REPORT, load=self.id, error=self.failure, stage=self.failed_at)
         )
-        # Otherwise it is kept, to say "abandon" if its handshake still succeeds.
-        if load.parties is not None:
-            del self._loads[load_id]
 
-    def _tell_abandon(self, load_id: LoadId, load: _Load) -> None:
-        for party in () if load.shared else load.parties or ():
-            self._actions.append(Action(op=LoadAction.ABANDON, load=load_id, rank=party.rank))
+    def _tell_abandon(self) -> None:
+        for party in () if self.shared else self.parties or ():
+            self._queue(LoadAction.ABANDON, party.rank)
 
-    def _tell_done(self, load_id: LoadId, load: _Load) -> None:
+    def _tell_done(self) -> None:
         """Queue "done" for ranks that were not read from; the others got "done" with the fence."""
-        for party in () if load.shared else load.parties or ():
-            if not (load.reads and party.reads):
-                self._actions.append(Action(op=LoadAction.DONE, load=load_id, rank=party.rank))
+        for party in () if self.shared else self.parties or ():
+            if not (self.reads and party.reads):
+                self._queue(LoadAction.DONE, party.rank)
+
+    def _late(self) -> DeadlineError:
+        why = ", the producer still computes the pages" if self.is_computing else ""
+        if self.awaits_device:
+            why = ", the device was not done with the pages"
+        return DeadlineError(
+            f"the load was not over within load_timeout (stage: {self.stage}{why}): look at what "
+            "holds that stage up, or set a longer load_timeout on the engine that decodes"
+        )
 
 
 def gone() -> StaleError:
     """Return the error for a request whose hold had ended when a renewal reached the producer."""
     return _stale("when their lease was to be renewed")
-
-
-def _late(load: _Load) -> DeadlineError:
-    why = ", the producer still computes the pages" if load.is_computing else ""
-    if load.awaits_device:
-        why = ", the device was not done with the pages"
-    return DeadlineError(
-        f"the load was not over within load_timeout (stage: {load.stage}{why}): look at what holds "
-        "that stage up, or set a longer load_timeout on the engine that decodes"
-    )
 
 
 def _stale(when: str) -> StaleError:

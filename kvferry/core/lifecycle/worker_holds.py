@@ -73,14 +73,6 @@ _Claimant = tuple[str, int]
 """A consumer engine that claims holds: its id and its incarnation."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _ReaderEngine:
-    """The ranks of a consumer engine that have sent "done" or "abandon" for a hold."""
-
-    ranks: set[int] = field(default_factory=set)
-    has_abandoned: bool = False
-
-
 @dataclass(slots=True, kw_only=True, repr=False)
 class _Held:
     """All that a rank knows of a hold. Times are in seconds, by this rank's clock."""
@@ -99,7 +91,8 @@ class _Held:
     """Whether the blocks were given back, before the hold has ended."""
     end: EndedHold | None = None
     marked: int = 0
-    readers: dict[str, _ReaderEngine] = field(default_factory=dict)
+    readers: dict[str, dict[int, bool]] = field(default_factory=dict)
+    """Consumer engine to its ranks that have sent "done" or, where ``True``, "abandon"."""
     alive: float = -math.inf
     """When ``order`` or ``ready`` was called for the hold, whichever was later."""
     renewed: float = -math.inf
@@ -334,12 +327,11 @@ class WorkerHolds:
             return ReleaseOutcome.LATE if self._is_late(message) else ReleaseOutcome.IGNORED
         if message.engine not in held.readers and len(held.readers) >= MAX_READERS:
             return ReleaseOutcome.IGNORED
-        reader = held.readers.setdefault(message.engine, _ReaderEngine())
-        if message.rank not in reader.ranks:
-            reader.ranks.add(message.rank)
-            reader.has_abandoned |= message.abandoned
-            if len(reader.ranks) >= message.expected:
-                end = HoldEnd.ABANDONED if reader.has_abandoned else HoldEnd.READ
+        ranks = held.readers.setdefault(message.engine, {})
+        if message.rank not in ranks:
+            ranks[message.rank] = message.abandoned
+            if len(ranks) >= message.expected:
+                end = HoldEnd.ABANDONED if any(ranks.values()) else HoldEnd.READ
                 self._end(held, end, message.engine)
         return ReleaseOutcome.COUNTED
 

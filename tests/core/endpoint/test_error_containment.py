@@ -18,6 +18,7 @@ from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.errors import EndpointClosedError, PeerLostError, TransportError
 from kvferry.core.lifecycle import ticket as ticket_module
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.loads import LoadMachine
 from kvferry.core.messages import Release
 from kvferry.core.metrics import IGNORED
 from kvferry.core.side_channel_messages import encode
@@ -231,8 +232,7 @@ def test_an_exception_in_using_an_engines_payloads_fails_its_loads(
 def test_a_callback_that_raises_fails_its_load(
     prefill: Engine, decode: Engine, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = decode.endpoint._load_manager._loads
-    real: Callable[..., None] = getattr(machine, method)
+    real: Callable[..., None] = getattr(LoadMachine, method)
     failed: list[object] = []
 
     def fails_once(*args: object) -> None:
@@ -241,7 +241,7 @@ def test_a_callback_that_raises_fails_its_load(
             raise ZeroDivisionError("a bug")
         real(*args)
 
-    monkeypatch.setattr(machine, method, fails_once)
+    monkeypatch.setattr(LoadMachine, method, fails_once)
     for number in (1, 2):
         prefill.compute(f"p-{number}", [number], TOKENS)
         ticket = prefill.finish(f"p-{number}", [number], TOKENS, computed=False)

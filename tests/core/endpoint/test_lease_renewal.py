@@ -123,9 +123,9 @@ def test_ranks_that_know_heartbeats_get_one_a_second_and_none_during_a_short_loa
     harness.due(101.5)
     assert harness.heartbeats_sent == []
     harness.begin(peer)
-    harness.begin(PeerStub())
     harness.due(102.4)
     assert harness.heartbeats_sent == []
+    harness.begin(PeerStub())  # puts no heartbeat off
     for now in (102.5, 103.4, 103.5):
         harness.due(now)
     assert harness.heartbeats_sent == ["first rank", "second rank"] * 2

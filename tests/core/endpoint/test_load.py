@@ -16,10 +16,20 @@ from kvferry.core.errors import (
     StaleError,
 )
 from kvferry.core.layout import Group, GroupKind
-from kvferry.core.lifecycle.loads import LoadId
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.loads import LoadId, LoadMachine
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Stage
 from tests.core.endpoint.samples import sample_load, sample_ticket
+
+MACHINE = LoadMachine(
+    id=LoadId(1),
+    actions=[],
+    hold=Hold(slot=3, generation=7),
+    computed=True,
+    reads=True,
+    deadline=0.0,
+)
 
 
 def outcome(**how: Any) -> Outcome:
@@ -31,7 +41,7 @@ def outcome(**how: Any) -> Outcome:
 
 
 def test_bytes_of_several_ranks_are_summed_and_the_longest_times_kept() -> None:
-    state = LoadState(load_id=LoadId(1), load=sample_load(), begun=1.0, handshake_succeeded=2.0)
+    state = LoadState(machine=MACHINE, load=sample_load(), begun=1.0, handshake_succeeded=2.0)
     state.add(outcome())
     state.add(outcome(begun=4.0, seconds=7.0, post_seconds=2.5))
     state.add(outcome(begun=0.0, seconds=100.0, post_seconds=50.0))  # never posted
@@ -51,7 +61,7 @@ def test_successive_reads_have_one_outcome() -> None:
 
 
 def test_the_record_of_a_failed_load_names_the_stage() -> None:
-    state = LoadState(load_id=LoadId(1), load=sample_load(), begun=1.0, handshake_succeeded=1.5)
+    state = LoadState(machine=MACHINE, load=sample_load(), begun=1.0, handshake_succeeded=1.5)
     record = state.record(None, None)
     assert (record.request, record.engine, record.reached, record.path) == (
         "d-1", "prefill", False, "",
@@ -70,12 +80,12 @@ def test_the_record_of_a_failed_load_names_the_stage() -> None:
 def test_the_record_of_a_load_that_reads_nothing_has_no_tokens() -> None:
     nothing = sample_load(ranges=(None, None))
     assert not nothing.reads
-    record = LoadState(load_id=LoadId(1), load=nothing, begun=0.0).record(None, None)
+    record = LoadState(machine=MACHINE, load=nothing, begun=0.0).record(None, None)
     assert (record.tokens, record.reads) == (0, False)
 
 
 def test_holes_do_not_count_as_pages_and_remote_pages_are_the_tickets() -> None:
-    state = LoadState(load_id=LoadId(1), load=sample_load(), begun=0.0)
+    state = LoadState(machine=MACHINE, load=sample_load(), begun=0.0)
     assert state.pages == 2
     [remote] = state.request.remote
     assert (remote.ids.tolist(), remote.first_index) == ([1, 2], 4)
@@ -93,7 +103,7 @@ def part(*pages: tuple[int, ...], generation: int = 7) -> Ticket:
 
 def early(first: Ticket) -> LoadState:
     load = dataclasses.replace(sample_load(ranges=((0, 8), (0, 8))), ticket=first, is_early=True)
-    return LoadState(load_id=LoadId(1), load=load, begun=1.0, handshake_succeeded=2.0)
+    return LoadState(machine=MACHINE, load=load, begun=1.0, handshake_succeeded=2.0)
 
 
 def test_a_ticket_before_the_first_early_read_does_not_add_to_what_is_read_early() -> None:

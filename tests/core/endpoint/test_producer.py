@@ -72,6 +72,8 @@ def test_a_watermark_does_not_wait_for_the_work_of_later_steps(rank: Rank) -> No
     first, second = Device(), Device()
     for device, tokens in ((first, 16), (second, 32)):
         rank.server.apply(HoldOrders(watermarks=((HOLDS[0], tokens),)), device)
+    rank.server.tick()
+    assert rank.table.watermarks[0] == 0
     first.is_done = True
     rank.server.tick()
     assert HOLDS[0].marked_tokens(rank.table.watermarks[0]) == 16

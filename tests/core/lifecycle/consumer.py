@@ -9,6 +9,7 @@ from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.loads import LoadAction
+from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState, LoadOrder, StepMetadata
 from tests.core.lifecycle.fabric import require
 from tests.core.lifecycle.producer import PAGES, IssuedTicket
@@ -47,7 +48,8 @@ class Consumer(Scheduler):
         self._uids = simulation.uids
         self._issues: dict[Hold, IssuedTicket] = {}
         self.ordered: dict[int, int] = {}
-        ranks = [simulation.components.consumer_rank(self, i) for i in range(len(plan))]
+        rank = simulation.components.of(ConsumerRank)
+        ranks = [rank(self, i) for i in range(len(plan))]
         super().__init__(ranks, PAGES)
         self.requests: dict[RequestId, DecodeRequest] = {}
         self._prepares: list[DecodeRequest] = []

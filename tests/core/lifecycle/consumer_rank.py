@@ -1,4 +1,4 @@
-"""A rank of the simulated decode engine: it performs the actions of the real ``Loads``.
+"""A rank of the simulated decode engine: it performs the actions of real ``LoadMachine``s.
 
 It does so as the endpoint does: actions in order, slot words of one producer rank in one batch,
 "done" bound to a fence, a shared read cancelled only when no load wants it.
@@ -20,8 +20,9 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank, gone
+from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.ticket import check_against, page_limits
-from kvferry.core.messages import RankPayload, Release
+from kvferry.core.messages import RankPayload
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.decode_requests import (
@@ -38,9 +39,11 @@ from tests.core.lifecycle.fabric import (
     Message,
     ProtocolViolation,
     Transfer,
+    release,
     require,
 )
 from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer, skewed
+from tests.core.lifecycle.rank_loads import RankLoads
 from tests.core.lifecycle.rank_renewals import RankRenewals
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class ConsumerRank:
-    """One rank: its memory, its ``Loads``, and the work of an endpoint."""
+    """One rank: its memory, its loads, and the work of an endpoint."""
 
     def __init__(self, consumer: Consumer, rank: int) -> None:
         self._simulation = simulation = consumer.simulation
@@ -57,8 +60,8 @@ class ConsumerRank:
         remotes = [remote.rank for remote_ranks in consumer.plan for remote in remote_ranks]
         self.expected = {remote: remotes.count(remote) for remote in remotes}
         self._ordered = consumer.ordered
-        self.loads = simulation.components.loads()
-        self.rank_renewals = RankRenewals(self, simulation.components.renewals)
+        self.loads = RankLoads(simulation.components)
+        self.rank_renewals = RankRenewals(self, simulation.components.of(Renewals)())
         self.fabric = simulation.fabric
         self.now = skewed(lambda: simulation.now, -500.0 * rank)
         self.pages: list[dict[int, Content | None]] = [{} for _ in range(PAGES + 1)]
@@ -121,13 +124,13 @@ class ConsumerRank:
         self._pump()
 
     def echo(self, events: int) -> None:
-        """Repeat the last events, which ``Loads`` must ignore."""
+        """Repeat the last events, which loads must ignore."""
         for event in self.heard[-events:]:
             event()
         self._pump()
 
     def tick(self) -> None:
-        """Let ``Loads`` and the renewals do what is due."""
+        """Let loads and renewals do what is due."""
         now = self.now()
         for pull in self.pulls.values():
             if not pull.reported and now >= pull.deadline:
@@ -145,8 +148,7 @@ class ConsumerRank:
             return
         deadline = self.now() + LOAD_TIMEOUT
         load_id = self.loads.begin(
-            request.id,
-            ticket.hold,
+            hold=ticket.hold,
             computed=ticket.computed,
             reads=order.pulling,
             deadline=deadline,
@@ -178,7 +180,7 @@ class ConsumerRank:
     def abort(self, load_id: LoadId, cause: KVFerryError | str, error: KVFerryError) -> None:
         """Abort a load because of ``cause``."""
         self.pulls[load_id].causes.append(cause)
-        self._hear(partial(self.loads.abort, load_id, error))
+        self._hear(partial(self.loads[load_id].abort, error))
 
     def handle_producer_death(self, *, failing: bool) -> None:
         """Handle the death of the producer: its loads fail without waiting for transfer errors."""
@@ -221,14 +223,14 @@ class ConsumerRank:
             require(pull.request.forged or not ours, "refused a good ticket:", exc)
             self._on_handshake_failed(load_id, exc)
             return
-        wanted = self.loads.wanted(load_id)
+        wanted = self.loads[load_id].is_wanted
         require(wanted is not (pull.reported or bool(pull.causes)), "wanted is", wanted)
         for page, _, _ in pull.wants if wanted else ():
             self.pages[page] = {}  # zeroed
         pull.link, pull.remote_ranks = self._link, self.remote_ranks
         if pull.pulling and wanted:
             self.rank_renewals.begin(load_id, pull.request)
-        self._hear(partial(self.loads.handshake_succeeded, load_id, self.remote_ranks))
+        self._hear(partial(self.loads[load_id].handshake_succeeded, self.remote_ranks))
 
     def check(self, request: DecodeRequest) -> None:
         """Refuse a ticket that the producer did not make. Raises ``TicketError``."""
@@ -245,9 +247,9 @@ class ConsumerRank:
 
     def _on_handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
         self.pulls[load_id].causes.append(error)
-        self._hear(partial(self.loads.handshake_failed, load_id, error))
+        self._hear(partial(self.loads[load_id].handshake_failed, error))
 
-    # Events for Loads.
+    # Events.
 
     def _hear(self, event: Callable[[], None]) -> None:
         event()
@@ -260,7 +262,7 @@ class ConsumerRank:
     def _failing(self, load_id: LoadId, transfer: Transfer) -> None:
         error = transfer.error or TransportError("failing")
         self.pulls[load_id].causes.append(error)
-        self._hear(partial(self.loads.failing, load_id, transfer.rank, error))
+        self._hear(partial(self.loads[load_id].failing, transfer.rank, error))
 
     def _lost(self, load_id: LoadId, transfer: Transfer) -> None:
         error = transfer.error or TransportError("failed")
@@ -268,17 +270,17 @@ class ConsumerRank:
 
     def _lose(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
         self.pulls[load_id].causes.append(error)
-        self._hear(partial(self.loads.lost, load_id, rank, error))
+        self._hear(partial(self.loads[load_id].lost, rank, error))
 
     def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
         if transfer.op is LoadAction.READ:
-            self._hear(partial(self.loads.read, load_id, transfer.rank))
+            self._hear(partial(self.loads[load_id].read, transfer.rank))
             return
         pull, word = self.pulls[load_id], transfer.words[load_id]
         self._judge(pull, transfer, word)
-        checked = partial(self.loads.checked, load_id, transfer.rank, word)
+        checked = partial(self.loads[load_id].checked, transfer.rank, word)
         if transfer.op is LoadAction.FENCE:
-            self._hear(partial(self.loads.fenced, load_id, transfer.rank, word))
+            self._hear(partial(self.loads[load_id].fenced, transfer.rank, word))
         elif word == pull.request.issue.ticket.hold.computing:
             checked()  # not repeated: it would look like the answer to the next check
         else:
@@ -307,11 +309,11 @@ class ConsumerRank:
         ended = "a hold that was still to be read was ended by those of its own engine:"
         require(not own or not cause.origins, ended, cause.origins)
 
-    # Actions of Loads.
+    # Actions.
 
     def _pump(self) -> None:
         words: dict[tuple[Link, int, LoadAction], list[LoadId]] = defaultdict(list)
-        while actions := self.loads.take_actions():
+        while actions := self.loads.take():
             for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
                 self._perform(action, words)
         for (link, rank, op), load_ids in words.items():
@@ -320,7 +322,7 @@ class ConsumerRank:
         if words:
             self._pump()
         open_pulls = sum(not pull.reported for pull in self.pulls.values())
-        require(len(self.loads) == open_pulls, "loads that are not over:", open_pulls)
+        require(self.loads.open == open_pulls, "loads that are not over:", open_pulls)
         self._check_failing()
 
     def _perform(
@@ -418,19 +420,18 @@ class ConsumerRank:
 
     def message(self, rank: int, load_ids: list[LoadId], *, abandoned: bool) -> Message:
         """Return the message with the "done" or "abandon" of some loads to one producer rank."""
-        releases = []
-        for load_id in load_ids:
-            ticket = self.pulls[load_id].request.issue.ticket
-            release = Release(
-                incarnation=ticket.incarnation,
-                slot=ticket.hold.slot,
-                generation=ticket.hold.generation,
+        tickets = [self.pulls[load_id].request.issue.ticket for load_id in load_ids]
+        releases = [
+            release(
+                ticket.incarnation,
+                ticket.hold,
                 engine=self.engine,
                 rank=self.rank,
                 expected=self.expected[rank],
                 abandoned=abandoned,
             )
-            releases.append(release)
+            for ticket in tickets
+        ]
         origins = tuple(self.pulls[load_id].request.uid for load_id in load_ids)
         return Message(sender=self.engine, rank=rank, payload=encode(releases), origins=origins)
 

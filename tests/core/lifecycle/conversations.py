@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from kvferry.core.errors import KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.loads import LoadId
-from tests.core.lifecycle.model import Model
+from tests.core.lifecycle.model import Faults, Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
 from tests.core.lifecycle.protocol_faults import AnswersNeverReclaimed
+from tests.core.lifecycle.staged_model import DeviceNotAwaited
 from tests.core.lifecycle.two_engines import (
     LARGEST,
     PAGES,
     Engine,
     Leaves,
-    Parts,
     Rank,
     Stage,
     Turn,
@@ -27,13 +24,15 @@ from tests.core.lifecycle.two_engines import (
 
 PICKS = st.binary(max_size=8) | st.binary(min_size=24, max_size=60)
 LEAVES = st.sampled_from(list(Leaves))
+PLANTED = Faults()
+PLANTED.add("nothing is reclaimed")(AnswersNeverReclaimed)
+PLANTED.add("a load does not wait for the device")(DeviceNotAwaited)
 NEITHER_NOR = st.sampled_from([False, False, False, True])
 
 
 class Conversations(Model):
     """Any order of requests, steps, deliveries, aborts and failures."""
 
-    components: ClassVar[Parts] = Parts()
     simulation: TwoEngines
     mode: str
 
@@ -212,6 +211,7 @@ class Conversations(Model):
         self.drift(picks)
 
 
+@PLANTED.add("claimed answers are not reclaimed")
 class ClaimedAnswersStay(Engine):
     """The holds of answers for which the other engine waits are not reclaimed."""
 
@@ -222,6 +222,7 @@ class ClaimedAnswersStay(Engine):
         return 0 if claimed else super().reclaim(pages)
 
 
+@PLANTED.add("a reclaimed hold's pages given back at once")
 class ReclaimedAtOnce(Engine):
     """A reclaimed hold's pages are given back before the ranks have cleared its word."""
 
@@ -233,11 +234,13 @@ class ReclaimedAtOnce(Engine):
         return given
 
 
+@PLANTED.add("an answer's ticket says computed")
 class AnswerSaidToBeComputed(Engine):
     def computed(self, turn: Turn) -> bool:
         return True
 
 
+@PLANTED.add("the abort of a load leaves its request's hold")
 class AbortKeepsTheHold(Engine):
     """The abort of a load leaves the hold that its request has for the other engine."""
 
@@ -246,6 +249,7 @@ class AbortKeepsTheHold(Engine):
             super().drop(turn)
 
 
+@PLANTED.add("the abort of a load reports its request's hold")
 class AbortReportsTheHold(Rank):
     """The abort of a load reports the hold of its request as if that had a ticket."""
 
@@ -257,29 +261,32 @@ class AbortReportsTheHold(Rank):
         super().launch()
 
 
+@PLANTED.add("a failed load ends its request's hold")
 class FailureEndsTheHold(Rank):
     """A failed load ends the hold of its request, which is computed and gets a ticket."""
 
     def launch(self) -> None:
-        failed = {request for request, error in self.received if error is not None}
+        failed = {request for request, error in self.results if error is not None}
         for held in list(self.holds._held.values()):
             if held.request in failed and held.lease is None:
                 self.holds.drop(held.hold)
         super().launch()
 
 
+@PLANTED.add("received, so not sent")
 class SentOfOneIsReceivedOfTheOther(Rank):
     """A request that was reported received is not reported sent."""
 
     _seen: frozenset[RequestId] = frozenset()
 
     def launch(self) -> None:
-        self._seen |= {request for request, _ in self.received}
+        self._seen |= {request for request, _ in self.results}
         sent = self.holds._sent
         self.holds._sent = [each for each in sent if each not in self._seen]
         super().launch()
 
 
+@PLANTED.add("received counts as sent")
 class ReceivedReportedAsSent(Engine):
     """The report that a load is over counts as the report that the request's hold has ended."""
 
@@ -288,24 +295,3 @@ class ReceivedReportedAsSent(Engine):
         turn = self.turns.get(request)
         if turn is not None and turn.leaves is not Leaves.NOTHING and turn.stage is Stage.RUNNING:
             self.sent[request].add(rank)
-
-
-class ReadBeforeTheDeviceHasFinished(Rank):
-    """A load does not wait for work of the device that writes the same pages."""
-
-    def read_when_passed(self, load_id: LoadId) -> None:
-        self.connected(load_id)
-
-
-PLANTED: dict[str, Parts] = {
-    "claimed answers are not reclaimed": Parts(engine=ClaimedAnswersStay),
-    "nothing is reclaimed": Parts(scheduler_holds=AnswersNeverReclaimed),
-    "a reclaimed hold's pages given back at once": Parts(engine=ReclaimedAtOnce),
-    "an answer's ticket says computed": Parts(engine=AnswerSaidToBeComputed),
-    "the abort of a load leaves its request's hold": Parts(engine=AbortKeepsTheHold),
-    "the abort of a load reports its request's hold": Parts(rank=AbortReportsTheHold),
-    "a failed load ends its request's hold": Parts(rank=FailureEndsTheHold),
-    "received, so not sent": Parts(rank=SentOfOneIsReceivedOfTheOther),
-    "received counts as sent": Parts(engine=ReceivedReportedAsSent),
-    "a load does not wait for the device": Parts(rank=ReadBeforeTheDeviceHasFinished),
-}

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from kvferry.core.errors import KVFerryError
-from kvferry.core.lifecycle import loads as loads_module
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads
+from kvferry.core.lifecycle.loads import LoadAction, LoadMachine, _At
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Release
 from tests.core.lifecycle.early_engines import (
-    PLANS,
-    Components,
     Decode,
     DecodeRequest,
     EarlySimulation,
@@ -25,18 +22,20 @@ from tests.core.lifecycle.early_engines import (
     PrefillRank,
     Prompt,
 )
-from tests.core.lifecycle.model import Model
+from tests.core.lifecycle.model import Faults, Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PrefillState
 from tests.core.lifecycle.protocol_faults import FenceIgnored
+from tests.core.lifecycle.reading_engines import PLANS
 
 PICKS = st.binary(min_size=4, max_size=60)
 """Which of the possible moves come next."""
+PLANTED = Faults()
+PLANTED.add("no fence")(FenceIgnored)
 
 
 class EarlyTickets(Model):
     """Any order of requests, steps, deliveries, preemptions and failures."""
 
-    components: ClassVar[Components] = Components()
     simulation: EarlySimulation
 
     @initialize(plan=st.sampled_from(range(len(PLANS))), slots=st.integers(1, 2))
@@ -129,12 +128,14 @@ class EarlyTickets(Model):
 # Faults that docs/protocol.md lists.
 
 
+@PLANTED.add("the generation kept at a preemption")
 class GenerationKeptAtPreemption(SchedulerHolds):
     def take_on(self, request: RequestId) -> Hold | None:
         entry = self._entries.get(request)
         return super().take_on(request) if entry is None or entry.ticketed else entry.hold
 
 
+@PLANTED.add("the last chunk published early")
 class LastChunkPublishedEarly(Prefill):
     """The watermark for a chunk is ordered with the very step that computes it."""
 
@@ -142,11 +143,13 @@ class LastChunkPublishedEarly(Prefill):
         self.publish_chunks(prompt, prompt.chunk + 1)
 
 
+@PLANTED.add("a watermark before its event")
 class MarkedBeforeTheEvent(PrefillRank):
     def queue_mark(self, hold: Hold, tokens: int) -> None:
         self.worker_holds.mark(hold, tokens)
 
 
+@PLANTED.add("a part of one prompt taken for another")
 class AnyPartAccepted(Decode):
     """No part is compared with the prompt, nor the ticket."""
 
@@ -154,6 +157,7 @@ class AnyPartAccepted(Decode):
         return True
 
 
+@PLANTED.add("a hold reported sent while computing")
 class SentWhileComputing(WorkerHolds):
     """A hold that its consumer ends is reported sent at once, though it has no ticket."""
 
@@ -164,40 +168,42 @@ class SentWhileComputing(WorkerHolds):
         return outcome
 
 
-class MarkedBeforeItsGeneration(Loads):
+@PLANTED.add("a watermark read before its generation")
+class MarkedBeforeItsGeneration(LoadMachine):
     """The watermark is read first, and then the slot word."""
 
-    _marks: dict[tuple[LoadId, int], int]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.marks: dict[int, int] = {}
 
-    def _mark(self, load_id: LoadId, load: Any) -> None:
-        for rank in load.at:
-            load.early_reads(rank).stood = True
-        super()._mark(load_id, load)
+    def _mark(self) -> None:
+        for rank in self.at:
+            self._early_reads(rank).stood = True
+        super()._mark()
 
-    def marked(self, load_id: LoadId, rank: int, watermark: int) -> None:
-        load = self._at(load_id, rank, loads_module._At.MARKING)
-        if load is None or load.failure or not load.early or not load.hold.marked_tokens(watermark):
-            super().marked(load_id, rank, watermark)
-            return
-        self.__dict__.setdefault("_marks", {})[load_id, rank] = watermark
-        self._do(load_id, load, rank, loads_module._At.CHECKING, LoadAction.CHECK)
+    def marked(self, rank: int, watermark: int) -> None:
+        counts = self.awaits_parts and self.hold.marked_tokens(watermark) > 0
+        if self.at.get(rank) is _At.MARKING and counts:
+            self.marks[rank] = watermark
+            self._do(rank, _At.CHECKING, LoadAction.CHECK)
+        else:
+            super().marked(rank, watermark)
 
-    def checked(self, load_id: LoadId, rank: int, word: int) -> None:
-        mark = self.__dict__.get("_marks", {}).pop((load_id, rank), None)
-        load = self._at(load_id, rank, loads_module._At.CHECKING)
-        if load is None or load.failure or mark is None or not load.early:
-            super().checked(load_id, rank, word)
-            return
-        if self._is_outdated(load, rank) or not load.hold.stands(word):
-            self._proceed(load_id, load, rank)
-            return
-        load.at[rank] = loads_module._At.MARKING
-        super().marked(load_id, rank, mark)
+    def checked(self, rank: int, word: int) -> None:
+        mark = self.marks.pop(rank, None)
+        if self.at.get(rank) is not _At.CHECKING or mark is None or not self.awaits_parts:
+            super().checked(rank, word)
+        elif self.is_outdated(rank) or not self.hold.stands(word):
+            self._proceed(rank)
+        else:
+            self.at[rank] = _At.MARKING
+            super().marked(rank, mark)
 
 
 # Further faults.
 
 
+@PLANTED.add("a watermark not zeroed at take-on")
 class WatermarkNotZeroed(WorkerHolds):
     def take_on(self, request: RequestId, hold: Hold) -> None:
         watermarks, self._watermarks = self._watermarks, [0] * len(self._watermarks)
@@ -205,73 +211,74 @@ class WatermarkNotZeroed(WorkerHolds):
         self._watermarks = watermarks
 
 
-class WatermarksIgnored(Loads):
+@PLANTED.add("watermarks ignored")
+class WatermarksIgnored(LoadMachine):
     """All pages that a part names are read."""
 
-    def marked(self, load_id: LoadId, rank: int, watermark: int) -> None:
-        load = self._loads.get(load_id)
-        super().marked(load_id, rank, load.hold.watermark(load.tokens) if load else watermark)
+    def marked(self, rank: int, watermark: int) -> None:
+        super().marked(rank, self.hold.watermark(self.tokens))
 
 
-class PagesOfTheOldHoldKept(Loads):
+@PLANTED.add("pages of the old hold kept")
+class PagesOfTheOldHoldKept(LoadMachine):
     """After a preemption, what was read is not read again."""
 
-    def extend(self, load_id: LoadId, hold: Hold, tokens: int, deadline: float) -> None:
-        super().extend(load_id, hold, tokens, deadline)
-        self._keep(load_id)
+    def extend(self, hold: Hold, tokens: int, deadline: float) -> None:
+        super().extend(hold, tokens, deadline)
+        self._keep()
 
-    def finish(self, load_id: LoadId, hold: Hold, *, computed: bool, deadline: float) -> None:
-        load = self._loads.get(load_id)
-        if load is not None and load.early and not load.reported:
-            load.hold = hold
-            self._keep(load_id)
-        super().finish(load_id, hold, computed=computed, deadline=deadline)
+    def finish(self, hold: Hold, *, computed: bool, deadline: float) -> None:
+        if self.early and not self.reported:
+            self.hold = hold
+            self._keep()
+        super().finish(hold, computed=computed, deadline=deadline)
 
-    def _keep(self, load_id: LoadId) -> None:
-        load = self._loads.get(load_id)
-        for progress in load.progress.values() if load is not None else ():
-            progress.hold = load.hold if load is not None else progress.hold
+    def _keep(self) -> None:
+        for progress in self.progress.values():
+            progress.hold = self.hold
 
 
-class OldReadNotAwaited(Loads):
+@PLANTED.add("the read of an old hold not awaited")
+class OldReadNotAwaited(LoadMachine):
     """After a preemption, pages are read again while the old read is under way."""
 
-    def finish(self, load_id: LoadId, hold: Hold, *, computed: bool, deadline: float) -> None:
-        load = self._loads.get(load_id)
-        for rank, at in load.at.items() if load is not None and load.early else ():
-            if at is loads_module._At.READING and load is not None and hold != load.hold:
-                load.at[rank] = loads_module._At.IDLE
-        super().finish(load_id, hold, computed=computed, deadline=deadline)
+    def finish(self, hold: Hold, *, computed: bool, deadline: float) -> None:
+        for rank, at in self.at.items():
+            if self.early and at is _At.READING and hold != self.hold:
+                self.at[rank] = _At.IDLE
+        super().finish(hold, computed=computed, deadline=deadline)
 
 
-class OverBeforeTheTicket(Loads):
+@PLANTED.add("over before the ticket")
+class OverBeforeTheTicket(LoadMachine):
     """A load is over when all that the newest part names was read."""
 
-    def _mark(self, load_id: LoadId, load: Any) -> None:
-        super()._mark(load_id, load)
-        if load.progress and all(p.until == load.tokens for p in load.progress.values()):
-            for rank in load.at:
-                self._do(load_id, load, rank, loads_module._At.FENCING, LoadAction.FENCE)
+    def _mark(self) -> None:
+        super()._mark()
+        if self.progress and all(p.until == self.tokens for p in self.progress.values()):
+            for rank in self.at:
+                self._do(rank, _At.FENCING, LoadAction.FENCE)
 
 
-class GoneFailsAnEarlyLoad(Loads):
+@PLANTED.add("gone fails an early load")
+class GoneFailsAnEarlyLoad(LoadMachine):
     """The slot word may be read before the hold is taken on, or after a preemption."""
 
-    def checked(self, load_id: LoadId, rank: int, word: int) -> None:
-        load = self._loads.get(load_id)
-        if load is not None and load.early and not load.failure and not load.hold.stands(word):
-            load.early_reads(rank).stood = True
-        super().checked(load_id, rank, word)
+    def checked(self, rank: int, word: int) -> None:
+        if self.awaits_parts and not self.hold.stands(word):
+            self._early_reads(rank).stood = True
+        super().checked(rank, word)
 
 
-class DeadlineWhileComputing(Loads):
+@PLANTED.add("the deadline counts while prefill computes")
+class DeadlineWhileComputing(LoadMachine):
     def tick(self, now: float) -> None:
-        for load_id, load in list(self._loads.items()):
-            if load.early and not load.reported and now >= load.deadline:
-                self._fail(load_id, load, KVFerryError("late"))
+        if self.early and not self.reported and now >= self.deadline:
+            self._fail(KVFerryError("late"))
         super().tick(now)
 
 
+@PLANTED.add("the old hold not dropped")
 class OldHoldNotDropped(SchedulerHolds):
     def _replace(self, request: RequestId, entry: Any) -> Hold:
         slot = self._free.popleft() if self._free else entry.hold.slot
@@ -280,30 +287,9 @@ class OldHoldNotDropped(SchedulerHolds):
         return hold
 
 
+@PLANTED.add("an abandon before the order forgotten")
 class AbandonForgottenBeforeTheOrder(WorkerHolds):
     def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
         if hold not in self:
             self.drop(hold)
         super().order(hold, lease, now, ttl)
-
-
-PLANTED: dict[str, Components] = {
-    "the generation kept at a preemption": Components(scheduler_holds=GenerationKeptAtPreemption),
-    "the last chunk published early": Components(prefill=LastChunkPublishedEarly),
-    "a watermark before its event": Components(prefill_rank=MarkedBeforeTheEvent),
-    "a part of one prompt taken for another": Components(decode=AnyPartAccepted),
-    "a hold reported sent while computing": Components(worker_holds=SentWhileComputing),
-    "watermarks ignored": Components(loads=WatermarksIgnored),
-    "pages of the old hold kept": Components(loads=PagesOfTheOldHoldKept),
-    "over before the ticket": Components(loads=OverBeforeTheTicket),
-    "gone fails an early load": Components(loads=GoneFailsAnEarlyLoad),
-    "the deadline counts while prefill computes": Components(loads=DeadlineWhileComputing),
-    "the old hold not dropped": Components(scheduler_holds=OldHoldNotDropped),
-    "an abandon before the order forgotten": Components(
-        worker_holds=AbandonForgottenBeforeTheOrder
-    ),
-    "a watermark read before its generation": Components(loads=MarkedBeforeItsGeneration),
-    "a watermark not zeroed at take-on": Components(worker_holds=WatermarkNotZeroed),
-    "the read of an old hold not awaited": Components(loads=OldReadNotAwaited),
-    "no fence": Components(loads=FenceIgnored),
-}

@@ -12,7 +12,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
+from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.loads import LoadAction, LoadId
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.messages import Release, Renewal
 from kvferry.core.transport import State
 
 
@@ -56,6 +59,23 @@ class Link:
     """A consumer rank's connection to the producer."""
 
     broken: bool = False
+
+
+def release(incarnation: int, hold: Hold, **how: Any) -> Release:
+    """Return a "done" or "abandon" about a hold."""
+    slot, generation = hold.slot, hold.generation
+    return Release(incarnation=incarnation, slot=slot, generation=generation, **how)
+
+
+def renewal(ticket: Ticket, *, engine: str, life: int) -> Renewal:
+    """Return a renewal of a ticket's hold."""
+    return Renewal(
+        incarnation=ticket.incarnation,
+        slot=ticket.hold.slot,
+        generation=ticket.hold.generation,
+        engine=engine,
+        life=life,
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -46,9 +46,9 @@ def _check_rank(simulation: Simulation, rank: ConsumerRank) -> None:
         rank.transfers == [] == simulation.fabric.messages,
         "a repeated event of a load that is over had an effect",
     )
-    require(len(rank.loads) == 0, "loads that are never over:", len(rank.loads))
+    require(not rank.loads.open, "loads that are never over:", rank.loads.open)
     for load_id, pull in rank.pulls.items():
-        require(pull.reported and load_id not in rank.loads, "a load that is never over")
+        require(pull.reported and rank.loads[load_id].is_over, "a load that is never over")
         issue, link = pull.request.issue, pull.link
         if pull.shared:
             _check_done_is_said(rank, issue)

@@ -12,7 +12,7 @@ from kvferry.core.errors import HandshakeError, TransportError
 from tests.core.lifecycle.invariants import check_scheduler_holds
 from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PAGES, TTL, PrefillState
-from tests.core.lifecycle.simulation import PLANS, Components, Simulation
+from tests.core.lifecycle.simulation import PLANS, Simulation
 
 T = TypeVar("T")
 
@@ -26,7 +26,6 @@ KINDS = ["plain", "drafter", "conversation"]
 class Protocol(Model):
     """Any order of requests, steps, deliveries and failures."""
 
-    components: ClassVar[Components] = Components()
     examples: ClassVar[int] = 600
     steps: ClassVar[int] = 25
     simulation: Simulation

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from tests.core.lifecycle import conversations, early_tickets, protocol_faults, staged_model
 from tests.core.lifecycle.machine import Protocol
-from tests.core.lifecycle.model import Model
+from tests.core.lifecycle.model import Components, Faults, Model
 
 MODELS: dict[str, type[Model]] = {
     "protocol": Protocol,
@@ -16,16 +13,12 @@ MODELS: dict[str, type[Model]] = {
     "conversations": conversations.Conversations,
 }
 
-PLANTED: dict[str, dict[str, Any]] = {
-    "protocol": {
-        fault: replace(components, strict=fault in protocol_faults.FOUND_BY_TABLE)
-        for fault, components in protocol_faults.PLANTED.items()
-    },
+PLANTED: dict[str, Faults] = {
+    "protocol": protocol_faults.PLANTED,
     "staging": staged_model.PLANTED,
     "early tickets": early_tickets.PLANTED,
     "conversations": conversations.PLANTED,
 }
-"""By model and name of the fault, the components of the simulation with it."""
 
 RARELY_FOUND = {
     ("protocol", "the newest answer is reclaimed first"),
@@ -34,13 +27,18 @@ RARELY_FOUND = {
     ("early tickets", "a watermark not zeroed at take-on"),
     ("early tickets", "the read of an old hold not awaited"),
     ("early tickets", "no fence"),
+    ("protocol", "the TTL counts from the order"),
+    ("protocol", "a TTL at each renewal"),
+    ("protocol", "a claim before ready does not count"),
+    ("protocol", "a claim before the order is lost"),
 }
 """Faults that only their sequences find reliably."""
 
 
 def plant(model: str, fault: str) -> type[Model]:
     """Return a model with a planted fault."""
-    machine = MODELS[model]
-    planted = type("Planted", (machine,), {"components": PLANTED[model][fault]})
+    machine, faults = MODELS[model], PLANTED[model]
+    components = Components(faults[fault], strict=fault in faults.by_table)
+    planted = type("Planted", (machine,), {"components": components})
     planted.__qualname__ = f"Planted[{fault}]"  # Hypothesis takes the seed from the name
     return planted

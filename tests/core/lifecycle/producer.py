@@ -12,14 +12,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, Incarnation, RequestId, random_incarnation
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, Silence
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.memory import Region
 from kvferry.core.messages import (
     WORD_BYTES,
@@ -32,11 +33,9 @@ from kvferry.core.messages import (
 from kvferry.core.security import TicketKey
 from kvferry.testing.engines import proved
 from tests.core.lifecycle.fabric import Content, Message, require
+from tests.core.lifecycle.model import Components
 from tests.core.lifecycle.protocol_table import Cause, ProtocolTable
 from tests.core.lifecycle.schedulers import Scheduler
-
-if TYPE_CHECKING:
-    from tests.core.lifecycle.simulation import Components
 
 PAGES = 4
 """Pages of an engine's cache, without the null page."""
@@ -155,7 +154,7 @@ class ProducerRank:
         self.rank = rank
         self.words = [0] * slots
         self.pages: list[Content | None] = [None] * (PAGES + 1)
-        self.worker_holds = components.worker_holds(self.words, incarnation, [0] * slots)
+        self.worker_holds = components.of(WorkerHolds)(self.words, incarnation, [0] * slots)
         self.table = ProtocolTable(incarnation)
         self.inbox: deque[Step] = deque()
         self.stream: deque[Callable[[], None]] = deque()
@@ -274,8 +273,8 @@ class Producer(Scheduler):
         self.ticket_key = TicketKey()
         self.slots = slots
         self.max_held = max_held
-        self.scheduler_holds = components.scheduler_holds(slots, max_pages=max_held)
-        self.pressure = components.pressure(PAGES, ranks)
+        self.scheduler_holds = components.of(SchedulerHolds)(slots, max_pages=max_held)
+        self.pressure = components.of(BlockPressure)(PAGES, ranks)
         self.orphaned: list[Hold] = []
         self.reclaimed: list[Hold] = []
         self.evicted: set[Hold | None] = set()
@@ -283,9 +282,7 @@ class Producer(Scheduler):
         self._ages: dict[int, dict[Hold, float]] = {}
         super().__init__(
             [
-                components.producer_rank(
-                    i, slots, self.incarnation, components, skewed(clock, 1000.0 * i)
-                )
+                ProducerRank(i, slots, self.incarnation, components, skewed(clock, 1000.0 * i))
                 for i in range(ranks)
             ],
             PAGES,

@@ -1,8 +1,4 @@
-"""The faults that the model of the protocol must find, planted one at a time.
-
-They must be found by violated invariants alone (``strict=False``: no slot word is compared with the
-protocol table), except those in ``FOUND_BY_TABLE``, which violate an invariant only rarely.
-"""
+"""The faults that the model of the protocol must find, planted one at a time."""
 
 from __future__ import annotations
 
@@ -12,10 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvferry.core.errors import KVFerryError, TicketError
-from kvferry.core.lifecycle import loads as loads_module
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
-from kvferry.core.lifecycle.loads import Action, LoadId, Loads
+from kvferry.core.lifecycle.loads import Action, LoadId, LoadMachine, RemoteRank, _At
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
@@ -28,12 +23,15 @@ from tests.core.lifecycle.consumer import EveryLoadSendsDone
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, RankLoad
 from tests.core.lifecycle.fabric import Link, Transfer
+from tests.core.lifecycle.model import Faults
 from tests.core.lifecycle.producer import TTL, PrefillRequest, Producer
-from tests.core.lifecycle.simulation import Components
+
+PLANTED = Faults()
 
 # Faults that docs/protocol.md lists.
 
 
+@PLANTED.add("done bound to the data read")
 class DoneBoundToTheDataRead(ConsumerRank):
     def make_read(self, link: Link, action: Action, pull: RankLoad) -> Transfer:
         transfer = super().make_read(link, action, pull)
@@ -41,26 +39,31 @@ class DoneBoundToTheDataRead(ConsumerRank):
         return transfer
 
 
+@PLANTED.add("the slot word is ready at take-on")
 class ReadyAtTakeOn(WorkerHolds):
     def take_on(self, request: RequestId, hold: Hold) -> None:
         super().take_on(request, hold)
         self._words[hold.slot] = hold.ready
 
 
-class NoCheckBeforeTheRead(Loads):
+@PLANTED.add("only one check when a drafter runs")
+class NoCheckBeforeTheRead(LoadMachine):
     """Only the fence looks for ``ready``, which the word may become during the read."""
 
-    def _step(self, load_id: LoadId, load: Any, rank: int, *, first: bool = False) -> None:
-        super()._step(load_id, load, rank)
+    def _step(self, rank: int, *, first: bool = False) -> None:
+        super()._step(rank)
 
 
-class NoCheckAtAll(Loads):
+@PLANTED.add("no check when a drafter runs")
+class NoCheckAtAll(LoadMachine):
     """Every ticket is treated as one that says ``computed``."""
 
-    def begin(self, *args: Any, computed: bool, **kwargs: Any) -> LoadId:
-        return super().begin(*args, computed=True, **kwargs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.computed = True
 
 
+@PLANTED.add("counter generations across a restart")
 class CountedGenerations(SchedulerHolds):
     def __init__(self, slots: int, **limit: Any) -> None:
         super().__init__(slots, itertools.count(1).__next__, **limit)
@@ -82,6 +85,7 @@ class WordsClearedWithTheNextOrders(WorkerHolds):
         self._late = (*self._late, hold)
 
 
+@PLANTED.add("the slot word is cleared after the pages are given back")
 class WordClearedAfterwards(WordsClearedWithTheNextOrders):
     def _clear(self, held: Any, *end: Any) -> None:
         word = held.hold.ready if held.state is HoldState.READY else held.hold.computing
@@ -89,33 +93,37 @@ class WordClearedAfterwards(WordsClearedWithTheNextOrders):
         self.clear_later(held.hold, word)
 
 
-class AbandonNotSent(Loads):
-    def _tell_abandon(self, load_id: LoadId, load: Any) -> None:
+@PLANTED.add("abandon not sent")
+class AbandonNotSent(LoadMachine):
+    def _tell_abandon(self) -> None:
         pass
 
 
-class UnreadRankNotNotified(Loads):
-    def _tell_done(self, load_id: LoadId, load: Any) -> None:
-        if not load.reads:
-            super()._tell_done(load_id, load)
+@PLANTED.add("an unread rank gets no done")
+class UnreadRankNotNotified(LoadMachine):
+    def _tell_done(self) -> None:
+        if not self.reads:
+            super()._tell_done()
 
 
 # Further faults of the producer.
 
 
+@PLANTED.add("one rank counted twice", by_table=True)
 class RanksNotDistinct(WorkerHolds):
     """Repeated messages of one rank are counted as of different ranks."""
 
     def release(self, message: Release) -> ReleaseOutcome:
         held = self._held.get(message.slot)
-        reader = held.readers.get(message.engine) if held is not None else None
-        if held is not None and reader is not None and message.rank in reader.ranks:
-            reader.ranks.add(1000 + len(reader.ranks))
-            if len(reader.ranks) >= message.expected:
+        ranks = held.readers.get(message.engine) if held is not None else None
+        if held is not None and ranks is not None and message.rank in ranks:
+            ranks[1000 + len(ranks)] = False
+            if len(ranks) >= message.expected:
                 self._end(held)
         return super().release(message)
 
 
+@PLANTED.add("any generation releases")
 class AnyGenerationReleases(WorkerHolds):
     def release(self, message: Release) -> ReleaseOutcome:
         held = self._held.get(message.slot)
@@ -123,17 +131,20 @@ class AnyGenerationReleases(WorkerHolds):
         return super().release(_changed(message, generation=generation))
 
 
+@PLANTED.add("any incarnation releases")
 class AnyIncarnationReleases(WorkerHolds):
     def release(self, message: Release) -> ReleaseOutcome:
         return super().release(_changed(message, incarnation=self._incarnation))
 
 
+@PLANTED.add("consumer engines counted together")
 class EnginesCountedTogether(WorkerHolds):
     def release(self, message: Release) -> ReleaseOutcome:
         rank = message.rank if message.engine == "A" else 100 + message.rank
         return super().release(_changed(message, engine="any", rank=rank))
 
 
+@PLANTED.add("expired and sent")
 class ExpiryForgets(WorkerHolds):
     """A request whose lease expired is reported again when a late "done" arrives."""
 
@@ -146,6 +157,7 @@ class ExpiryForgets(WorkerHolds):
         return requests
 
 
+@PLANTED.add("ready before the device has finished")
 class ReadyWithTheOrder(WorkerHolds):
     """``ready`` does not wait for the device."""
 
@@ -155,6 +167,7 @@ class ReadyWithTheOrder(WorkerHolds):
             self._words[hold.slot] = hold.ready
 
 
+@PLANTED.add("drops after take-ons", by_table=True)
 class DropsLate(WorkerHolds):
     """Drops come after the next step's take-ons, and clear whatever the slot has."""
 
@@ -169,11 +182,13 @@ class DropsLate(WorkerHolds):
             self._words[hold.slot] = NOTHING
 
 
+@PLANTED.add("reset forgotten")
 class ResetForgotten(WorkerHolds):
     def end(self, hold: Hold) -> None:
         pass
 
 
+@PLANTED.add("the slot is free at the ticket")
 class SlotFreeAtTheTicket(SchedulerHolds):
     def ticket(
         self,
@@ -194,6 +209,7 @@ class SlotFreeAtTheTicket(SchedulerHolds):
         self._free.pop()
 
 
+@PLANTED.add("the old hold forgotten at a preemption")
 class OldHoldForgottenAtPreemption(SchedulerHolds):
     """A request that comes back after a preemption gets a new hold, and keeps the old one, too."""
 
@@ -203,11 +219,13 @@ class OldHoldForgottenAtPreemption(SchedulerHolds):
         return super().take_on(request)
 
 
+@PLANTED.add("held without limit")
 class HeldWithoutLimit(SchedulerHolds):
     def _make_room(self, newest: RequestId) -> None:
         pass
 
 
+@PLANTED.add("pages given back when one rank has sent")
 class SentByOneRank(Producer):
     """Pages are given back when the first rank has reported the request sent."""
 
@@ -219,68 +237,70 @@ class SentByOneRank(Producer):
 # Faults of the consumer.
 
 
-class FenceIgnored(Loads):
-    def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        load = self._loads.get(load_id)
-        super().fenced(load_id, rank, word if load is None else load.hold.ready)
+@PLANTED.add("the fence ignored")
+class FenceIgnored(LoadMachine):
+    def fenced(self, rank: int, word: int) -> None:
+        super().fenced(rank, self.hold.ready)
 
 
-class ReportedWhileFailing(Loads):
-    def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        self.lost(load_id, rank, error)
+@PLANTED.add("reported while failing")
+class ReportedWhileFailing(LoadMachine):
+    def failing(self, rank: int, error: KVFerryError) -> None:
+        self.lost(rank, error)
 
 
-class AbortedAtOnce(Loads):
-    def abort(self, load_id: LoadId, error: KVFerryError, stage: Stage | None = None) -> None:
-        super().abort(load_id, error, stage)
-        load = self._loads.get(load_id)
-        for rank in load.at if load is not None else ():
-            self.lost(load_id, rank, error)
+@PLANTED.add("an abort does not wait")
+class AbortedAtOnce(LoadMachine):
+    def abort(self, error: KVFerryError, stage: Stage | None = None) -> None:
+        super().abort(error, stage)
+        for rank in self.at:
+            self.lost(rank, error)
 
 
-class ReadsAfterTheReport(Loads):
+@PLANTED.add("read after the report")
+class ReadsAfterTheReport(LoadMachine):
     """A handshake that ends late begins a load that was aborted."""
 
-    def handshake_succeeded(
-        self, load_id: LoadId, parties: tuple[loads_module.RemoteRank, ...], unit: int = 1
-    ) -> None:
-        load = self._loads.get(load_id)
-        if load is not None:
-            load.reported, load.failure = False, None
-        super().handshake_succeeded(load_id, parties, unit)
+    def handshake_succeeded(self, parties: tuple[RemoteRank, ...], unit: int = 1) -> None:
+        if self.parties is None:
+            self.reported, self.failure = False, None
+        super().handshake_succeeded(parties, unit)
 
 
-class OneFenceForAll(Loads):
+@PLANTED.add("one fence for all ranks")
+class OneFenceForAll(LoadMachine):
     """The first valid fence counts for all ranks."""
 
-    def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        load = self._loads.get(load_id)
-        super().fenced(load_id, rank, word)
-        for other in load.at if load is not None and load.failure is None else ():
-            super().fenced(load_id, other, word)
+    def fenced(self, rank: int, word: int) -> None:
+        super().fenced(rank, word)
+        for other in self.at if self.failure is None else ():
+            super().fenced(other, word)
 
 
-class CheckedOnce(Loads):
+@PLANTED.add("computing pages are checked once")
+class CheckedOnce(LoadMachine):
     """The check of pages that are still computing is not repeated."""
 
     def tick(self, now: float) -> None:
-        for load in self._loads.values():
-            for rank, at in load.at.items():
-                if at is loads_module._At.RECHECK:
-                    load.at[rank] = loads_module._At.CHECKING
+        for rank, at in self.at.items():
+            if at is _At.RECHECK:
+                self.at[rank] = _At.CHECKING
         super().tick(now)
 
 
-class DeadlineIgnored(Loads):
+@PLANTED.add("the deadline ignored")
+class DeadlineIgnored(LoadMachine):
     def tick(self, now: float) -> None:
         super().tick(float("-inf"))
 
 
+@PLANTED.add("renewals not sent")
 class RenewalsNotSent(Renewals):
     def take_due(self, now: float) -> tuple[list[RenewalRequest], list[RenewalRequest]]:
         return [], []
 
 
+@PLANTED.add("renewed once")
 class RenewedOnce(Renewals):
     """After an answer, the renewal still counts as unanswered."""
 
@@ -291,6 +311,7 @@ class RenewedOnce(Renewals):
         return gone
 
 
+@PLANTED.add("renewed while the fence is under way")
 class RenewedWhileFencing(Renewals):
     """A hold that this engine's own "done" ended counts as lost."""
 
@@ -298,11 +319,13 @@ class RenewedWhileFencing(Renewals):
         pass
 
 
+@PLANTED.add("renewals ignored")
 class RenewalsIgnored(WorkerHolds):
     def renew(self, message: Renewal, now: float) -> None:
         pass
 
 
+@PLANTED.add("the oldest of all ranks counts")
 class OldestRankCounts(BlockPressure):
     """A hold is given up when it is silent on any rank."""
 
@@ -311,16 +334,19 @@ class OldestRankCounts(BlockPressure):
         self._silent = sorted(found.values(), key=lambda each: each.age, reverse=True)
 
 
+@PLANTED.add("ranks are never asked for silent holds")
 class NeverAsksForSilentHolds(BlockPressure):
     def ask(self, now: float, *, held: int) -> bool:
         return False
 
 
+@PLANTED.add("heartbeats ignored")
 class HeartbeatsIgnored(WorkerHolds):
     def heartbeat(self, message: Heartbeat, now: float) -> None:
         pass
 
 
+@PLANTED.add("an ended hold's slot word is cleared after its pages are given back")
 class EndedWordClearedAfterwards(WordsClearedWithTheNextOrders):
     def end(self, hold: Hold) -> None:
         if self._find(hold):
@@ -328,6 +354,7 @@ class EndedWordClearedAfterwards(WordsClearedWithTheNextOrders):
             self.clear_later(hold, hold.ready)
 
 
+@PLANTED.add("a renewal before the proof was verified")
 class RenewedUnproved(ConsumerRank):
     """The hold of a waiting request is renewed before its proof is verified."""
 
@@ -335,6 +362,7 @@ class RenewedUnproved(ConsumerRank):
         return True
 
 
+@PLANTED.add("a load before the proof was verified")
 class LoadedUnproved(ConsumerRank):
     """No proof is verified when a load begins."""
 
@@ -346,36 +374,42 @@ class LoadedUnproved(ConsumerRank):
             request.forged = forged
 
 
-class AbandonBeforeReadsEnd(Loads):
-    def abort(self, load_id: LoadId, error: KVFerryError, stage: Stage | None = None) -> None:
-        load = self._loads.get(load_id)
-        if load is not None:
-            self._tell_abandon(load_id, load)
-        super().abort(load_id, error, stage)
+@PLANTED.add("abandoned before its reads have ended")
+class AbandonBeforeReadsEnd(LoadMachine):
+    def abort(self, error: KVFerryError, stage: Stage | None = None) -> None:
+        if not self.is_over:
+            self._tell_abandon()
+        super().abort(error, stage)
 
 
-class NothingReadNothingReported(Loads):
+@PLANTED.add("a load without reads is not reported")
+class NothingReadNothingReported(LoadMachine):
     """A load without reads is never over."""
 
-    def _advance_if_over(self, load_id: LoadId, load: Any) -> None:
-        if load.at or load.failure is not None:
-            super()._advance_if_over(load_id, load)
+    def _advance_if_over(self) -> None:
+        if self.at or self.failure is not None:
+            super()._advance_if_over()
 
 
 # Faults in sharing a hold.
 
+PLANTED.add("every load sends done")(EveryLoadSendsDone)
 
+
+@PLANTED.add("done bound to the fence of a shared load")
 class SharedFenceSaysDone(ConsumerRank):
     def tells(self, load_id: LoadId) -> bool:
         return True
 
 
-class SharedFailureSaysAbandon(Loads):
-    def _tell_abandon(self, load_id: LoadId, load: Any) -> None:
-        load.shared = False
-        super()._tell_abandon(load_id, load)
+@PLANTED.add("abandon sent for a shared load")
+class SharedFailureSaysAbandon(LoadMachine):
+    def _tell_abandon(self) -> None:
+        self.shared = False
+        super()._tell_abandon()
 
 
+@PLANTED.add("done ordered when the first user is over")
 class DoneAfterTheFirstUser(HoldUsers):
     def over(self, request: RequestId, *, loaded: bool) -> None:
         key = self._keys.get(request)
@@ -399,12 +433,14 @@ class DoneAfterTheFirstUser(HoldUsers):
         return tickets
 
 
+@PLANTED.add("done never ordered")
 class DoneNeverOrdered(HoldUsers):
     def take_unused(self) -> list[Ticket]:
         super().take_unused()
         return []
 
 
+@PLANTED.add("a sample counts as the only user")
 class SampleCountsAsOnlyUser(HoldUsers):
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
         return super().order(request)
@@ -413,6 +449,7 @@ class SampleCountsAsOnlyUser(HoldUsers):
 # Faults in holding answers for the next turn of a conversation.
 
 
+@PLANTED.add("an answer's ticket says computed")
 class AnswerSaidToBeComputed(Producer):
     """An answer's ticket says ``computed``, although a step under way computes its last token."""
 
@@ -420,6 +457,7 @@ class AnswerSaidToBeComputed(Producer):
         return not prompt.drafter
 
 
+@PLANTED.add("a reclaimed hold's pages given back at once")
 class ReclaimedAtOnce(Producer):
     """A reclaimed hold's pages are given back before any rank has reported the request sent."""
 
@@ -432,6 +470,7 @@ class ReclaimedAtOnce(Producer):
         return given
 
 
+@PLANTED.add("a reclaimed hold's pages given back when one rank has sent")
 class ReclaimedByOneRank(SentByOneRank):
     """A reclaimed hold's pages are given back when the first rank has reported the request sent."""
 
@@ -444,6 +483,7 @@ class ReclaimedByOneRank(SentByOneRank):
             Producer._hear_sent(self, rank, request)
 
 
+@PLANTED.add("a reclaimed hold's slot word is cleared after its pages are given back")
 class ReclaimedWordClearedAfterwards(EndedWordClearedAfterwards):
     """The same for the holds of answers only."""
 
@@ -456,17 +496,20 @@ class ReclaimedWordClearedAfterwards(EndedWordClearedAfterwards):
             WorkerHolds.end(self, hold)
 
 
+@PLANTED.add("answers are never reclaimed")
 class AnswersNeverReclaimed(SchedulerHolds):
     def reclaim(self, pages: int) -> int:
         return 0
 
 
+@PLANTED.add("the newest answer is reclaimed first")
 class NewestAnswerReclaimed(SchedulerHolds):
     def reclaim(self, pages: int) -> int:
         self._conversations = dict(reversed(self._conversations.items()))
         return super().reclaim(pages)
 
 
+@PLANTED.add("prompts are reclaimed")
 class PromptsReclaimed(SchedulerHolds):
     def reclaim(self, pages: int) -> int:
         answers, self._conversations = self._conversations, dict(self._oldest)
@@ -475,6 +518,7 @@ class PromptsReclaimed(SchedulerHolds):
         return given
 
 
+@PLANTED.add("the scheduler half counts the TTL")
 class TtlOfTheScheduler(Producer):
     """The scheduler half ends an answer's hold when its own clock says that the TTL is over."""
 
@@ -486,6 +530,7 @@ class TtlOfTheScheduler(Producer):
         super().schedule()
 
 
+@PLANTED.add("the consumer counts the TTL")
 class TtlOfTheConsumer(ConsumerRank):
     """The consumer refuses an answer's ticket when its own clock says that the TTL is over."""
 
@@ -495,6 +540,7 @@ class TtlOfTheConsumer(ConsumerRank):
             raise TicketError("too old")
 
 
+@PLANTED.add("no TTL")
 class NoTtl(WorkerHolds):
     """An answer is held for a lease only."""
 
@@ -502,6 +548,7 @@ class NoTtl(WorkerHolds):
         super().order(hold, lease, now)
 
 
+@PLANTED.add("the TTL counts from the order", by_table=True)
 class TtlFromTheOrder(WorkerHolds):
     """The TTL does not start again when the pages are ready."""
 
@@ -513,6 +560,7 @@ class TtlFromTheOrder(WorkerHolds):
             held.deadline = deadline
 
 
+@PLANTED.add("a TTL at each renewal", by_table=True)
 class TtlAtEachRenewal(WorkerHolds):
     """A renewal gives an answer's hold another TTL, not a lease."""
 
@@ -523,6 +571,7 @@ class TtlAtEachRenewal(WorkerHolds):
             held.deadline = now + held.ttl
 
 
+@PLANTED.add("a claim before ready does not count", by_table=True)
 class TtlAfterTheClaim(WorkerHolds):
     """A claim that comes before the pages are ready does not end the TTL."""
 
@@ -533,6 +582,7 @@ class TtlAfterTheClaim(WorkerHolds):
             held.deadline = now + held.ttl
 
 
+@PLANTED.add("a claim before the order is lost", by_table=True)
 class ClaimBeforeTheOrderLost(WorkerHolds):
     """A claim that comes before the order is forgotten with the order."""
 
@@ -547,83 +597,3 @@ class ClaimBeforeTheOrderLost(WorkerHolds):
 
 def _changed(message: Release, **changes: Any) -> Release:
     return Release(**{**{f: getattr(message, f) for f in message.__struct_fields__}, **changes})
-
-
-PLANTED: dict[str, Components] = {
-    "done bound to the data read": Components(consumer_rank=DoneBoundToTheDataRead),
-    "the slot word is ready at take-on": Components(worker_holds=ReadyAtTakeOn),
-    "only one check when a drafter runs": Components(loads=NoCheckBeforeTheRead),
-    "no check when a drafter runs": Components(loads=NoCheckAtAll),
-    "counter generations across a restart": Components(scheduler_holds=CountedGenerations),
-    "the slot word is cleared after the pages are given back": Components(
-        worker_holds=WordClearedAfterwards
-    ),
-    "abandon not sent": Components(loads=AbandonNotSent),
-    "an unread rank gets no done": Components(loads=UnreadRankNotNotified),
-    "one rank counted twice": Components(worker_holds=RanksNotDistinct),
-    "any generation releases": Components(worker_holds=AnyGenerationReleases),
-    "any incarnation releases": Components(worker_holds=AnyIncarnationReleases),
-    "consumer engines counted together": Components(worker_holds=EnginesCountedTogether),
-    "expired and sent": Components(worker_holds=ExpiryForgets),
-    "ready before the device has finished": Components(worker_holds=ReadyWithTheOrder),
-    "drops after take-ons": Components(worker_holds=DropsLate),
-    "reset forgotten": Components(worker_holds=ResetForgotten),
-    "the slot is free at the ticket": Components(scheduler_holds=SlotFreeAtTheTicket),
-    "the old hold forgotten at a preemption": Components(
-        scheduler_holds=OldHoldForgottenAtPreemption
-    ),
-    "held without limit": Components(scheduler_holds=HeldWithoutLimit),
-    "pages given back when one rank has sent": Components(producer=SentByOneRank),
-    "the fence ignored": Components(loads=FenceIgnored),
-    "reported while failing": Components(loads=ReportedWhileFailing),
-    "an abort does not wait": Components(loads=AbortedAtOnce),
-    "read after the report": Components(loads=ReadsAfterTheReport),
-    "one fence for all ranks": Components(loads=OneFenceForAll),
-    "computing pages are checked once": Components(loads=CheckedOnce),
-    "the deadline ignored": Components(loads=DeadlineIgnored),
-    "abandoned before its reads have ended": Components(loads=AbandonBeforeReadsEnd),
-    "renewals not sent": Components(renewals=RenewalsNotSent),
-    "renewed once": Components(renewals=RenewedOnce),
-    "renewed while the fence is under way": Components(renewals=RenewedWhileFencing),
-    "a renewal before the proof was verified": Components(consumer_rank=RenewedUnproved),
-    "a load before the proof was verified": Components(consumer_rank=LoadedUnproved),
-    "renewals ignored": Components(worker_holds=RenewalsIgnored),
-    "the oldest of all ranks counts": Components(pressure=OldestRankCounts),
-    "ranks are never asked for silent holds": Components(pressure=NeverAsksForSilentHolds),
-    "an ended hold's slot word is cleared after its pages are given back": Components(
-        worker_holds=EndedWordClearedAfterwards
-    ),
-    "a load without reads is not reported": Components(loads=NothingReadNothingReported),
-    "done bound to the fence of a shared load": Components(consumer_rank=SharedFenceSaysDone),
-    "abandon sent for a shared load": Components(loads=SharedFailureSaysAbandon),
-    "done ordered when the first user is over": Components(users=DoneAfterTheFirstUser),
-    "done never ordered": Components(users=DoneNeverOrdered),
-    "every load sends done": Components(users=EveryLoadSendsDone),
-    "a sample counts as the only user": Components(users=SampleCountsAsOnlyUser),
-    "an answer's ticket says computed": Components(producer=AnswerSaidToBeComputed),
-    "a reclaimed hold's pages given back at once": Components(producer=ReclaimedAtOnce),
-    "a reclaimed hold's pages given back when one rank has sent": Components(
-        producer=ReclaimedByOneRank
-    ),
-    "a reclaimed hold's slot word is cleared after its pages are given back": Components(
-        worker_holds=ReclaimedWordClearedAfterwards
-    ),
-    "answers are never reclaimed": Components(scheduler_holds=AnswersNeverReclaimed),
-    "prompts are reclaimed": Components(scheduler_holds=PromptsReclaimed),
-    "the scheduler half counts the TTL": Components(producer=TtlOfTheScheduler),
-    "the consumer counts the TTL": Components(consumer_rank=TtlOfTheConsumer),
-    "no TTL": Components(worker_holds=NoTtl),
-    "the newest answer is reclaimed first": Components(scheduler_holds=NewestAnswerReclaimed),
-    "heartbeats ignored": Components(worker_holds=HeartbeatsIgnored),
-}
-
-PLANTED_IN_TIME: dict[str, type[WorkerHolds]] = {
-    "the TTL counts from the order": TtlFromTheOrder,
-    "a TTL at each renewal": TtlAtEachRenewal,
-    "a claim before ready does not count": TtlAfterTheClaim,
-    "a claim before the order is lost": ClaimBeforeTheOrderLost,
-}
-"""Faults that show only if an answer is claimed at one moment, and then not renewed for long."""
-
-
-FOUND_BY_TABLE = {"drops after take-ons", "one rank counted twice"}

@@ -15,7 +15,7 @@ from kvferry.core.messages import Heartbeat, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.decode_requests import STALE, DecodeRequest
-from tests.core.lifecycle.fabric import Link, Message, Transfer, require
+from tests.core.lifecycle.fabric import Link, Message, Transfer, renewal, require
 from tests.core.lifecycle.producer import LEASE
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class Wait:
 class RankRenewals:
     """All renewals of one rank."""
 
-    def __init__(self, rank: ConsumerRank, renewals: type[Renewals]) -> None:
+    def __init__(self, rank: ConsumerRank, renewals: Renewals) -> None:
         self._rank = rank
-        self._renewals = renewals()
+        self._renewals = renewals
         self._waits: list[Wait] = []
         self._loading: dict[LoadId, Wait] = {}
         self._by_id: dict[RenewalId, Wait] = {}
@@ -194,16 +194,8 @@ class RankRenewals:
     def _message(self, rank: int, asks: list[RenewalRequest]) -> Message:
         requests = [self._by_id[ask.renewal].request for ask in asks]
         tickets = [request.issue.ticket for request in requests]
-        notes = [
-            Renewal(
-                incarnation=ticket.incarnation,
-                slot=ticket.hold.slot,
-                generation=ticket.hold.generation,
-                engine=self._rank.engine if self._rank.life else "",
-                life=self._rank.life,
-            )
-            for ticket in tickets
-        ]
+        engine, life = self._rank.engine if self._rank.life else "", self._rank.life
+        notes = [renewal(ticket, engine=engine, life=life) for ticket in tickets]
         origins = tuple(request.uid for request in requests)
         payload = encode(notes)
         return Message(sender=self._rank.engine, rank=rank, payload=payload, origins=origins)

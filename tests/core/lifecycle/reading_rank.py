@@ -1,6 +1,6 @@
-"""A consumer rank that carries out the actions of its ``Loads`` on the simulated transport.
+"""A consumer rank that carries out the actions of its loads on the simulated transport.
 
-What early tickets and staging add to it is in ``early_engines`` and ``staged_simulation``.
+What the models add to it is in ``early_engines``, ``staged_simulation`` and ``two_engines``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar
 from kvferry.core.errors import KVFerryError, PeerLostError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank
-from kvferry.core.messages import Release
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.fabric import Content, Link, Message, Transfer, require
+from tests.core.lifecycle.fabric import Link, Message, Transfer, release, require
+from tests.core.lifecycle.rank_loads import RankLoads
 
 Plan = tuple[tuple[RemoteRank, ...], ...]
 """Per consumer rank, the producer ranks that it reads or notifies."""
@@ -30,12 +30,14 @@ class RankLoad:
 
     Attributes:
         request: with its ``pages``, and the ``excuses`` for which its load may fail.
+        shared: whether no "done" or "abandon" is sent.
         reads: its transfers of pages, by producer rank.
         told: the producer ranks that were told "done" or "abandon".
-        is_over: whether ``Loads`` has reported it.
+        is_over: whether it was reported.
     """
 
     request: Any
+    shared: bool = False
     reads: dict[int, Transfer] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
     is_over: bool = False
@@ -50,7 +52,7 @@ RankLoadT = TypeVar("RankLoadT", bound=RankLoad)
 
 
 class ReadingRank(Generic[RankLoadT]):
-    """One consumer rank: the pages that it reads into, its ``Loads``, and what is under way.
+    """One consumer rank: the pages that it reads into, its loads, and what is under way.
 
     Args:
         rank: its index.
@@ -59,13 +61,13 @@ class ReadingRank(Generic[RankLoadT]):
     """
 
     unit = 1
-    """As in ``Loads.handshake_succeeded``."""
+    """As in ``LoadMachine.handshake_succeeded``."""
 
     def __init__(self, rank: int, simulation: Any, *, pages: int) -> None:
         self.rank, self.simulation = rank, simulation
         self.remote_ranks: tuple[RemoteRank, ...] = simulation.plan[rank]
-        self.loads = simulation.components.loads()
-        self.pages: list[dict[int, Content | None]] = [{} for _ in range(pages + 1)]
+        self.loads = RankLoads(simulation.components)
+        self.pages: list[Any] = [{} for _ in range(pages + 1)]
         self.pulls: dict[LoadId, RankLoadT] = {}
         self.handshakes: list[LoadId] = []
         self.transfers: list[Transfer] = []
@@ -80,7 +82,7 @@ class ReadingRank(Generic[RankLoadT]):
             yield partial(self.answer, load_id)
         if any(t.state is not State.PENDING for t in self.transfers):
             yield self.poll
-        if len(self.loads):
+        if self.loads.open:
             yield self.tick
 
     def launch(self) -> None:
@@ -89,7 +91,7 @@ class ReadingRank(Generic[RankLoadT]):
         self.begin(step)
         for load_id, pull in self.pulls.items():
             if pull.request in step.aborts and not pull.is_over:
-                self.loads.abort(load_id, KVFerryError("given up"))
+                self.loads[load_id].abort(KVFerryError("given up"))
         step.outputs[self.rank], self.results = self.results, []
         self.perform()
 
@@ -99,9 +101,9 @@ class ReadingRank(Generic[RankLoadT]):
 
     def answer(self, load_id: LoadId) -> None:
         self.handshakes.remove(load_id)
-        for page in self.pulls[load_id].request.pages if self.loads.wanted(load_id) else ():
+        for page in self.pulls[load_id].request.pages if self.loads[load_id].is_wanted else ():
             self.pages[page] = {}
-        self.loads.handshake_succeeded(load_id, self.remote_ranks, self.unit)
+        self.loads[load_id].handshake_succeeded(self.remote_ranks, self.unit)
         self.perform()
 
     def tick(self) -> None:
@@ -114,28 +116,28 @@ class ReadingRank(Generic[RankLoadT]):
             [load_id], rank = transfer.loads, transfer.rank
             error = transfer.error or PeerLostError("lost")
             if transfer.state is State.FAILING:
-                self.loads.failing(load_id, rank, error)
+                self.loads[load_id].failing(rank, error)
             elif transfer.state.final:
                 self.transfers.remove(transfer)
                 if transfer.state is State.FAILED:
-                    self.loads.lost(load_id, rank, error)
+                    self.loads[load_id].lost(rank, error)
                 else:
                     self._arrived(load_id, transfer)
         self.perform()
 
     def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
-        rank, word = transfer.rank, transfer.words.get(load_id, 0)
+        load, rank, word = self.loads[load_id], transfer.rank, transfer.words.get(load_id, 0)
         if transfer.op is LoadAction.READ:
-            self.loads.read(load_id, rank)
+            load.read(rank)
         elif transfer.op is LoadAction.MARK:
-            self.loads.marked(load_id, rank, word)
+            load.marked(rank, word)
         elif transfer.op is LoadAction.CHECK:
-            self.loads.checked(load_id, rank, word)
+            load.checked(rank, word)
         else:
-            self.loads.fenced(load_id, rank, word)
+            load.fenced(rank, word)
 
     def perform(self) -> None:
-        while actions := self.loads.take_actions():
+        while actions := self.loads.take():
             for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
                 self._perform(action, self.pulls[action.load])
 
@@ -175,6 +177,7 @@ class ReadingRank(Generic[RankLoadT]):
         require(not running, "two transfers of one load from one rank")
         require(not pull.is_over, "a transfer after the report")
         is_read, is_fence = action.op is LoadAction.READ, action.op is LoadAction.FENCE
+        tells = is_fence and not pull.shared
         if is_fence:
             self.check_fence(pull)
             require(pull.reads[action.rank].state is State.DONE, "a fence before the data")
@@ -185,7 +188,7 @@ class ReadingRank(Generic[RankLoadT]):
             loads=(action.load,),
             items=self.items(action, pull) if is_read else [pull.hold.slot],
             take=self._take_page if is_read else partial(self._take_word, action),
-            message=self._message(action.rank, pull, abandoned=False) if is_fence else None,
+            message=self._message(action.rank, pull, abandoned=False) if tells else None,
         )
         if is_read:
             pull.reads[action.rank] = transfer
@@ -195,29 +198,32 @@ class ReadingRank(Generic[RankLoadT]):
         except PeerLostError as exc:
             self.transfers.remove(transfer)
             pull.request.excuses.append("lost")
-            self.loads.lost(action.load, action.rank, exc)
+            self.loads[action.load].lost(action.rank, exc)
+
+    def source(self, rank: int) -> Any:
+        """Return a producer rank, with its ``readable`` pages and its ``words``."""
+        return self.simulation.prefill.ranks[rank]
 
     def _take_page(self, item: tuple[int, int], source: int) -> None:
         page, remote = item
-        self.pages[page][source] = self.simulation.prefill.ranks[source].pages[remote]
+        self.pages[page][source] = self.source(source).readable[remote]
 
     def _take_word(self, action: Action, slot: int, source: int) -> None:
-        rank = self.simulation.prefill.ranks[source]
+        rank = self.source(source)
         words = rank.watermarks if action.op is LoadAction.MARK else rank.words
         for transfer in self._running(action.load, action.rank):
             transfer.words[action.load] = words[slot]
 
     def _message(self, rank: int, pull: RankLoadT, *, abandoned: bool) -> Message:
-        release = Release(
-            incarnation=self.simulation.prefill.incarnation,
-            slot=pull.hold.slot,
-            generation=pull.hold.generation,
+        note = release(
+            self.simulation.prefill.incarnation,
+            pull.hold,
             engine="decode",
             rank=self.rank,
             expected=sum(rank in [r.rank for r in ranks] for ranks in self.simulation.plan),
             abandoned=abandoned,
         )
-        return Message(sender="decode", rank=rank, payload=encode([release]), origins=(0,))
+        return Message(sender="decode", rank=rank, payload=encode([note]), origins=(0,))
 
     def _running(self, load_id: LoadId, rank: int | None = None) -> list[Transfer]:
         return [t for t in self.transfers if load_id in t.loads and rank in (None, t.rank)]
@@ -239,6 +245,6 @@ class ReadingRank(Generic[RankLoadT]):
         self.simulation.fabric.sever(self.link, failing=failing)
         for load_id, pull in self.pulls.items():
             if not pull.is_over:
-                self.loads.abort(load_id, PeerLostError("severed"))
+                self.loads[load_id].abort(PeerLostError("severed"))
         self.link = Link()
         self.perform()

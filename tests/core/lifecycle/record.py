@@ -1,7 +1,7 @@
 """Write ``sequences.json`` anew: ``python -m tests.core.lifecycle.record [--all]``
 
 Sequences that still find their fault are kept, unless ``--all``; for the others, search for a
-violation, and make the sequence as short as it gets. Run it when ``test_sequences.py`` fails after
+violation, and make the sequence as short as it gets. Run it when ``test_models.py`` fails after
 a change of a simulation, a rule or a planted fault. A fault that is not found ends the run.
 """
 

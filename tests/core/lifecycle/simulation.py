@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.loads import Loads, RemoteRank
-from kvferry.core.lifecycle.renewals import Renewals
-from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure
-from kvferry.core.lifecycle.worker_holds import WorkerHolds
-from kvferry.core.messages import Release
+from kvferry.core.lifecycle.loads import RemoteRank
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.consumer import Consumer, UncountedHoldUsers
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState
-from tests.core.lifecycle.fabric import Fabric, Message, require
+from tests.core.lifecycle.fabric import Fabric, Message, release, require
 from tests.core.lifecycle.invariants import check_end, check_rest, check_scheduler_holds
+from tests.core.lifecycle.model import Components
 from tests.core.lifecycle.producer import (
     LEASE,
     TTL,
@@ -67,26 +63,6 @@ PLANS: dict[int, tuple[Plan, ...]] = {
     3: (_plan("01", "1+2"), _plan("012"), _plan("0+12"), _plan("01", "12")),
 }
 """Plans by the number of producer ranks: equal, split, merged, overlapping, with unread ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Components:
-    """The classes that a simulation is made of; a planted fault replaces one of them.
-
-    With ``strict``, every slot word and outcome is also compared with the table in
-    docs/protocol.md. Without it, only violations of the invariants count.
-    """
-
-    scheduler_holds: type[SchedulerHolds] = SchedulerHolds
-    worker_holds: type[WorkerHolds] = WorkerHolds
-    loads: type[Loads] = Loads
-    producer_rank: type[ProducerRank] = ProducerRank
-    renewals: type[Renewals] = Renewals
-    users: type[HoldUsers] = HoldUsers
-    consumer_rank: type[ConsumerRank] = ConsumerRank
-    producer: type[Producer] = Producer
-    pressure: type[BlockPressure] = BlockPressure
-    strict: bool = True
 
 
 class Simulation:
@@ -173,7 +149,7 @@ class Simulation:
             yield rank.poll
         for load_id in () if self.silent else rank.handshakes:
             yield partial(rank.answer, load_id)
-        if len(rank.loads) or rank.rank_renewals.waiting:
+        if rank.loads.open or rank.rank_renewals.waiting:
             yield rank.tick
 
     def deliver(self, message: Message) -> None:
@@ -428,16 +404,12 @@ class Simulation:
         if not holds:
             return
         hold = holds[index % len(holds)]
-        release = Release(
-            incarnation=self.producer.incarnation ^ (_BIT if how == "incarnation" else 0),
-            slot=hold.slot + (how == "slot"),
-            generation=hold.generation ^ (_BIT if how == "generation" else 0),
-            engine="A",
-            rank=0,
-            expected=1,
-        )
+        incarnation = self.producer.incarnation ^ (_BIT if how == "incarnation" else 0)
+        generation = hold.generation ^ (_BIT if how == "generation" else 0)
+        other = Hold(slot=hold.slot + (how == "slot"), generation=generation)
+        note = release(incarnation, other, engine="A", rank=0, expected=1)
         for rank in self.producer.ranks:
-            stray = Message(sender="A", rank=rank.rank, payload=encode([release]), origins=(0,))
+            stray = Message(sender="A", rank=rank.rank, payload=encode([note]), origins=(0,))
             rank.hear(stray)
 
     # Rest.
@@ -491,7 +463,7 @@ class Simulation:
     # Inside.
 
     def _new_producer(self) -> Producer:
-        return self.components.producer(
+        return self.components.of(Producer)(
             self.components,
             ranks=self._ranks,
             slots=self.slots,
@@ -501,6 +473,8 @@ class Simulation:
         )
 
     def _new_consumer(self, name: str, plan: Plan) -> Consumer:
-        users = UncountedHoldUsers if self._is_older and name == "B" else self.components.users
+        users = (
+            UncountedHoldUsers if self._is_older and name == "B" else self.components.of(HoldUsers)
+        )
         life = 0 if name == self._old else next(self._lives)
         return Consumer(self, name, plan, users, life)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
@@ -11,19 +11,18 @@ from hypothesis.stateful import initialize, rule
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
+from kvferry.core.lifecycle.loads import LoadAction, LoadId, LoadMachine
 from kvferry.core.lifecycle.page_copy import HoldCopy
 from kvferry.core.lifecycle.worker_holds import HoldState, WorkerHolds
-from tests.core.lifecycle.model import Model
+from tests.core.lifecycle.model import Faults, Model
 from tests.core.lifecycle.producer import LEASE, PrefillState
+from tests.core.lifecycle.reading_engines import PLANS
 from tests.core.lifecycle.staged_simulation import (
     PATIENCE,
-    PLANS,
-    Components,
+    BlockCopy,
     Decode,
     DecodeRank,
     DecodeRequest,
-    DeviceCopy,
     Prefill,
     Prompt,
     StagedSimulation,
@@ -31,12 +30,12 @@ from tests.core.lifecycle.staged_simulation import (
 
 PICKS = st.binary(min_size=4, max_size=60)
 """Which of the possible moves come next."""
+PLANTED = Faults()
 
 
 class Staging(Model):
     """Any order of requests, steps, copies, deliveries and failures."""
 
-    components: ClassVar[Components] = Components()
     simulation: StagedSimulation
 
     @initialize(
@@ -156,15 +155,15 @@ class Staging(Model):
 # Faults that docs/protocol.md lists.
 
 
-class CopiedBeforeTheFence(Loads):
+@PLANTED.add("copied to the device before the fence")
+class CopiedBeforeTheFence(LoadMachine):
     """Pages are copied to the device when the device is ready, while they are being read."""
 
-    def passed(self, load_id: LoadId) -> None:
-        super().passed(load_id)
-        load = self._loads.get(load_id)
-        if load is not None and load.needs_copy and not load.is_copying:
-            load.is_copying = True
-            self._actions.append(Action(op=LoadAction.COPY, load=load_id))
+    def passed(self) -> None:
+        super().passed()
+        if self.needs_copy and not self.is_copying and not self.reported:
+            self.is_copying = True
+            self._queue(LoadAction.COPY)
 
 
 class OverTooEarly(WorkerHolds):
@@ -188,6 +187,7 @@ class OverTooEarly(WorkerHolds):
             self._ended.pop()
 
 
+@PLANTED.add("a host page reused before its word is cleared")
 class OverWhenSent(OverTooEarly):
     """Host pages are given back, with the slot, when the blocks are."""
 
@@ -195,6 +195,7 @@ class OverWhenSent(OverTooEarly):
         return bool(held.is_sent)
 
 
+@PLANTED.add("sent before the event")
 class SentBeforeTheEvent(WorkerHolds):
     """Blocks are given back when the copy begins."""
 
@@ -209,6 +210,7 @@ class SentBeforeTheEvent(WorkerHolds):
         self._sent[:] = before
 
 
+@PLANTED.add("copied to the host before the event")
 class CopiedBeforeTheEvent(WorkerHolds):
     """Blocks are copied when the copy is ordered, though the device may still fill them."""
 
@@ -217,6 +219,7 @@ class CopiedBeforeTheEvent(WorkerHolds):
         super().ready(hold, now)
 
 
+@PLANTED.add("ready before the copy has passed")
 class ReadyBeforeTheCopy(WorkerHolds):
     def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
         super().order(hold, lease, now, ttl)
@@ -224,6 +227,7 @@ class ReadyBeforeTheCopy(WorkerHolds):
             self._words[hold.slot] = hold.ready
 
 
+@PLANTED.add("over while it is copied")
 class OverWhileCopying(OverTooEarly):
     """A hold that ends during its copy is over at once."""
 
@@ -231,38 +235,46 @@ class OverWhileCopying(OverTooEarly):
         return held.copy is not None and held.state is HoldState.ENDED
 
 
-class ReportedBeforeTheCopy(Loads):
-    def _advance_if_over(self, load_id: LoadId, load: Any) -> None:
-        super()._advance_if_over(load_id, load)
-        if load.is_copying:
-            load.is_copying = load.needs_copy = False
-            super()._advance_if_over(load_id, load)
+@PLANTED.add("received before its copy has passed")
+class ReportedBeforeTheCopy(LoadMachine):
+    def _advance_if_over(self) -> None:
+        super()._advance_if_over()
+        if self.is_copying:
+            self.is_copying = self.needs_copy = False
+            super()._advance_if_over()
 
 
-class CopiedBeforeTheZeroing(Loads):
+@PLANTED.add("copied to blocks that the device still zeroes")
+class DeviceNotAwaited(LoadMachine):
     """Pages are copied when they are fenced, though the device may still zero the blocks."""
 
-    def begin(self, *args: Any, **kwargs: Any) -> LoadId:
-        return super().begin(*args, **{**kwargs, "awaits_device": False})
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.awaits_device = False
 
 
-class FailedCopyAccepted(Loads):
-    def copied(self, load_id: LoadId, error: KVFerryError | None = None) -> None:
-        super().copied(load_id)
+@PLANTED.add("a failed copy accepted")
+class FailedCopyAccepted(LoadMachine):
+    def copied(self, error: KVFerryError | None = None) -> None:
+        super().copied()
 
 
+@PLANTED.add("two loads of one request id")
 class LoadsOfOneRequest(DecodeRank):
     """The end of a copy is taken for that of the first: all loads have one request id."""
 
-    def copied(self, copy: DeviceCopy) -> LoadId:
-        return next(each.load_id for each in [*self.copies, copy])
+    def copied(self, copy: BlockCopy) -> LoadId:
+        first: LoadId = [*self.copies, copy][0].source
+        return first
 
 
+@PLANTED.add("a staged ticket that says computed")
 class TicketSaysComputed(Prefill):
     def is_computed(self) -> bool:
         return True
 
 
+@PLANTED.add("over on one rank")
 class OverOnOneRank(HostPages):
     """Host pages are given back when one rank says that a request is over."""
 
@@ -271,6 +283,7 @@ class OverOnOneRank(HostPages):
         return super().over(request, rank)
 
 
+@PLANTED.add("a full pool, and pages given out twice")
 class FullPoolOvercommitted(HostPages):
     """When too few pages are free, those of other requests are given out, too."""
 
@@ -282,6 +295,7 @@ class FullPoolOvercommitted(HostPages):
         return Reservation.GRANTED if found is Reservation.WAITING else found
 
 
+@PLANTED.add("a full pool, and no deadline")
 class FullPoolWithoutDeadline(HostPages):
     """A request waits for as many pages as it needs, also if there are not as many."""
 
@@ -289,6 +303,7 @@ class FullPoolWithoutDeadline(HostPages):
         return False
 
 
+@PLANTED.add("a reservation forgotten")
 class ReservationForgotten(Prefill):
     """A request that ends without a ticket does not give back what it has reserved."""
 
@@ -298,6 +313,7 @@ class ReservationForgotten(Prefill):
         self.host_pages = pages
 
 
+@PLANTED.add("host pages given back while bytes may land")
 class FailedLoadGivenBackAtOnce(Decode):
     """An aborted load's pages are given back while its transfers may land bytes."""
 
@@ -310,23 +326,3 @@ class FailedLoadGivenBackAtOnce(Decode):
     def finish(self, request: DecodeRequest) -> None:
         if request in self.requests:
             super().finish(request)
-
-
-PLANTED: dict[str, Components] = {
-    "copied to the device before the fence": Components(loads=CopiedBeforeTheFence),
-    "a host page reused before its word is cleared": Components(worker_holds=OverWhenSent),
-    "sent before the event": Components(worker_holds=SentBeforeTheEvent),
-    "copied to the host before the event": Components(worker_holds=CopiedBeforeTheEvent),
-    "ready before the copy has passed": Components(worker_holds=ReadyBeforeTheCopy),
-    "a staged ticket that says computed": Components(prefill=TicketSaysComputed),
-    "over while it is copied": Components(worker_holds=OverWhileCopying),
-    "received before its copy has passed": Components(loads=ReportedBeforeTheCopy),
-    "copied to blocks that the device still zeroes": Components(loads=CopiedBeforeTheZeroing),
-    "a failed copy accepted": Components(loads=FailedCopyAccepted),
-    "two loads of one request id": Components(decode_rank=LoadsOfOneRequest),
-    "over on one rank": Components(host_pages=OverOnOneRank),
-    "a full pool, and pages given out twice": Components(host_pages=FullPoolOvercommitted),
-    "a full pool, and no deadline": Components(host_pages=FullPoolWithoutDeadline),
-    "a reservation forgotten": Components(prefill=ReservationForgotten),
-    "host pages given back while bytes may land": Components(decode=FailedLoadGivenBackAtOnce),
-}

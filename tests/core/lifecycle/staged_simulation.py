@@ -1,107 +1,91 @@
 """The simulation of staging: both engines have blocks on a device, and host pages that peers reach.
 
-It runs the real ``HostPages``, ``SchedulerHolds``, ``WorkerHolds`` and ``Loads`` of one prefill
-and one decode engine, on the simulated transport of ``fabric``. The delays are vLLM's, as in
-``producer`` and ``consumer``. A copy between the device and the host moves one block at a time, in
-any order with everything else.
+It runs the real ``HostPages``, ``SchedulerHolds``, ``WorkerHolds`` and ``LoadMachine`` of one
+prefill and one decode engine, on the simulated transport of ``fabric``. A copy between the device
+and the host moves one block at a time, in any order with everything else.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError
-from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
-from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
-from kvferry.core.lifecycle.worker_holds import WorkerHolds
-from kvferry.core.messages import Release, decode_notes
+from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId
+from kvferry.core.lifecycle.page_copy import PageCopy
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from tests.core.lifecycle import reading_engines
 from tests.core.lifecycle.decode_requests import DecodeState
-from tests.core.lifecycle.early_engines import PLANS as PLANS
-from tests.core.lifecycle.fabric import Content, Message, require
+from tests.core.lifecycle.fabric import Content, require
+from tests.core.lifecycle.model import Components
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PrefillState
 from tests.core.lifecycle.reading_engines import (
+    BLOCKS,
     DecodeScheduler,
+    DecodeStep,
     PrefillScheduler,
+    ReadingRequest,
     ReadingSimulation,
 )
 from tests.core.lifecycle.reading_rank import Move, Plan, RankLoad, ReadingRank
-from tests.core.lifecycle.schedulers import check_unused
 
-LOADED = RequestId("decode")
-"""The request id of every load: ids are reused, and nothing may be told apart by them."""
-BLOCKS = 4
-"""Blocks of a device, without the null block."""
 PATIENCE = LEASE / 2
 """Seconds that a request waits for host pages."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Prompt:
+class Prompt(reading_engines.Prompt):
     """A request to the prefill engine, which is computed in one step.
 
     Attributes:
-        size: number of its blocks.
         pages: its host pages, once it has a ticket.
         is_handed: whether its ticket was handed to decode.
         has_failed: whether a copy of it has failed.
     """
 
-    uid: int
-    id: RequestId
-    size: int
-    at: PrefillState = PrefillState.WAITING
-    epoch: int = 0
-    is_scheduled: bool = False
-    hold: Hold | None = None
-    blocks: tuple[int, ...] = ()
     pages: tuple[int, ...] = ()
     computed: bool = False
     is_handed: bool = False
     has_failed: bool = False
 
-    def content(self, index: int, *, final: bool = True) -> Content:
-        return Content(owner=self.uid, number=index, final=final)
+    @property
+    def id(self) -> RequestId:
+        return RequestId(f"prompt-{self.uid % 4}")  # ids are reused
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class PrefillStep:
-    """What the prefill scheduler sends to every rank, and what the ranks report.
+class BlockCopy:
+    """A copy between a device's blocks and host pages that is under way.
 
-    ``work`` are prompts with the number of their preemptions and their blocks.
+    Attributes:
+        source: the order of a copy to the host, or the load that is copied to the device.
+        items: pairs of where a block is copied from and to.
+        request: the request that is loaded.
     """
 
-    orders: HoldOrders
-    work: list[tuple[Prompt, int, tuple[int, ...]]]
-    outputs: dict[int, tuple[list[RequestId], list[RequestId]]] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class HostCopy:
-    """A copy of a hold's blocks to the host that is under way."""
-
-    order: HoldCopy
+    source: Any
     items: list[tuple[int, int]]
+    request: Any = None
 
 
-class PrefillRank:
+class PrefillRank(reading_engines.PrefillRank):
     """One rank of the prefill engine."""
 
-    def __init__(self, rank: int, slots: int, prefill: Prefill) -> None:
-        components = prefill.components
-        self.rank, self.prefill = rank, prefill
-        self.words = [NOTHING] * slots
-        self.device_blocks: list[Content | None] = [None] * (BLOCKS + 1)
+    prefill: Prefill
+
+    def __init__(self, rank: int, prefill: Prefill) -> None:
+        super().__init__(rank, prefill)
         self.pages: list[Content | None] = [None] * (prefill.host_pages.total + 1)
-        self.worker_holds = components.worker_holds(self.words, prefill.incarnation, [0] * slots)
-        self.copies: list[HostCopy] = []
-        self.inbox: deque[PrefillStep] = deque()
-        self.stream: deque[Callable[[], object]] = deque()
+        self.copies: list[BlockCopy] = []
+
+    @property
+    def readable(self) -> list[Content | None]:
+        return self.pages
 
     def moves(self) -> Iterator[Move]:
         if self.inbox:
@@ -113,123 +97,57 @@ class PrefillRank:
             yield partial(self.copy, copy, 0)
             yield partial(self.copy, copy, -1)
 
-    def launch(self) -> None:
-        """Run a step: apply its orders, queue its work, collect its reports."""
-        step, now = self.inbox.popleft(), self.prefill.now()
-        self.worker_holds.apply(step.orders, now)
-        for each in step.orders.copies:
+    def queue(self, orders: HoldOrders) -> None:
+        for each in orders.copies:
             self.stream.append(partial(self._passed, each.hold))
-        for prompt, _, blocks in step.work:
-            self._write(prompt, blocks, final=False)
-        over = [each.request for each in self.worker_holds.take_ended()]
-        reports = self.worker_holds.take_sent(), over
-        self.stream.append(partial(step.outputs.__setitem__, self.rank, reports))
-        for prompt, _, blocks in step.work:  # a drafter goes on after the report
-            self._write(prompt, blocks, final=True)
-
-    def device(self) -> None:
-        """Let the device do the next work in its queue."""
-        self.stream.popleft()()
 
     def tick(self) -> None:
         """Begin copies, and expire leases."""
         self.copies += [
-            HostCopy(order=each, items=list(zip(each.copy.blocks, each.copy.pages, strict=True)))
+            BlockCopy(source=each, items=list(zip(each.copy.blocks, each.copy.pages, strict=True)))
             for each in self.worker_holds.take_copies()
         ]
         self.worker_holds.expire(self.prefill.now())
 
-    def copy(self, copy: HostCopy, pick: int) -> None:
+    def copy(self, copy: BlockCopy, pick: int) -> None:
         """Let one block of a copy reach the host."""
         if copy not in self.copies:
             return
         if copy.items:
             block, page = copy.items.pop(pick)
-            self.pages[page] = self.device_blocks[block]
+            self.pages[page] = self.blocks[block]
         if not copy.items:
             self.copies.remove(copy)
-            self.worker_holds.copied(copy.order.hold, self.prefill.now())
+            self.worker_holds.copied(copy.source.hold, self.prefill.now())
 
-    def fail(self, copy: HostCopy) -> None:
+    def fail(self, copy: BlockCopy) -> None:
         """Let a copy fail."""
         self.copies.remove(copy)
-        self.prefill.held[copy.order.request].has_failed = True
-        self.worker_holds.failed(copy.order.hold)
-
-    def hear(self, message: Message) -> None:
-        for note in decode_notes(message.payload):
-            assert isinstance(note, Release)
-            self.worker_holds.release(note)
+        self.prefill.held[copy.source.request].has_failed = True
+        self.worker_holds.failed(copy.source.hold)
 
     def _passed(self, hold: Hold) -> None:
         self.worker_holds.ready(hold, self.prefill.now())
-
-    def _write(self, prompt: Prompt, blocks: tuple[int, ...], *, final: bool) -> None:
-        for index, block in enumerate(blocks):
-            content = prompt.content(index, final=final)
-            self.stream.append(partial(self.device_blocks.__setitem__, block, content))
 
 
 class Prefill(PrefillScheduler):
     """The prefill engine: its scheduler, and its ranks."""
 
-    def __init__(
-        self,
-        *,
-        ranks: int,
-        slots: int,
-        pages: int,
-        components: Components,
-        now: Callable[[], float],
-    ) -> None:
-        self.now, self.components = now, components
-        self.incarnation = random_incarnation()
-        self.host_pages = components.host_pages(range(1, pages + 1), patience=PATIENCE, clock=now)
-        self.host_pages.ranks = ranks
-        self.scheduler_holds = components.scheduler_holds(slots)
-        super().__init__([components.prefill_rank(i, slots, self) for i in range(ranks)], BLOCKS)
-        self.prompts: dict[RequestId, Prompt] = {}
+    def __init__(self, simulation: StagedSimulation) -> None:
+        self.host_pages = simulation.host_pages()
+        self.host_pages.ranks = simulation.prefill_ranks
+        super().__init__(simulation, PrefillRank)
         self.held: dict[RequestId, Prompt] = {}
         self.issues: list[Prompt] = []
-        self.sent: dict[RequestId, set[int]] = defaultdict(set)
         self.over: dict[RequestId, set[int]] = defaultdict(set)
 
     @property
     def has_work(self) -> bool:
         return bool(self.prompts or self.held)
 
-    def schedule(self) -> None:
-        """Schedule a step: take requests on that have host pages, and send the orders."""
-        for prompt in self.at(PrefillState.WAITING):
-            self._take_in(prompt)
-        work = [(p, p.epoch, p.blocks) for p in self.at(PrefillState.RUNNING) if not p.is_scheduled]
-        for prompt, _, _ in work:
-            prompt.is_scheduled = True
-        self.send(PrefillStep(orders=self.scheduler_holds.drain(), work=work))
-
-    def process(self) -> None:
-        """Process the results of the oldest step."""
-        step = self.steps.popleft()
-        for prompt, epoch, _ in step.work:
-            if prompt.at is PrefillState.RUNNING and prompt.epoch == epoch:
-                self._finish(prompt)
-        for rank, (sent, over) in step.outputs.items():
-            for request in sent:
-                self.hear_sent(rank, request)
-            for request in over:
-                self._hear_over(rank, request)
-
-    def preempt(self, prompt: Prompt) -> None:
-        self._free(prompt)
-        prompt.at, prompt.epoch, prompt.is_scheduled = PrefillState.WAITING, prompt.epoch + 1, False
-
     def abort(self, prompt: Prompt) -> None:
-        """End a request before it has a ticket."""
-        self.scheduler_holds.drop(prompt.id)
         self.host_pages.cancel(prompt.id)
-        self._free(prompt)
-        prompt.at = PrefillState.OVER
-        del self.prompts[prompt.id]
+        super().abort(prompt)
 
     def reset(self) -> None:
         for prompt in self.held.values():
@@ -240,16 +158,15 @@ class Prefill(PrefillScheduler):
         """Return whether tickets say that their pages are complete."""
         return False
 
-    def _take_in(self, prompt: Prompt) -> None:
+    def take_on(self, prompt: Prompt) -> bool:
         found = self.host_pages.reserve(prompt.id, prompt.size)
         if found is Reservation.WAITING or prompt.size > len(self.free):
-            return
+            return False
         if found is Reservation.GRANTED:
             prompt.hold = self.scheduler_holds.take_on(prompt.id)
-        prompt.blocks = tuple(self.free.pop() for _ in range(prompt.size))
-        prompt.at = PrefillState.RUNNING
+        return True
 
-    def _finish(self, prompt: Prompt) -> None:
+    def finish(self, prompt: Prompt) -> None:
         pages = self.host_pages.take(prompt.id, prompt.size) if prompt.hold else None
         if pages is None:
             self.abort(prompt)
@@ -271,74 +188,33 @@ class Prefill(PrefillScheduler):
                 stands = hold is not None and hold.stands(rank.words[hold.slot])
                 clash = stands and not set(prompt.pages).isdisjoint(pages)
                 require(not clash, "host pages given out while their slot word is valid")
-            for copy in rank.copies:
-                clash = not set(copy.order.copy.pages).isdisjoint(pages)
-                require(not clash, "host pages given out that a copy writes")
+            written = {page for copy in rank.copies for page in copy.source.copy.pages}
+            require(written.isdisjoint(pages), "host pages given out that a copy writes")
 
-    def hear_sent(self, rank: int, request: RequestId) -> None:
-        """Take a request's blocks back when every rank has reported it as sent."""
-        prompt = self.prompts.get(request)
-        held = prompt is not None and prompt.at is PrefillState.HELD
-        require(held, "reported sent, but the scheduler has no such held request:", request)
-        require(rank not in self.sent[request], "reported sent twice by one rank:", request)
-        self.sent[request].add(rank)
-        if prompt is None or len(self.sent[request]) < len(self.ranks):
-            return
-        for each in self.ranks:
-            copying = any(copy.order.hold == prompt.hold for copy in each.copies)
+    def on_sent(self, prompt: Prompt) -> None:
+        for rank in self.ranks:
+            copying = any(copy.source.hold == prompt.hold for copy in rank.copies)
             require(not copying, "blocks given back while they are copied")
-        del self.sent[request], self.prompts[request]
-        self._free(prompt)
-        prompt.at = PrefillState.OVER
 
-    def _hear_over(self, rank: int, request: RequestId) -> None:
-        prompt = self.held.get(request)
-        require(prompt is not None, "reported over, but no such hold:", request)
+    def hear_over(self, rank: int, request: RequestId) -> None:
+        require(request in self.held, "reported over, but no such hold:", request)
         require(rank not in self.over[request], "reported over twice by one rank:", request)
         self.over[request].add(rank)
-        if self.host_pages.over(request, rank) and prompt is not None:
+        if self.host_pages.over(request, rank):
             require(len(self.over[request]) == len(self.ranks), "host pages given back too early")
             self.scheduler_holds.sent(request)
             del self.over[request], self.held[request]
 
-    def _free(self, prompt: Prompt) -> None:
-        self.free.extend(prompt.blocks)
-        prompt.blocks = ()
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class DecodeRequest:
-    """A request to the decode engine that came with a ticket.
+class DecodeRequest(ReadingRequest):
+    """A request to the decode engine that came with a ticket; its ``pages`` are the host's."""
 
-    Attributes:
-        excuses: why its load may fail.
-    """
-
-    uid: int
-    prompt: Prompt
-    stage: DecodeState = DecodeState.WAITING
     blocks: tuple[int, ...] = ()
-    pages: tuple[int, ...] = ()
-    reports: dict[int, KVFerryError | None] = field(default_factory=dict)
-    excuses: list[str] = field(default_factory=list)
 
     @property
     def id(self) -> RequestId:
         return RequestId(f"decode-{self.uid}")
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class DecodeStep:
-    """What the decode scheduler sends to every rank, and the loads that the ranks report.
-
-    ``begins`` are requests, and whether anything is read for them.
-    """
-
-    begins: list[tuple[DecodeRequest, bool]]
-    aborts: list[DecodeRequest]
-    outputs: dict[int, list[tuple[DecodeRequest, KVFerryError | None]]] = field(
-        default_factory=dict
-    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -354,17 +230,8 @@ class StagedLoad(RankLoad):
         return hold
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class DeviceCopy:
-    """A copy of a request's host pages to the device that is under way."""
-
-    load_id: LoadId
-    request: DecodeRequest
-    items: list[tuple[int, int]]
-
-
 class DecodeRank(ReadingRank[StagedLoad]):
-    """One rank of the decode engine: its memory, its ``Loads``, and the work of an endpoint."""
+    """One rank of the decode engine: its memory, its loads, and the work of an endpoint."""
 
     simulation: StagedSimulation
 
@@ -372,7 +239,7 @@ class DecodeRank(ReadingRank[StagedLoad]):
         super().__init__(rank, simulation, pages=simulation.pages)
         self.device_blocks: list[dict[int, Content | None]] = [{} for _ in range(BLOCKS + 1)]
         self.stream: deque[Callable[[], object]] = deque()
-        self.copies: list[DeviceCopy] = []
+        self.copies: list[BlockCopy] = []
 
     def moves(self) -> Iterator[Move]:
         if self.stream:
@@ -395,8 +262,7 @@ class DecodeRank(ReadingRank[StagedLoad]):
         prompt = request.prompt
         assert prompt.hold is not None
         load_id = self.loads.begin(
-            LOADED,
-            prompt.hold,
+            hold=prompt.hold,
             computed=prompt.computed,
             reads=pulls,
             awaits_device=pulls,
@@ -408,13 +274,13 @@ class DecodeRank(ReadingRank[StagedLoad]):
         if pulls:
             for block in request.blocks:  # vLLM zeroes new blocks
                 self.stream.append(partial(self.device_blocks.__setitem__, block, {}))
-            self.stream.append(partial(self.loads.passed, load_id))
+            self.stream.append(self.loads[load_id].passed)
 
     def _perform(self, action: Action, pull: StagedLoad) -> None:
         if action.op is LoadAction.COPY:
             request = pull.request
             items = list(zip(request.pages, request.blocks, strict=True))
-            self.copies.append(DeviceCopy(load_id=action.load, request=request, items=items))
+            self.copies.append(BlockCopy(source=action.load, request=request, items=items))
         else:
             super()._perform(action, pull)
 
@@ -426,7 +292,7 @@ class DecodeRank(ReadingRank[StagedLoad]):
         if pull.pulls:
             self._report(pull.request, error)
 
-    def copy(self, copy: DeviceCopy, pick: int) -> None:
+    def copy(self, copy: BlockCopy, pick: int) -> None:
         """Let one host page of a copy reach the device."""
         if copy not in self.copies:
             return
@@ -436,18 +302,19 @@ class DecodeRank(ReadingRank[StagedLoad]):
             self.device_blocks[block] = dict(self.pages[page])
         if not copy.items:
             self.copies.remove(copy)
-            self.loads.copied(self.copied(copy))
+            self.loads[self.copied(copy)].copied()
             self.perform()
 
-    def copied(self, copy: DeviceCopy) -> LoadId:
+    def copied(self, copy: BlockCopy) -> LoadId:
         """Return the load whose copy has passed."""
-        return copy.load_id
+        load_id: LoadId = copy.source
+        return load_id
 
-    def fail(self, copy: DeviceCopy) -> None:
+    def fail(self, copy: BlockCopy) -> None:
         """Let a copy fail."""
         self.copies.remove(copy)
         copy.request.excuses.append("its copy failed")
-        self.loads.copied(copy.load_id, CopyError("the device is broken"))
+        self.loads[copy.source].copied(CopyError("the device is broken"))
         self.perform()
 
     def _report(self, request: DecodeRequest, error: KVFerryError | None) -> None:
@@ -486,10 +353,8 @@ class Decode(DecodeScheduler):
 
     def __init__(self, simulation: StagedSimulation) -> None:
         self.simulation = simulation
-        self.host_pages = simulation.components.host_pages(
-            range(1, simulation.pages + 1), patience=PATIENCE, clock=lambda: simulation.now
-        )
-        rank = simulation.components.decode_rank
+        self.host_pages = simulation.host_pages()
+        rank = simulation.components.of(DecodeRank)
         super().__init__([rank(i, simulation) for i in range(len(simulation.plan))], BLOCKS)
         self._unused: list[DecodeRequest] = []
 
@@ -546,46 +411,31 @@ class Decode(DecodeScheduler):
         self.requests.remove(request)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Components:
-    """The classes that a simulation is made of; a planted fault replaces one of them."""
-
-    host_pages: type[HostPages] = HostPages
-    scheduler_holds: type[SchedulerHolds] = SchedulerHolds
-    worker_holds: type[WorkerHolds] = WorkerHolds
-    loads: type[Loads] = Loads
-    prefill: type[Prefill] = Prefill
-    prefill_rank: type[PrefillRank] = PrefillRank
-    decode: type[Decode] = Decode
-    decode_rank: type[DecodeRank] = DecodeRank
-
-
 class StagedSimulation(ReadingSimulation):
     """Both engines, what is under way between them, and the clock."""
 
     patience = PATIENCE
+    prefill: Prefill
+    decode: Decode
 
-    def __init__(
-        self, *, plan: Plan = PLANS[0], slots: int = 2, pages: int = 2, components: Components
-    ) -> None:
+    def __init__(self, *, plan: Plan, slots: int, pages: int, components: Components) -> None:
         super().__init__(plan=plan, slots=slots, components=components)
         self.pages = pages
-        self.prefill: Prefill = components.prefill(
-            ranks=self.prefill_ranks,
-            slots=slots,
-            pages=pages,
-            components=components,
-            now=lambda: self.now,
-        )
-        self.decode: Decode = components.decode(self)
+        self.prefill = components.of(Prefill)(self)
+        self.decode = components.of(Decode)(self)
+
+    def host_pages(self) -> HostPages:
+        """Return the host pages of an engine."""
+        pages = range(1, self.pages + 1)
+        return self.components.of(HostPages)(pages, patience=PATIENCE, clock=lambda: self.now)
 
     def ask(self, size: int = 1) -> Prompt | None:
         """Send a request to prefill, unless too many are under way."""
         uid = next(self._uids)
-        request = RequestId(f"prompt-{uid % 4}")  # ids are reused
-        if len(self.prefill.prompts) >= 3 or request in self.prefill.prompts:
+        prompt = Prompt(uid=uid, size=size)
+        if len(self.prefill.prompts) >= 3 or prompt.id in self.prefill.prompts:
             return None
-        prompt = self.prefill.prompts[request] = Prompt(uid=uid, id=request, size=size)
+        self.prefill.prompts[prompt.id] = prompt
         return prompt
 
     def hand(self, prompt: Prompt) -> DecodeRequest | None:
@@ -666,19 +516,6 @@ class StagedSimulation(ReadingSimulation):
         self.hear()
 
     def finish(self) -> None:
-        """Let everything end, and check that nothing is left and all can be used again."""
-        self.settle()
-        prefill, decode = self.prefill, self.decode
-        require(sorted(prefill.free) == list(range(1, BLOCKS + 1)), "prefill lost blocks")
-        require(sorted(decode.free) == list(range(1, BLOCKS + 1)), "decode lost blocks")
-        for pages in (prefill.host_pages, decode.host_pages):
+        super().finish()
+        for pages in (self.prefill.host_pages, self.decode.host_pages):
             require(pages.used == pages.waiting == pages.taken == 0, "host pages lost", pages.used)
-        self.launch()  # what is still to be dropped
-        for rank in prefill.ranks:
-            require(not rank.worker_holds._held, "a worker still holds", rank.worker_holds._held)
-            require(set(rank.words) == {NOTHING}, "words left:", rank.words)
-        for other in decode.ranks:
-            while other.stream:
-                other.device()
-            require(len(other.loads) == 0, "a load is left")
-        check_unused(prefill.scheduler_holds, self.slots)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.errors import TicketError
-from kvferry.core.lifecycle.holds import NOTHING, Hold, random_generation, random_incarnation
+from kvferry.core.lifecycle.holds import (
+    NOTHING,
+    EndedHold,
+    Hold,
+    HoldEnd,
+    RequestId,
+    random_generation,
+    random_incarnation,
+)
 from kvferry.core.messages import MAX_SLOTS
 from kvferry.core.side_channel_messages import GENERATION_LIMIT
 
@@ -47,3 +55,21 @@ def test_random_numbers_use_63_bits_and_do_not_repeat(draw: type[int]) -> None:
     assert all(0 < number < GENERATION_LIMIT for number in drawn)
     assert all(any(number >> bit & 1 for number in drawn) for bit in range(63))
     assert sorted(drawn) != drawn
+
+
+@pytest.mark.parametrize(
+    ("ends", "worst"),
+    [
+        ((HoldEnd.READ, HoldEnd.READ), HoldEnd.READ),
+        ((HoldEnd.READ, HoldEnd.ABANDONED), HoldEnd.ABANDONED),
+        ((HoldEnd.EXPIRED, HoldEnd.ABANDONED, HoldEnd.READ), HoldEnd.EXPIRED),
+        ((None, HoldEnd.READ), HoldEnd.READ),
+    ],
+)
+def test_the_worst_end_counts_for_all_ranks(
+    ends: tuple[HoldEnd | None, ...], worst: HoldEnd
+) -> None:
+    first, *others = (EndedHold(request=RequestId("a"), end=end) for end in ends)
+    for other in others:
+        first = other.combine(first)
+    assert first.end is worst

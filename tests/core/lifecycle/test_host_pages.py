@@ -41,15 +41,6 @@ def test_a_request_takes_what_it_has_reserved(pool: Pool) -> None:
     assert (pool.pages.used, pool.pages.taken) == (0, 0)
 
 
-def test_requests_share_no_page(pool: Pool) -> None:
-    assert pool.pages.reserve(A, 4) is GRANTED
-    assert pool.pages.reserve(B, 6) is GRANTED
-    first, second = pool.pages.take(A, 4), pool.pages.take(B, 6)
-    assert first is not None
-    assert second is not None
-    assert sorted(first + second) == list(range(1, 11))
-
-
 def test_a_request_waits_until_pages_are_free(pool: Pool) -> None:
     pool.fill()
     assert pool.pages.reserve(B, 4) is WAITING
@@ -159,21 +150,15 @@ def test_an_id_that_came_back_gets_nothing_before_the_earlier_request_is_over(po
     assert pool.pages.reserve(A, 2) is GRANTED
 
 
-def test_free_pages_can_be_taken_without_a_reservation_if_nobody_waits(pool: Pool) -> None:
-    assert pool.pages.take(A, 9) is not None
+def test_free_pages_can_be_taken_beyond_a_reservation_if_nobody_waits(pool: Pool) -> None:
+    assert pool.pages.reserve(A, 1) is GRANTED
+    assert pool.pages.take(A, 9) == tuple(range(2, 11))
+    assert pool.pages.used == 9
     assert pool.pages.take(B, 2) is None
     assert pool.pages.reserve(B, 2) is WAITING
     assert pool.pages.take(C, 1) is None
     pool.pages.cancel(B)
     assert pool.pages.take(C, 1) is not None
-
-
-def test_a_request_takes_more_than_it_has_reserved_if_enough_is_free(pool: Pool) -> None:
-    assert pool.pages.reserve(A, 2) is GRANTED
-    taken = pool.pages.take(A, 8)
-    assert taken is not None
-    assert len(taken) == 8
-    assert pool.pages.used == 8
 
 
 def test_the_hole_is_no_host_page() -> None:

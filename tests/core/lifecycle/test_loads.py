@@ -1,151 +1,114 @@
-"""``Loads``: the next actions of each load, and when it is over."""
+"""``LoadMachine``: the next actions of a load, and when it is over."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from kvferry.core.errors import DeadlineError, KVFerryError, StaleError, TransportError
-from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
-from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads, RemoteRank
+from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError, TransportError
+from kvferry.core.lifecycle.holds import NOTHING, Hold
+from kvferry.core.lifecycle.loads import (
+    MARK_SECONDS,
+    LoadAction,
+    LoadId,
+    LoadMachine,
+    RemoteRank,
+)
 from kvferry.core.metrics import Stage
 
 HOLD = Hold(slot=1, generation=7)
 OTHER = Hold(slot=1, generation=8)
-REQUEST = RequestId("a")
-DEADLINE = 100.0
-CHECK, READ, FENCE = LoadAction.CHECK, LoadAction.READ, LoadAction.FENCE
+DEADLINE, LATE = 100.0, 1000.0
+UNIT = 4
+CHECK, MARK, READ, FENCE = LoadAction.CHECK, LoadAction.MARK, LoadAction.READ, LoadAction.FENCE
 CANCEL, DONE, ABANDON = LoadAction.CANCEL, LoadAction.DONE, LoadAction.ABANDON
-REPORT = LoadAction.REPORT, -1
-CABLE = TransportError("cable")
+REPORT, COPY = (LoadAction.REPORT, -1), (LoadAction.COPY, -1)
+CABLE, CANCELLED = TransportError("cable"), TransportError("cancelled")
 GIVEN_UP = KVFerryError("given up")
+
+Acts = list[tuple[Any, ...]]
 
 
 def ranks(*reading: int, notified: tuple[int, ...] = ()) -> tuple[RemoteRank, ...]:
     return tuple(RemoteRank(rank=rank, reads=rank in reading) for rank in (*reading, *notified))
 
 
-class Load:
-    """One load, whose actions are returned as (op, rank)."""
-
-    def __init__(
-        self,
-        *reading: int,
-        notified: tuple[int, ...] = (),
-        computed: bool = True,
-        reads: bool = True,
-        handshake: bool = True,
-        shared: bool = False,
-    ) -> None:
-        self.loads = Loads()
-        self.id = self.loads.begin(
-            REQUEST, HOLD, computed=computed, reads=reads, deadline=DEADLINE, shared=shared
-        )
-        self.reported: list[KVFerryError | None] = []
-        self.failed_at: Stage | None = None
-        if handshake:
-            self.connect(*reading, notified=notified)
-
-    def connect(self, *reading: int, notified: tuple[int, ...] = ()) -> None:
-        self.loads.handshake_succeeded(self.id, ranks(*reading, notified=notified))
+class Load(LoadMachine):
+    """A load, whose actions are returned once."""
 
     @property
-    def acts(self) -> list[tuple[LoadAction, int]]:
-        """Return the actions that are to be performed next."""
-        actions = self.loads.take_actions()
-        assert {action.load for action in actions} <= {self.id}
-        for action in actions:
-            if action.op is LoadAction.REPORT:
-                self.reported.append(action.error)
-                self.failed_at = action.stage
-        return [(action.op, action.rank) for action in actions]
-
-    @property
-    def error(self) -> KVFerryError | None:
-        (error,) = self.reported
-        return error
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.loads) == 0 and self.id not in self.loads
-
-    def check(self, word: int) -> None:
-        self.loads.checked(self.id, 0, word)
-
-    def read(self, rank: int = 0) -> None:
-        self.loads.read(self.id, rank)
+    def acts(self) -> Acts:
+        """Return what is to be done next, as (op, rank), and for early reads (op, since, until)."""
+        acts: Acts = [
+            (READ, action.since, action.until)
+            if action.since or action.until
+            else (action.op, action.rank)
+            for action in self.actions
+        ]
+        self.actions.clear()
+        return acts
 
     def fence(self, rank: int = 0, word: int = HOLD.ready) -> None:
+        """Let the read from a rank end, and its fence."""
         self.read(rank)
-        self.loads.fenced(self.id, rank, word)
-
-    def lose(self, rank: int = 0, error: KVFerryError = CABLE) -> None:
-        self.loads.lost(self.id, rank, error)
-
-    def abort(self, error: KVFerryError = GIVEN_UP) -> None:
-        self.loads.abort(self.id, error)
+        self.fenced(rank, word)
 
 
-def test_a_load_is_read_then_fenced_then_reported() -> None:
-    load = Load(handshake=False)
+def begin(
+    *reading: int,
+    notified: tuple[int, ...] = (),
+    handshake: bool = True,
+    unit: int = UNIT,
+    **how: Any,
+) -> Load:
+    """Return a load from these ranks."""
+    fields = {"computed": True, "reads": True, "deadline": DEADLINE, **how}
+    load = Load(id=LoadId(1), actions=[], hold=HOLD, **fields)
+    if handshake:
+        load.handshake_succeeded(ranks(*reading, notified=notified), unit)
+    return load
+
+
+def test_every_rank_is_read_and_fenced_and_unread_ranks_are_notified_at_the_end() -> None:
+    load = begin(handshake=False)
     assert load.acts == []
-    load.connect(0)
-    assert load.acts == [(READ, 0)]
-    load.read()
-    assert load.acts == [(FENCE, 0)]
-    assert not load.is_over
-    load.loads.fenced(load.id, 0, HOLD.ready)
-    assert load.acts == [REPORT]
-    assert load.error is None
-    assert load.is_over
-
-
-def test_every_rank_is_fenced_separately_and_unread_ranks_are_notified_at_the_end() -> None:
-    load = Load(0, 2, notified=(1,))
+    load.handshake_succeeded(ranks(0, 2, notified=(1,)))
     assert load.acts == [(READ, 0), (READ, 2)]
     load.fence(2)
     assert load.acts == [(FENCE, 2)]
-    load.read()
+    load.read(0)
     assert load.acts == [(FENCE, 0)]
-    load.loads.fenced(load.id, 0, HOLD.ready)
+    assert not load.is_over
+    load.fenced(0, HOLD.ready)
     assert load.acts == [(DONE, 1), REPORT]
-    assert load.error is None
-
-
-@pytest.mark.parametrize("word", [HOLD.ready, NOTHING])
-def test_a_shared_load_is_fenced_and_sends_no_done_or_abandon(word: int) -> None:
-    load = Load(0, notified=(1,), shared=True)
-    assert load.acts == [(READ, 0)]
-    load.fence(word=word)
-    assert load.acts == [(FENCE, 0), REPORT]
-    assert (load.error is None) is (word == HOLD.ready)
-    assert load.is_over
-
-
-@pytest.mark.parametrize("handshake", [True, False])
-def test_an_aborted_shared_load_sends_no_done_or_abandon(handshake: bool) -> None:
-    """Not even if the handshake succeeds afterwards."""
-    load = Load(0, notified=(1,), shared=True, handshake=handshake)
-    load.abort()
-    if handshake:
-        assert load.acts == [(READ, 0), (CANCEL, 0)]
-        load.lose()
-    assert load.acts == [REPORT]
-    load.connect(0, notified=(1,))
-    assert load.acts == []
-    assert load.is_over
+    assert (load.failure, load.stage, load.is_over) == (None, None, True)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_load_that_reads_nothing_sends_done_to_all_ranks_unless_shared(shared: bool) -> None:
-    load = Load(0, notified=(1,), reads=False, shared=shared)
+    load = begin(0, notified=(1,), reads=False, shared=shared, awaits_device=True, needs_copy=True)
     assert load.acts == [*([] if shared else [(DONE, 0), (DONE, 1)]), REPORT]
-    assert load.error is None
+    assert load.failure is None
+    assert begin().acts == [REPORT], "there is no rank to tell"
 
 
-def test_a_load_without_remote_ranks_is_reported_at_once() -> None:
-    load = Load()
-    assert load.acts == [REPORT]
-    assert load.error is None
+@pytest.mark.parametrize("fails", ["", "fence", "abort", "handshake"])
+def test_a_shared_load_sends_no_done_or_abandon(fails: str) -> None:
+    """Not even if the handshake succeeds after the load was aborted."""
+    load = begin(0, notified=(1,), shared=True, handshake=fails != "handshake")
+    acts = load.acts
+    if fails in ("abort", "handshake"):
+        load.abort(GIVEN_UP)
+        load.lost(0, CANCELLED)
+        load.handshake_succeeded(ranks(0, notified=(1,)))
+    else:
+        load.fence(word=NOTHING if fails else HOLD.ready)
+    acts += load.acts
+    assert {DONE, ABANDON}.isdisjoint(op for op, *_ in acts)
+    assert acts[-1] == REPORT
+    assert (load.failure is None) == (not fails)
     assert load.is_over
 
 
@@ -158,99 +121,63 @@ def test_a_load_without_remote_ranks_is_reported_at_once() -> None:
         (True, HOLD.computing, False),
         (False, NOTHING, True),
         (False, OTHER.ready, True),
-        (False, OTHER.computing, True),
         (False, HOLD.computing, True),
     ],
 )
 def test_a_fence_decides_by_the_word(computed: bool, word: int, stale: bool) -> None:
     """It may read "computing" if the ticket says ``computed``."""
-    load = Load(0, computed=computed)
-    if not computed:
-        load.check(HOLD.ready)
+    load = begin(0, computed=computed)
+    load.checked(0, HOLD.ready)
     load.fence(word=word)
     assert load.acts[-2:] == [(ABANDON, 0) if stale else (FENCE, 0), REPORT]
-    assert isinstance(load.error, StaleError) is stale
-    assert load.is_over
+    assert isinstance(load.failure, StaleError) is stale
 
 
 def test_a_check_that_reads_computing_is_repeated_once_at_each_tick() -> None:
-    load = Load(0, computed=False)
+    load = begin(0, computed=False)
     assert load.acts == [(CHECK, 0)]
     for now in (1.0, 2.0):
-        load.check(HOLD.computing)
+        load.checked(0, HOLD.computing)
         assert load.acts == []
-        assert load.loads.is_computing(load.id)
-        load.loads.tick(now)
+        assert load.is_computing
+        load.tick(now)
+        load.tick(now)
         assert load.acts == [(CHECK, 0)]
-        assert not load.loads.is_computing(load.id)
-        load.loads.tick(now)
-        assert load.acts == []
-    load.check(HOLD.ready)
+        assert not load.is_computing
+    load.checked(0, HOLD.ready)
     assert load.acts == [(READ, 0)]
-    load.fence()
-    assert load.acts == [(FENCE, 0), REPORT]
-    assert load.error is None
-
-
-@pytest.mark.parametrize("word", [HOLD.ready, HOLD.computing, NOTHING])
-def test_a_check_that_ends_after_a_failure_starts_no_read(word: int) -> None:
-    load = Load(0, computed=False)
-    load.abort()
-    assert load.acts == [(CHECK, 0), (CANCEL, 0)]
-    load.check(word)
-    assert load.acts == [(ABANDON, 0), REPORT]
-    assert load.error is GIVEN_UP
 
 
 @pytest.mark.parametrize("word", [NOTHING, OTHER.ready])
 def test_a_check_that_reads_another_word_is_stale_and_starts_no_read(word: int) -> None:
-    load = Load(0, computed=False)
-    assert load.acts == [(CHECK, 0)]
-    load.check(word)
-    assert load.acts == [(ABANDON, 0), REPORT]
-    assert isinstance(load.error, StaleError)
+    load = begin(0, computed=False)
+    load.checked(0, word)
+    assert load.acts == [(CHECK, 0), (ABANDON, 0), REPORT]
+    assert isinstance(load.failure, StaleError)
 
 
 def test_a_failure_cancels_the_other_reads_and_waits_for_them() -> None:
-    load = Load(0, 1, notified=(2,))
-    assert load.acts == [(READ, 0), (READ, 1)]
-    load.lose()
-    assert load.acts == [(CANCEL, 1)]
-    assert len(load.loads) == 1
-    load.lose(1, TransportError("cancelled"))
-    assert load.acts == [(ABANDON, 0), (ABANDON, 1), (ABANDON, 2), REPORT]
-    assert load.error is CABLE
-    assert load.is_over
-
-
-def test_a_read_that_ends_after_a_failure_is_not_fenced() -> None:
-    load = Load(0, 1)
-    load.lose()
-    assert (CANCEL, 1) in load.acts
-    load.read(1)
-    assert load.acts == [(ABANDON, 0), (ABANDON, 1), REPORT]
-
-
-def test_a_valid_fence_does_not_undo_a_failure() -> None:
-    load = Load(0, 1)
-    load.read(0)
-    load.lose(1)
-    load.loads.fenced(load.id, 0, HOLD.ready)
-    assert load.acts[-1] == REPORT
-    assert load.error is CABLE
+    load = begin(0, 1, 3, notified=(2,))
+    load.lost(0, CABLE)
+    assert load.acts == [(READ, 0), (READ, 1), (READ, 3), (CANCEL, 1), (CANCEL, 3)]
+    load.lost(1, CANCELLED)
+    assert load.acts == []
+    load.read(3)
+    assert load.acts == [(ABANDON, rank) for rank in (0, 1, 3, 2)] + [REPORT], "not fenced"
+    assert load.failure is CABLE
 
 
 def test_a_failing_read_cancels_the_others_and_is_reported_once_lost() -> None:
-    load = Load(0, 1)
-    assert load.acts == [(READ, 0), (READ, 1)]
-    load.loads.failing(load.id, 0, CABLE)
-    assert load.acts == [(CANCEL, 0), (CANCEL, 1)]
-    load.loads.failing(load.id, 0, CABLE)
-    load.lose(1, TransportError("cancelled"))
+    load = begin(0, 1)
+    load.read(1)
+    for _ in range(2):
+        load.failing(0, CABLE)
+    assert load.acts == [(READ, 0), (READ, 1), (FENCE, 1), (CANCEL, 0), (CANCEL, 1)]
+    load.fenced(1, HOLD.ready)
     assert load.acts == []
-    load.lose(0, TransportError("quiet"))
+    load.lost(0, TransportError("quiet"))
     assert load.acts == [(ABANDON, 0), (ABANDON, 1), REPORT]
-    assert load.error is CABLE
+    assert load.failure is CABLE
 
 
 STAGES = {
@@ -263,131 +190,396 @@ STAGES = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_load_can_be_aborted_in_every_stage(stage: str) -> None:
-    load = Load(0, computed=False, handshake=stage != "handshake")
+@pytest.mark.parametrize("late", [False, True])
+def test_a_load_can_fail_in_every_stage(stage: str, late: bool) -> None:
+    load = begin(0, computed=False, handshake=stage != "handshake")
     if stage in ("reading", "fencing", "recheck"):
-        load.check(HOLD.computing if stage == "recheck" else HOLD.ready)
+        load.checked(0, HOLD.computing if stage == "recheck" else HOLD.ready)
     if stage == "fencing":
-        load.read()
-    assert load.loads.stage(load.id) is STAGES[stage]
-    assert load.acts is not None
-    load.abort()
-    if stage in ("checking", "reading", "fencing"):
+        load.read(0)
+    assert load.stage is STAGES[stage]
+    load.actions.clear()
+    if late:
+        load.tick(DEADLINE - 0.1)
+        load.checked(0, HOLD.computing)
+        load.actions.clear()
+        load.tick(DEADLINE)
+        load.tick(DEADLINE)
+    else:
+        load.abort(GIVEN_UP)
+    if stage in ("reading", "fencing") or (stage == "checking" and not late):
         assert load.acts == [(CANCEL, 0)]
-        load.lose()
+        assert load.stage is STAGES[stage]
+        load.lost(0, CANCELLED)
+    assert load.actions[-1].stage is STAGES[stage]
     assert load.acts == [*([] if stage == "handshake" else [(ABANDON, 0)]), REPORT]
-    assert load.error is GIVEN_UP
-    assert load.failed_at is STAGES[stage]
-    assert load.loads.stage(load.id) is None
+    assert load.failure is GIVEN_UP or late
+    computes = ", the producer still computes the pages" if STAGES[stage] is Stage.CHECK else ""
+    assert f"(stage: {STAGES[stage]}{computes})" in str(load.failure) or not late
+    assert isinstance(load.failure, DeadlineError) is late
+    assert load.stage is None
 
 
-def test_the_deadline_error_names_the_stage() -> None:
-    load = Load(0, computed=False)
-    load.check(HOLD.computing)
-    load.loads.tick(DEADLINE - 0.1)
-    load.check(HOLD.computing)
-    assert load.acts == [(CHECK, 0), (CHECK, 0)]
-    load.loads.tick(DEADLINE)
-    assert load.acts == [(ABANDON, 0), REPORT]
-    assert isinstance(load.error, DeadlineError)
-    assert "(stage: check, the producer still computes the pages)" in str(load.error)
-    assert "load_timeout" in str(load.error)
-
-
-def test_a_read_past_the_deadline_is_cancelled_and_waited_for() -> None:
-    load = Load(0)
-    assert load.acts == [(READ, 0)]
-    load.loads.tick(DEADLINE + 1)
-    load.loads.tick(DEADLINE + 2)
-    assert load.acts == [(CANCEL, 0)]
-    load.read()
-    assert load.acts == [(ABANDON, 0), REPORT]
-    assert isinstance(load.error, DeadlineError)
+@pytest.mark.parametrize("word", [HOLD.ready, HOLD.computing, NOTHING])
+def test_a_check_that_ends_after_a_failure_starts_no_read(word: int) -> None:
+    load = begin(0, computed=False)
+    load.abort(GIVEN_UP)
+    load.checked(0, word)
+    assert load.acts == [(CHECK, 0), (CANCEL, 0), (ABANDON, 0), REPORT]
+    assert load.failure is GIVEN_UP
 
 
 def test_a_failed_handshake_fails_the_load_and_notifies_no_rank() -> None:
-    load = Load(handshake=False)
-    load.loads.handshake_failed(load.id, CABLE)
+    load = begin(handshake=False)
+    load.handshake_failed(CABLE)
     assert load.acts == [REPORT]
-    assert load.error is CABLE
+    assert load.failure is CABLE
     assert load.is_over
 
 
-def test_a_load_aborted_during_its_handshake_is_abandoned_after_it() -> None:
-    load = Load(handshake=False)
-    load.abort()
-    assert load.acts == [REPORT]
-    assert len(load.loads) == 0
-    assert load.id in load.loads
-    load.connect(0, notified=(1,))
-    assert load.acts == [(ABANDON, 0), (ABANDON, 1)]
-    assert load.is_over
-
-
-def test_a_load_aborted_during_a_handshake_that_fails_is_reported_once() -> None:
-    load = Load(handshake=False)
-    load.abort()
-    load.loads.tick(DEADLINE)
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_load_aborted_during_its_handshake_is_reported_at_once_and_abandoned_after_it(
+    succeeds: bool,
+) -> None:
+    load = begin(handshake=False)
+    load.abort(GIVEN_UP)
+    load.tick(DEADLINE)
     load.abort(KVFerryError("again"))
-    load.loads.handshake_failed(load.id, CABLE)
     assert load.acts == [REPORT]
-    assert load.error is GIVEN_UP
+    assert not load.is_over
+    if succeeds:
+        load.handshake_succeeded(ranks(0, notified=(1,)))
+    else:
+        load.handshake_failed(CABLE)
+    assert load.acts == ([(ABANDON, 0), (ABANDON, 1)] if succeeds else [])
+    assert load.failure is GIVEN_UP
     assert load.is_over
 
 
 def test_unexpected_events_change_nothing() -> None:
-    load = Load(0)
-    assert load.acts == [(READ, 0)]
-    for load_id, rank in ((LoadId(99), 0), (load.id, 5)):
-        load.loads.read(load_id, rank)
-        load.loads.lost(load_id, rank, CABLE)
-        load.loads.failing(load_id, rank, CABLE)
-        load.loads.checked(load_id, rank, HOLD.ready)
-        load.loads.fenced(load_id, rank, HOLD.ready)
-    load.loads.handshake_succeeded(LoadId(99), ranks(0))
-    load.loads.handshake_failed(LoadId(99), CABLE)
-    load.loads.abort(LoadId(99), CABLE)
-    load.check(NOTHING)
-    load.loads.fenced(load.id, 0, HOLD.ready)
-    load.connect(0)
-    load.loads.handshake_failed(load.id, CABLE)
+    load = begin(0, 1)
+    load.fence(1)
+    load.actions.clear()
+    for rank in (5, 1):  # unknown, and over
+        load.read(rank)
+        load.lost(rank, CABLE)
+        load.failing(rank, CABLE)
+        load.checked(rank, HOLD.ready)
+        load.marked(rank, HOLD.watermark(8))
+        load.fenced(rank, NOTHING)
+    load.checked(0, NOTHING)
+    load.fenced(0, NOTHING)
+    load.handshake_succeeded(ranks(0))
+    load.handshake_failed(CABLE)
+    load.passed()
+    load.copied(CABLE)
+    load.extend(OTHER, 8, LATE)
+    load.finish(OTHER, computed=True, deadline=LATE)
     assert load.acts == []
     load.fence()
     assert load.acts == [(FENCE, 0), REPORT]
-    load.abort()
-    load.loads.tick(DEADLINE)
-    load.connect(0)
+    assert load.failure is None
+    load.abort(GIVEN_UP)
+    load.tick(DEADLINE)
+    load.handshake_succeeded(ranks(0))
     assert load.acts == []
 
 
-def test_errors_of_a_rank_that_is_over_do_not_fail_the_load() -> None:
-    load = Load(0, 1)
-    load.fence(0)
-    load.lose()
-    load.loads.failing(load.id, 0, CABLE)
-    load.fence(1)
-    assert load.acts[-1] == REPORT
-    assert load.error is None
-
-
 def test_pages_are_wanted_until_the_load_fails_or_ends() -> None:
-    good, bad, late = Load(0), Load(0), Load(handshake=False)
-    assert all(each.loads.wanted(each.id) for each in (good, bad, late))
+    good, bad, late = begin(0), begin(0), begin(handshake=False)
+    assert all(each.is_wanted for each in (good, bad, late))
     good.fence()
-    bad.loads.failing(bad.id, 0, CABLE)
-    late.abort()
-    assert late.id in late.loads
-    assert not any(each.loads.wanted(each.id) for each in (good, bad, late))
+    bad.failing(0, CABLE)
+    late.abort(GIVEN_UP)
+    assert not any(each.is_wanted for each in (good, bad, late))
 
 
-def test_loads_are_independent_and_ids_are_not_reused() -> None:
-    loads, ids = Loads(), []
-    for _ in range(3):
-        ids.append(loads.begin(REQUEST, HOLD, computed=True, reads=True, deadline=DEADLINE))
-        loads.handshake_succeeded(ids[-1], ranks(0))
-    loads.lost(ids[1], 0, CABLE)
-    assert len(loads) == 2
-    again = loads.begin(REQUEST, HOLD, computed=True, reads=True, deadline=DEADLINE)
-    assert len({*ids, again}) == 4
-    reports = [a for a in loads.take_actions() if a.op is LoadAction.REPORT]
-    assert [(each.load, each.error) for each in reports] == [(ids[1], CABLE)]
+# Early loads, whose parts come while the producer computes the rest.
+
+
+class Early:
+    """One early load, whose first part covers 8 tokens, and the time."""
+
+    def __init__(self, *reading: int, **how: Any) -> None:
+        self.load = begin(*(reading or (0,)), computed=False, tokens=8, **{"deadline": 10.0, **how})
+        self.now = 0.0
+
+    def tick(self) -> Acts:
+        """Let the time pass after which watermarks are read again."""
+        self.now += MARK_SECONDS
+        self.load.tick(self.now)
+        return self.load.acts
+
+    def check(self, word: int = HOLD.computing) -> Acts:
+        self.load.checked(0, word)
+        return self.load.acts
+
+    def mark(self, tokens: int, hold: Hold = HOLD) -> Acts:
+        self.load.marked(0, hold.watermark(tokens))
+        return self.load.acts
+
+    def read(self) -> Acts:
+        self.load.read(0)
+        return self.load.acts
+
+    def finish(self, hold: Hold = HOLD, *, computed: bool = True) -> Acts:
+        self.load.finish(hold, computed=computed, deadline=LATE)
+        return self.load.acts
+
+    def proceed_to(self, stage: str) -> None:
+        """Go on until the slot word, the watermark or the first 8 tokens are being read."""
+        assert self.tick() == [(CHECK, 0)]
+        if stage in ("mark", "read"):
+            assert self.check() == [(MARK, 0)]
+        if stage == "read":
+            assert self.mark(8) == [(READ, 0, 8)]
+
+    @property
+    def state(self) -> tuple[bool, bool]:
+        return self.load.awaits_parts, self.load.is_idle
+
+
+def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
+    early = Early()
+    assert early.state == (True, True)
+    early.proceed_to("read")
+    assert early.state == (True, False)
+    assert early.read() == []
+    assert early.state == (True, True)
+    early.load.extend(HOLD, 16, 10.0)
+    assert early.tick() == [(MARK, 0)]
+    assert early.mark(14) == [(READ, 8, 12)]
+    assert early.read() == []
+    assert early.finish() == [(READ, 12, None)]
+    assert early.state == (False, False)
+    assert early.read() == [(FENCE, 0)]
+    early.load.fenced(0, HOLD.computing)
+    assert early.load.acts == [REPORT]
+    assert early.load.failure is None
+
+
+def test_no_more_is_read_than_the_newest_part_covers() -> None:
+    early = Early()
+    early.proceed_to("mark")
+    early.load.extend(HOLD, 4, 10.0)  # it came out of order
+    assert early.mark(100) == [(READ, 0, 8)]
+    assert early.read() == early.tick() == []
+
+
+@pytest.mark.parametrize(("tokens", "hold"), [(0, HOLD), (3, HOLD), (8, OTHER)])
+def test_a_watermark_of_no_page_of_the_hold_is_read_again_but_not_too_soon(
+    tokens: int, hold: Hold
+) -> None:
+    early = Early()
+    early.proceed_to("mark")
+    assert early.mark(tokens, hold) == []
+    early.load.tick(early.now + MARK_SECONDS / 2)
+    assert early.load.acts == []
+    assert early.tick() == [(MARK, 0)]
+
+
+@pytest.mark.parametrize("word", [NOTHING, OTHER.computing])
+def test_a_hold_that_does_not_stand_yet_is_checked_again(word: int) -> None:
+    early = Early()
+    early.proceed_to("check")
+    assert early.check(word) == []
+    assert early.tick() == [(CHECK, 0)]
+    assert early.check() == [(MARK, 0)]
+
+
+def test_nothing_is_read_early_without_watermarks() -> None:
+    early = Early(unit=0)
+    assert early.tick() == []
+    assert early.finish() == [(READ, 0)]
+
+
+def test_a_part_with_another_hold_has_everything_read_again() -> None:
+    early = Early()
+    early.proceed_to("read")
+    early.read()
+    early.load.extend(OTHER, 8, 10.0)
+    assert early.tick() == [(CHECK, 0)]
+    assert early.check(OTHER.computing) == [(MARK, 0)]
+    assert early.mark(8, OTHER) == [(READ, 0, 8)]
+
+
+@pytest.mark.parametrize("stage", ["check", "mark", "read"])
+@pytest.mark.parametrize("is_last", [False, True], ids=["part", "last part"])
+def test_what_is_under_way_for_an_older_hold_is_awaited_and_counts_nothing(
+    stage: str, is_last: bool
+) -> None:
+    early = Early()
+    early.proceed_to(stage)
+    assert not early.load.is_outdated(0)
+    if is_last:
+        assert early.finish(OTHER) == []
+    else:
+        early.load.extend(OTHER, 8, 10.0)
+        assert early.tick() == []
+    assert early.load.is_outdated(0)
+    ends = {"check": early.check, "mark": lambda: early.mark(8), "read": early.read}
+    acts = ends[stage]()
+    assert acts == ([(READ, 0)] if is_last else [])
+    assert early.tick() == ([] if is_last else [(CHECK, 0)])
+    assert not early.load.is_outdated(0)
+
+
+def test_a_check_that_was_too_early_is_repeated_after_the_last_part() -> None:
+    early = Early()
+    early.proceed_to("check")
+    assert early.finish(computed=False) == []
+    assert early.check(NOTHING) == [(CHECK, 0)]
+    assert early.check(NOTHING)[-1] == REPORT
+    assert isinstance(early.load.failure, StaleError)
+
+
+def test_a_ticket_that_is_not_computed_is_checked_until_it_is_ready() -> None:
+    early = Early()
+    early.proceed_to("read")
+    early.read()
+    assert early.finish(computed=False) == [(CHECK, 0)]
+    assert early.check(HOLD.computing) == []
+    assert early.tick() == [(CHECK, 0)]
+    assert early.check(HOLD.ready) == [(READ, 8, None)]
+
+
+def test_the_deadline_counts_after_the_last_part() -> None:
+    early = Early()
+    early.proceed_to("read")
+    early.read()
+    early.now = 100.0
+    assert REPORT not in early.tick()
+    early.finish(computed=False)
+    early.now = LATE
+    early.tick()
+    early.check()
+    assert isinstance(early.load.failure, DeadlineError)
+
+
+@pytest.mark.parametrize("stage", ["handshake", "idle", "check", "mark", "read"])
+def test_an_early_load_can_be_aborted_at_any_time(stage: str) -> None:
+    early = Early(handshake=stage != "handshake")
+    if stage in ("check", "mark", "read"):
+        early.proceed_to(stage)
+    early.load.abort(GIVEN_UP)
+    acts = early.load.acts
+    if stage in ("check", "mark", "read"):
+        assert acts == [(CANCEL, 0)]
+        early.load.lost(0, CANCELLED)
+        acts = early.load.acts
+    assert acts == [*([] if stage == "handshake" else [(ABANDON, 0)]), REPORT]
+    assert early.state == (False, False)
+    early.load.extend(OTHER, 16, 10.0)
+    assert early.finish(OTHER) == early.tick() == []
+
+
+def test_a_watermark_that_lands_after_a_failure_starts_no_read() -> None:
+    early = Early(0, 1)
+    early.tick()
+    early.check()
+    early.load.lost(1, CABLE)
+    assert early.mark(8)[-1] == REPORT
+
+
+def test_a_last_part_during_the_handshake_makes_it_an_ordinary_load() -> None:
+    early = Early(handshake=False)
+    assert early.finish() == []
+    early.load.handshake_succeeded(ranks(0), UNIT)
+    assert early.load.acts == [(READ, 0)]
+
+
+def test_a_rank_that_reads_nothing_is_told_after_the_last_part() -> None:
+    load = begin(notified=(0,), computed=False, tokens=8)
+    load.tick(1.0)
+    assert load.acts == []
+    load.finish(HOLD, computed=True, deadline=LATE)
+    assert load.acts == [(DONE, 0), REPORT]
+    assert load.is_over
+
+
+# Loads that wait for the device, and those of a staged cache, which are copied there.
+
+
+@pytest.fixture
+def staged() -> Load:
+    """Return a load that is being fenced, and whose blocks the device still works on."""
+    load = begin(0, awaits_device=True, needs_copy=True)
+    load.read(0)
+    assert load.acts == [(READ, 0), (FENCE, 0)]
+    return load
+
+
+@pytest.mark.parametrize("device_first", [True, False])
+def test_a_load_is_copied_once_it_is_fenced_and_the_device_is_ready(
+    staged: Load, device_first: bool
+) -> None:
+    def fenced() -> None:
+        staged.fenced(0, HOLD.ready)
+
+    events: list[Callable[[], None]] = [staged.passed, fenced]
+    first, second = events if device_first else events[::-1]
+    first()
+    staged.copied()
+    assert staged.acts == []
+    for event in (second, first, second):
+        event()
+    assert staged.acts == [COPY]
+    assert staged.stage is Stage.COPY
+    staged.abort(CopyError("too late: the copy writes the blocks until it has passed"))
+    staged.tick(1e9)
+    assert staged.acts == []
+    for _ in range(2):
+        staged.copied()
+    assert staged.acts == [REPORT]
+    assert staged.failure is None
+
+
+@pytest.mark.parametrize("device_first", [True, False])
+def test_a_load_that_failed_is_reported_without_a_copy(staged: Load, device_first: bool) -> None:
+    if device_first:
+        staged.passed()
+    staged.fenced(0, NOTHING)
+    assert staged.acts == [(ABANDON, 0), REPORT]
+    assert isinstance(staged.failure, StaleError)
+    staged.passed()
+    assert staged.acts == []
+
+
+def test_a_load_whose_copy_fails_is_reported_as_failed(staged: Load) -> None:
+    error = CopyError("the device reports an error")
+    staged.passed()
+    staged.fenced(0, HOLD.ready)
+    staged.copied(error)
+    _, report = staged.actions
+    assert (report.op, report.error, report.stage) == (REPORT[0], error, Stage.COPY)
+
+
+def test_a_load_that_waits_for_its_copy_can_be_given_up(staged: Load) -> None:
+    staged.fenced(0, HOLD.ready)
+    staged.abort(GIVEN_UP)
+    assert staged.acts == [REPORT], '"done" was bound to the fence'
+    assert staged.failure is GIVEN_UP
+    staged.passed()
+    staged.copied()
+    assert staged.acts == []
+
+
+@pytest.mark.parametrize("early", [0, 8])
+def test_nothing_is_read_before_the_device_has_finished_with_the_pages(early: int) -> None:
+    load = begin(0, awaits_device=True, tokens=early)
+    load.tick(0.0)
+    load.finish(HOLD, computed=True, deadline=DEADLINE)
+    assert load.acts == []
+    assert load.stage is Stage.WAIT
+    load.passed()
+    assert load.acts == [(READ, 0)]
+
+
+def test_a_load_fails_whose_device_takes_too_long() -> None:
+    load = begin(0, awaits_device=True)
+    load.tick(DEADLINE - 1.0)
+    assert load.acts == []
+    load.tick(DEADLINE)
+    assert load.actions[-1].stage is Stage.WAIT
+    assert load.acts == [(ABANDON, 0), REPORT]
+    assert "the device was not done" in str(load.failure)

@@ -6,7 +6,9 @@ import pickle
 
 import pytest
 
+from kvferry.core.errors import CopyError
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import Silence
 
@@ -94,13 +96,6 @@ def test_a_request_that_is_dropped_after_a_preemption_frees_its_slot_once(
     other = take_on(one, B)
     assert one.drain() == HoldOrders(drops=(old,), take_ons=((B, other),))
     assert one.take_on(C) is None
-
-
-def test_without_a_free_slot_there_is_no_hold(one: SchedulerHolds) -> None:
-    take_on(one)
-    assert one.take_on(B) is None
-    assert one.ticket(B, LEASE) is None
-    assert not one.drop(B)
 
 
 def test_the_slot_of_a_dropped_request_is_free_once_the_order_is_drained(
@@ -250,6 +245,15 @@ def test_orders_of_any_kind_are_true_and_can_be_pickled(orders: HoldOrders) -> N
     assert pickle.loads(pickle.dumps(orders)) == orders
 
 
+def test_the_copy_of_a_ticket_goes_with_its_hold(one: SchedulerHolds) -> None:
+    copy, hold = PageCopy(blocks=(30, 31), pages=(1, 2)), take_on(one)
+    assert one.ticket(A, LEASE, frozenset(copy.pages), copy=copy) == hold
+    assert one.drain().copies == (HoldCopy(request=A, hold=hold, copy=copy),)
+    assert one.drain().copies == ()
+    with pytest.raises(CopyError, match="1 blocks names 2 host pages"):
+        PageCopy(blocks=(1,), pages=(1, 2))
+
+
 # Answers, which are held for the next turn of a conversation.
 
 
@@ -263,6 +267,8 @@ def test_a_conversation_makes_no_ticket_of_a_prompt_go(four: SchedulerHolds) -> 
     assert four.drain().ends == (older,)
     ticket(four, "another prompt", 6, 7)
     assert four.drain().ends == (newer,)
+    assert four.sent(RequestId("older")) is HoldEnd.EVICTED
+    assert SchedulerHolds(4).has_room(frozenset(range(99)))
     ticket(four, "third prompt", 8)
     assert four.drain().ends == (firm,)
     assert four.take_evicted() == ["prompt"]
@@ -307,31 +313,6 @@ def test_prompts_are_not_reclaimed(six: SchedulerHolds) -> None:
     assert six.held_pages == 2
 
 
-def test_answers_are_evicted_before_prompts(six: SchedulerHolds) -> None:
-    prompt = ticket(six, "p", 1, 2)
-    answers = ticket(six, "a", 3, 4, ttl=TTL), ticket(six, "b", 5, 6, ttl=TTL)
-    assert not six.drain().ends
-    ticket(six, "q", 7, 8, 9)
-    assert six.drain().ends == answers
-    ticket(six, "r", 10, 11)
-    assert six.drain().ends == (prompt,)
-    assert six.take_evicted() == ["p"]
-    assert six.sent(A) is HoldEnd.EVICTED
-
-
-def test_an_answer_evicts_other_answers_only(six: SchedulerHolds) -> None:
-    ticket(six, "p", 1, 2, 3)
-    older = ticket(six, "a", 4, 5, 6, ttl=TTL)
-    assert six.has_room(frozenset({3, 7, 8, 9}))
-    assert ticket(six, "b", 3, 7, 8, 9, ttl=TTL) is not None
-    assert six.drain().ends == (older,)
-    assert not six.has_room(frozenset({7, 8, 9, 10}))
-    assert ticket(six, "c", 7, 8, 9, 10, ttl=TTL) is None
-    assert six.drop(C)
-    assert not six.drain().ends
-    assert SchedulerHolds(4).has_room(frozenset(range(99)))
-
-
 def test_a_prompt_that_was_sent_leaves_room_for_answers(six: SchedulerHolds) -> None:
     ticket(six, "p", 1, 2, 3, 4)
     ticket(six, "a", 5, ttl=TTL)
@@ -348,6 +329,7 @@ def test_answers_that_ended_otherwise_are_not_reclaimed(six: SchedulerHolds) -> 
     six.revoke(A)
     six.sent(B)
     assert six.reclaim(9) == 1
+    six.reset()
     assert six.reclaimable_pages == 0
     assert (six.sent(A), six.sent(C)) == (HoldEnd.REVOKED, HoldEnd.RECLAIMED)
     ticket(six, "d", 4, ttl=TTL)
@@ -355,14 +337,6 @@ def test_answers_that_ended_otherwise_are_not_reclaimed(six: SchedulerHolds) -> 
     assert six.reclaim(9) == 0
     assert not six.reclaiming
     assert six.sent(RequestId("d")) is HoldEnd.REVOKED
-
-
-def test_a_reset_keeps_the_reason_of_answers_that_were_reclaimed(six: SchedulerHolds) -> None:
-    hold = ticket(six, "a", 1, ttl=TTL)
-    six.reclaim(1)
-    six.reset()
-    assert six.drain().ends == (hold,)
-    assert six.sent(A) is HoldEnd.RECLAIMED
 
 
 # Silent holds, which are given up when blocks are lacking.

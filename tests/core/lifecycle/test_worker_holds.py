@@ -1,4 +1,4 @@
-"""``WorkerHolds``: slot words, leases, renewals and releases."""
+"""``WorkerHolds``: slot words, leases, claims, releases, copies, and the ages of holds."""
 
 from __future__ import annotations
 
@@ -6,27 +6,47 @@ from typing import Any
 
 import pytest
 
+from kvferry.core.lifecycle import worker_holds as module
 from kvferry.core.lifecycle.holds import NOTHING, EndedHold, Hold, HoldEnd, Incarnation, RequestId
+from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.lifecycle.worker_holds import MAX_READERS, ReleaseOutcome, WorkerHolds
-from kvferry.core.messages import Release, Renewal
+from kvferry.core.messages import Heartbeat, Release, Renewal
 
 A, B = RequestId("a"), RequestId("b")
 INCARNATION = Incarnation(99)
 HOLD = Hold(slot=1, generation=7)
 NEXT = Hold(slot=1, generation=8)
 """The next hold in that slot."""
+COPY = HoldCopy(request=A, hold=HOLD, copy=PageCopy(blocks=(30, 31), pages=(1, 2)))
 LEASE, TTL = 30.0, 480.0
 COUNTED, IGNORED, LATE = ReleaseOutcome.COUNTED, ReleaseOutcome.IGNORED, ReleaseOutcome.LATE
 OTHERS = [{"incarnation": 98}, {"generation": 8}, {"slot": 0}, {"slot": 2}]
 """What makes a message one about another hold."""
 
 
-class Rank:
-    """``WorkerHolds`` with two slots and a request in slot 1, at 100.0."""
+class Words(list[int]):
+    """Slot words, which remember what was sent, and marked, when that of ``HOLD`` was written."""
 
-    def __init__(self, *, ordered: bool = True, ready: bool = True) -> None:
-        self.words, self.watermarks = [NOTHING, NOTHING], [0, 0]
+    def __init__(self, rank: Rank, slots: int) -> None:
+        super().__init__([NOTHING] * slots)
+        self.rank = rank
+        self.sent: list[RequestId] = []
+        self.marks: list[int] = []
+
+    def __setitem__(self, slot: Any, word: Any) -> None:
+        if slot == HOLD.slot:
+            self.sent += self.rank.holds._sent
+            self.marks.append(self.rank.watermarks[slot])
+        super().__setitem__(slot, word)
+
+
+class Rank:
+    """``WorkerHolds`` with two slots and a request in slot 1, ordered and ready at 100.0."""
+
+    def __init__(self, *, ordered: bool = True, ready: bool = True, slots: int = 2) -> None:
+        self.words, self.watermarks = Words(self, slots), [0] * slots
         self.holds = WorkerHolds(self.words, INCARNATION, self.watermarks)
         self.holds.take_on(A, HOLD)
         if ordered:
@@ -39,13 +59,42 @@ class Rank:
         others = {"engine": "d", "rank": rank, "expected": expected}
         return self.holds.release(Release(**{**fields, **others, **changes}))
 
-    def renew(self, now: float, **changes: Any) -> None:
-        fields = {"incarnation": INCARNATION, "slot": HOLD.slot, "generation": HOLD.generation}
-        self.holds.renew(Renewal(**{**fields, **changes}), now)
+    def renew(self, now: float, hold: Hold = HOLD, *, engine: str = "", **changes: Any) -> None:
+        """Renew a hold; an engine with a name claims it."""
+        fields = {"incarnation": INCARNATION, "slot": hold.slot, "generation": hold.generation}
+        who = {"engine": engine, "life": 5 if engine else 0}
+        self.holds.renew(Renewal(**{**fields, **who, **changes}), now)
+
+    def heartbeat(self, now: float, **changes: Any) -> None:
+        fields = {"incarnation": INCARNATION, "engine": "d", "life": 5}
+        self.holds.heartbeat(Heartbeat(**{**fields, **changes}), now)
+
+    def age(self, now: float, hold: Hold = HOLD) -> float | None:
+        """Return for how long a hold is silent; ``None`` if it has ended or has no ticket."""
+        return {each.hold: each.age for each in self.holds.silent(now, 0.0, 99)}.get(hold)
+
+    def reports(self) -> tuple[list[RequestId], list[EndedHold]]:
+        """Return which requests are sent, and which holds have ended."""
+        return self.holds.take_sent(), self.holds.take_ended()
+
+    def ends_at(self, deadline: float) -> bool:
+        """Return whether the hold ends at that moment, and not before."""
+        self.holds.expire(deadline - 0.1)
+        stands = HOLD in self.holds
+        self.holds.expire(deadline)
+        return stands and HOLD not in self.holds
+
+    @property
+    def word(self) -> int:
+        return self.words[HOLD.slot]
 
     @property
     def is_over(self) -> bool:
-        return self.words == [NOTHING, NOTHING] and self.holds.held == 0
+        return set(self.words) == {NOTHING} and self.holds.held == 0
+
+
+def ended(end: HoldEnd | None = None, engine: str = "") -> list[EndedHold]:
+    return [EndedHold(request=A, end=end, engine=engine)]
 
 
 @pytest.fixture
@@ -59,6 +108,8 @@ def ready() -> Rank:
 
 
 def test_the_slot_word_follows_the_state_of_the_request(computing: Rank) -> None:
+    [held] = computing.holds._held.values()
+    assert repr(held) == "<hold 1:7 of 'a': computing>"
     assert computing.words == [NOTHING, HOLD.computing]
     assert computing.holds.expire(1e9) == []
     computing.holds.order(HOLD, LEASE, 100.0)
@@ -67,77 +118,19 @@ def test_the_slot_word_follows_the_state_of_the_request(computing: Rank) -> None
     assert computing.words == [NOTHING, HOLD.ready]
     assert computing.release() is COUNTED
     assert computing.is_over
+    assert repr(held) == "<hold 1:7 of 'a': ended (read)>"
     assert (computing.holds.take_sent(), computing.holds.take_sent()) == ([A], [])
 
 
-@pytest.mark.parametrize(
-    ("releases", "end"),
-    [
-        ([{"rank": 0, "expected": 2}, {"rank": 1, "expected": 2}], HoldEnd.READ),
-        (
-            [{"rank": 0, "expected": 2, "abandoned": True}, {"rank": 1, "expected": 2}],
-            HoldEnd.ABANDONED,
-        ),
-        # The consumer that reads everything says how it ended.
-        ([{"expected": 2, "engine": "gone", "abandoned": True}, {}], HoldEnd.READ),
-    ],
-)
-def test_a_hold_ends_as_its_consumer_says(
-    releases: list[dict[str, Any]], end: HoldEnd, ready: Rank
-) -> None:
-    for release in releases:
-        assert ready.holds.take_ended() == []
-        assert ready.release(**release) is COUNTED
-    assert ready.holds.take_ended() == [EndedHold(request=A, end=end, engine="d")]
-
-
-def test_a_hold_that_the_scheduler_ended_has_no_end_of_its_own(ready: Rank) -> None:
-    for _ in range(2):
-        ready.holds.end(HOLD)
-    assert ready.is_over
-    assert ready.holds.take_ended() == [EndedHold(request=A)]
-    assert ready.holds.take_sent() == [A]
-
-
-@pytest.mark.parametrize(
-    ("ends", "worst"),
-    [
-        ((HoldEnd.READ, HoldEnd.READ), HoldEnd.READ),
-        ((HoldEnd.READ, HoldEnd.ABANDONED), HoldEnd.ABANDONED),
-        ((HoldEnd.EXPIRED, HoldEnd.ABANDONED, HoldEnd.READ), HoldEnd.EXPIRED),
-        ((None, HoldEnd.READ), HoldEnd.READ),
-    ],
-)
-def test_the_worst_end_counts_for_all_ranks(
-    ends: tuple[HoldEnd | None, ...], worst: HoldEnd
-) -> None:
-    first, *others = (EndedHold(request=A, end=end) for end in ends)
-    for other in others:
-        first = other.combine(first)
-    assert first.end is worst
-
-
-@pytest.mark.parametrize("how", ["end", "end_all", "expire"])
-def test_the_slot_word_is_cleared_before_the_request_is_reported_sent(how: str) -> None:
-    sent_too_early: list[RequestId] = []
-
-    class RecordingWords(list[int]):
-        def __setitem__(self, slot: Any, word: Any) -> None:
-            sent_too_early.extend(holds.take_sent())
-            super().__setitem__(slot, word)
-
-    holds = WorkerHolds(RecordingWords([NOTHING, NOTHING]), INCARNATION, [0, 0])
-    holds.take_on(A, HOLD)
-    holds.order(HOLD, LEASE, 100.0)
-    holds.ready(HOLD, 100.0)
-    if how == "end":
-        holds.end(HOLD)
-    elif how == "end_all":
-        holds.end_all()
-    else:
-        holds.expire(200.0)
-    assert holds.take_sent() == [A]
-    assert sent_too_early == []
+def test_orders_are_carried_out_drops_before_take_ons(computing: Rank) -> None:
+    holds, other = computing.holds, Hold(slot=0, generation=3)
+    holds.apply(HoldOrders(drops=(HOLD,), take_ons=((B, NEXT), (A, other))), 100.0)
+    assert computing.words == [other.computing, NEXT.computing]
+    holds.apply(HoldOrders(ready=((NEXT, LEASE), (other, LEASE)), ends=(NEXT,)), 100.0)
+    holds.ready(NEXT, 100.0)
+    holds.ready(other, 100.0)
+    assert computing.words == [other.ready, NOTHING]
+    assert holds.take_sent() == [B]
 
 
 def test_a_drop_clears_the_word_of_its_own_hold_and_is_not_reported(computing: Rank) -> None:
@@ -146,53 +139,71 @@ def test_a_drop_clears_the_word_of_its_own_hold_and_is_not_reported(computing: R
     assert computing.words == [NOTHING, HOLD.computing]
     computing.holds.drop(HOLD)
     assert computing.is_over
-    assert computing.holds.take_sent() == []
+    assert computing.reports() == ([], [])
 
 
-def test_orders_drop_holds_before_they_take_on_new_ones(computing: Rank) -> None:
-    holds = computing.holds
-    holds.apply(HoldOrders(drops=(HOLD,), take_ons=((B, NEXT),)), 100.0)
-    assert computing.words == [NOTHING, NEXT.computing]
-    assert holds.held == 1
-    holds.apply(HoldOrders(ready=((NEXT, LEASE),), ends=(NEXT,)), 100.0)
-    assert computing.is_over
-    assert holds.take_sent() == [B]
+@pytest.mark.parametrize("how", ["end", "end_all", "expire"])
+def test_the_slot_word_is_cleared_before_the_request_is_reported_sent(
+    how: str, ready: Rank
+) -> None:
+    ready.holds.take_on(B, Hold(slot=0, generation=3))  # has no ticket: it is not reported
+    for _ in range(2):
+        if how == "end":
+            ready.holds.end(HOLD)
+        elif how == "end_all":
+            ready.holds.end_all()
+        else:
+            ready.holds.expire(200.0)
+    assert ready.is_over is (how == "end_all")
+    assert ready.words.sent == []
+    assert ready.reports() == ([A], ended(HoldEnd.EXPIRED if how == "expire" else None))
 
 
-def test_orders_are_carried_out(computing: Rank) -> None:
-    computing.holds.apply(HoldOrders(ready=((HOLD, LEASE),)), 100.0)
-    computing.holds.ready(HOLD, 100.0)
-    assert computing.words == [NOTHING, HOLD.ready]
-    other = Hold(slot=0, generation=3)
-    computing.holds.apply(HoldOrders(take_ons=((B, other),)), 100.0)
-    assert computing.words == [other.computing, HOLD.ready]
-    computing.holds.apply(HoldOrders(drops=(other,)), 100.0)
-    assert computing.words == [NOTHING, HOLD.ready]
-    assert computing.holds.take_sent() == []
+# "done" and "abandon".
 
 
-def test_a_hold_ends_when_every_rank_of_one_engine_has_released_it(ready: Rank) -> None:
-    for rank, expected, engine in ((0, 2, "d"), (0, 2, "d"), (1, 3, "other")):
-        assert ready.release(rank, expected, engine=engine) is COUNTED
-    assert ready.words == [NOTHING, HOLD.ready]
-    assert ready.holds.take_sent() == []
-    assert ready.release(rank=5, expected=2, abandoned=True) is COUNTED
+@pytest.mark.parametrize(
+    ("releases", "end"),
+    [
+        ([{"rank": 0, "expected": 2}, {"rank": 5, "expected": 2}], HoldEnd.READ),
+        (
+            [
+                {"expected": 2, "abandoned": True},
+                {"expected": 2},  # the first word of a rank counts
+                {"rank": 1, "expected": 2},
+            ],
+            HoldEnd.ABANDONED,
+        ),
+        # The consumer that reads everything says how it ended.
+        ([{"expected": 2, "engine": "gone", "abandoned": True}, {}], HoldEnd.READ),
+        # A rank counts once, and engines are counted apart.
+        (
+            [
+                {"expected": 2},
+                {"expected": 2},
+                {"rank": 1, "expected": 3, "engine": "other"},
+                {"rank": 1, "expected": 2},
+            ],
+            HoldEnd.READ,
+        ),
+    ],
+)
+def test_a_hold_ends_when_every_rank_of_one_engine_has_released_it(
+    releases: list[dict[str, Any]], end: HoldEnd, ready: Rank
+) -> None:
+    for release in releases:
+        assert ready.word == HOLD.ready
+        assert ready.release(**release) is COUNTED
     assert ready.is_over
+    assert ready.reports() == ([A], ended(end, "d"))
 
 
 @pytest.mark.parametrize("changes", OTHERS)
-def test_a_message_about_another_hold_changes_nothing(changes: dict[str, int], ready: Rank) -> None:
+def test_a_message_about_another_hold_changes_nothing(changes: dict[str, Any], ready: Rank) -> None:
     assert ready.release(**changes) is IGNORED
     assert ready.words == [NOTHING, HOLD.ready]
     ready.renew(120.0, **changes)
     assert ready.holds.expire(130.0) == [A]
-
-
-def test_a_late_release_of_an_earlier_hold_of_the_slot_is_ignored(ready: Rank) -> None:
-    ready.holds.expire(130.0)
-    ready.holds.take_on(B, NEXT)
-    assert ready.release() is LATE
-    assert ready.words == [NOTHING, NEXT.computing]
 
 
 def test_the_number_of_counted_engines_is_limited(ready: Rank) -> None:
@@ -205,45 +216,55 @@ def test_the_number_of_counted_engines_is_limited(ready: Rank) -> None:
     assert ready.is_over
 
 
+@pytest.mark.parametrize("abandoned", [False, True])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_hold_that_ends_while_computing_is_reported_with_the_order_if_it_gets_one(
+    abandoned: bool, dropped: bool, computing: Rank
+) -> None:
+    assert computing.release(abandoned=abandoned) is COUNTED
+    assert computing.is_over
+    assert computing.reports() == ([], [])
+    if dropped:
+        computing.holds.drop(HOLD)
+    computing.holds.apply(HoldOrders(ready=((HOLD, LEASE),), copies=(COPY,)), 100.0)
+    computing.holds.ready(HOLD, 100.0)
+    end = HoldEnd.ABANDONED if abandoned else HoldEnd.READ
+    assert computing.reports() == (([], []) if dropped else ([A], ended(end, "d")))
+    assert computing.holds.take_copies() == []
+    assert computing.is_over
+
+
+# Leases.
+
+
 def test_a_lease_expires_on_time_and_once(ready: Rank) -> None:
+    ready.holds.ready(HOLD, 120.0)  # it was ready before
     assert ready.holds.expire(129.9) == []
-    assert ready.words == [NOTHING, HOLD.ready]
+    assert ready.word == HOLD.ready
     assert ready.holds.expire(130.0) == [A]
     assert ready.is_over
     assert ready.holds.expire(131.0) == []
-    assert ready.holds.take_ended() == [EndedHold(request=A, end=HoldEnd.EXPIRED)]
+    assert ready.reports() == ([A], ended(HoldEnd.EXPIRED))
+    ready.holds.take_on(B, NEXT)
     assert ready.release() is LATE
     assert ready.release(abandoned=True) is IGNORED, "an abandoned load's fence failed: not late"
     assert ready.release(incarnation=98) is IGNORED
-    assert ready.holds.take_sent() == [A]
-
-
-def test_the_lease_starts_when_the_hold_first_becomes_ready(ready: Rank) -> None:
-    ready.holds.ready(HOLD, 120.0)
-    assert ready.holds.expire(130.0) == [A]
+    assert ready.words == [NOTHING, NEXT.computing]
 
 
 def test_each_of_several_leases_expires_at_its_own_time() -> None:
-    rank = WorkerHolds([NOTHING] * 4, INCARNATION, [0] * 4)
+    rank = Rank(ordered=False, slots=4)
     holds = [Hold(slot=slot, generation=slot + 1) for slot in range(4)]
     for hold, lease in zip(holds, (LEASE, 10.0, 20.0, None), strict=True):
-        rank.take_on(RequestId(str(hold.slot)), hold)
+        rank.holds.take_on(RequestId(str(hold.slot)), hold)
         if lease is not None:  # the last one gets no ticket
-            rank.order(hold, lease, 100.0)
-    assert [rank.expire(now) for now in (109.0, 110.0, 110.0)] == [[], ["1"], []]
-    rank.ready(holds[2], 115.0)
-    rank.renew(Renewal(incarnation=INCARNATION, slot=2, generation=3), 118.0)
-    expired = [rank.expire(now) for now in (129.0, 130.0, 137.0, 138.0)]
+            rank.holds.order(hold, lease, 100.0)
+    assert [rank.holds.expire(now) for now in (109.0, 110.0, 110.0)] == [[], ["1"], []]
+    rank.holds.ready(holds[2], 115.0)
+    rank.renew(118.0, holds[2])
+    expired = [rank.holds.expire(now) for now in (129.0, 130.0, 137.0, 138.0)]
     assert expired == [[], ["0"], [], ["2"]]
-    assert rank.held == 1
-
-
-def test_end_all_clears_every_word_and_reports_ticketed_requests(ready: Rank) -> None:
-    ready.holds.take_on(B, Hold(slot=0, generation=3))
-    assert ready.holds.held == 2
-    ready.holds.end_all()
-    assert ready.is_over
-    assert ready.holds.take_sent() == [A]
+    assert rank.holds.held == 1
 
 
 def test_a_renewal_restarts_the_lease(ready: Rank) -> None:
@@ -259,85 +280,59 @@ def test_a_renewal_does_not_extend_the_lease_of_pages_that_are_not_ready() -> No
     """As after a failure of the device: pages are held for one lease at most."""
     rank = Rank(ready=False)
     rank.renew(120.0)
-    assert rank.holds.expire(129.9) == []
-    assert rank.holds.expire(130.0) == [A]
-    assert HOLD not in rank.holds
+    assert rank.ends_at(130.0)
 
 
-class Answer(Rank):
-    """An answer in slot 1, which is held for the next turn."""
+# Answers, which are held for the next turn of a conversation until they are claimed.
 
-    def __init__(self, *, claimed_first: bool = False, engine: str = "d") -> None:
-        super().__init__(ordered=False)
-        if claimed_first:
-            self.claim(99.0, engine)
-        self.holds.apply(HoldOrders(ready=((HOLD, LEASE),), ttls=((HOLD, TTL),)), 100.0)
 
-    def claim(self, now: float, engine: str = "d") -> None:
-        self.renew(now, engine=engine, life=5 if engine else 0)
-
-    def ends_at(self, deadline: float) -> bool:
-        """Return whether the hold ends at that moment, and not a second before."""
-        self.holds.expire(deadline - 1.0)
-        stands = HOLD in self.holds
-        self.holds.expire(deadline)
-        return stands and HOLD not in self.holds
+def answer(*, claimed_first: str | None = None, ready: float | None = 100.0) -> Rank:
+    """Return a rank with an answer, ordered at 100.0."""
+    rank = Rank(ordered=False)
+    if claimed_first is not None:
+        rank.renew(99.0, engine=claimed_first)
+    rank.holds.apply(HoldOrders(ready=((HOLD, LEASE),), ttls=((HOLD, TTL),)), 100.0)
+    if ready is not None:
+        rank.holds.ready(HOLD, ready)
+    return rank
 
 
 def test_an_answer_is_held_for_its_ttl_from_when_it_is_ready() -> None:
-    assert Answer().ends_at(100.0 + TTL)
-    answer = Answer()
-    answer.holds.ready(HOLD, 150.0)
-    assert answer.words == [NOTHING, HOLD.ready]
-    assert answer.ends_at(150.0 + TTL)
-    assert answer.holds.take_ended() == [EndedHold(request=A, end=HoldEnd.EXPIRED)]
+    """That a client does not go on with its conversation is no fault: it is not named."""
+    assert answer(ready=None).ends_at(100.0 + TTL)
+    rank = answer(ready=150.0)
+    assert rank.word == HOLD.ready
+    assert rank.holds.expire(149.9 + TTL) == []
+    assert HOLD in rank.holds
+    assert rank.holds.expire(150.0 + TTL) == []
+    assert rank.reports() == ([A], ended(HoldEnd.EXPIRED))
 
 
 # An engine that knows no heartbeats renews without its name.
 @pytest.mark.parametrize("engine", ["d", ""])
 def test_a_claim_ends_the_ttl_of_an_answer(engine: str) -> None:
-    answer = Answer()
-    answer.holds.ready(HOLD, 100.0)
-    answer.claim(101.0, engine)
-    answer.claim(120.0, engine)
-    assert answer.ends_at(150.0)
-    answer = Answer()
-    answer.claim(105.0, engine)
-    answer.holds.ready(HOLD, 110.0)
-    assert answer.ends_at(140.0)
-    answer = Answer(claimed_first=True, engine=engine)
-    answer.holds.ready(HOLD, 110.0)
-    assert answer.ends_at(140.0)
-
-
-def test_only_answers_that_somebody_has_claimed_are_named_when_they_expire() -> None:
-    """That a client does not go on with its conversation is no fault."""
-    answer = Answer()
-    answer.holds.ready(HOLD, 100.0)
-    assert answer.holds.expire(100.0 + TTL) == []
-    assert answer.holds.take_sent() == [A]
-    for engine in ("d", ""):
-        answer = Answer(claimed_first=True, engine=engine)
-        answer.holds.ready(HOLD, 100.0)
-        assert answer.holds.expire(130.0) == [A]
-        assert answer.holds.take_sent() == [A]
+    rank = answer()
+    rank.renew(101.0, engine=engine)
+    rank.renew(120.0, engine=engine)
+    assert rank.ends_at(150.0)
+    rank = answer(ready=None)
+    rank.renew(105.0, engine=engine)
+    rank.holds.ready(HOLD, 110.0)
+    assert rank.ends_at(140.0)
+    rank = answer(claimed_first=engine, ready=110.0)
+    assert rank.holds.expire(139.9) == []
+    assert rank.holds.expire(140.0) == [A]
 
 
 def test_a_slot_that_held_an_answer_has_no_ttl_for_the_next_request() -> None:
-    answer = Answer()
-    answer.holds.end(HOLD)
-    answer.holds.take_on(B, NEXT)
-    answer.holds.apply(HoldOrders(ready=((NEXT, LEASE),)), 100.0)
-    answer.holds.ready(NEXT, 100.0)
-    assert answer.holds.expire(130.0) == [B]
+    rank = answer()
+    rank.holds.end(HOLD)
+    rank.holds.take_on(B, NEXT)
+    rank.holds.apply(HoldOrders(ready=((NEXT, LEASE),)), 100.0)
+    assert rank.holds.expire(130.0) == [B]
 
 
-def test_an_answer_that_its_orders_end_at_once_is_never_ready(computing: Rank) -> None:
-    orders = HoldOrders(ready=((HOLD, LEASE),), ttls=((HOLD, TTL),), ends=(HOLD,))
-    computing.holds.apply(orders, 100.0)
-    computing.holds.ready(HOLD, 100.0)
-    assert computing.is_over
-    assert computing.holds.take_sent() == [A]
+# Watermarks.
 
 
 def test_a_watermark_has_the_tokens_and_grows(computing: Rank) -> None:
@@ -347,53 +342,176 @@ def test_a_watermark_has_the_tokens_and_grows(computing: Rank) -> None:
     assert NEXT.marked_tokens(computing.watermarks[HOLD.slot]) == 0
 
 
-def test_a_watermark_is_zero_before_the_next_hold_s_slot_word_is_written() -> None:
-    seen: list[int] = []
-
-    class Words(list[int]):
-        def __setitem__(self, slot: Any, word: Any) -> None:
-            seen.append(watermarks[slot])
-            super().__setitem__(slot, word)
-
-    watermarks = [0, 0]
-    holds = WorkerHolds(Words([NOTHING, NOTHING]), INCARNATION, watermarks)
-    holds.take_on(A, HOLD)
-    holds.mark(HOLD, 16)
-    holds.drop(HOLD)
-    holds.take_on(B, NEXT)
-    assert seen == [0, HOLD.watermark(16), 0]
+def test_a_watermark_is_zero_before_the_next_hold_s_slot_word_is_written(computing: Rank) -> None:
+    computing.holds.mark(HOLD, 16)
+    computing.holds.drop(HOLD)
+    computing.holds.mark(HOLD, 32)
+    computing.holds.take_on(B, NEXT)
+    assert computing.words.marks == [0, HOLD.watermark(16), 0]
 
 
-def test_a_watermark_of_a_hold_that_has_ended_is_not_written(ready: Rank) -> None:
-    ready.release()
-    ready.holds.mark(HOLD, 16)
-    assert ready.watermarks == [0, 0]
+# Copies to host pages, where the cache is staged.
 
 
-@pytest.mark.parametrize("abandoned", [False, True])
-@pytest.mark.parametrize("dropped", [False, True])
-def test_a_hold_that_ends_while_computing_is_reported_with_the_order_if_it_gets_one(
-    abandoned: bool, dropped: bool, computing: Rank
+@pytest.fixture
+def staged(computing: Rank) -> Rank:
+    """Return a rank with a hold that is to be copied."""
+    computing.holds.apply(HoldOrders(ready=((HOLD, LEASE),), copies=(COPY,)), 100.0)
+    return computing
+
+
+def test_a_hold_is_copied_then_sent_then_over(staged: Rank) -> None:
+    for hold in (HOLD, NEXT):  # not begun, and not known
+        staged.holds.copied(hold, 100.0)
+        staged.holds.ready(NEXT, 100.0)
+    assert staged.holds.take_copies() == []
+    for _ in range(2):
+        staged.holds.ready(HOLD, 110.0)
+    assert [staged.holds.take_copies() for _ in range(2)] == [[COPY], []]
+    assert staged.word == HOLD.computing
+    for _ in range(2):
+        staged.holds.copied(HOLD, 120.0)
+    staged.holds.failed(HOLD)  # it is over
+    staged.holds.order(HOLD, LEASE, 130.0)
+    assert staged.word == HOLD.ready
+    assert staged.reports() == ([A], [])
+    assert staged.ends_at(120.0 + LEASE)
+    assert staged.reports() == ([], ended(HoldEnd.EXPIRED))
+    assert not staged.holds._held
+
+
+def test_a_hold_that_ends_first_is_not_copied(staged: Rank) -> None:
+    staged.holds.end(HOLD)
+    assert staged.reports() == ([A], ended())
+    staged.holds.ready(HOLD, 101.0)
+    assert staged.holds.take_copies() == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_hold_that_ends_during_its_copy_is_over_after_it(staged: Rank, fails: bool) -> None:
+    staged.holds.ready(HOLD, 101.0)
+    staged.holds.end(HOLD)
+    assert staged.is_over
+    assert staged.reports() == ([], [])
+    if fails:
+        staged.holds.failed(HOLD)
+    else:
+        staged.holds.copied(HOLD, 102.0)
+    assert staged.word == NOTHING
+    assert staged.reports() == ([A], ended())
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_hold_ends_whose_copy_fails(staged: Rank, begins: bool) -> None:
+    if begins:
+        staged.holds.ready(HOLD, 101.0)
+    staged.holds.failed(HOLD)
+    assert staged.word == NOTHING
+    assert staged.reports() == ([A], ended(HoldEnd.REVOKED))
+    staged.holds.end(HOLD)
+    staged.holds.failed(HOLD)
+    assert staged.reports() == ([], [])
+
+
+# Ages: for how long no consumer of a hold gave a sign of life.
+
+
+def test_the_age_of_an_unclaimed_hold_starts_when_it_is_ready(computing: Rank) -> None:
+    assert computing.age(100.0) is None
+    computing.holds.order(HOLD, LEASE, 100.0)
+    assert computing.age(102.0) == 2.0
+    computing.holds.ready(HOLD, 102.0)
+    assert computing.age(103.0) == 1.0
+    computing.holds.end(HOLD)
+    assert computing.age(103.0) is None
+
+
+def many(holds: int = 8) -> tuple[Rank, list[Hold]]:
+    """Return a rank with so many more holds that are ready at 100.0."""
+    rank = Rank(slots=2 + holds)
+    more = [Hold(slot=2 + number, generation=7 + number) for number in range(holds)]
+    for number, hold in enumerate(more):
+        rank.holds.take_on(RequestId(f"r{number}"), hold)
+        rank.holds.order(hold, LEASE, 100.0)
+        rank.holds.ready(hold, 100.0)
+    return rank, more
+
+
+def test_the_latest_sign_of_life_of_an_engine_that_claims_a_hold_counts() -> None:
+    rank, holds = many(4)
+    for hold in holds[:2]:
+        rank.renew(101.0, hold, engine="d")
+    for hold in holds[1:3]:
+        rank.renew(101.0, hold, engine="other")
+    rank.heartbeat(109.0)
+    assert [rank.age(110.0, hold) for hold in holds] == [1.0, 1.0, 9.0, 10.0]
+
+
+@pytest.mark.parametrize("changes", [{"incarnation": 98}, {"engine": "other"}, {"life": 6}])
+def test_a_heartbeat_of_another_engine_or_incarnation_changes_nothing(
+    changes: dict[str, Any], ready: Rank
 ) -> None:
-    assert computing.release(abandoned=abandoned) is COUNTED
-    assert computing.is_over
-    assert not computing.holds.take_ended()
-    if dropped:
-        computing.holds.drop(HOLD)
-    computing.holds.order(HOLD, LEASE, 100.0)
-    computing.holds.ready(HOLD, 100.0)
-    end = HoldEnd.ABANDONED if abandoned else HoldEnd.READ
-    ended = [] if dropped else [EndedHold(request=A, end=end, engine="d")]
-    assert computing.holds.take_ended() == ended
-    assert computing.holds.take_sent() == ([] if dropped else [A])
-    assert computing.is_over
+    """A restarted consumer engine has no claims of its earlier incarnation."""
+    ready.renew(101.0, engine="d")
+    ready.heartbeat(110.0, **changes)
+    assert ready.age(110.0) == 9.0
 
 
-def test_a_hold_shows_its_state(computing: Rank) -> None:
-    [held] = computing.holds._held.values()
-    assert repr(held) == "<hold 1:7 of 'a': computing>"
-    computing.holds.order(HOLD, LEASE, 100.0)
-    computing.holds.ready(HOLD, 100.0)
-    assert repr(held) == "<hold 1:7 of 'a': ready until 130.000>"
-    computing.release(abandoned=True)
-    assert repr(held) == "<hold 1:7 of 'a': ended (abandoned)>"
+def test_a_heartbeat_renews_no_lease(ready: Rank) -> None:
+    ready.renew(101.0, engine="d")
+    ready.heartbeat(130.0)
+    assert ready.ends_at(131.0)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_consumer_without_heartbeats_counts_as_alive_for_a_third_of_a_lease(
+    ordered: bool,
+) -> None:
+    """It may renew before the hold is ordered: a ticket often arrives before the next orders."""
+    rank = Rank(ordered=ordered)
+    rank.renew(101.0)
+    if not ordered:
+        rank.holds.order(HOLD, LEASE, 101.5)
+        rank.holds.ready(HOLD, 101.5)
+    assert rank.age(111.0) == 0.0
+    assert rank.holds.silent(111.0, GONE_SECONDS, 8) == []
+    assert rank.age(114.0) == 3.0
+
+
+def test_engines_are_forgotten_with_their_last_claim() -> None:
+    rank, (first, second) = many(2)
+    for hold in (first, second):
+        rank.renew(101.0, hold, engine="d")
+    rank.release(slot=first.slot, generation=first.generation, engine="other")
+    rank.heartbeat(102.0)
+    assert rank.age(102.0, second) == 0.0
+    rank.holds.end(second)
+    rank.heartbeat(103.0)
+    assert (len(rank.holds._claims), len(rank.holds._heard)) == (0, 0)
+
+
+def test_the_number_of_claims_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine beyond the bound is treated as one without heartbeats."""
+    monkeypatch.setattr(module, "MAX_CLAIMANTS", 4)
+    monkeypatch.setattr(module, "MAX_READERS", 2)
+    rank, holds = many()
+    for number in range(6):
+        rank.renew(101.0, holds[0], engine=f"d{number}")
+    assert len(rank.holds._claims) == 2
+    for number in range(6):
+        rank.renew(101.0, holds[1 + number], engine=f"e{number}")
+    assert len(rank.holds._claims) == 4
+    assert rank.age(111.0, holds[6]) == 0.0
+    assert rank.age(101.0 + LEASE / 3 + 4.0, holds[6]) == 4.0
+
+
+def test_silent_holds_are_sorted_by_age_and_limited() -> None:
+    rank, holds = many(7)
+    for number, hold in enumerate(holds[:4]):
+        rank.renew(101.0 + number, hold, engine=f"d{number}")
+    silent = rank.holds.silent(106.0, beyond=GONE_SECONDS, limit=6)
+    assert [each.age for each in silent] == [6.0] * 4 + [5.0, 4.0]
+    assert [(each.request, each.engines) for each in silent[-2:]] == [
+        ("r0", ("d0",)), ("r1", ("d1",)),
+    ]  # fmt: skip
+    assert holds[3] not in {each.hold for each in rank.holds.silent(106.0, GONE_SECONDS, 99)}

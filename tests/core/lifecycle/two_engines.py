@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.core.errors import KVFerryError, TransportError
+from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import (
     NOTHING,
@@ -24,16 +24,17 @@ from kvferry.core.lifecycle.holds import (
     RequestId,
     random_incarnation,
 )
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads, RemoteRank
+from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import State
-from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, require
+from tests.core.lifecycle.fabric import Content, Fabric, Message, release, renewal, require
+from tests.core.lifecycle.model import Components
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
+from tests.core.lifecycle.reading_rank import Move, RankLoad, ReadingRank
 from tests.core.lifecycle.schedulers import Scheduler, check_unused
 
 PAGES = 4
@@ -46,8 +47,6 @@ IDS = [RequestId(f"request-{i}") for i in range(5)]
 """Both engines use the same ids, and use them again."""
 PATIENCE = 80
 """Seconds within which every request must end once nothing fails any more."""
-
-Move = Callable[[], None]
 
 
 class Leaves(enum.Enum):
@@ -150,40 +149,45 @@ class Step:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Pull:
-    """A load of one rank; ``turn`` is ``None`` for a "done" by itself."""
+class Pull(RankLoad):
+    """A load of one rank; its ``request`` is a ``Turn``, or ``None`` for a "done" by itself."""
 
-    turn: Turn | None
     ticket: Ticket
-    shared: bool
     targets: tuple[int, ...] = ()
-    reported: bool = False
+
+    @property
+    def hold(self) -> Hold:
+        return self.ticket.hold
 
 
-class Rank:
+class Rank(ReadingRank[Pull]):
     """One rank: its memory, its device's queue, its holds and its loads."""
 
     def __init__(self, engine: Engine, index: int) -> None:
-        parts = engine.world.parts
-        self.engine, self.index = engine, index
-        self.words = [NOTHING] * PAGES
+        super().__init__(index, engine.world, pages=PAGES)
+        self.engine = engine
+        self.words, self.watermarks = [NOTHING] * PAGES, [0] * PAGES
         self.pages: list[Content | None] = [None] * (PAGES + 1)
-        self.holds = parts.worker_holds(self.words, engine.incarnation, [0] * len(self.words))
-        self.loads = parts.loads()
-        self.inbox: deque[Step] = deque()
+        worker_holds = engine.world.components.of(WorkerHolds)
+        self.holds = worker_holds(self.words, engine.incarnation, self.watermarks)
         self.stream: deque[Callable[[], None]] = deque()
         self.passed: list[Hold] = []
-        self.transfers: list[Transfer] = []
-        self.pulls: dict[LoadId, Pull] = {}
-        self.received: list[tuple[RequestId, KVFerryError | None]] = []
         self._waits: dict[int, Ticket] = {}
         """The tickets of requests that wait or load, by ``Turn.uid``."""
         self._next_renewal = 0.0
-        self._link = Link()
 
     def now(self) -> float:
         """Return the time of the rank's own clock."""
-        return self.engine.world.now + 1000.0 * self.index + ord(self.engine.name)
+        return self.engine.world.now + 1000.0 * self.rank + ord(self.engine.name)
+
+    @property
+    def readable(self) -> list[Content | None]:
+        """The pages that the other engine reads."""
+        return self.pages
+
+    def source(self, rank: int) -> Rank:
+        source: Rank = self.engine.other.ranks[rank]
+        return source
 
     # The engine's step.
 
@@ -197,26 +201,26 @@ class Rank:
         for turn, shared in step.begins:
             self._begin(turn, shared)
         for ticket in step.done:
-            self._start(Pull(turn=None, ticket=ticket, shared=False))
+            self._start(Pull(request=None, ticket=ticket))
         for request in step.aborts:
             self.abort(request)
         if step.asks:
-            step.silent[self.index] = self.holds.silent(self.now(), GONE_SECONDS, PAGES)
+            step.silent[self.rank] = self.holds.silent(self.now(), GONE_SECONDS, PAGES)
         for work in step.work:
             for page, content in work.writes.items():
                 self.stream.append(partial(self.pages.__setitem__, page, content))
         for hold, _ in step.orders.ready:
             self.stream.append(partial(self.passed.append, hold))
-        self._pump()
-        reports = self.holds.take_sent(), self.received
-        self.received = []
-        self.stream.append(partial(step.outputs.__setitem__, self.index, reports))
+        self.perform()
+        reports = self.holds.take_sent(), self.results
+        self.results = []
+        self.stream.append(partial(step.outputs.__setitem__, self.rank, reports))
 
     def abort(self, request: RequestId) -> None:
         """Abort the load of a request."""
         for load_id, pull in self.pulls.items():
-            if pull.turn is not None and pull.turn.id == request and not pull.reported:
-                self.loads.abort(load_id, KVFerryError("aborted"))
+            if pull.request is not None and pull.request.id == request and not pull.is_over:
+                self.loads[load_id].abort(KVFerryError("aborted"))
 
     def tick(self) -> None:
         """Mark finished pages as ready, expire leases, let loads check again, and renew."""
@@ -228,24 +232,9 @@ class Rank:
         if self._waits and self.now() >= self._next_renewal:
             self._next_renewal = self.now() + 1.0
             for ticket in self._waits.values():
-                self._send(self._renewal(ticket))
-        self._pump()
-
-    def poll(self) -> None:
-        """Tell ``Loads`` which transfers have ended."""
-        for transfer in [t for t in self.transfers if t.state.final]:
-            self.transfers.remove(transfer)
-            [load_id] = transfer.loads
-            if transfer.state is State.FAILED:
-                error = transfer.error or TransportError("failed")
-                self.loads.lost(load_id, self.index, error)
-            elif transfer.op is LoadAction.READ:
-                self.loads.read(load_id, self.index)
-            elif transfer.op is LoadAction.FENCE:
-                self.loads.fenced(load_id, self.index, transfer.words[load_id])
-            else:
-                self.loads.checked(load_id, self.index, transfer.words[load_id])
-        self._pump()
+                note = self._note(renewal(ticket, engine=self.engine.name, life=1))
+                self.engine.world.fabric.messages.append(note)
+        self.perform()
 
     def hear(self, message: Message) -> None:
         """Handle a notification."""
@@ -258,95 +247,45 @@ class Rank:
     # Loads.
 
     def _begin(self, turn: Turn, shared: bool) -> None:
-        """Begin a load; its pages are read when the device has finished the work before."""
-        if turn.source is None:
-            return
-        pull = Pull(
-            turn=turn,
-            ticket=turn.source.ticket,
-            shared=shared,
-            targets=turn.pages[: turn.wanted],
-        )
-        self._start(pull)
+        if turn.source is not None:
+            targets = turn.pages[: turn.wanted]
+            ticket = turn.source.ticket
+            self._start(Pull(request=turn, ticket=ticket, shared=shared, targets=targets))
 
     def _start(self, pull: Pull) -> None:
+        """Begin a load; its pages are read when the device has finished the work before."""
         load_id = self.loads.begin(
-            pull.turn.id if pull.turn is not None else RequestId("done"),
-            pull.ticket.hold,
+            hold=pull.ticket.hold,
             computed=pull.ticket.computed,
             reads=bool(pull.targets),
             deadline=self.now() + LOAD_TIMEOUT,
             shared=pull.shared,
+            awaits_device=True,
         )
         self.pulls[load_id] = pull
-        self.read_when_passed(load_id)
+        self.loads[load_id].handshake_succeeded(self.remote_ranks)
+        self.stream.append(partial(self._passed, load_id))
 
-    def read_when_passed(self, load_id: LoadId) -> None:
-        """Let a load go on when the device has finished the work that is queued now."""
-        self.stream.append(partial(self.connected, load_id))
+    def _passed(self, load_id: LoadId) -> None:
+        self.loads[load_id].passed()
+        self.perform()
 
-    def connected(self, load_id: LoadId) -> None:
-        """Let a load go on."""
-        party = RemoteRank(rank=self.index, reads=bool(self.pulls[load_id].targets))
-        self.loads.handshake_succeeded(load_id, (party,))
-        self._pump()
+    def items(self, action: Action, pull: Pull) -> list[tuple[int, int]]:
+        return list(zip(pull.targets, pull.ticket.pages[0], strict=False))
 
-    def _pump(self) -> None:
-        while actions := self.loads.take_actions():
-            for action in actions:
-                self._perform(action, self.pulls[action.load])
+    def _take_page(self, item: tuple[int, int], source: int) -> None:
+        page, remote = item
+        self.pages[page] = self.source(source).pages[remote]
 
-    def _perform(self, action: Action, pull: Pull) -> None:
-        if action.op is LoadAction.REPORT:
-            self._report(action, pull)
-        elif action.op is LoadAction.CANCEL:
-            for transfer in self.transfers:
-                if action.load in transfer.loads:
-                    transfer.cancel(action.load)
-        elif action.op in (LoadAction.DONE, LoadAction.ABANDON):
-            self._send(self._release(pull, abandoned=action.op is LoadAction.ABANDON))
-        else:
-            self._post(action, pull)
-
-    def _post(self, action: Action, pull: Pull) -> None:
-        source = self.engine.other.ranks[self.index]
-        words: dict[LoadId, int] = {}
-
-        def take_page(item: tuple[int, int], _: int) -> None:
-            self.pages[item[0]] = source.pages[item[1]]
-
-        def take_word(load_id: LoadId, _: int) -> None:
-            words[load_id] = source.words[pull.ticket.hold.slot]
-
-        reads = action.op is LoadAction.READ
-        pairs = list(zip(pull.targets, pull.ticket.pages[0], strict=False))
-        bound = action.op is LoadAction.FENCE and not pull.shared
-        transfer = Transfer(
-            op=action.op,
-            link=self._link,
-            rank=self.index,
-            loads=(action.load,),
-            items=list(pairs if reads else [action.load]),
-            take=take_page if reads else take_word,
-            words=words,
-            message=self._message(self._release(pull, abandoned=False)) if bound else None,
-        )
-        self.transfers.append(transfer)
-        self.engine.world.fabric.post(transfer)
-
-    def _report(self, action: Action, pull: Pull) -> None:
-        require(not pull.reported, "reported twice")
-        running = any(action.load in transfer.loads for transfer in self.transfers)
-        require(not running, "reported while bytes may land")
-        pull.reported = True
-        if pull.turn is None or pull.turn.source is None:
+    def end(self, pull: Pull, error: KVFerryError | None) -> None:
+        turn = pull.request
+        if turn is None:
             return
-        self._waits.pop(pull.turn.uid, None)
-        if not pull.targets:
-            return
-        if action.error is None:
-            self._check_pages(pull.turn.source, pull.targets)
-        self.received.append((pull.turn.id, action.error))
+        self._waits.pop(turn.uid, None)
+        if pull.targets:
+            if error is None:
+                self._check_pages(turn.source, pull.targets)
+            self.results.append((turn.id, error))
 
     def check_loaded(self, turn: Turn) -> None:
         """Check that nothing was written to the loaded pages of a request after their load."""
@@ -359,32 +298,20 @@ class Rank:
 
     # Messages.
 
-    def _release(self, pull: Pull, *, abandoned: bool) -> Release:
-        return Release(
-            incarnation=pull.ticket.incarnation,
-            slot=pull.ticket.hold.slot,
-            generation=pull.ticket.hold.generation,
+    def _message(self, rank: int, pull: Pull, *, abandoned: bool) -> Message:
+        note = release(
+            pull.ticket.incarnation,
+            pull.hold,
             engine=self.engine.name,
-            rank=self.index,
+            rank=self.rank,
             expected=1,
             abandoned=abandoned,
         )
+        return self._note(note)
 
-    def _renewal(self, ticket: Ticket) -> Renewal:
-        return Renewal(
-            incarnation=ticket.incarnation,
-            slot=ticket.hold.slot,
-            generation=ticket.hold.generation,
-            engine=self.engine.name,
-            life=1,
-        )
-
-    def _message(self, note: Release | Renewal) -> Message:
+    def _note(self, note: Release | Renewal) -> Message:
         payload = encode([note])
-        return Message(sender=self.engine.name, rank=self.index, payload=payload, origins=())
-
-    def _send(self, note: Release | Renewal) -> None:
-        self.engine.world.fabric.messages.append(self._message(note))
+        return Message(sender=self.engine.name, rank=self.rank, payload=payload, origins=())
 
 
 class Engine(Scheduler):
@@ -393,12 +320,13 @@ class Engine(Scheduler):
     def __init__(self, world: TwoEngines, name: str, max_held: int | None) -> None:
         self.world, self.name = world, name
         self.incarnation: Incarnation = random_incarnation()
-        self.holds = world.parts.scheduler_holds(PAGES, max_pages=max_held)
+        self.holds = world.components.of(SchedulerHolds)(PAGES, max_pages=max_held)
         self.users = HoldUsers()
         self.pressure = BlockPressure(PAGES, RANKS)
         self.turns: dict[RequestId, Turn] = {}
         self.sent: dict[RequestId, set[int]] = defaultdict(set)
-        super().__init__([world.parts.rank(self, index) for index in range(RANKS)], PAGES)
+        rank = world.components.of(Rank)
+        super().__init__([rank(self, index) for index in range(RANKS)], PAGES)
         self._prepares: list[Turn] = []
         self._begins: list[tuple[Turn, bool]] = []
         self._aborts: list[RequestId] = []
@@ -592,33 +520,22 @@ class Engine(Scheduler):
         return self.pressure.ask(self.world.now, held=self.holds.ticketed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The classes that both engines are made of; a planted fault replaces one of them."""
-
-    engine: type[Engine] = Engine
-    rank: type[Rank] = Rank
-    scheduler_holds: type[SchedulerHolds] = SchedulerHolds
-    worker_holds: type[WorkerHolds] = WorkerHolds
-    loads: type[Loads] = Loads
-
-
 class TwoEngines:
     """Both engines, what is under way between them, and the clock.
 
-    Args:
-        parts: the classes of which the engines are made.
-        max_held: how many pages of an engine may be held; ``None`` for no limit.
+    ``max_held`` is how many pages of an engine may be held; ``None`` for no limit.
     """
 
-    def __init__(self, parts: Parts, max_held: int | None) -> None:
-        self.parts = parts
+    plan = tuple((RemoteRank(rank=rank, reads=True),) for rank in range(RANKS))
+
+    def __init__(self, components: Components, max_held: int | None) -> None:
+        self.components = components
         self.now = 0.0
         self.fabric = Fabric()
         self.issues: list[Issue] = []
         self._uids = itertools.count(1)
         self.engines: list[Engine] = []
-        self.engines += [parts.engine(self, name, max_held) for name in "AB"]
+        self.engines += [components.of(Engine)(self, name, max_held) for name in "AB"]
 
     def moves(self) -> list[Move]:
         """Return every step that some part of the simulation can take now."""
@@ -637,7 +554,7 @@ class TwoEngines:
                     yield partial(self.device, rank)
                 if any(transfer.state.final for transfer in rank.transfers):
                     yield rank.poll
-                if rank.passed or len(rank.loads):
+                if rank.passed or rank.loads.open:
                     yield rank.tick
 
     def device(self, rank: Rank) -> None:
@@ -738,4 +655,4 @@ def _check_end(engine: Engine) -> None:
     for rank in engine.ranks:
         require(set(rank.words) == {NOTHING}, "words left:", rank.words)
         require(rank.holds.held == 0, "a worker still holds:", rank.holds.held)
-        require(len(rank.loads) == 0, "loads that are never over:", len(rank.loads))
+        require(not rank.loads.open, "loads that are never over:", rank.loads.open)

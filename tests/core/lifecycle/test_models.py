@@ -1,6 +1,8 @@
-"""Fixed sequences of events find the planted faults, each by the invariant that it breaks.
+"""The models: the real state machines with simulated engines, always the same orders of events.
 
-When a simulation changes, ``python -m tests.core.lifecycle.record`` makes those anew that fail.
+Fixed sequences of events find the planted faults, each by the invariant that it breaks. When a
+simulation changes, ``python -m tests.core.lifecycle.record`` makes those anew that fail. Longer
+searches, and those for planted faults, are in ``tests/long/lifecycle``.
 """
 
 from __future__ import annotations
@@ -9,9 +11,15 @@ import pytest
 
 from tests.core.lifecycle.model import replay
 from tests.core.lifecycle.planted import MODELS, PLANTED, plant
+from tests.core.lifecycle.searches import search
 from tests.core.lifecycle.sequences import load
 
 SEQUENCES = load()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_model_holds_in_some_orders_of_events(model: str) -> None:
+    search(MODELS[model], MODELS[model].examples // 10)
 
 
 @pytest.mark.parametrize(
