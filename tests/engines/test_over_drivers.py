@@ -42,7 +42,7 @@ def engines(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     """One rank, and two that compute prompts in chunks; both prefill and decode."""
-    options = {"extra": DRIVERS[request.param] | TWO_WAY, "transfer": RECOMPUTE}
+    options: dict[str, Any] = {"extra": DRIVERS[request.param] | TWO_WAY, "transfer": RECOMPUTE}
     with fleet(checkpoint, tmp_path_factory.mktemp("drivers")) as started:
         one = started.launch("one", ROLE, **options)
         two = started.launch(

@@ -7,6 +7,7 @@ More families are in ``tests/long``.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,7 +103,7 @@ def check_edited_message(
     Decode with smaller blocks has freed a part of the window's first page.
     """
     assert WINDOW == 80, "so that windows begin where a page is split"
-    options = {"extra": TWO_WAY, "transfer": RECOMPUTE}
+    options: dict[str, Any] = {"extra": TWO_WAY, "transfer": RECOMPUTE}
     with fleet(checkpoint, folder) as engines:
         ordinary = engines.launch("ordinary")
         prefill = engines.launch(
