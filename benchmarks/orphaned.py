@@ -28,8 +28,12 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # for what the tests know of starting engines
 from examples.tiny_llama import prompt  # noqa: E402
 from tests.engines import engines, probes  # noqa: E402
-from tests.engines.engines import PREFILL, Engine  # noqa: E402
-from tests.engines.fixtures import CONNECTOR, _build  # noqa: E402
+from tests.engines.engines import (  # noqa: E402
+    CONNECTOR,
+    PREFILL,
+    Engine,
+)
+from tests.engines.fixtures import _build  # noqa: E402
 
 BLOCKS = 257
 """Of 32 tokens each, and one that is never given out."""

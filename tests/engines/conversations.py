@@ -161,7 +161,7 @@ def forget(*engines: Engine) -> None:
     """Wait until only conversations hold blocks, and have them forgotten."""
     eventually(lambda: all(engine.run(_only_conversations) for engine in engines))
     for engine in engines:
-        engine.run(probes.reset_prefix_cache)
+        engine.run(probes.end_holds)
 
 
 def held(engine: Any) -> int:
@@ -171,7 +171,7 @@ def held(engine: Any) -> int:
 
 def kept(engine: Any) -> int:
     """How many conversations the scheduler half holds."""
-    half = engine.engine_core.engine_core.scheduler.connector._scheduler_half()
+    half = probes.connector(engine)._scheduler_half()
     return len(half._producer._holds._conversations)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
 import os
 import time
@@ -12,18 +11,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from tests.engines.engines import (
-    ANSWER_SECONDS,
-    OPTIONS,
-    START_SECONDS,
-    EngineError,
-    excerpt,
-)
+from tests.engines.engines import ANSWER_SECONDS, OPTIONS, START_SECONDS, Child
 from tests.engines.messages import Completion
 
 
-class Deployment:
+class Deployment(Child):
     """Some engines behind one front end. Closing it twice is fine."""
+
+    name = "the deployment"
 
     def __init__(self, model: Path, folder: Path, **options: Any) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -71,34 +66,9 @@ class Deployment:
         """Wait until the engines' processes have ended; their exit codes."""
         return list(self._call("ended"))
 
-    def log(self) -> str:
-        """All that the engines have written so far."""
-        return self._log.read_text(errors="replace")
-
-    def close(self) -> None:
-        """End all of them."""
-        with contextlib.suppress(OSError, EOFError):
-            self._connection.send(("close",))
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._connection.close()
-
     def _call(self, *message: Any) -> Any:
         self._connection.send(message)
         return self._receive(ANSWER_SECONDS)
-
-    def _receive(self, seconds: float) -> Any:
-        try:
-            if self._connection.poll(seconds):
-                return self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise EngineError(f"the deployment ended: {self._tail()}") from error
-        raise EngineError(f"the deployment is silent for {seconds} s: {self._tail()}")
-
-    def _tail(self) -> str:
-        return excerpt(self.log())
 
 
 class _FrontEnd:

@@ -12,6 +12,7 @@ from typing import Any
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
+from tests.engines.conversations import forget
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.ranks import at_rest, come_to
 from tests.engines.steps import eventually, texts
@@ -113,6 +114,7 @@ def check_early(
     assert hand_over_early(prefill, decode, *prompts) == wanted
     assert hand_over_preempted(prefill, decode, prompts[-1], 3) == wanted[-1:]
     assert early_loads(decode) > begun
+    forget(prefill, decode)
     come_to(rest, prefill, decode)
 
 
@@ -124,11 +126,7 @@ def early_loads(engine: Engine) -> float:
 
 def side_channel(engine: Any) -> dict[str, str]:
     """What a router says of this engine to decode."""
-    connector = engine.engine_core.engine_core.scheduler.connector
-    children = getattr(connector, "_connectors", [connector])  # of a MultiConnector
-    [serving] = [
-        each._scheduler._serving for each in children if type(each).__name__ == "KVFerryConnector"
-    ]
+    serving = probes.connector(engine)._scheduler._serving
     return {
         "remote_engine_id": serving.engine,
         "remote_bootstrap_addr": f"http://{serving.host}:{serving.port}",

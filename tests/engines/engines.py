@@ -21,6 +21,7 @@ from tests.engines.messages import Completion, Request
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "NUMBA_DISABLE_JIT": "1",  # drafts from a prompt need no compiler, which takes five seconds
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -52,6 +53,15 @@ PREFILL: dict[str, Any] = {
     "remote_port": None,
 }
 """The ``kv_transfer_params`` with which a router asks an engine to prefill for another one."""
+
+CONNECTOR = {
+    "kv_connector": "KVFerryConnector",
+    "kv_connector_module_path": "kvferry.integrations.vllm",
+}
+
+PATIENT = {"handshake_timeout": 50.0, "drain_timeout": 0.0}
+"""Options of the test engines: many share a few cores, where a handshake may take long, and none
+that ends waits until somebody has read what it holds."""
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "from tests.engines import engine_process; engine_process.run()"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,9 @@ import pytest
 
 from tests.engines import engines, families
 from tests.engines.engines import ROOT, Engine
+from tests.engines.fleet import fleet
 from tests.engines.ranks import at_rest
 from tests.integrations.vllm.next_version.sdist import SdistError, fetch
-
-CONNECTOR = {
-    "kv_connector": "KVFerryConnector",
-    "kv_connector_module_path": "kvferry.integrations.vllm",
-}
-
-PATIENT = {"handshake_timeout": 50.0}
-"""Options of the test engines: many share a few cores, and a handshake may take long there."""
 
 StartEngine = Callable[..., Engine]
 
@@ -46,36 +38,6 @@ def checkpoints(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return {"llama": checkpoint} | {path.name: path for path in folder.iterdir()}
 
 
-@contextmanager
-def _engines(checkpoint: Path, folder: Path) -> Iterator[StartEngine]:
-    started: list[Engine] = []
-
-    def start(
-        name: str,
-        role: str | None = None,
-        *,
-        extra: dict[str, Any] | None = None,
-        transfer: dict[str, Any] | None = None,
-        model: Path = checkpoint,
-        **options: Any,
-    ) -> Engine:
-        if role is not None:
-            options["kv_transfer_config"] = (
-                CONNECTOR
-                | {"kv_role": role, "kv_connector_extra_config": PATIENT | (extra or {})}
-                | (transfer or {})
-            )
-        engine = Engine(name, model, folder, **options)
-        started.append(engine)
-        return engine.wait_started()
-
-    yield start
-    for engine in started:
-        engine.begin_close()
-    for engine in started:
-        engine.close()
-
-
 @pytest.fixture(scope="module")
 def start_engine(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
@@ -84,11 +46,10 @@ def start_engine(
 
     An idle engine still steps: several that outlive their tests keep a core from the others.
 
-    ``role`` makes it a kvferry engine; ``extra`` is its ``kv_connector_extra_config``, ``transfer``
-    the rest of its ``kv_transfer_config``.
+    Its arguments are those of `Fleet.launch`.
     """
-    with _engines(checkpoint, tmp_path_factory.mktemp("engines")) as start:
-        yield start
+    with fleet(checkpoint, tmp_path_factory.mktemp("engines")) as engines:
+        yield engines.start
 
 
 @pytest.fixture(scope="session")
@@ -96,10 +57,10 @@ def start_shared_engine(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartEngine]:
     """As ``start_engine``, for engines that all modules share."""
-    with _engines(checkpoint, tmp_path_factory.mktemp("shared_engines")) as start:
+    with fleet(checkpoint, tmp_path_factory.mktemp("shared_engines")) as engines:
 
         def start_shared(name: str, role: str | None = None, **options: Any) -> Engine:
-            engine = start(name, role, **options)
+            engine = engines.start(name, role, **options)
             if role is not None:
                 [AT_START[engine.name]] = at_rest(engine)
             return engine

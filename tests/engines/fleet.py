@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.engines.engines import Engine
-from tests.engines.fixtures import CONNECTOR, PATIENT
+from tests.engines.engines import CONNECTOR, PATIENT, Engine
 
 
 class Fleet:
-    """Engines of a model; ``options`` are for all of them."""
+    """Engines of a model, unless they have one of their own; ``options`` are for all of them."""
 
     def __init__(self, model: Path, folder: Path, options: Mapping[str, Any]) -> None:
         self._model = model
@@ -26,12 +25,13 @@ class Fleet:
         role: str | None = None,
         extra: Mapping[str, Any] | None = None,
         transfer: Mapping[str, Any] | None = None,
+        model: Path | None = None,
         **options: Any,
     ) -> Engine:
         """An engine that has yet to start; ``role`` makes it a kvferry engine.
 
         ``extra`` is its ``kv_connector_extra_config``, ``transfer`` the rest of its
-        ``kv_transfer_config``.
+        ``kv_transfer_config``. It may have another ``model``.
         """
         if role is not None:
             options["kv_transfer_config"] = (
@@ -39,10 +39,14 @@ class Fleet:
                 | {"kv_role": role, "kv_connector_extra_config": {**PATIENT, **(extra or {})}}
                 | dict(transfer or {})
             )
-        name = f"{self._model.name}-{name}"
-        engine = Engine(name, self._model, self._folder, **{**self._options, **options})
+        model = model or self._model
+        engine = Engine(f"{model.name}-{name}", model, self._folder, **{**self._options, **options})
         self._engines.append(engine)
         return engine
+
+    def start(self, name: str, role: str | None = None, **options: Any) -> Engine:
+        """Launch an engine, and wait until it serves."""
+        return self.launch(name, role, **options).wait_started()
 
     def wait_started(self) -> None:
         """Return when all serve."""

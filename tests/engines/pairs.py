@@ -37,6 +37,7 @@ class Family:
         steady: an engine's text does not depend on how its tokens were computed: in a prompt or
             after it, alone or with others.
         options: for its engines.
+        like: the family that keeps the same kinds of cache, if one does.
         channels: of the parts of a convolution, on all ranks together.
         copied: which of these parts each rank has whole.
     """
@@ -47,6 +48,7 @@ class Family:
     chunk: int = 64
     steady: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    like: str = ""
     channels: tuple[int, ...] = ()
     copied: tuple[int, ...] = ()
 
@@ -55,24 +57,35 @@ GEMMA = Family(name="gemma3", left=1)
 GRANITE = Family(
     name="granite4", left=1, blocks=(96, 128), chunk=128, channels=(256, 32, 32), copied=(1, 2)
 )
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    left=1,
+    blocks=(288, 320),
+    chunk=0,
+    steady=False,
+    options=BF16,
+    channels=(128, 128, 256),
+)
+DEEPSEEK = Family(name="deepseek", blocks=(16, 16), chunk=0, steady=False, options=PLAIN_MLA)
+NEMOTRON = Family(
+    name="nemotron_h",
+    left=1,
+    blocks=(96, 128),
+    chunk=128,
+    like="granite4",
+    channels=(256, 64, 64),
+)
 ALL = (
     GEMMA,
     GRANITE,
-    Family(name="qwen3"),
     Family(name="mistral", left=1),
-    Family(name="gpt_oss", left=1),
-    Family(name="nemotron_h", left=1, blocks=(96, 128), chunk=128, channels=(256, 64, 64)),
-    Family(
-        name="qwen3_next",
-        left=1,
-        blocks=(288, 320),
-        chunk=0,
-        steady=False,
-        options=BF16,
-        channels=(128, 128, 256),
-    ),
-    Family(name="deepseek", blocks=(16, 16), chunk=0, steady=False, options=PLAIN_MLA),
+    QWEN3_NEXT,
+    DEEPSEEK,
+    Family(name="qwen3", like="llama"),
+    Family(name="gpt_oss", left=1, like="gemma3"),
+    NEMOTRON,
 )
+"""First those that are like no other one: pytest groups tests by the index of a family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +113,11 @@ class Pair:
     def block(self, engine: Engine) -> int:
         """How many tokens a block of an engine has."""
         return self.family.blocks[engine is self.two]
+
+
+def nearly_full(block: int) -> list[int]:
+    """Prompts whose last block has room for two more tokens: the first block, or the third."""
+    return [length for length in (block - 2, 3 * block - 2) if length < 400]
 
 
 @contextmanager

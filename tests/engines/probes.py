@@ -99,10 +99,28 @@ def reset_prefix_cache(engine: Any) -> bool:
     return done
 
 
+def end_holds(engine: Any) -> None:
+    """End all that the connector holds; what other connectors keep elsewhere stays."""
+    connector(engine).reset_cache()
+
+
 def forget_prefixes(engine: Any) -> bool:
-    """vLLM's reset of its own cache; what connectors keep elsewhere stays."""
+    """vLLM's reset of its own cache; what other connectors keep elsewhere stays."""
+    end_holds(engine)
     done: bool = engine.reset_prefix_cache()
     return done
+
+
+def connector(engine: Any) -> Any:
+    """The scheduler's, also of an engine that has several."""
+    return ours(engine.engine_core.engine_core.scheduler.connector)
+
+
+def ours(connector: Any) -> Any:
+    """A connector, or that of kvferry below a MultiConnector."""
+    children = getattr(connector, "_connectors", [connector])
+    [found] = [each for each in children if type(each).__name__ == "KVFerryConnector"]
+    return found
 
 
 def refusal(engine: Any, arguments: dict[str, Any]) -> str:
@@ -185,47 +203,3 @@ def _wait_for(gate: str) -> None:
 def _caches(engine: Any) -> list[Any]:
     context = engine.vllm_config.compilation_config.static_forward_context
     return [layer.kv_cache for layer in context.values()]
-
-
-def cache_written_by_kernel(
-    engine: Any, dtype: str, block: int, head: int, cache_dtype: str = "auto", isa: str = ""
-) -> list[str]:
-    """Let vLLM's CPU kernel fill a cache, and compare each element with what the layout says.
-
-    ``isa`` names the kernel; vLLM chooses unless it is given. Returns the fields whose elements
-    stand elsewhere.
-    """
-    import torch
-    from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-
-    from tests.vllm.caches import views
-
-    heads, pages, tokens = 2, 4, 2 * block
-    element = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype)
-    spec = FullAttentionSpec(
-        block_size=block,
-        num_kv_heads=heads,
-        head_size=head,
-        dtype=torch.uint8 if element else getattr(torch, dtype),
-        kv_quant_mode=get_kv_quant_mode(cache_dtype),
-    )
-    isa = isa or _get_attn_isa(getattr(torch, dtype), block, head, cache_dtype)
-    rank = views.Rank([views.group(["layer"], spec)], backends=f"CPU_ATTN/{isa}", blocks=pages)
-    cache = rank.caches["layer"]
-    # Small integers: exact in every type, different for neighbours along each axis.
-    key = torch.arange(tokens * heads * head).reshape(tokens, heads, head).remainder(7)
-    written = {"k": key.to(getattr(torch, dtype)), "v": (key + 1).to(getattr(torch, dtype))}
-    slots = torch.cat([torch.arange(block) + page * block for page in (3, 1)])
-    halves = cache.view(pages, heads, 2 * block, head).chunk(2, dim=2)
-    scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": cache_dtype}
-    ops.cpu_attn_reshape_and_cache(written["k"], written["v"], *halves, slots, isa, **scales)
-    stored = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-    wrong = []
-    for field in rank.layout.fields:
-        found = stored[torch.from_numpy(views.walk(field))[[3, 1]]].view(element or cache.dtype)
-        values = written[field.key[-1]].to(element or cache.dtype)
-        if not torch.equal(found.flatten(0, 1).float(), values.float()):
-            wrong.append(field.key)
-    return wrong

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.engines import probes
 from tests.engines.engines import Engine
-from tests.engines.steps import eventually
+from tests.engines.steps import eventually, idle_blocks
 
 if TYPE_CHECKING:
     from kvferry.core.endpoint import Endpoint
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 def at_rest(*engines: Engine) -> list[dict[str, Any]]:
     """What must be the same before and after a hand-over, whatever happened in between."""
     return [engine.run(_at_rest) for engine in engines]
+
+
+def left_alone(*engines: Engine) -> list[dict[str, Any]]:
+    """The same, once nothing is left of earlier tests, not all of whose tickets were used."""
+    for engine in engines:
+        engine.run(probes.end_holds)
+        idle_blocks(engine)
+    return at_rest(*engines)
 
 
 def come_to(rest: list[dict[str, Any]], *engines: Engine) -> None:
@@ -138,5 +146,5 @@ def endpoint() -> Endpoint:
     """Of this process' rank."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    found: Endpoint = get_kv_transfer_group()._worker._endpoint
+    found: Endpoint = probes.ours(get_kv_transfer_group())._worker._endpoint
     return found

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines import killing, probes
+from tests.engines import killing
 from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.steps import eventually, hand_over, idle_blocks, texts
+from tests.engines.steps import hand_over, texts
 from tests.faults.cable import Channel, pester
 from tests.faults.cells import Cell
 
 pytestmark = pytest.mark.timeout(300)
 
 HANDSHAKE = 2.0
-LEASE = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -77,30 +75,3 @@ def test_strangers_at_a_side_channel(reference: Engine, prefill: Engine, decode:
     assert completion.text == texts(reference, prompt(82))[0]
     cell.write("loaded")
     assert hand_over(prefill, decode, prompt(82))[0] == texts(reference, prompt(82))
-
-
-def test_a_consumer_that_is_killed_and_started_again(
-    reference: Engine, prefill: Engine, start_engine: StartEngine, tmp_path: Path
-) -> None:
-    """Pages that it was reading come back with their lease; its next start reads what still is."""
-    hasty = start_engine("hasty", "kv_producer", extra={"kv_lease_duration": LEASE})
-    free = idle_blocks(hasty)
-    rest = idle_blocks(prefill)
-    first = start_engine("again", "kv_consumer", transfer={"engine_id": "again"})
-    gate = tmp_path / "gate"
-    first.run(probes.gate_reads, str(gate), False)
-    [short], [long] = hasty.prefill(prompt(83)), prefill.prefill(prompt(84))
-    first.submit(prompt(83), params=short)
-    eventually(gate.with_suffix(".reached").exists)
-    first.submit(prompt(84), params=long)
-    killed = Cell(side="consumer", fault="killed", stage="reading", driver="vllm")
-    again = Cell(side="consumer", fault="restarted", stage="reading", driver="vllm")
-    first.kill()
-    eventually(lambda: hasty.run(probes.free_blocks) == free)
-    killed.write("released by the lease")
-    second = start_engine("again", "kv_consumer", transfer={"engine_id": "again"})
-    [completion] = second.generate(prompt(84), params=long)
-    assert completion.text == texts(reference, prompt(84))[0]
-    again.write("loaded")
-    eventually(lambda: prefill.run(probes.free_blocks) == rest)
-    second.close()

@@ -1,4 +1,4 @@
-"""A producer is killed: what decode knows of it, when, and how it goes on. Over every driver.
+"""A producer is killed: what decode knows of it, when, and how it goes on.
 
 ``-o log_cli=true -o log_cli_level=INFO`` shows the seconds.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,6 @@ pytestmark = pytest.mark.timeout(600)
 
 logger = logging.getLogger(__name__)
 
-DRIVERS = [
-    "loopback",
-    "nixl",
-    "ucx",
-]
 LEASE_SECONDS = 30.0
 """Until then a load would end by itself; a death has to be known long before."""
 
@@ -50,36 +46,56 @@ class World:
     decode: dict[str, Engine]
 
 
-@pytest.fixture(scope="module", params=DRIVERS)
-def world(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    """Started at the same time; a test kills one producer."""
-    extra = {"driver": request.param}
-    with fleet(checkpoint, tmp_path_factory.mktemp("killed")) as engines:
+@contextmanager
+def started(checkpoint: Path, folder: Path, driver: str, *deaths: str) -> Iterator[World]:
+    """Engines over a driver, which start at the same time; ``deaths`` are keys of ``failing``."""
+    extra = {"driver": driver}
+    with fleet(checkpoint, folder) as engines:
         found = World(
-            driver=request.param,
+            driver=driver,
             healthy=engines.launch("healthy", "kv_producer", extra),
             failing={
-                "fail": engines.launch("failing", "kv_producer", extra),
-                "recompute": engines.launch(
-                    "failing-tp2", "kv_producer", extra, tensor_parallel_size=2
-                ),
-                "idle": engines.launch("failing-idle", "kv_producer", extra),
+                death: engines.launch(
+                    f"failing-{death}",
+                    "kv_producer",
+                    extra,
+                    tensor_parallel_size=2 if death == "recompute" else 1,
+                )
+                for death in deaths
             },
             decode={
                 policy: engines.launch(
                     policy, "kv_consumer", extra, {"kv_load_failure_policy": policy}
                 )
-                for policy in ("fail", "recompute")
+                for policy in deaths
+                if policy != "idle"
             },
         )
         engines.wait_started()
         yield found
 
 
+@pytest.fixture(scope="module")
+def world(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("killed")
+    with started(checkpoint, folder, "loopback", "fail", "recompute", "idle") as found:
+        yield found
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_in_the_middle_of_a_read(reference: Engine, world: World, policy: str) -> None:
+    check_in_the_middle_of_a_read(reference, world, policy)
+
+
+@pytest.mark.parametrize(("driver", "policy"), [("nixl", "recompute"), ("ucx", "fail")])
+def test_in_the_middle_of_a_read_over(
+    reference: Engine, checkpoint: Path, tmp_path: Path, driver: str, policy: str
+) -> None:
+    with started(checkpoint, tmp_path, driver, policy) as world:
+        check_in_the_middle_of_a_read(reference, world, policy)
+
+
+def check_in_the_middle_of_a_read(reference: Engine, world: World, policy: str) -> None:
     """Its request fails, or is computed here; another producer's, read meanwhile, does not."""
     where = "vllm" if world.driver == "loopback" else f"vllm over {world.driver}"
     fault = "killed" if policy == "fail" else "killed, and decode recomputes"
@@ -133,8 +149,7 @@ def test_between_two_reads(reference: Engine, world: World) -> None:
     for length, ticket in zip((61, 62), tickets, strict=True):
         [completion] = decode.generate(prompt(length), params=ticket)
         assert completion.finish_reason == "error"
-    if world.driver == "loopback":
-        cell.write("failed alone")
+    cell.write("failed alone")
     come_to(rest, healthy, decode)
     goes_on(reference, healthy, decode)
 

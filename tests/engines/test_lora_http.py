@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines.fixtures import CONNECTOR, PATIENT
+from tests.engines.engines import CONNECTOR, PATIENT
 from tests.engines.http_server import HttpServer
 from tests.engines.lora import RANK, write_adapter
 from tests.engines.steps import eventually
@@ -124,45 +124,28 @@ def test_loaded_at_run_time(servers: Servers, tmp_path: Path) -> None:
     pulls(servers.recomputing, servers.failing, prompt(LENGTH, seed=2), "loaded")
 
 
-@pytest.mark.parametrize("how", ["in place", "unloaded"])
-def test_other_weights_under_the_same_name(servers: Servers, tmp_path: Path, how: str) -> None:
+def test_other_weights_under_the_same_name(servers: Servers, tmp_path: Path) -> None:
     """One engine has them first: tickets are refused until the other one has them, too."""
-    failing, recomputing, name = servers.failing, servers.recomputing, f"moving {how}"
+    failing, recomputing, name = servers.failing, servers.recomputing, "moving"
     old, new = (write_adapter(tmp_path / str(seed), seed=seed) for seed in (3, 4))
 
     def replace(server: HttpServer) -> None:
         assert load(server, name, new) == 400  # vLLM wants to be told that this is on purpose
-        if how == "unloaded":
-            server.post("/v1/unload_lora_adapter", {"lora_name": name})
-        assert load(server, name, new, load_inplace=how == "in place") == 200
+        server.post("/v1/unload_lora_adapter", {"lora_name": name})
+        assert load(server, name, new) == 200
 
     for server in (failing, recomputing):
         assert load(server, name, old) == 200
-    assert load(failing, f"new {how}", new) == 200
+    assert load(failing, "new", new) == 200
     pulls(failing, recomputing, prompt(LENGTH, seed=3), name)
     replace(recomputing)
     asked = prompt(LENGTH, seed=4)
-    expected = text(failing, f"new {how}", asked)
+    expected = text(failing, "new", asked)
     assert refuses(failing, recomputing, asked, name, name) == (200, expected)
     assert refuses(recomputing, failing, prompt(LENGTH, seed=5), name, name) == (500, "")
     replace(failing)
     pulls(failing, recomputing, prompt(LENGTH, seed=6), name)
     pulls(recomputing, failing, prompt(LENGTH, seed=7), name)
-
-
-def test_adapter_and_base_model(servers: Servers, tmp_path: Path) -> None:
-    failing, recomputing, base = servers.failing, servers.recomputing, servers.failing.model
-    path = write_adapter(tmp_path / "one", seed=8)
-    for server in (failing, recomputing):
-        assert load(server, "one", path) == 200
-    for there, here in (("one", base), (base, "one")):
-        asked = prompt(LENGTH, seed=8)
-        assert refuses(failing, recomputing, asked, there, here) == (
-            200,
-            text(failing, here, asked),
-        )
-        assert refuses(recomputing, failing, prompt(LENGTH, seed=9), there, here) == (500, "")
-    assert "or with a LoRA adapter, while this request has none" in failing.log()
 
 
 def test_paths_that_are_gone(servers: Servers, tmp_path: Path) -> None:

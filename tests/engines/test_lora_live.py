@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,23 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
+from tests.engines.conversations import (
+    RECOMPUTE,
+    ROLE,
+    TWO_WAY,
+    Conversation,
+    check_turns,
+    edited_histories,
+    same_answer,
+    words,
+)
 from tests.engines.early import Legs, early_loads
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fleet import fleet
 from tests.engines.lora import RANK, load, lora, write_adapter
 from tests.engines.messages import Completion
-from tests.engines.ranks import at_rest, come_to
-from tests.engines.steps import pulled_by
+from tests.engines.ranks import come_to, left_alone
+from tests.engines.steps import eventually, pulled_by
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,7 +46,7 @@ class Engines:
     """Two engines that prefill, ``ranks`` with two ranks, ``prefill`` in chunks; two that decode.
 
     ``believing`` accepts any ticket. Without a ticket, it is an ordinary engine, which the others
-    must agree with.
+    must agree with. ``ranks`` and ``believing`` lead conversations, too.
     """
 
     prefill: Engine
@@ -51,12 +60,14 @@ def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ahead: dict[str, Any] = {
         "async_scheduling": True
     }  # as on a GPU: steps are built before the last one's report
+    talking: dict[str, Any] = {"transfer": RECOMPUTE, "extra": TWO_WAY}
+    believing = talking | {"extra": TWO_WAY | {"verify_prompt": False}}
     with fleet(checkpoint, tmp_path_factory.mktemp("lora"), **OPTIONS) as started:
         found = Engines(
             prefill=started.launch("prefill", "kv_producer", max_num_batched_tokens=CHUNK, **ahead),
-            ranks=started.launch("ranks", "kv_producer", tensor_parallel_size=2),
+            ranks=started.launch("ranks", ROLE, **talking, tensor_parallel_size=2),
             decode=started.launch("decode", "kv_consumer", {"load_timeout": 20.0}, **ahead),
-            believing=started.launch("believing", "kv_consumer", extra={"verify_prompt": False}),
+            believing=started.launch("believing", ROLE, **believing),
         )
         started.wait_started()
         yield found
@@ -117,21 +128,12 @@ def not_made(engine: Engine) -> float:
 ANOTHER_PROMPT = "made for another prompt"
 
 
-@pytest.mark.parametrize("length", [5, 100])
-def test_hand_over(engines: Engines, first: Path, length: int) -> None:
+def test_hand_over(engines: Engines, first: Path) -> None:
     """The prompt is pulled whole, and the text is the adapter's."""
-    asked, adapter = prompt(length, seed=60), lora(first)
+    asked, adapter = prompt(100, seed=60), lora(first)
     expected = text(engines.believing, asked, adapter)
     assert pulls(engines, asked, adapter, adapter) == expected
     assert expected != text(engines.believing, asked, None)
-
-
-def test_the_same_content_elsewhere(engines: Engines, first: Path, tmp_path: Path) -> None:
-    """Another path and another number, as on another host."""
-    shutil.copytree(first, tmp_path / "copy")
-    asked = prompt(70, seed=61)
-    got = pulls(engines, asked, lora(first), lora(tmp_path / "copy", number=11))
-    assert got == text(engines.believing, asked, lora(first))
 
 
 @pytest.fixture
@@ -237,19 +239,6 @@ def test_files_that_changed_after_they_were_loaded(engines: Engines, tmp_path: P
     assert "vLLM keeps blocks of those in its prefix cache" in engines.prefill.log()
 
 
-def test_files_that_are_gone(engines: Engines, tmp_path: Path) -> None:
-    adapter = lora(write_adapter(tmp_path / "gone", seed=7), name="gone", number=7)
-    for engine in (engines.prefill, engines.decode):
-        engine.run(load, adapter)
-    tickets = engines.prefill.prefill(prompt(50, seed=80), lora=adapter)
-    shutil.rmtree(tmp_path / "gone")
-    [completion] = engines.decode.generate(prompt(50, seed=80), params=tickets, lora=adapter)
-    assert completion.finish_reason == "error"
-    [ticket] = engines.prefill.prefill(prompt(50, seed=81), lora=adapter)
-    assert "kvferry" not in ticket
-    assert "cannot be read" in engines.prefill.log()
-
-
 def test_two_ranks(engines: Engines, first: Path) -> None:
     """Both report what they loaded."""
     asked, adapter = prompt(90, seed=82), lora(first)
@@ -293,9 +282,9 @@ def early_legs(engines: Engines, asked: list[int], there: Adapter, here: Adapter
 
 def test_early_hand_over(engines: Engines, first: Path) -> None:
     """A ticket with an adapter may be revoked, so it comes at the end; others have parts."""
-    rest = at_rest(engines.prefill, engines.decode)
+    rest = left_alone(engines.prefill, engines.decode)
     for adapter, begun in ((lora(first), 0), (None, 1)):
-        for length in (5, CHUNK, 300):
+        for length in (CHUNK, 300):
             asked = prompt(length, seed=90)
             before = pulled_by(engines.decode), early_loads(engines.decode)
             with engines.prefill.paused():
@@ -319,7 +308,7 @@ def check_other_adapter(
     engines: Engines, adapters: dict[str | None, Adapter], there: str, here: str
 ) -> None:
     """A room is for one prompt with one adapter: no part comes, or one that does not fit."""
-    rest, before = at_rest(engines.decode), len(engines.decode.log())
+    rest, before = left_alone(engines.decode), len(engines.decode.log())
     with engines.prefill.paused():
         asked = prompt(300, seed=91)
         legs = early_legs(engines, asked, adapters[there], adapters[here])
@@ -336,10 +325,36 @@ def test_early_request_whose_prefill_makes_no_ticket(engines: Engines, tmp_path:
     adapter = lora(write_adapter(tmp_path / "early", seed=10), name="early", number=20)
     for engine in (engines.prefill, engines.decode):
         engine.run(load, adapter)
-    rest = at_rest(engines.prefill, engines.decode)
+    rest = left_alone(engines.prefill, engines.decode)
     with engines.prefill.paused():
         legs = early_legs(engines, prompt(150, seed=92), adapter, adapter)
         engines.prefill.step(2)
         write_adapter(tmp_path / "early", seed=11)
     assert legs.texts() == [""]
     come_to(rest, engines.prefill, engines.decode)
+
+
+def conversation_with(engines: Engines, path: Path, number: int) -> Conversation:
+    adapter = lora(write_adapter(path, seed=number), name=path.name, number=number)
+    return Conversation(prefill=engines.ranks, decode=engines.believing, options={"lora": adapter})
+
+
+def test_turns(engines: Engines, tmp_path: Path) -> None:
+    """Prefill, of two ranks, pulls what decode has computed with the adapter."""
+    conversation = conversation_with(engines, tmp_path / "talking", 31)
+    check_turns(engines.decode, conversation, block=32)
+
+
+def test_the_next_turn_has_another_adapter(engines: Engines, second: Path, tmp_path: Path) -> None:
+    """Nothing of the conversation is of use: all is computed with the new weights."""
+    prefill, ordinary = engines.ranks, engines.decode
+    conversation = conversation_with(engines, tmp_path / "changing", 32)
+    conversation.say(words(40), max_tokens=30)
+    before = edited_histories(prefill)
+    for adapter in (lora(second, name="second", number=2), None):
+        conversation.options = {"lora": adapter}
+        turn = conversation.say(words(30), max_tokens=12)
+        assert same_answer(ordinary, turn, max_tokens=12, lora=adapter)
+        assert (turn.computed, turn.pulled) == (len(turn.prompt), 0)
+    conversation.end()
+    eventually(lambda: edited_histories(prefill) == before + 2)

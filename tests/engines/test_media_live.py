@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.engines import media, probes
+from tests.engines.conversations import COMPUTED, RECOMPUTE, ROLE, TWO_WAY, words
 from tests.engines.engines import PREFILL, Engine, EngineError
 from tests.engines.families import FULL, IMAGE, SLIDING, WINDOW
 from tests.engines.fleet import fleet
 from tests.engines.media import Prompt
 from tests.engines.ranks import at_rest, come_to
-from tests.engines.steps import pulled
+from tests.engines.steps import PULLED, eventually, pulled
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,14 +32,13 @@ class World:
     """Engines of one model.
 
     Attributes:
-        ordinary: what the others must agree with.
         chunking: caches prefixes, and computes a prompt with an image in several steps.
-        plain: does neither, and has larger blocks.
-        two: two ranks that cache prefixes, and compute what they cannot load.
-        believing: loads with any ticket.
+        plain: does neither, and has larger blocks; leads conversations.
+        two: two ranks that cache prefixes, and compute what they cannot load; leads conversations.
+        believing: loads with any ticket. Without a ticket, it is an ordinary engine, which the
+            others must agree with.
     """
 
-    ordinary: Engine
     chunking: Engine
     plain: Engine
     two: Engine
@@ -50,18 +50,12 @@ def world(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
     caching: dict[str, Any] = {"enable_prefix_caching": True}
+    talking: dict[str, Any] = {"extra": TWO_WAY, "transfer": RECOMPUTE}
     with fleet(checkpoints["idefics3"], tmp_path_factory.mktemp("media")) as engines:
         started = World(
-            ordinary=engines.launch("ordinary"),
             chunking=engines.launch("chunking", "kv_both", max_num_batched_tokens=48, **caching),
-            plain=engines.launch("plain", "kv_both", block_size=64),
-            two=engines.launch(
-                "two",
-                "kv_both",
-                transfer={"kv_load_failure_policy": "recompute"},
-                tensor_parallel_size=2,
-                **caching,
-            ),
+            plain=engines.launch("plain", ROLE, **talking, block_size=64),
+            two=engines.launch("two", ROLE, **talking, **caching, tensor_parallel_size=2),
             believing=engines.launch("believing", "kv_consumer", extra={"verify_prompt": False}),
         )
         engines.wait_started()
@@ -72,7 +66,7 @@ def world(
 def windows(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, ...]]:
-    """An ordinary engine and two others, of a model with sliding windows in half of its layers.
+    """Two engines of a model with sliding windows in half of its layers.
 
     The last token of a prompt is left to the engine that decodes.
     """
@@ -81,7 +75,6 @@ def windows(
     overrides = {"text_config": layers}
     with fleet(checkpoints["idefics3"], folder, hf_overrides=overrides) as engines:
         started = (
-            engines.launch("ordinary"),
             engines.launch("prefill", "kv_producer"),
             engines.launch("decode", "kv_consumer"),
         )
@@ -115,19 +108,19 @@ def fresh_prompts() -> list[Prompt]:
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [("chunking", "plain"), ("plain", "chunking"), ("plain", "two"), ("two", "plain")],
+    ("source", "target"), [("chunking", "two"), ("plain", "chunking"), ("two", "plain")]
 )
 def test_images(world: World, source: str, target: str) -> None:
     """Every token of every prompt comes from the other engine, and the answers are equal."""
     prefill, decode = getattr(world, source), getattr(world, target)
     rest, prompts = at_rest(prefill, decode), fresh_prompts()
     got, counters = media.hand_over(prefill, decode, *prompts)
-    expected = media.tokens(world.ordinary, *prompts)
+    expected = media.tokens(world.believing, *prompts)
     assert got == expected
     assert len({tuple(each) for each in expected}) == len(prompts)
     assert pulled(counters) == sum(each.tokens for each in prompts)
     assert counters["vllm:kvferry_loads"] == len(prompts)
+    eventually(lambda: all(each.run(probes.reset_prefix_cache) for each in (prefill, decode)))
     come_to(rest, prefill, decode)
 
 
@@ -137,7 +130,7 @@ def test_cached_images(world: World) -> None:
     loaded, unlike = with_image(100, after=12), with_image(101, after=12)
     media.hand_over(prefill, decode, loaded)
     again, counters = media.hand_over(prefill, decode, loaded, unlike)
-    assert again == media.tokens(world.ordinary, loaded, unlike)
+    assert again == media.tokens(world.believing, loaded, unlike)
     assert pulled(counters) == loaded.tokens % 32 + unlike.tokens  # the first block has an image
     assert media.tokens(decode, loaded, unlike) == again
 
@@ -156,7 +149,7 @@ def test_another_image_is_refused(world: World) -> None:
         [completion] = media.answers(decode, other, params=ticket)
         assert completion.finish_reason == "error"
         assert decode.log().count(OTHER_PROMPT) == before + 1
-    assert media.tokens(decode, *others) == media.tokens(world.ordinary, *others)
+    assert media.tokens(decode, *others) == media.tokens(world.believing, *others)
 
 
 def test_another_image_is_computed_where_the_policy_says_so(world: World) -> None:
@@ -165,13 +158,13 @@ def test_another_image_is_computed_where_the_policy_says_so(world: World) -> Non
         world.two, asked, params=media.prefill(world.plain, with_image(112))
     )
     assert OTHER_PROMPT in world.two.log()
-    assert [completion.tokens] == media.tokens(world.ordinary, asked)
+    assert [completion.tokens] == media.tokens(world.believing, asked)
 
 
 def test_swapped_images(world: World) -> None:
     """The control: an engine that does not compare prompts answers for the other image."""
     asked, other = with_image(104), with_image(105)
-    right, wrong = media.tokens(world.ordinary, asked, other)
+    right, wrong = media.tokens(world.believing, asked, other)
     [completion] = media.answers(world.believing, asked, params=media.prefill(world.plain, other))
     assert completion.tokens == wrong != right
 
@@ -180,7 +173,7 @@ def test_settings_of_a_request(world: World) -> None:
     """A ticket tells apart what the image processor makes of one image with unlike settings."""
     plain, changed = with_image(106), with_image(106, mm_processor_kwargs={"do_normalize": False})
     got, _ = media.hand_over(world.plain, world.chunking, plain, changed)
-    assert got == media.tokens(world.ordinary, plain, changed)
+    assert got == media.tokens(world.believing, plain, changed)
     assert got[0] != got[1]
 
 
@@ -196,9 +189,9 @@ def test_one_name_for_two_images(world: World) -> None:
     ordinary engine as from two. Prompts whose images have no such name are answered as always.
     """
     first, second = named(107, "name"), named(108, "name")
-    [right], [wrong] = media.tokens(world.ordinary, first), media.tokens(world.ordinary, second)
+    [right], [wrong] = media.tokens(world.believing, first), media.tokens(world.believing, second)
     assert right == wrong
-    [expected] = media.tokens(world.ordinary, with_image(108))
+    [expected] = media.tokens(world.believing, with_image(108))
     assert expected != right
     [completion] = media.answers(world.chunking, second, params=media.prefill(world.plain, first))
     assert completion.tokens == right
@@ -233,17 +226,17 @@ def test_image_that_cannot_be_processed(world: World) -> None:
         with pytest.raises(EngineError):
             media.answers(engine, garbage, params=params)
     got, _ = media.hand_over(world.plain, world.chunking, good)
-    assert got == media.tokens(world.ordinary, with_image(110))
+    assert got == media.tokens(world.believing, with_image(110))
 
 
 def test_windows(windows: tuple[Engine, ...]) -> None:
     """A prompt that ends with an image gets no ticket, and decode computes the whole prompt."""
-    ordinary, prefill, decode = windows
+    prefill, decode = windows
     prompts = fresh_prompts()
     ends = [each for each in prompts if each.ids[-1] == IMAGE]
     before = prefill.run(probes.metrics)
     got, counters = media.hand_over(prefill, decode, *prompts)
-    assert got == media.tokens(ordinary, *prompts)
+    assert got == media.tokens(prefill, *prompts)
     handed_over = [each.tokens - 1 for each in prompts if each not in ends]
     assert pulled(counters) == sum(handed_over)
     after = prefill.run(probes.metrics)
@@ -254,9 +247,99 @@ def test_windows(windows: tuple[Engine, ...]) -> None:
 
 def test_refused_at_start(world: World) -> None:
     """An engine whose names of images do not depend on their content."""
-    model = {"model": str(world.ordinary.model), "dtype": "float32", "max_model_len": 1024}
+    model = {"model": str(world.believing.model), "dtype": "float32", "max_model_len": 1024}
     nameless = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
-    said = world.ordinary.run(probes.refusal, model | nameless)
+    said = world.believing.run(probes.refusal, model | nameless)
     assert "remove mm_processor_cache_gb, or set enable_prefix_caching" in said
     named_by_content = {"mm_processor_cache_gb": 0, "enable_prefix_caching": True}
-    assert not world.ordinary.run(probes.refusal, model | named_by_content)
+    assert not world.believing.run(probes.refusal, model | named_by_content)
+
+
+@dataclass(kw_only=True)
+class Talk:
+    """A conversation with images; see ``conversations.Conversation``.
+
+    Attributes:
+        prefill, decode: The engines.
+        ids: Token ids, with ``IMAGE`` where an image is.
+        images: The images' seeds.
+        ticket: The ``kv_transfer_params`` of decode's last answer.
+    """
+
+    prefill: Engine
+    decode: Engine
+    ids: list[int] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
+    ticket: dict[str, Any] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the conversation has, with those of its images."""
+        return Prompt(ids=self.ids).tokens
+
+    def say(self, ordinary: Engine, ids: list[int], *images: int) -> tuple[int, int]:
+        """Lead a turn, and compare its answer with an ordinary engine's.
+
+        Returns:
+            How many tokens prefill computed, and how many it pulled.
+        """
+        prompt = Prompt(ids=[*self.ids, *ids], images=[*self.images, *images])
+        before = self.prefill.run(probes.metrics)
+        [prefilled] = media.answers(
+            self.prefill, prompt, params=self.ticket or PREFILL, max_tokens=1
+        )
+        after = self.prefill.run(probes.metrics)
+        [answer] = media.answers(self.decode, prompt, params=prefilled.params)
+        assert [answer.tokens] == media.tokens(ordinary, prompt)
+        self.ids, self.images = [*prompt.ids, *answer.tokens], [*prompt.images]
+        self.ticket = answer.params
+        computed, pulled = (
+            int(after.get(name, 0) - before.get(name, 0)) for name in (COMPUTED, PULLED)
+        )
+        return computed, pulled
+
+
+@pytest.mark.parametrize(("asking", "answering"), [("plain", "two"), ("two", "plain")])
+def test_turns_with_images(world: World, asking: str, answering: str) -> None:
+    """An image in the first turn, none in the second, another one in the third.
+
+    What ``two`` has cached of the prompt before, in blocks of 32 tokens, it does not pull.
+    """
+    prefill, decode = getattr(world, asking), getattr(world, answering)
+    talk = Talk(prefill=prefill, decode=decode)
+    said: list[tuple[list[int], list[int]]] = [
+        ([*words(20), IMAGE, *words(9)], [1]),
+        (words(30), []),
+        ([IMAGE, *words(5)], [2]),
+        (words(5), []),
+    ]
+    asked = 0
+    for ids, images in said:
+        known, new = talk.tokens, Prompt(ids=ids).tokens
+        cached = asked // 32 * 32 if asking == "two" else 0
+        expected = (new + bool(known), max(known - 1, 0) - cached)
+        assert talk.say(world.believing, ids, *images) == expected
+        asked = known + new
+    eventually(lambda: decode.run(probes.reset_prefix_cache))
+
+
+def test_another_image_of_a_turn(world: World) -> None:
+    """The client replaces the image of the first turn: the blocks before the image are pulled."""
+    talk = Talk(prefill=world.plain, decode=world.two)
+    talk.say(world.believing, [*words(40), IMAGE, *words(9)], 3)
+    talk.images = [4]
+    whole = talk.tokens + 30
+    assert talk.say(world.believing, words(30)) == (whole - 32, 32)
+
+
+def test_history_that_changed_in_an_image(world: World) -> None:
+    """Where a digest's block ends in an image that is common, the whole image is computed again.
+
+    The tokens of an image may attend to each other in both directions.
+    """
+    talk = Talk(prefill=world.plain, decode=world.two)
+    talk.say(world.believing, [*words(40), IMAGE, *words(9)], 5)
+    talk.ids[45] = (talk.ids[45] + 1) % 512
+    whole = talk.tokens + 30
+    # Blocks up to 96 are common, and the image has the tokens 40 to 106.
+    assert talk.say(world.believing, words(30)) == (whole - 32, 32)

@@ -21,7 +21,7 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.cli.command import run_kvferry
-from tests.engines.fixtures import CONNECTOR, PATIENT
+from tests.engines.engines import CONNECTOR, PATIENT
 from tests.engines.http_server import HttpServer
 from tests.engines.steps import eventually
 from tests.long.routers.deployment import free_port

@@ -9,6 +9,16 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
+from tests.engines.conversations import (
+    RECOMPUTE,
+    TWO_WAY,
+    Conversation,
+    check_turns,
+    forget,
+    idle,
+    same_answer,
+    words,
+)
 from tests.engines.early import (
     Legs,
     computed_tokens,
@@ -16,22 +26,15 @@ from tests.engines.early import (
     hand_over_early,
     preempt,
 )
-from tests.engines.engines import Engine, EngineError
-from tests.engines.fixtures import CONNECTOR, StartEngine
-from tests.engines.steps import (
-    eventually,
-    hand_over,
-    idle_blocks,
-    pulled,
-    pulled_by,
-    texts,
-)
+from tests.engines.engines import CONNECTOR, PATIENT, Engine, EngineError
+from tests.engines.fixtures import StartEngine
+from tests.engines.steps import eventually, hand_over, idle_blocks, pulled, pulled_by, texts
 
 pytestmark = pytest.mark.timeout(300)
 
 LENGTHS = (5, 33, 64, 200)
 CHUNK = 64
-PULLED = "vllm:kvferry_tokens"
+TOKENS = "vllm:kvferry_tokens"
 
 OFFLOADING: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
@@ -53,8 +56,8 @@ ANNOUNCING: dict[str, Any] = {
 """The same, with a handshake of its own."""
 
 
-def ferry(role: str) -> dict[str, Any]:
-    return CONNECTOR | {"kv_role": role, "kv_connector_extra_config": {}}
+def ferry(role: str, **extra: Any) -> dict[str, Any]:
+    return CONNECTOR | {"kv_role": role, "kv_connector_extra_config": PATIENT | extra}
 
 
 def start_with(
@@ -65,7 +68,7 @@ def start_with(
     **options: Any,
 ) -> Engine:
     """An engine with several connectors, in this order."""
-    transfer = {
+    transfer = RECOMPUTE | {
         "kv_connector": "MultiConnector",
         "kv_role": role,
         "kv_connector_extra_config": {"connectors": list(children)},
@@ -77,48 +80,45 @@ def start_with(
 def engines(
     start_engine: StartEngine, prefill: Engine, decode: Engine
 ) -> Iterator[dict[str, Engine]]:
-    """By name: those that have only kvferry, have it first, and have it second."""
-    producer, consumer = ferry("kv_producer"), ferry("kv_consumer")
+    """By name: those that have only kvferry, and those that have it first, or second.
+
+    The latter prefill in chunks, decode, and hold answers for the next turn.
+    """
+    both = ferry("kv_both", **TWO_WAY)
     chunks: dict[str, Any] = {"max_num_batched_tokens": CHUNK}
     started = {
-        "prefill, kvferry first": start_with(
-            start_engine, "first-p", producer, OFFLOADING, **chunks
-        ),
-        "prefill, kvferry second": start_with(
-            start_engine, "second-p", OFFLOADING, producer, **chunks
-        ),
-        "decode, kvferry first": start_with(start_engine, "first-d", consumer, OFFLOADING),
-        "decode, kvferry second": start_with(start_engine, "second-d", OFFLOADING, consumer),
+        "first": start_with(start_engine, "first", both, OFFLOADING, **chunks),
+        "second": start_with(start_engine, "second", OFFLOADING, both, **chunks),
     }
     yield started | {"prefill": prefill, "decode": decode}
     for engine in started.values():
         engine.close()
 
 
-PAIRS = (
-    ("prefill, kvferry first", "decode, kvferry second"),
-    ("prefill, kvferry second", "decode, kvferry first"),
-    ("prefill", "decode, kvferry first"),
-    ("prefill", "decode, kvferry second"),
-    ("prefill, kvferry first", "decode"),
-    ("prefill, kvferry second", "decode"),
-)
+def free_blocks(*some: Engine) -> list[int]:
+    """How many blocks each engine has free; what it holds for conversations is forgotten."""
+    forget(*some)
+    return idle(*some)
+
+
+PAIRS = (("first", "second"), ("second", "first"), ("prefill", "second"), ("first", "decode"))
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_hand_over(reference: Engine, engines: dict[str, Engine], source: str, target: str) -> None:
     """Wherever the other connector stands, the pages are pulled, and given back afterwards."""
     prompts = [prompt(length, seed=PAIRS.index((source, target))) for length in LENGTHS]
-    free = [idle_blocks(engines[name]) for name in (source, target)]
-    got, counters = hand_over(engines[source], engines[target], *prompts)
+    prefill, decode = engines[source], engines[target]
+    free = free_blocks(prefill, decode)
+    got, counters = hand_over(prefill, decode, *prompts)
     assert got == texts(reference, *prompts)
-    assert pulled(counters) == counters[PULLED] == sum(LENGTHS)
-    eventually(lambda: [engines[n].run(probes.free_blocks) for n in (source, target)] == free)
+    assert pulled(counters) == counters[TOKENS] == sum(LENGTHS)
+    assert free_blocks(prefill, decode) == free
 
 
 def test_what_was_pulled_is_offloaded(reference: Engine, engines: dict[str, Engine]) -> None:
     """The other connector keeps pages that came from kvferry, and they are as good as any."""
-    prefill, decode = engines["prefill"], engines["decode, kvferry second"]
+    prefill, decode = engines["prefill"], engines["second"]
     wanted = prompt(200, seed=20)
     hand_over(prefill, decode, wanted)
     eventually(lambda: decode.run(probes.forget_prefixes))
@@ -127,56 +127,53 @@ def test_what_was_pulled_is_offloaded(reference: Engine, engines: dict[str, Engi
     after = decode.run(probes.metrics)
     assert completion.text == texts(reference, wanted)[0]
     assert pulled(after) - pulled(before) == 192
-    assert after[PULLED] == before[PULLED]
+    assert after[TOKENS] == before[TOKENS]
 
 
-@pytest.mark.parametrize(
-    ("target", "by_kvferry"), [("decode, kvferry first", 200), ("decode, kvferry second", 0)]
-)
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("target", "by_kvferry"), [("first", 200), ("second", 0)])
 def test_both_have_the_pages(
-    reference: Engine, engines: dict[str, Engine], target: str, by_kvferry: int
+    reference: Engine, engines: dict[str, Engine], target: str, by_kvferry: int, early: bool
 ) -> None:
-    """The first child that has them loads; a producer that is not read is told so at once."""
+    """The first child that has them loads; a producer that is not read is told so at once, or gives
+    back with the ticket what is not read early."""
     prefill, decode = engines["prefill"], engines[target]
-    wanted = prompt(200, seed=21)
+    wanted = prompt(200, seed=21 + early)
     hand_over(prefill, decode, wanted)
     eventually(lambda: decode.run(probes.forget_prefixes))
-    free = idle_blocks(prefill)
-    got, counters = hand_over(prefill, decode, wanted)
+    free, before = idle_blocks(prefill), decode.run(probes.metrics)
+    got = (
+        hand_over_early(prefill, decode, wanted) if early else hand_over(prefill, decode, wanted)[0]
+    )
+    after = decode.run(probes.metrics)
     assert got == texts(reference, wanted)
-    assert counters[PULLED] == by_kvferry
-    assert pulled(counters) == (by_kvferry or 192)
+    assert after[TOKENS] - before[TOKENS] == by_kvferry
+    assert pulled(after) - pulled(before) == (by_kvferry or 192)
     eventually(lambda: prefill.run(probes.free_blocks) == free)
 
 
-EARLY_PAIRS = [pair for pair in PAIRS if pair[0] != "prefill"]
-
-
-@pytest.mark.parametrize(("source", "target"), EARLY_PAIRS)
+@pytest.mark.parametrize(("source", "target"), PAIRS[:2])
 def test_early_hand_over(
     reference: Engine, engines: dict[str, Engine], source: str, target: str
 ) -> None:
     """Chunk by chunk, while the other connector keeps the same pages."""
     prefill, decode = engines[source], engines[target]
-    seed = 30 + EARLY_PAIRS.index((source, target))
-    prompts = [prompt(length, seed=seed) for length in (*LENGTHS, 600)]
-    free, begun = [idle_blocks(each) for each in (prefill, decode)], early_loads(decode)
+    prompts = [prompt(length, seed=30 + len(source)) for length in (*LENGTHS, 600)]
+    free, begun = free_blocks(prefill, decode), early_loads(decode)
     assert hand_over_early(prefill, decode, *prompts) == texts(reference, *prompts)
     assert early_loads(decode) > begun
-    eventually(lambda: [each.run(probes.free_blocks) for each in (prefill, decode)] == free)
+    assert free_blocks(prefill, decode) == free
 
 
-@pytest.mark.parametrize("source", ["prefill, kvferry first", "prefill, kvferry second"])
-def test_early_pages_that_were_offloaded(
-    reference: Engine, engines: dict[str, Engine], source: str
-) -> None:
+def test_early_pages_that_were_offloaded(reference: Engine, engines: dict[str, Engine]) -> None:
     """Prefill has a prompt's beginning from the other connector, also after a preemption."""
-    prefill, decode = engines[source], engines["decode"]
+    prefill, decode = engines["first"], engines["decode"]
     first = prompt(200, seed=40)
     longer = [*first, *prompt(300, seed=41)]
+    free = free_blocks(prefill, decode)
     texts(prefill, first)
     eventually(lambda: prefill.run(probes.forget_prefixes))
-    free, offloaded = [idle_blocks(each) for each in (prefill, decode)], pulled_by(prefill)
+    offloaded = pulled_by(prefill)
     legs = Legs(prefill, decode, longer)
     with prefill.paused():
         legs.begin_prefill()
@@ -187,59 +184,66 @@ def test_early_pages_that_were_offloaded(
         prefill.run(preempt)
     assert legs.texts() == texts(reference, longer)
     assert pulled_by(prefill) >= offloaded + 192
-    eventually(lambda: [each.run(probes.free_blocks) for each in (prefill, decode)] == free)
-
-
-@pytest.mark.parametrize(
-    ("target", "by_kvferry"), [("decode, kvferry first", 200), ("decode, kvferry second", 0)]
-)
-def test_early_if_both_have_the_pages(
-    reference: Engine, engines: dict[str, Engine], target: str, by_kvferry: int
-) -> None:
-    """The first child that has them loads; prefill gives back what is not read with the ticket."""
-    prefill, decode = engines["prefill, kvferry first"], engines[target]
-    wanted = prompt(200, seed=41)
-    assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
-    eventually(lambda: decode.run(probes.forget_prefixes))
-    free, before = idle_blocks(prefill), decode.run(probes.metrics)
-    assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
-    after = decode.run(probes.metrics)
-    assert after[PULLED] - before[PULLED] == by_kvferry
-    assert pulled(after) - pulled(before) == (by_kvferry or 192)
-    eventually(lambda: prefill.run(probes.free_blocks) == free)
+    assert free_blocks(prefill, decode) == free
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_early_aborts(reference: Engine, engines: dict[str, Engine], side: str) -> None:
-    prefill, decode = engines["prefill, kvferry second"], engines["decode, kvferry second"]
-    free = [idle_blocks(each) for each in (prefill, decode)]
-    for steps in range(1, 6):
+    prefill, decode = engines["second"], engines["first"]
+    free = free_blocks(prefill, decode)
+    for steps in (1, 3, 5):
         legs = Legs(prefill, decode, prompt(300, seed=steps + (50 if side == "decode" else 60)))
         with prefill.paused():
             legs.begin_prefill()
             legs.begin_decode()
             prefill.step(steps)
-            if 1 < steps < 5:
+            if steps == 3:
                 legs.wait_begun()
             if side == "decode":
                 decode.abort(legs.here[0])
             else:
                 prefill.abort(legs.there[0])
-        eventually(lambda: [each.run(probes.free_blocks) for each in (prefill, decode)] == free)
+        assert free_blocks(prefill, decode) == free
     wanted = prompt(300, seed=70)
     assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
 
 
-@pytest.mark.parametrize("target", ["decode, kvferry first", "decode, kvferry second"])
-def test_refused_ticket(reference: Engine, engines: dict[str, Engine], target: str) -> None:
-    """It fails its own request, and no other."""
-    prefill, decode = engines["prefill, kvferry first"], engines[target]
+def test_refused_ticket(reference: Engine, engines: dict[str, Engine]) -> None:
+    """Its request is computed here, and no other is affected."""
+    prefill, decode = engines["prefill"], engines["second"]
     wanted, other = prompt(70, seed=22), prompt(71, seed=22)
     [ticket] = prefill.prefill(wanted)
-    ticket["kvferry"]["generation"] = "00000000000000ff"
-    [failed] = decode.generate(wanted, params=ticket)
-    assert failed.finish_reason == "error"
+    forged = ticket | {"kvferry": ticket["kvferry"] | {"generation": "00000000000000ff"}}
+    before = pulled_by(decode)
+    assert texts(decode, wanted, params=forged) == texts(reference, wanted)
+    assert pulled_by(decode) == before
     assert hand_over(prefill, decode, other)[0] == texts(reference, other)
+
+
+def test_turns(reference: Engine, engines: dict[str, Engine]) -> None:
+    """Prefill computes as little as with kvferry alone."""
+    conversation = Conversation(prefill=engines["first"], decode=engines["second"])
+    check_turns(reference, conversation, block=32)
+
+
+def test_the_other_connector_has_the_turns_before(
+    reference: Engine, engines: dict[str, Engine]
+) -> None:
+    """Of several connectors, vLLM lets one load: the first that has anything.
+
+    If that is the other one, prefill computes the answers again, and decode's pages are free.
+    """
+    prefill, decode = engines["second"], engines["first"]
+    free = free_blocks(prefill, decode)
+    conversation = Conversation(prefill=prefill, decode=decode)
+    conversation.say(words(70), max_tokens=50)
+    eventually(lambda: prefill.run(probes.forget_prefixes))
+    asked = conversation.ask(words(30))
+    assert (asked.pulled, asked.computed) == (64, len(asked.prompt) - 64)
+    eventually(lambda: decode.run(probes.free_blocks) == free[1])
+    turn = conversation.answer(asked, max_tokens=50)
+    assert same_answer(reference, turn, max_tokens=50)
+    conversation.end()
 
 
 def test_handshake_of_another_connector(

@@ -55,10 +55,7 @@ ENGINES: dict[str, dict[str, int]] = {
     "pp2-chunked": PP2 | CHUNKED,
 }
 
-HUBS = [
-    ("2 KV heads", "plain", ["tp2", "pp2"]),
-    ("2 KV heads", "tp2-ahead", ["pp2-chunked"]),
-]
+HUBS = [("2 KV heads", "plain", ["tp2-ahead", "pp2-chunked"])]
 """A checkpoint, an engine, and those that it exchanges prompts with in both directions."""
 
 

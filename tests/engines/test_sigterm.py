@@ -14,8 +14,8 @@ import pytest
 from examples.tiny_llama import prompt
 from tests.engines import ranks
 from tests.engines.deployment import Deployment
-from tests.engines.engines import PREFILL, Engine
-from tests.engines.fixtures import CONNECTOR, StartEngine
+from tests.engines.engines import CONNECTOR, PREFILL, Engine
+from tests.engines.fixtures import StartEngine
 from tests.engines.steps import texts
 
 pytestmark = pytest.mark.timeout(300)

@@ -125,7 +125,7 @@ def test_consumer_that_is_late_renews_or_accepts_no_stale_pages(
             decode.signal(signal.SIGSTOP)
         renews = fault == "slow" and stage == "waiting"
         if renews:
-            assert not prefill.ranks[0].endpoint.wait(2.5 * LEASE)
+            assert not prefill.ranks[0].endpoint.wait(1.5 * LEASE)
         else:
             prefill.released("p-1")
             overwrite_pages(prefill)
@@ -223,7 +223,7 @@ def test_consumer_without_free_pages_renews_until_it_loads(stage: str) -> None:
         waiting = pair.producer.serve("p-1")
         pair.decode.prepare(waiting)
         cell.start_clock()
-        assert not pair.endpoint.wait(1.5 * LEASE)
+        assert not pair.endpoint.wait(1.2 * LEASE)
         pair.mend()
         first.channel.mend()
         assert pair.outcome("d-0") in ("loaded", "StaleError")

@@ -10,7 +10,7 @@ from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from tests.core.endpoint.engines import Engine, until
 from tests.faults.cells import Cell
-from tests.faults.engine_processes import OPTIONS, SHAPE, TOKENS, serve_request
+from tests.faults.engine_processes import LEASE, OPTIONS, SHAPE, TOKENS, serve_request
 
 LOCAL = [3, 4]
 CALL_INDEX = {"reading": 0, "fencing": 1}
@@ -18,6 +18,9 @@ CALL_INDEX = {"reading": 0, "fencing": 1}
 HARMLESS = {Fault.DELAY}
 HARMLESS_TO_LOAD = {Fault.DROP}
 """The load succeeds, but the producer gets no release, so the hold ends with its lease."""
+UNRELEASED = {Fault.DIE, Fault.DOOM, *HARMLESS_TO_LOAD}
+SHORT_LEASE = 1.0
+"""Seconds of the lease of a hold that may get no release."""
 
 
 @pytest.mark.parametrize("quiescence", Quiescence)
@@ -33,7 +36,7 @@ def test_load_survives_or_fails_with_faulty_driver(
         Engine("prefill", SHAPE, options=OPTIONS) as prefill,
         Engine("decode", SHAPE, options=OPTIONS, transport=lambda: driver) as decode,
     ):
-        ticket = serve_request(prefill, "p-1")
+        ticket = serve_request(prefill, "p-1", SHORT_LEASE if fault in UNRELEASED else LEASE)
         cell.start_clock()
         decode.pull("d-1", ticket, LOCAL)
         failed = decode.outcome("d-1").failed.get(RequestId("d-1"))

@@ -14,8 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-from tests.engines.engines import ENVIRONMENT, OPTIONS, ROOT, excerpt
-from tests.engines.fixtures import CONNECTOR, PATIENT
+from tests.engines.engines import CONNECTOR, ENVIRONMENT, OPTIONS, PATIENT, ROOT, excerpt
 from tests.engines.http_server import _command_line
 
 MODEL = "tiny"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines import contents
+from tests.engines import contents, families
 from tests.engines.conversations import (
     RECOMPUTE,
     ROLE,
@@ -22,6 +22,7 @@ from tests.engines.conversations import (
 )
 from tests.engines.engines import Engine
 from tests.engines.fleet import fleet
+from tests.engines.test_states_live import N_GRAM
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,11 +35,13 @@ class Drafters:
         plain: Does not draft.
         one, two: Draft with layers that have a cache; ``two`` has blocks of 64 tokens, and
             schedules asynchronously.
+        n_gram: Drafts from the prompt.
     """
 
     plain: Engine
     one: Engine
     two: Engine
+    n_gram: Engine
 
 
 @pytest.fixture(scope="module", params=["eagle", "mtp"])
@@ -48,24 +51,23 @@ def drafters(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Drafters]:
     """A model and another one that drafts for it, or one that drafts by itself."""
-    speculation: dict[str, Any] = {"method": request.param, "num_speculative_tokens": 1}
-    if request.param == "eagle":
-        speculation |= {"model": str(checkpoints["drafter"]), "max_model_len": 1024}
-    model = checkpoints["llama" if request.param == "eagle" else "predictor"]
+    model, speculation = families.drafting(checkpoints, request.param)
     two_way: dict[str, Any] = {"extra": TWO_WAY, "transfer": RECOMPUTE}
-    drafting = two_way | {"speculative_config": speculation}
+    drafting = two_way | speculation
     with fleet(model, tmp_path_factory.mktemp(request.param)) as engines:
         started = Drafters(
             plain=engines.launch("plain", ROLE, **two_way),
             one=engines.launch("one", ROLE, **drafting),
             two=engines.launch("two", ROLE, block_size=64, async_scheduling=True, **drafting),
+            n_gram=engines.launch("n-gram", ROLE, **two_way, **N_GRAM),
         )
         engines.wait_started()
         yield started
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [("one", "two"), ("plain", "two"), ("two", "plain"), ("two", "one")]
+    ("prefill", "decode"),
+    [("one", "two"), ("plain", "two"), ("two", "plain"), ("two", "one"), ("plain", "n_gram")],
 )
 def test_turns(drafters: Drafters, prefill: str, decode: str) -> None:
     """Drafts that were accepted behind the last token are not in the ticket.

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines.engines import PREFILL, Engine
-from tests.engines.fixtures import CONNECTOR, PATIENT
+from tests.engines.engines import CONNECTOR, PATIENT, PREFILL, Engine
 from tests.engines.http_server import HttpServer
 from tests.engines.steps import eventually, texts
 

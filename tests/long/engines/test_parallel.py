@@ -23,7 +23,7 @@ HUBS = [
     ("2 KV heads", "tp2", ["tp2", "tp4"]),
     ("2 KV heads", "pp2", ["pp2", "pp3", "tp2", "tp2-pp2"]),
     ("2 KV heads", "tp2-block64", ["plain", "block96", "tp2"]),
-    ("2 KV heads", "tp2-ahead", ["tp2-ahead"]),
+    ("2 KV heads", "tp2-ahead", ["tp2-ahead", "pp2-chunked"]),
     ("1 KV head", "tp3", ["plain", "tp2"]),
     ("12 KV heads", "tp2", ["tp3", "tp4"]),
 ]

@@ -12,9 +12,9 @@ from examples.tiny_llama import prompt
 from tests.engines import contents, probes
 from tests.engines.engines import Engine
 from tests.engines.fleet import fleet
-from tests.engines.pairs import ALL, Family, hand_over_all, one_by_one
+from tests.engines.pairs import ALL, Family, hand_over_all, nearly_full, one_by_one
 from tests.engines.steps import eventually
-from tests.engines.test_families import LENGTHS, NEARLY_FULL, UNLIKE
+from tests.engines.test_families import FEW, LENGTHS, UNLIKE
 from tests.engines.test_staging import STAGED
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,26 +61,27 @@ def world(
 
 def test_families(world: StagedWorld) -> None:
     """Between two that stage, and where only one of the two does."""
-    hand_over_all(world.family, world.prefill, world.decode, LENGTHS, seed=40)
-    hand_over_all(world.family, world.prefill, world.direct, LENGTHS[::2], seed=41)
-    hand_over_all(world.family, world.direct, world.decode, LENGTHS[1::2], seed=42)
+    lengths = LENGTHS if world.family.steady else FEW
+    hand_over_all(world.family, world.prefill, world.decode, lengths, seed=40)
+    hand_over_all(world.family, world.prefill, world.direct, lengths[::2], seed=41)
+    hand_over_all(world.family, world.direct, world.decode, lengths[1::2], seed=42)
     for engine in (world.prefill, world.decode):
         eventually(lambda engine=engine: engine.run(probes.host_pages) == (0, 0))  # type: ignore[misc]
 
 
 def test_families_with_other_blocks(world: StagedWorld) -> None:
-    hand_over_all(world.family, world.prefill, world.wide, UNLIKE, seed=43)
-    hand_over_all(world.family, world.wide, world.decode, UNLIKE, seed=44)
-    hand_over_all(world.family, world.wide, world.direct, UNLIKE[::2], seed=45)
+    lengths = UNLIKE if world.family.steady else FEW
+    hand_over_all(world.family, world.prefill, world.wide, lengths, seed=43)
+    hand_over_all(world.family, world.wide, world.decode, lengths, seed=44)
+    hand_over_all(world.family, world.wide, world.direct, lengths[::2], seed=45)
     eventually(lambda: world.wide.run(probes.host_pages) == (0, 0))
 
 
 def test_poisoned_caches(world: StagedWorld) -> None:
     """Nothing that was in a block before its load can be seen."""
-    unsteady, block = not world.family.steady, world.family.blocks[0]
-    for length in NEARLY_FULL:
+    for length in nearly_full(world.family.blocks[0]):
         world.decode.run(contents.fill, float("nan"))
-        count = min(-(length + unsteady) % block + 1, 16)
+        count = 3 if world.family.steady else 2
         tokens = prompt(length, seed=46)
         got, expected = one_by_one(world.family, world.prefill, world.decode, tokens, count)
         world.decode.run(contents.fill, 0.0)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engines.pairs import Pair, pair
-from tests.engines.test_conversations_families import (
-    check_answers_that_stop,
-    check_stops,
-    chunked,
-)
+from tests.engines.test_families import check_answers_that_stop, check_stops, chunked
 
 __all__ = ["pair"]
 
@@ -17,8 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @chunked
-@pytest.mark.parametrize("at_least", [0, 40])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("ahead", "at_least"), [(False, 0), (False, 40), (True, 0), (True, 40)])
 def test_answers_that_stop(pair: Pair, ahead: bool, at_least: int) -> None:
     check_answers_that_stop(pair, ahead, at_least)
 

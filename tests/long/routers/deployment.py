@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvferry.core.security import generate
-from tests.engines.engines import EngineError, excerpt
-from tests.engines.fixtures import CONNECTOR, PATIENT
+from tests.engines.engines import CONNECTOR, PATIENT, EngineError, excerpt
 from tests.engines.http_server import HttpServer
 from tests.engines.steps import eventually
 from tests.long.routers.questions import TEMPLATE

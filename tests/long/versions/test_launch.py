@@ -13,5 +13,5 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("version", OTHERS)
-def test_refused_before_an_engine_starts(version: str, checkpoint: Path) -> None:
-    check_launches_of(str(interpreter(version)), checkpoint)
+def test_refused_before_an_engine_starts(version: str, checkpoint: Path, tmp_path: Path) -> None:
+    check_launches_of(str(interpreter(version)), checkpoint, tmp_path)

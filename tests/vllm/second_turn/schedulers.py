@@ -16,8 +16,7 @@ from typing import Any
 from kvferry.core.memory import Region
 from kvferry.core.security.proof import FINGERPRINT_BYTES
 from tests.core.messages import encoded, payload
-from tests.engines.engines import PREFILL
-from tests.engines.fixtures import CONNECTOR
+from tests.engines.engines import CONNECTOR, PREFILL
 
 BLOCK_TOKENS = 16
 MAX_STEPS = 200
