@@ -335,10 +335,10 @@ class Peers:
 
     def relay(self, news: ProducerNews) -> None:
         """Use what the engine's directory has learnt about producers, in one step."""
-        for each in news.gone:
-            self._containment.run("a producer that is gone", partial(self._on_gone, *each))
-        for each in news.outcomes:
-            self._containment.run("a producer's reply", partial(self._on_outcome, *each))
+        for gone in news.gone:
+            self._containment.run("a producer that is gone", partial(self._on_gone, *gone))
+        for outcome in news.outcomes:
+            self._containment.run("a producer's reply", partial(self._on_outcome, *outcome))
 
     def connect(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Connect to a ticket's producer if need be; call ``ready``, maybe at once, or ``failed``.
@@ -463,6 +463,7 @@ class Peers:
         self._read_next()
         if self._producers.get(producer.name) is not producer:
             return
+        error: KVFerryError | None
         if isinstance(outcome, HandshakeResult):
             error = self._make_room(producer, outcome)
         else:

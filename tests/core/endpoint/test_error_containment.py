@@ -22,6 +22,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.ticket import page_limits
 from kvferry.core.messages import Release
 from kvferry.core.metrics import IGNORED
 from kvferry.core.side_channel_messages import encode
@@ -205,12 +206,11 @@ def test_an_exception_in_reading_an_engines_reply_fails_its_loads_and_is_not_kep
     prefill: Engine, driver: RecordingTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing has been connected by then."""
-    real = peers.page_limits
 
     def fails(payloads: Any) -> Any:
         if payloads[0].engine == "prefill":
             raise MemoryError("there is none")
-        return real(payloads)
+        return page_limits(payloads)
 
     monkeypatch.setattr(peers, "page_limits", fails)
     with (

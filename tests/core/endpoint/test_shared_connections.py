@@ -129,6 +129,20 @@ def test_a_lost_connection_fails_the_loads_of_both_engines_and_both_can_reconnec
         assert len(driver.connected) == 2
 
 
+def test_an_engine_that_is_not_read_is_given_up_with_a_lost_connection(
+    driver: ScriptedTransport,
+) -> None:
+    with real_and_alias(driver) as (real, alias, decode):
+        for other in (None, alias):
+            assert load_by_name(decode, real, other) is None
+        driver.default = failed(PeerLostError("its process has ended"))
+        assert isinstance(load_by_name(decode, real), PeerLostError)
+        driver.default = None
+        for other in (None, alias):
+            assert load_by_name(decode, real, other) is None
+        assert len(driver.connected) == 2
+
+
 def test_a_read_that_only_a_disconnect_ends_also_ends_the_other_engines_loads(
     driver: ScriptedTransport,
 ) -> None:

@@ -278,7 +278,7 @@ NOTES = st.builds(release, st.integers(0, 1 << 60), st.text(max_size=40))
 
 
 @given(st.lists(NOTES, max_size=150), st.integers(400, 5000))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_every_note_is_sent_once_in_order_and_fits(notes: list[Release], limit: int) -> None:
     parts = list(fitting(notes, limit))
     assert [note for part in parts for note in part] == notes
@@ -289,7 +289,7 @@ ADDS = st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 9), st.boo
 
 
 @given(st.lists(ADDS, max_size=100), st.sets(st.integers(0, 99)), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_every_read_is_reported_once(
     adds: list[tuple[int, int, int, bool]], removed: set[int], data: st.DataObject
 ) -> None:

@@ -30,7 +30,7 @@ from kvferry.core.side_channel_messages import Payloads, encode
 from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import CacheShape, proved
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 from tests.core.endpoint.transports import PENDING, ScriptedTransport, failing
 from tests.core.ticket_proofs import altered, said
 
@@ -112,29 +112,45 @@ def test_the_fingerprint_is_read_once_before_the_first_load(
     assert driver.addresses[0] == words
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["connected", "unknown"])
-def test_forged_tickets_cause_no_renewal_read_done_or_abandon(
+def refused(decode: Engine, forged: Ticket, name: str) -> None:
+    """Use a forged ticket for a request that waits for pages, and ones that do not."""
+    decode.prepare(forged)
+    decode.pull(f"{name}, nothing", forged, [], nothing=True)
+    error = failure(decode, name, forged)
+    assert isinstance(error, TicketError)
+    assert error.reason is TicketReason.PROOF
+
+
+@pytest.mark.parametrize("forge", FORGERIES)
+def test_a_forged_ticket_causes_no_connection(
     prefill: Engine,
     decode: Engine,
     driver: ScriptedTransport,
     producer_transport: RecordingTransport,
-    is_known: bool,
+    forge: Callable[[Ticket], Ticket],
 ) -> None:
-    """Nor a connection. The genuine ticket of the same hold works afterwards."""
-    if is_known:
-        loads(decode, "d-0", prefill.serve("p-0", [10, 11], 8))
-        prefill.released("p-0")
-        producer_transport.received.clear()
-        driver.addresses.clear()
+    """The genuine ticket of the same hold works afterwards."""
+    ticket = prefill.serve("p-1", [1, 2], 8)
+    refused(decode, forge(ticket), "d-1")
+    assert driver.addresses == []
+    loads(decode, "d-2", ticket)
+    prefill.released("p-1")
+    assert releases(producer_transport) == [1]
+
+
+def test_forged_tickets_of_a_connected_engine_cause_no_renewal_read_done_or_abandon(
+    prefill: Engine,
+    decode: Engine,
+    driver: ScriptedTransport,
+    producer_transport: RecordingTransport,
+) -> None:
+    loads(decode, "d-0", prefill.serve("p-0", [10, 11], 8))
+    prefill.released("p-0")
+    producer_transport.received.clear()
+    driver.addresses.clear()
     ticket = prefill.serve("p-1", [1, 2], 8)
     for forge in FORGERIES:
-        forged, name = forge(ticket), forge.__name__
-        decode.pull(f"{name}, nothing", forged, [], nothing=True)
-        decode.prepare(forged)
-        for request in (f"{name}, prepared", name):
-            error = failure(decode, request, forged)
-            assert isinstance(error, TicketError)
-            assert error.reason is TicketReason.PROOF
+        refused(decode, forge(ticket), forge.__name__)
     assert driver.addresses == []
     loads(decode, "d-2", ticket)
     prefill.released("p-1")
@@ -162,29 +178,6 @@ def test_a_ticket_with_a_key_of_an_engine_without_one_is_refused(decode: Engine)
         assert isinstance(error, TicketError)
         assert "publishes none" in str(error)
         loads(decode, "d-2", ticket)
-
-
-def test_a_ticket_of_an_earlier_incarnation_is_refused_before_connecting(
-    prefill: Engine, decode: Engine, driver: ScriptedTransport
-) -> None:
-    """At that point the engine's workers may not know its key yet."""
-    with Engine("prefill", ticket_key=OTHER_KEY) as earlier:
-        ticket = replace(earlier.serve("p-1", [1, 2], 8), port=prefill.server.port)
-    decode.prepare(ticket)
-    error = failure(decode, "d-1", ticket)
-    assert isinstance(error, TicketError)
-    assert error.reason is TicketReason.RESTARTED
-    assert driver.addresses == []
-
-
-def test_every_rank_refuses_a_forged_ticket(prefill: Engine) -> None:
-    with Engine("decode", CacheShape(tp=2)) as decode:
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        decode.pull("d-1", with_next_blocks(ticket), [5, 6])
-        for rank in decode.ranks:
-            assert until(rank.endpoint, lambda results: bool(results.received)).failed
-        loads(decode, "d-2", ticket)
-        prefill.released("p-1")
 
 
 # Relays.

@@ -402,6 +402,26 @@ def test_reads_under_way_are_not_named_during_their_disconnect(
     assert isinstance(harness.error("a"), PeerLostError)
 
 
+def test_reads_are_left_alone_whose_disconnect_a_callback_has_begun(harness: Harness) -> None:
+    """The statuses of both were asked for before."""
+    read = harness.add("a")
+    harness.add("b")
+    finished = read.finished
+
+    def finish_and_disconnect(outcome: Outcome) -> None:
+        harness.transfers.begin_disconnect(ONE)
+        finished(outcome)
+
+    read.finished = finish_and_disconnect
+    harness.transfers.progress()
+    harness.end(1, 2)
+    assert harness.finished == ["a"]
+    assert list(harness.statuses) == [2], "it is not forgotten meanwhile"
+    harness.transfers.end_disconnect(ONE, closed=True)
+    harness.transfers.progress()
+    assert harness.finished == ["a", "b"]
+
+
 def test_a_read_of_unknown_status_is_over_when_its_connection_is_closed(harness: Harness) -> None:
     for name, peer in (("a", ONE), ("b", ONE), ("other", OTHER)):
         harness.add(name, peer)
@@ -516,7 +536,7 @@ class TransfersStateMachine(RuleBasedStateMachine):
 
 TestTransfersStateMachine = TransfersStateMachine.TestCase
 TestTransfersStateMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=20, stateful_step_count=40, deadline=None
 )
 
 
