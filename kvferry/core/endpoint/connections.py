@@ -159,18 +159,14 @@ class Connections:
             if connection is None:
                 self._dial(one, address)
                 return
-            self._use(one, rank, connection)
+            twin = next((r for r, peer in one.ids.items() if peer == connection.peer), None)
+            if twin is not None:  # two ranks cannot share a connection
+                one.fail(ConnectError(f"it is the transport of rank {twin}"))
+            else:
+                one.left.popleft()
+                one.ids[rank] = connection.peer
+                connection.users += 1
         self._end(one)
-
-    def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
-        """Use an open connection for an acquisition's next rank; two ranks cannot share one."""
-        twin = next((r for r, peer in one.ids.items() if peer == connection.peer), None)
-        if twin is not None:
-            one.fail(ConnectError(f"it is the transport of rank {twin}"))
-            return
-        one.left.popleft()
-        one.ids[rank] = connection.peer
-        connection.users += 1
 
     def _end(self, one: _Acquisition) -> None:
         """Report an acquisition, failed if one of its connections was closed meanwhile."""

@@ -86,7 +86,6 @@ class HandshakeResult:
         plan: the plan of the reads.
         page_limits: per cache group of the producer, the number that page ids must stay below.
         ticket_key: the public key for the proofs of the producer's tickets; empty without proofs.
-        overridden: a text for each difference between the two engines that the operator allows.
         memory: what to keep for the producer, see ``memory_of``.
     """
 
@@ -94,7 +93,6 @@ class HandshakeResult:
     plan: Plan
     page_limits: tuple[int, ...]
     ticket_key: bytes = b""
-    overridden: tuple[str, ...] = ()
     memory: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -304,7 +302,6 @@ class Peers:
         self._down: dict[str, float] = {}
         """Engine that failed or was not reached, to when it ceases to count as down, in order."""
         self._lost = lost
-        self._warned: set[ProducerName] = set()
         self._producers: dict[ProducerName, _KnownProducer] = {}
         self._unknown: dict[PeerKey, list[_Waiter]] = {}
         """Those that wait for a reply."""
@@ -546,7 +543,6 @@ class Peers:
         else:
             producer.failures, producer.is_proven = 0, True
             self._admit(peer)
-            self._warn(producer)
             waiting, producer.waiting = producer.waiting, []
             self._serve(producer, waiting)
 
@@ -710,18 +706,6 @@ class Peers:
                 ),
             )
 
-    def _warn(self, producer: _KnownProducer) -> None:
-        """Log the differences that the operator allows, once per incarnation, on rank 0 only."""
-        overridden = producer.handshake.overridden if producer.handshake is not None else ()
-        if overridden and self._reader.rank == 0 and producer.name not in self._warned:
-            self._warned.add(producer.name)
-            logger.warning(
-                "reading from engine %s although it differs in %s: enforce_handshake_compat is "
-                "false, and if the pages do not mean the same, answers will be wrong",
-                producer.name[0],
-                "; ".join(overridden),
-            )
-
 
 class ReplyReader:
     """Read the replies of producers for one rank; one thread may be in ``read`` at a time."""
@@ -729,12 +713,13 @@ class ReplyReader:
     def __init__(self, options: EndpointOptions) -> None:
         self._options = options
         self._own: tuple[RankPayload, ...] = ()
-        self.rank = 0
+        self._rank = 0
         self._planner = PlanCache((), 0)
+        self._warned: set[ProducerName] = set()
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """Set what this engine's ranks publish, and this rank's index; before any ``read``."""
-        self._planner, self.rank = PlanCache([payload.layout for payload in own], rank), rank
+        self._planner, self._rank = PlanCache([payload.layout for payload in own], rank), rank
         self._own = tuple(own)  # set last: the thread that reads uses the rest once it is set
 
     @property
@@ -759,8 +744,9 @@ class ReplyReader:
             info = answer_info(reply.place.engine, reply.ranks, reply.ticket_key)
         if info.ticket_key:
             load_library()
-        own, judgements = self._own[self.rank], self._options.judgements
+        own, judgements = self._own[self._rank], self._options.judgements
         agreed = [agree(own, rank, judgements) for rank in info.ranks]
+        self._warn(reply.name, dict.fromkeys(text for each in agreed for text in each.overridden))
         try:
             plan = self._planner.plan([payload.layout for payload in info.ranks])
         except PlanError as exc:
@@ -771,9 +757,19 @@ class ReplyReader:
             plan=plan,
             page_limits=page_limits(info.ranks),
             ticket_key=info.ticket_key,
-            overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
             memory=memory_of(info.ranks, tuple(map(len, reply.ranks)), plan),
         )
+
+    def _warn(self, name: ProducerName, overridden: Iterable[str]) -> None:
+        """Log the differences that the operator allows, once per incarnation, on rank 0 only."""
+        if overridden and self._rank == 0 and name not in self._warned:
+            self._warned.add(name)
+            logger.warning(
+                "reading from engine %s although it differs in %s: enforce_handshake_compat is "
+                "false, and if the pages do not mean the same, answers will be wrong",
+                name[0],
+                "; ".join(overridden),
+            )
 
 
 def memory_of(

@@ -264,7 +264,18 @@ class FingerprintReads:
             return
         for rank in peer.ids:
             for index in range(FINGERPRINT_WORDS):
-                self._slot_reads.add(self._read(check, rank, index))
+                read = SlotRead(
+                    tag=check,
+                    peer=peer,
+                    rank=rank,
+                    slot=index,
+                    note=None,
+                    landed=partial(self._landed, check, rank, index),
+                    lost=partial(self._end, check),
+                    failing=partial(self._on_failing, check, rank),
+                    is_header=True,
+                )
+                self._slot_reads.add(read)
 
     def progress(self, now: float) -> None:
         """Fail the checks that have taken longer than ``patience``."""
@@ -278,27 +289,15 @@ class FingerprintReads:
                 ),
             )
 
-    def _read(self, check: _Check, rank: int, index: int) -> SlotRead:
-        def failing(error: KVFerryError) -> None:
-            self._end(check, error)
-            self._failing(check.peer, rank, error)
-
-        return SlotRead(
-            tag=check,
-            peer=check.peer,
-            rank=rank,
-            slot=index,
-            note=None,
-            landed=lambda word, _: self._landed(check, rank, index, word),
-            lost=lambda error: self._end(check, error),
-            failing=failing,
-            is_header=True,
-        )
-
-    def _landed(self, check: _Check, rank: int, index: int, word: int) -> None:
+    def _landed(self, check: _Check, rank: int, index: int, word: int, seconds: float) -> None:
+        del seconds
         check.words[rank, index] = word
         if len(check.words) == len(check.peer.ids) * FINGERPRINT_WORDS:
             self._end(check, _problem(check.peer, check.words))
+
+    def _on_failing(self, check: _Check, rank: int, error: KVFerryError) -> None:
+        self._end(check, error)
+        self._failing(check.peer, rank, error)
 
     def _end(self, check: _Check, error: KVFerryError | None) -> None:
         """End a check, if it is not over: drop the reads that were not posted, and report."""

@@ -119,6 +119,7 @@ class Read:
         graces: those of ``Transfers.cancel``; empty once the read has ended.
         started, posted: when posting began and ended, by ``time.perf_counter``; 0 before.
         failure: the error with which the read will fail; ``None`` while none is known.
+        is_silent: whether it can write no more, since its connection has been closed.
     """
 
     peer: PeerId
@@ -135,6 +136,7 @@ class Read:
     copies: int = 0
     nbytes: int = 0
     failure: KVFerryError | None = None
+    is_silent: bool = False
 
 
 class Transfers:
@@ -155,8 +157,6 @@ class Transfers:
         self._posted: dict[TransferId, Read] = {}
         self._under_way: Counter[PeerId] = Counter()
         self._disconnecting: set[PeerId] = set()
-        self._closed: set[PeerId] = set()
-        """Closed connections, of which the driver has not reported the end of all posted reads."""
         self._graces: dict[Grace, None] = {}
 
     def __len__(self) -> int:
@@ -226,8 +226,8 @@ class Transfers:
     def end_disconnect(self, peer: PeerId, *, closed: bool) -> None:
         """Resume polling a connection's reads; if it is ``closed``, none can write any more."""
         self._disconnecting.discard(peer)
-        if closed and peer in self._peers_under_way():
-            self._closed.add(peer)
+        for read in self._posted.values():
+            read.is_silent |= closed and read.peer == peer
 
     def _begin_grace(self, grace: Grace, read: Read) -> None:
         if grace not in self._graces:
@@ -242,9 +242,6 @@ class Transfers:
             if not grace.reads:
                 self._graces.pop(grace, None)
         read.graces.clear()
-
-    def _peers_under_way(self) -> set[PeerId]:
-        return {read.peer for read in self._posted.values()}
 
     def _end(self, reads: Sequence[Read], error: KVFerryError) -> None:
         for read in reads:
@@ -326,10 +323,9 @@ class Transfers:
         answer = self._containment.run(POLL, partial(self._ask, [transfer]), errors.append)
         if answer is not None:
             return answer[0]
-        # Over a connection that is closed, no byte can land any more.
-        closed = self._posted[transfer].peer in self._closed
+        state = State.FAILED if self._posted[transfer].is_silent else State.FAILING
         error = StatusUnknownError(f"the driver cannot say how a read stands: {errors[0]!s:.200}")
-        return Status(state=State.FAILED if closed else State.FAILING, error=error)
+        return Status(state=state, error=error)
 
     def _on_status(self, transfer: TransferId, status: Status) -> bool:
         """Process a posted read's status; return whether it ended, or is newly known to fail."""
@@ -345,8 +341,6 @@ class Transfers:
         self._under_way[read.peer] -= read.nbytes
         if not self._under_way[read.peer]:
             del self._under_way[read.peer]
-        if self._closed:
-            self._closed &= self._peers_under_way()
         forget = partial(self._transport.forget, transfer)
         self._containment.run("the driver's forget", forget)
         if read.throughput is not None:
