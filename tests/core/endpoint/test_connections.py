@@ -74,27 +74,21 @@ class Driver:
 
 
 class ManualCalls:
-    """Blocking calls that run, and whose results are reported, when the test says so."""
+    """Blocking calls that run when the test says so."""
 
     def __init__(self) -> None:
         self.queued: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-        self.results: list[Callable[[], None]] = []
 
     def run(self, call: Callable[[], Any], over: Callable[[Any], None]) -> None:
         self.queued.append((call, over))
 
-    def run_call(self, index: int = 0) -> None:
-        """Run a call without a report of its result, as in a race."""
+    def run_next(self, index: int = 0) -> None:
         call, over = self.queued.pop(index)
         try:
             outcome = call()
         except Exception as exc:  # noqa: BLE001
             outcome = as_ours(exc)
-        self.results.append(lambda: over(outcome))
-
-    def run_next(self, index: int = 0) -> None:
-        self.run_call(index)
-        self.results.pop()()
+        over(outcome)
 
 
 class Commands:
@@ -192,12 +186,6 @@ def test_a_connection_is_opened_once_and_closed_by_its_last_user(links: Links) -
     assert links.acquire(A).peer != one
 
 
-def test_the_ranks_of_an_engine_are_connected_in_order(links: Links) -> None:
-    acquired = links.acquire_ranks({7: B, 2: A, 9: C})
-    assert links.driver.dialled == [A, B, C]
-    assert acquired.ids == [{2: 1, 7: 2, 9: 3}]
-
-
 def test_if_one_rank_cannot_be_connected_the_engines_other_connections_are_closed(
     links: Links,
 ) -> None:
@@ -258,22 +246,19 @@ def test_a_connection_shows_its_state(manual: Links) -> None:
 # Concurrent acquisitions.
 
 
-def test_two_engines_that_connect_at_once_share_one_dial(manual: Links) -> None:
+def test_two_engines_that_connect_at_once_share_one_dial_and_its_failure(manual: Links) -> None:
     one, other = manual.acquire(A, engine="one"), manual.acquire(A, B, engine="other")
     manual.calls.run_next()
     assert one.ids == [{0: 1}]
     assert manual.driver.dialled == [A]
     manual.calls.run_next()
     assert other.ids == [{0: 1, 1: 2}]
-
-
-def test_two_engines_that_connect_at_once_share_a_failure(manual: Links) -> None:
-    manual.driver.refused[A] = ConnectError("nobody there")
-    one, other = manual.acquire(A, engine="one"), manual.acquire_ranks({4: A}, "other")
+    manual.driver.refused[C] = ConnectError("nobody there")
+    one, other = manual.acquire(C, engine="one"), manual.acquire_ranks({4: C}, "other")
     manual.calls.run_next()
     assert "rank 0 of engine one" in str(one.errors[0])
     assert "rank 4 of engine other" in str(other.errors[0])
-    assert manual.driver.dialled == [A]
+    assert manual.driver.dialled == [A, B, C]
 
 
 def test_an_address_that_does_not_answer_delays_only_its_own_engine(manual: Links) -> None:
@@ -306,29 +291,6 @@ def test_an_acquisition_during_a_disconnect_gets_a_new_connection(
     assert acquired.ids == [{0: 2}]
     assert manual.driver.dialled == [b"a/1", *[address] * (1 + is_about_to_be_closed)]
     assert manual.connections.closing == 0
-
-
-def test_an_id_that_was_closed_before_it_was_reported_is_given_up_like_any_other(
-    manual: Links,
-) -> None:
-    """Its reads fail; ``tests/core/endpoint/test_reconnection.py`` has what follows."""
-    calls = manual.calls
-    first = manual.acquire(b"a/1")
-    calls.run_next()
-    second = manual.acquire(b"a/2", engine="f")
-    calls.run_call()  # returns the same id, which is not reported yet
-    manual.connections.release(PeerId(1))
-    calls.run_call()
-    calls.results.pop(1)()
-    calls.results.pop(0)()
-    assert first.ids == second.ids == [{0: 1}]
-    manual.driver.error = TransportUsageError("no such peer")
-    manual.connections.release(PeerId(1))
-    calls.run_next()
-    third = manual.acquire(b"a/2", engine="f")
-    calls.run_next()
-    assert third.ids == [{0: 2}]
-    assert (manual.connections.closing, manual.connections.not_quiesced) == (0, 0)
 
 
 def test_a_connection_lost_while_the_next_is_made_fails_the_acquisition(manual: Links) -> None:

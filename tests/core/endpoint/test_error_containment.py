@@ -224,12 +224,18 @@ def test_an_exception_in_reading_an_engines_reply_fails_its_loads_and_is_not_kep
         eventually(lambda: loads(prefill, decode, "again"), "the reply is read again")
 
 
-def test_a_callback_that_raises_fails_its_load(
+def test_an_action_or_a_callback_that_raises_fails_its_load(
     prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine, number = decode.endpoint._load_manager._loads, 0
-    for method in ("read", "fenced", "checked"):
-        fail_once(monkeypatch, machine, method)
+    manager, number = decode.endpoint._load_manager, 0
+    machine = manager._loads
+    for owner, method in (
+        (manager, "_read"),
+        (machine, "read"),
+        (machine, "fenced"),
+        (machine, "checked"),
+    ):
+        fail_once(monkeypatch, owner, method)
         numbers = number + 1, number + 2
         for number in numbers:
             ticket = prefill.serve_later(f"p-{number}", [number])

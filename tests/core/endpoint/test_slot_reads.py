@@ -165,13 +165,6 @@ def test_slot_reads_with_the_same_rank_and_kind_of_note_share_a_batch() -> None:
     assert harness.scratch.free == 256 - 3
 
 
-def test_each_peer_has_its_own_batch() -> None:
-    harness = SlotReadsHarness()
-    for peer in (PeerStub({0: PeerId(5)}), PeerStub({0: PeerId(6)})):
-        harness.add("x", peer)
-    assert [read.peer for read in harness.post()] == [5, 6]
-
-
 def test_a_failed_batch_fails_all_its_reads_and_frees_their_scratch_words() -> None:
     harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
     for tag in ("a", "b"):
@@ -210,19 +203,6 @@ def test_reads_wait_until_there_are_enough_scratch_words() -> None:
     [read] = harness.post()
     assert read.tags == {"b"}
     assert harness.post() == []
-
-
-def test_a_removed_read_is_not_posted() -> None:
-    harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
-    for tag in ("a", "b"):
-        harness.add(tag, peer, note=release(1))
-    assert harness.reads.remove("a")
-    assert not harness.reads.remove("a")
-    assert not harness.reads.remove("c")
-    [read] = harness.post()
-    assert read.tags == {"b"}
-    assert not harness.reads.remove("b"), "it is posted already"
-    assert not harness.lost
 
 
 def test_a_callback_that_raises_loses_only_its_own_read() -> None:
