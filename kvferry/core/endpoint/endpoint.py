@@ -406,7 +406,7 @@ class Endpoint:
             return
         until = self._clock() + drain
         while self._failure is None and self.held and self._clock() < until:
-            self._results.wait_for_change(HELD_SECONDS)
+            time.sleep(HELD_SECONDS)
         self._closing = True
         self._hold_server.close()
         self._wake.set()
@@ -693,10 +693,6 @@ class _ResultQueue:
     def wait(self, timeout: float) -> bool:
         with self._changed:
             return self._changed.wait_for(self._is_worth_waking, timeout)
-
-    def wait_for_change(self, timeout: float) -> None:
-        with self._changed:
-            self._changed.wait(timeout)
 
     def _is_worth_waking(self) -> bool:
         return bool(self._received or self._sent or self._ended or self._has_failed)
