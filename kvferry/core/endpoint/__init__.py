@@ -1,9 +1,8 @@
 """The endpoint: serves one rank's pages to other engines, and loads pages from them."""
 
-from kvferry.core.endpoint.endpoint import Endpoint
+from kvferry.core.endpoint.endpoint import Endpoint, Identity, Results
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.page_copies import PageCopies
-from kvferry.core.endpoint.results import Identity, Results
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.options import EndpointOptions
 

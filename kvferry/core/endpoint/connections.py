@@ -6,7 +6,7 @@ import heapq
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -39,7 +39,7 @@ class _Acquisition:
     ids: dict[int, PeerId] = field(default_factory=dict)
     error: KVFerryError | None = None
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: KVFerryError) -> None:
         rank, _ = self.left[0]
         self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
 
@@ -67,6 +67,10 @@ class Connections:
     """Open, share and close the connections of one endpoint.
 
     Used by the endpoint's thread only, except for ``not_quiesced`` and ``problems``.
+
+    Attributes:
+        closing: how many connections are being closed.
+        not_quiesced: how many connections failed to close: reads may still write.
     """
 
     def __init__(
@@ -87,27 +91,14 @@ class Connections:
         self._by_peer: dict[PeerId, _Connection] = {}
         self._dials: dict[bytes, list[_Acquisition]] = {}
         """Address to those that wait for the call of ``connect`` with it."""
-        self._closing = 0
+        self.closing = 0
         self._retries: list[tuple[float, PeerId]] = []
-        # Other threads read this without a lock.
-        self._not_quiesced = 0
-        self._resumed: deque[_Acquisition] = deque()
-        self._is_advancing = False
-
-    @property
-    def closing(self) -> int:
-        """Return how many connections are being closed."""
-        return self._closing
-
-    @property
-    def not_quiesced(self) -> int:
-        """Return how many connections failed to close: reads may still write. Thread-safe."""
-        return self._not_quiesced
+        self.not_quiesced = 0  # other threads read it without a lock
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Return a text for a health check if ``not_quiesced`` is not 0. Thread-safe."""
-        if not (count := self._not_quiesced):
+        if not (count := self.not_quiesced):
             return ()
         return (
             f"{count} connections did not fall silent when they were closed; the pages that they "
@@ -135,7 +126,7 @@ class Connections:
         # One rank after the other, so that an address to which ``connect`` hangs delays only the
         # engines that publish it.
         left = deque(sorted(addresses.items()))
-        self._go_on([_Acquisition(engine=engine, left=left, over=over)])
+        self._advance(_Acquisition(engine=engine, left=left, over=over))
 
     def release(self, peer: PeerId) -> None:
         """End one use of a connection; when the last use ends, the connection is closed."""
@@ -160,19 +151,6 @@ class Connections:
 
     # Opening.
 
-    def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
-        # A callback may call this again; a recursion would be too deep for an engine of a thousand
-        # ranks.
-        self._resumed.extend(acquisitions)
-        if self._is_advancing:
-            return
-        self._is_advancing = True
-        try:
-            while self._resumed:
-                self._advance(self._resumed.popleft())
-        finally:
-            self._is_advancing = False
-
     def _advance(self, one: _Acquisition) -> None:
         """Connect an acquisition's ranks in turn, until it is over or has to wait for a call."""
         while one.left and one.error is None:
@@ -181,18 +159,14 @@ class Connections:
             if connection is None:
                 self._dial(one, address)
                 return
-            self._use(one, rank, connection)
+            twin = next((r for r, peer in one.ids.items() if peer == connection.peer), None)
+            if twin is not None:  # two ranks cannot share a connection
+                one.fail(ConnectError(f"it is the transport of rank {twin}"))
+            else:
+                one.left.popleft()
+                one.ids[rank] = connection.peer
+                connection.users += 1
         self._end(one)
-
-    def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
-        """Use an open connection for an acquisition's next rank; two ranks cannot share one."""
-        twin = next((r for r, peer in one.ids.items() if peer == connection.peer), None)
-        if twin is not None:
-            one.fail(ConnectError(f"it is the transport of rank {twin}"))
-            return
-        one.left.popleft()
-        one.ids[rank] = connection.peer
-        connection.users += 1
 
     def _end(self, one: _Acquisition) -> None:
         """Report an acquisition, failed if one of its connections was closed meanwhile."""
@@ -212,39 +186,41 @@ class Connections:
         waiting.append(one)
         if len(waiting) == 1:
             self._blocking_calls.run(
-                lambda: self._transport.connect(address),
+                lambda: self._connect(address),
                 lambda outcome: self._dialled(address, one.engine, outcome),
             )
 
-    def _dialled(self, address: bytes, engine: str, outcome: object) -> None:
-        waiting = self._dials.pop(address)
-        try:
-            self._opened(address, engine, outcome)
-        except Exception as exc:  # noqa: BLE001  whatever it is, it fails all who wait
-            for one in waiting:
-                one.fail(exc)
-        self._go_on(waiting)
+    def _connect(self, address: bytes) -> PeerId:
+        peer = self._transport.connect(address)
+        if not isinstance(peer, int):
+            raise TypeError(f"the driver's connect returned {peer!r:.200}, which is no id")
+        return peer
 
-    def _opened(self, address: bytes, engine: str, outcome: object) -> None:
-        """Record the connection whose id ``connect`` has returned, and that may exist already."""
-        if isinstance(outcome, Exception):
-            raise outcome
-        if not isinstance(outcome, int):
-            raise TypeError(f"the driver's connect returned {outcome!r:.200}, which is no id")
-        peer = PeerId(outcome)
-        connection = self._by_peer.get(peer)
-        if connection is None:
-            connection = _Connection(peer=peer, address=address, engine=engine)
-            self._by_peer[peer] = connection
-        elif connection.tries:
-            raise ConnectError("the last connection to it does not fall silent")
-        elif connection.is_closing:
-            return  # ``disconnect`` came later: who waits dials again, and the driver waits for it
+    def _dialled(self, address: bytes, engine: str, outcome: PeerId | KVFerryError) -> None:
+        waiting = self._dials.pop(address)
+        error: KVFerryError | None
+        if isinstance(outcome, KVFerryError):
+            error = outcome
+        else:
+            error = self._opened(_Connection(peer=outcome, address=address, engine=engine))
+        for one in waiting:
+            if error is not None:
+                one.fail(error)
+            self._advance(one)
+
+    def _opened(self, new: _Connection) -> ConnectError | None:
+        """Record a connection whose id ``connect`` has returned, and that may exist already."""
+        connection = self._by_peer.setdefault(new.peer, new)
+        if connection.tries:
+            return ConnectError("the last connection to it does not fall silent")
+        if connection.is_closing:
+            return None  # ``disconnect`` came later: who waits dials again, and the driver waits
         # Two addresses may lead to one transport, and the driver uses the last it was given. An
         # engine that publishes the other address dials again.
         self._forget_address(connection)
-        connection.address = address
-        self._by_address[address] = connection
+        connection.address = new.address
+        self._by_address[new.address] = connection
+        return None
 
     def _forget_address(self, connection: _Connection) -> None:
         if self._by_address.get(connection.address) is connection:
@@ -256,7 +232,7 @@ class Connections:
         peer = connection.peer
         if not connection.is_closing:
             connection.is_closing = True
-            self._closing += 1
+            self.closing += 1
             self._forget_address(connection)
         self._transfers.begin_disconnect(peer)
         self._blocking_calls.run(
@@ -264,28 +240,27 @@ class Connections:
             lambda outcome: self._closed(connection, outcome),
         )
 
-    def _closed(self, connection: _Connection, error: Exception | None) -> None:
+    def _closed(self, connection: _Connection, error: KVFerryError | None) -> None:
         is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
         self._transfers.end_disconnect(connection.peer, closed=is_closed)
         if error is None or is_closed:
             del self._by_peer[connection.peer]
-            self._closing -= 1
-            self._not_quiesced -= connection.tries > 0
+            self.closing -= 1
+            self.not_quiesced -= connection.tries > 0
         else:
             self._on_not_quiesced(connection, error)
 
-    def _on_not_quiesced(self, connection: _Connection, error: Exception) -> None:
+    def _on_not_quiesced(self, connection: _Connection, error: KVFerryError) -> None:
         if not connection.tries:
-            self._not_quiesced += 1
-            ours = as_ours(error)
+            self.not_quiesced += 1
             logger.error(
                 "connection %d, to %s, did not fall silent (stage disconnect, cause %s): %s; the "
                 "pages that it may still write are quarantined until it does: restart the engine "
                 "if that lasts",
                 connection.peer,
                 on_one_line(connection.engine),
-                cause_of(ours),
-                on_one_line(str(ours)),
+                cause_of(error),
+                on_one_line(str(error)),
             )
         connection.tries += 1
         due = self._clock() + min(2.0**connection.tries, LONGEST_SECONDS)
@@ -331,24 +306,29 @@ class BlockingCalls:
             f"not returned for {STUCK_SECONDS:.0f} s: restart the engine if that lasts",
         )
 
-    def run(self, call: Callable[[], T], over: Callable[[T | Exception], None]) -> None:
-        """Make a call, and pass what it returned or raised to ``over`` on the endpoint's thread.
+    def run(self, call: Callable[[], T], over: Callable[[T | KVFerryError], None]) -> None:
+        """Make a call, and post a command that passes what it returned or raised to ``over``."""
 
-        Without threads, or if none can be started, that happens before ``run`` returns.
-        """
-        if not self._threads:
-            over(_outcome(call))
-            return
+        def make() -> None:
+            outcome = _outcome(call, self._enter)
+
+            def back() -> None:
+                self._remove(thread)
+                over(outcome)
+
+            self._post(back)
+
         # Daemons: a call that never returns must not keep the process from ending.
-        thread = threading.Thread(
-            target=lambda: self._run(thread, call, over), name=self._name, daemon=True
-        )
-        self._running = {**self._running, thread: self._clock()}
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can be started: make the call here, late
-            self._remove(thread)
-            over(_outcome(call))
+        thread = threading.Thread(target=make, name=self._name, daemon=True)
+        if self._threads:
+            self._running = {**self._running, thread: self._clock()}
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be started: make the call here, late
+                self._remove(thread)
+            else:
+                return
+        make()
 
     def wait(self, until: float) -> bool:
         """Wait for the calls under way until a time on the clock; return whether all ended."""
@@ -357,27 +337,15 @@ class BlockingCalls:
             thread.join(max(0.0, until - self._clock()))
         return not any(thread.is_alive() for thread in running)
 
-    def _run(
-        self, thread: threading.Thread, call: Callable[[], T], over: Callable[[T | Exception], None]
-    ) -> None:
-        def entered() -> T:
-            self._enter()
-            return call()
-
-        outcome = _outcome(entered)
-
-        def back() -> None:
-            self._remove(thread)
-            over(outcome)
-
-        self._post(back)
-
     def _remove(self, thread: threading.Thread) -> None:
         self._running = {each: begun for each, begun in self._running.items() if each != thread}
 
 
-def _outcome(call: Callable[[], T]) -> T | Exception:
+def _outcome(call: Callable[[], T], enter: EnterThread) -> T | KVFerryError:
     try:
+        enter()
         return call()
-    except Exception as exc:  # noqa: BLE001  whatever a driver raises concerns only this call
-        return exc
+    except Exception as exc:
+        if not isinstance(exc, KVFerryError):
+            logger.error("a call failed unexpectedly (please report it)", exc_info=exc)
+        return as_ours(exc)

@@ -10,20 +10,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.core.directory.news import ProducerNews
-from kvferry.core.endpoint import log_messages
 from kvferry.core.endpoint.connections import STUCK_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.load_manager import LoadManager
 from kvferry.core.endpoint.page_copies import PageCopies, RunningCopies
-from kvferry.core.endpoint.results import Identity, Results
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.error_causes import Cause, cause_of, on_one_line, with_remedy
 from kvferry.core.errors import (
     CopyError,
     EndpointClosedError,
@@ -32,18 +32,19 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.layout import Layout
-from kvferry.core.lifecycle.holds import EndedHold, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
-from kvferry.core.messages import RankPayload
+from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
 from kvferry.core.options import DEFAULTS, EndpointOptions
 from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security.proof import fingerprint
+from kvferry.core.side_channel.sockets import place
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL
-from kvferry.core.transport import EnterThread, Notification, Transport, enter_nothing
+from kvferry.core.transport import EnterThread, Transport, enter_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,56 @@ JOIN_SECONDS = 10.0
 """How long ``close`` waits for the endpoint's thread and for the driver's calls to return."""
 WIND_DOWN_SECONDS = 2.0
 """How long ``close`` waits for reads under way to end before it closes the transport."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """The identity of one rank of an engine.
+
+    Attributes:
+        engine: the engine's id.
+        incarnation: the random number that identifies this start of the engine; the same on all
+            ranks.
+        rank: index of this rank among the engine's ranks.
+        coordinates: position in the engine's pipeline, tensor and context parallelism.
+        agreement: name to value, for everything that must be equal on two engines that exchange
+            pages (model, cache dtype, ...).
+    """
+
+    engine: str
+    incarnation: Incarnation
+    rank: int = 0
+    coordinates: Coordinates = field(default_factory=Coordinates)
+    agreement: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What ``Endpoint.results`` returns: the loads and holds that have ended since its last call.
+
+    Over all calls, a request for which this engine made a ticket is in ``sent`` exactly once, and
+    one that it loads with ``Load.report`` set is in ``received`` exactly once. Of several loads
+    with one request id, each has a call of its own, in the order in which they ended.
+
+    Attributes:
+        sent: requests whose pages this rank no longer holds for other engines. The engine may free
+            them once all its ranks have returned the request here. Where the cache is staged, these
+            are the
+            blocks: they are free when they were copied.
+        ended: how the hold of each of these requests ended on this rank. Where the cache is staged,
+            these are requests that are over, each once: their host pages, and the slot of their
+                hold, are free once all ranks have returned the request here.
+        received: requests whose load is over, successfully or not, or that ``Endpoint.refuse`` was
+            called for: no byte lands in their pages any more.
+        failed: request to the reason, for those of ``received`` whose pages must not be used.
+        loads: figures of every load that is over, also of loads without ``Load.report``.
+    """
+
+    sent: frozenset[RequestId] = frozenset()
+    ended: tuple[EndedHold, ...] = ()
+    received: frozenset[RequestId] = frozenset()
+    failed: Mapping[RequestId, KVFerryError] = field(default_factory=dict)
+    loads: tuple[LoadRecord, ...] = ()
 
 
 class Endpoint:
@@ -118,9 +169,12 @@ class Endpoint:
         self._identity = identity
         self._transport = transport
         self._slot_table = SlotTable(slots)
-        self._scratch = ScratchWords()
-        self._lease = options.lease
-        self.payload = self._publish(driver, layout)
+        scratch = ScratchWords()
+        try:
+            self.payload = self._publish(driver, layout, scratch, options.lease)
+        except BaseException:
+            transport.close()
+            raise
         self.library = transport.library
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
@@ -147,7 +201,7 @@ class Endpoint:
             transfers=self._transfers,
             connections=self._connections,
             containment=self._containment,
-            scratch=self._scratch,
+            scratch=scratch,
             zero=zero,
             copies=self._copies,
             options=options,
@@ -233,7 +287,7 @@ class Endpoint:
             self._command(lambda: self._load_manager.relay(news))
 
     def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
-        """Return the producers that this rank lacks, since the last call: for ``Directory.wanted``.
+        """Return the producers that this rank lacks since the last call, for ``Directory.ask_again``.
 
         Call it in every step.
         """
@@ -352,13 +406,13 @@ class Endpoint:
             return
         until = self._clock() + drain
         while self._failure is None and self.held and self._clock() < until:
-            self._results.wait_for_change(HELD_SECONDS)
+            time.sleep(HELD_SECONDS)
         self._closing = True
         self._hold_server.close()
         self._wake.set()
         until = self._clock() + JOIN_SECONDS
         self._thread.join(JOIN_SECONDS)
-        if self._thread.is_alive() or not self._end_calls(until):
+        if self._thread.is_alive() or not self._blocking_calls.wait(until):
             raise TransportError(
                 f"the driver has been in one call for {JOIN_SECONDS:.0f} s; it is left alone, and "
                 "may still touch this endpoint's memory: keep it until the process ends"
@@ -372,23 +426,14 @@ class Endpoint:
 
     # On the caller's thread.
 
-    def _end_calls(self, until: float) -> bool:
-        """Wait for ``connect`` and ``disconnect``; the transport may close only if all return."""
-        return self._blocking_calls.wait(until)
-
-    def _publish(self, driver: str, layout: Layout) -> RankPayload:
-        try:
-            table = self._slot_table
-            words = (table.region, table.header, table.watermarks.region, self._scratch.region)
-            for region in (*layout.regions, *words):
-                self._transport.register(region)
-            return self._make_payload(driver, layout)
-        except BaseException:
-            self._transport.close()
-            raise
-
-    def _make_payload(self, driver: str, layout: Layout) -> RankPayload:
-        identity = self._identity
+    def _publish(
+        self, driver: str, layout: Layout, scratch: ScratchWords, lease: float
+    ) -> RankPayload:
+        """Register the memory that peers read, and return what the handshake tells of it."""
+        identity, table = self._identity, self._slot_table
+        words = (table.region, table.header, table.watermarks.region, scratch.region)
+        for region in (*layout.regions, *words):
+            self._transport.register(region)
         return RankPayload(
             oldest=OLDEST_PROTOCOL,
             newest=NEWEST_PROTOCOL,
@@ -400,11 +445,11 @@ class Endpoint:
             layout=layout,
             driver=driver,
             address=self._transport.address(),
-            slots=self._slot_table.region,
-            lease=self._lease,
+            slots=table.region,
+            lease=lease,
             heartbeats=True,
-            fingerprint=self._slot_table.header,
-            watermarks=self._slot_table.watermarks.region,
+            fingerprint=table.header,
+            watermarks=table.watermarks.region,
         )
 
     def _post(self, command: Callable[[], object]) -> None:
@@ -453,21 +498,19 @@ class Endpoint:
         until = self._clock() + WIND_DOWN_SECONDS
         while self._clock() < until:
             self._run_commands()
-            self._containment.run("giving loads up", self._load_manager.abort_all, None)
-            busy = self._step("performing loads", self._load_manager.progress)
+            self._load_manager.abort_all()
+            busy = self._load_manager.progress()
             busy = self._copy_pages() or busy
             if not (busy or len(self._transfers) or self._unfinished_copies):
                 break
-            if not self._step("reading", self._transfers.progress):
+            if not self._transfers.progress():
                 time.sleep(BUSY_SECONDS)
 
     def _round(self) -> bool:
         """Do a round of the thread's work; return whether the next should follow at once."""
         busy = self._run_commands()
-        # Each step handles the errors of a single load, peer or message itself. Other errors are
-        # logged and do not end the thread: deadlines are kept only while there are further rounds.
-        busy = self._step("performing loads", self._load_manager.progress) or busy
-        busy = self._step("reading", self._transfers.progress) or busy
+        busy = self._load_manager.progress() or busy
+        busy = self._transfers.progress() or busy
         busy = self._copy_pages() or busy
         self._last_round = now = self._clock()
         if now >= self._next_listen:
@@ -477,9 +520,6 @@ class Endpoint:
             self._listen()
         return busy
 
-    def _step(self, activity: str, step: Callable[[], bool]) -> bool:
-        return self._containment.run(activity, step, False, serves_all=True)
-
     @property
     def _unfinished_copies(self) -> int:
         return 0 if self._copies is None else len(self._copies)
@@ -487,8 +527,8 @@ class Endpoint:
     def _copy_pages(self) -> bool:
         if self._copies is None:
             return False
-        busy = self._step("copying pages of holds", self._hold_server.progress)
-        busy = self._step("copying pages", self._copies.progress) or busy
+        busy = self._hold_server.progress()
+        busy = self._copies.progress() or busy
         if busy:
             self._next_listen = 0.0  # a hold may be ready, or may have ended
         return busy
@@ -504,34 +544,32 @@ class Endpoint:
         busy = False
         while self._commands:
             busy = True
-            self._containment.run("a command", self._commands.popleft(), None)
+            self._containment.run("a command", self._commands.popleft())
         return busy
 
     def _listen(self) -> None:
-        run, now = self._containment.run, self._clock()
-        notifications = run(
-            "the driver's notifications", self._take_notifications, None, serves_all=True
+        now = self._clock()
+        notifications = self._containment.run(
+            "the driver's notifications",
+            lambda: list(self._transport.notifications()),
+            serves_all=True,
         )
         for notification in notifications or ():
-            run("hearing a notification", partial(self._hold_server.hear, [notification]), None)
+            self._containment.run("a message", partial(self._hold_server.hear, [notification]))
         if notifications is not None:
             self._hold_server.listened(now)
-        run("looking after holds", self._hold_server.tick, None, serves_all=True)
-        run("reporting what was sent", self._report_sent, None, serves_all=True)
-
-    def _take_notifications(self) -> list[Notification] | None:
-        return list(self._transport.notifications())
+        self._hold_server.tick()
+        self._report_sent()
 
     def _report_sent(self) -> None:
         self._results.add_ended(*self._hold_server.take_ended())
 
     def _report_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        count = partial(self._count, load, error, record)
-        self._containment.run("counting a load", count, None)
+        self._containment.run("counting a load", partial(self._count, load, error, record))
         self._results.add_load(load, error, record)
 
     def _count(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        log_messages.loaded(load, error, record)
+        _log(load, error, record)
         self._metrics.count_load(record)
         if isinstance(error, TicketError) and self._identity.rank == 0:  # all ranks refuse alike
             self._metrics.add(REFUSED, reason=error.reason.value)
@@ -550,6 +588,37 @@ class Endpoint:
         if self._connections.closing:
             return HELD_SECONDS
         return HELD_SECONDS if self._hold_server.is_awaited else IDLE_SECONDS
+
+
+def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+    """Log that a load is over, with its figures; a failure with its stage, cause and remedy."""
+    if error is not None:
+        logger.log(
+            logging.DEBUG if cause_of(error) is Cause.GIVEN_UP else logging.WARNING,
+            "request %s: %s request %s of engine %s at %s (stage %s, cause %s): %s",
+            on_one_line(load.request),
+            "not loaded from" if load.reads else "it needs no pages, which could not be said to",
+            on_one_line(load.ticket.request),
+            on_one_line(record.engine),
+            on_one_line(place(load.ticket.host, load.ticket.port)),
+            record.stage,
+            cause_of(error),
+            with_remedy(error),
+        )
+    elif not load.reads:
+        logger.debug("request %s: nothing to pull from engine %s", load.request, record.engine)
+    else:
+        logger.debug(
+            "request %s: this rank pulled %d tokens, %d bytes (%d early) in %d copies from engine "
+            "%s in %.1f ms",
+            load.request,
+            record.tokens,
+            record.nbytes,
+            record.early_nbytes,
+            record.copies,
+            record.engine,
+            record.seconds * 1e3,
+        )
 
 
 class _ResultQueue:
@@ -624,10 +693,6 @@ class _ResultQueue:
     def wait(self, timeout: float) -> bool:
         with self._changed:
             return self._changed.wait_for(self._is_worth_waking, timeout)
-
-    def wait_for_change(self, timeout: float) -> None:
-        with self._changed:
-            self._changed.wait(timeout)
 
     def _is_worth_waking(self) -> bool:
         return bool(self._received or self._sent or self._ended or self._has_failed)

@@ -1,8 +1,15 @@
-"""Containment of unexpected exceptions: one load or peer fails, the endpoint's thread goes on."""
+"""The two borders at which an endpoint's thread takes any exception, and goes on.
+
+One is a call of the driver, which may raise what the interface does not declare; the other is a
+callback for one load, peer or message. What is raised there concerns that call, load, peer or
+message, and nothing else. An exception in any other place is a mistake in the endpoint's own books,
+which cannot be relied on any more: the endpoint fails.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,7 +21,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REPEATED = 3
-"""After this number of failures in a row, an activity is reported as a health problem."""
+"""After this number of failures in a row, a call of the driver is a health problem."""
 
 
 def as_ours(exc: Exception) -> KVFerryError:
@@ -27,73 +34,74 @@ def as_ours(exc: Exception) -> KVFerryError:
 
 
 class ErrorContainment:
-    """Log and count an endpoint's unexpected exceptions; the catcher fails what they concern.
+    """Call the driver, and call back; log and count what is raised.
 
-    An activity is a kind of work, named by a fixed text that can be the subject of a sentence: "the
-    driver's poll". Used by the endpoint's thread only, except for ``problems``.
+    Used by the endpoint's thread only, except for ``problems``.
     """
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, type[Exception]]] = set()
-        self._streaks: dict[str, tuple[int, Exception]] = {}
-        """Activity to its number of failures in a row, and the first of their exceptions."""
-        self._problems: tuple[str, ...] = ()
+        self._streaks = Counter[str]()
+        """What is called to its number of failures in a row."""
+        self._problems: dict[str, str] = {}
+        """What is called to a text. Replaced, never changed: others read it without a lock."""
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return a text for each activity that has failed repeatedly and not succeeded since.
+        """Return a text for each call that has failed repeatedly and not succeeded since.
 
-        Thread-safe. A text does not change while its activity fails: a health check sees one
-        change.
+        Thread-safe. A text does not change while its call fails: a health check sees one change.
         """
-        return self._problems
-
-    def caught(self, activity: str, error: Exception, *, serves_all: bool = False) -> KVFerryError:
-        """Log an exception, if the first of its type in its activity; return it by ``as_ours``.
-
-        It counts for ``problems`` only if the activity ``serves_all`` loads, peers or messages: no
-        single peer can make this engine unhealthy.
-        """
-        if serves_all:
-            count, first = self._streaks.get(activity, (0, error))
-            self._streaks[activity] = count + 1, first
-            if count + 1 == REPEATED:
-                self._publish()
-        kind = activity, type(error)
-        if kind not in self._logged:
-            self._logged.add(kind)
-            logger.error(
-                "%s failed unexpectedly; only what it concerns fails, and the next such exception "
-                "is not logged again (please report it, with this log)",
-                activity,
-                exc_info=error,
-            )
-        return as_ours(error)
-
-    def succeeded(self, activity: str) -> None:
-        """Record that an activity has succeeded: its failures are counted from 0 again."""
-        count, _ = self._streaks.pop(activity, (0, None))
-        if count >= REPEATED:
-            self._publish()
+        return tuple(self._problems.values())
 
     def run(
-        self, activity: str, call: Callable[[], T], otherwise: T, *, serves_all: bool = False
-    ) -> T:
-        """Make a call; if it raises, log that as ``caught`` does, and return ``otherwise``."""
+        self,
+        what: str,
+        call: Callable[[], T],
+        failed: Callable[[KVFerryError], object] | None = None,
+        *,
+        serves_all: bool = False,
+    ) -> T | None:
+        """Call the driver, or call back; if that raises, call ``failed`` and return ``None``.
+
+        The first exception of each type is logged, unless it is of kvferry and ``failed`` gets it.
+        Failures count for ``problems`` only if the call ``serves_all`` peers: no single peer can
+        make this engine unhealthy. ``what`` is the subject of the log line: "the driver's poll".
+        """
         try:
             result = call()
         except Exception as exc:  # noqa: BLE001  whatever it is: the thread serves others too
-            self.caught(activity, exc, serves_all=serves_all)
-            return otherwise
+            if failed is None or not isinstance(exc, KVFerryError):
+                self._log(what, exc)
+            if serves_all:
+                self._count(what, exc)
+            if failed is not None:
+                failed(as_ours(exc))
+            return None
         if serves_all:
-            self.succeeded(activity)
+            self.succeeded(what)
         return result
 
-    def _publish(self) -> None:
-        """Replace the tuple of problems, which other threads read without a lock."""
-        self._problems = tuple(
-            f"{activity} failed, again and again, first with {type(error).__name__}: "
-            f"{on_one_line(str(error))}; restart the engine if that lasts"
-            for activity, (count, error) in self._streaks.items()
-            if count >= REPEATED
-        )
+    def succeeded(self, what: str) -> None:
+        """Count the failures of a call that serves all peers from 0 again."""
+        if self._streaks.pop(what, 0) >= REPEATED:
+            self._problems = {each: text for each, text in self._problems.items() if each != what}
+
+    def _count(self, what: str, error: Exception) -> None:
+        self._streaks[what] += 1
+        if self._streaks[what] == REPEATED:
+            text = (
+                f"{what} failed, again and again, with {type(error).__name__}: "
+                f"{on_one_line(str(error))}; restart the engine if that lasts"
+            )
+            self._problems = {**self._problems, what: text}
+
+    def _log(self, what: str, error: Exception) -> None:
+        if (what, type(error)) not in self._logged:
+            self._logged.add((what, type(error)))
+            logger.error(
+                "%s failed unexpectedly; only what it concerns fails, and the next such exception "
+                "is not logged again (please report it, with this log)",
+                what,
+                exc_info=error,
+            )

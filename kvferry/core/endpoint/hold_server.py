@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.endpoint.log_messages import ExpiredHolds
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.error_causes import cause_of, on_one_line
 from kvferry.core.errors import CopyError, KVFerryError, WireError
@@ -31,6 +30,11 @@ logger = logging.getLogger(__name__)
 # A consumer that waits for a hold is heard at least three times in a lease.
 SILENT_PART = 0.5
 """Where no consumer was heard for this part of a lease, consumers are missing, not time."""
+
+BURST_SECONDS = 1.0
+"""Requests whose leases expire within this time of a warning share the next warning."""
+NAMED_REQUESTS = 3
+"""The most requests that such a warning names."""
 
 
 class WordArray:
@@ -306,3 +310,59 @@ def _check_copies(orders: HoldOrders) -> None:
             f"{missing[0]} is to be made readable, and its copy was not ordered: this endpoint "
             "stages its cache, so pass SchedulerHolds.ticket the copy"
         )
+
+
+class ExpiredHolds:
+    """Log the requests whose leases expired, those of a burst in one line. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[RequestId] = []
+        self._quiet_until = -math.inf
+        self._silence: float | None = None
+
+    def add(
+        self, requests: Sequence[RequestId], now: float, *, silence: float | None = None
+    ) -> None:
+        """Log requests, or keep them for a warning after ``BURST_SECONDS``. Call it in every round.
+
+        ``silence`` is for how long no consumer was heard, if a longer lease would not have helped.
+        """
+        self._silence = silence
+        self._waiting += requests
+        if self._waiting and now >= self._quiet_until:
+            self._quiet_until = now + BURST_SECONDS
+            self.close()
+
+    def close(self) -> None:
+        """Log the requests that are kept."""
+        requests, self._waiting = self._waiting, []
+        if not requests:
+            return
+        whose, clients, them = (
+            ("its", "its client", "it")
+            if len(requests) == 1
+            else ("their", "their clients", "them")
+        )
+        advice = f"let decode take {them} sooner, or set a longer kv_lease_duration"
+        if self._silence is not None:
+            advice = (
+                "see whether decode runs, and whether the router sends it requests: for "
+                f"{self._silence:.0f} s, no decode engine gave a sign of life"
+            )
+        logger.warning(
+            "%s: nobody read %s pages within the lease; they are given back (stage held, cause "
+            "expired; if %s did not go away, %s)",
+            _named(requests),
+            whose,
+            clients,
+            advice,
+        )
+
+
+def _named(requests: Sequence[RequestId]) -> str:
+    """Return requests as text for a log line; of many, how many they are, and the first."""
+    named = ", ".join(map(on_one_line, requests[:NAMED_REQUESTS]))
+    more = len(requests) - NAMED_REQUESTS
+    if len(requests) == 1:
+        return f"request {named}"
+    return f"{len(requests)} requests ({named}{f' and {more} more' if more > 0 else ''})"

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 from kvferry.core.directory.news import ProducerNews
-from kvferry.core.endpoint import log_messages
 from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
@@ -25,9 +24,8 @@ from kvferry.core.endpoint.slot_reads import (
     SlotReads,
     fitting,
 )
-from kvferry.core.endpoint.throughput import SlowPathWarnings
-from kvferry.core.endpoint.transfers import Grace, Outcome, Read, Transfers
-from kvferry.core.error_causes import on_one_line
+from kvferry.core.endpoint.transfers import Grace, Outcome, Read, SlowPathWarnings, Transfers
+from kvferry.core.error_causes import cause_of, on_one_line
 from kvferry.core.errors import (
     CopyError,
     EndpointClosedError,
@@ -305,26 +303,18 @@ class LoadManager:
         return has_passed
 
     def _tick(self, now: float) -> None:
-        # An error in one step does not keep the other steps from running.
-        for activity, step in (
-            ("reconnecting", self._end_early_loads),
-            ("looking after peers", self._peers.progress),
-            ("closing connections", self._connections.progress),
-            ("looking after tickets", self._pending_tickets.progress),
-            ("renewing", self._lease_renewal.progress),
-            ("keeping deadlines", self._tick_loads),
-            ("ending reads that were cancelled", self._transfers.escalate),
-            ("counting quarantined pages", self._count_quarantined),
-        ):
-            self._containment.run(activity, partial(step, now), None, serves_all=True)
-
-    def _tick_loads(self, now: float) -> None:
+        self._end_early_loads()
+        self._peers.progress(now)
+        self._connections.progress(now)
+        self._pending_tickets.progress(now)
+        self._lease_renewal.progress(now)
         for state in self._states.values():
             state.machine.tick(now)
+        self._transfers.escalate(now)
+        self._count_quarantined()
 
-    def _end_early_loads(self, now: float) -> None:
+    def _end_early_loads(self) -> None:
         """Fail the early loads that alone keep suspect peers from being connected anew."""
-        del now
         # Loads that wait for the new connection have a deadline, and early loads have none while
         # the producer computes.
         for peer in self._peers.awaited:
@@ -358,9 +348,8 @@ class LoadManager:
             for state in self._states.values()
         )
 
-    def _count_quarantined(self, now: float) -> None:
+    def _count_quarantined(self) -> None:
         """Count the pages that may still be written over connections that do not close."""
-        del now
         if not self._connections.not_quiesced and not self._quarantined:
             return
         self._quarantined = sum(
@@ -375,22 +364,23 @@ class LoadManager:
     def _perform(self, actions: Sequence[Action]) -> None:
         releases: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
         for action in actions:
-            try:
-                self._do(action, self._states[action.load], releases)
-            except Exception as exc:  # noqa: BLE001  it fails this load, and no other
-                error = self._containment.caught("an action of a load", exc)
-                self._fail(action, self._states[action.load].machine, error)
+            state = self._states[action.load]
+            do = partial(self._do, action, state, releases)
+            fail = partial(self._fail, action, state.machine)
+            self._containment.run("an action of a load", do, fail)
         for (peer, rank), notes in releases.items():  # one notification for many loads
-            notify = partial(self._notify, peer, rank, notes)
-            self._containment.run("telling a peer", notify, None)
+            self._containment.run("telling a peer", partial(self._notify, peer, rank, notes))
         # A load is reported only when its "abandon" is on its way: the engine may close at once.
         for action in actions:
             if action.op is LoadAction.REPORT:
                 report = partial(self._report, action, self._states[action.load])
-                self._containment.run("reporting a load", report, None)
+                self._containment.run("reporting a load", report)
 
     def _do(
-        self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
+        self,
+        action: Action,
+        state: LoadState,
+        releases: dict[tuple[Peer, int], list[Release]],
     ) -> None:
         """Perform an action; ``DONE`` and ``ABANDON`` go to ``releases``, reports come later."""
         if action.op is LoadAction.READ:
@@ -427,17 +417,13 @@ class LoadManager:
         state.peer, state.handshake_succeeded = peer, time.perf_counter()
         peer.acquire(PeerUse.LOAD)
         self._touched.add(machine.id)
-        try:
-            peer.check(state.load.ticket)
-            if not machine.is_blocked:
-                self._zero_unwritten(state, peer)
-        except Exception as exc:  # noqa: BLE001  zeroing may raise any type
-            self._on_not_connected(state, as_ours(exc))
-        else:
-            if not machine.early:
-                self._renew(state, peer)
-            unit = early_unit(peer.plan) if machine.early and peer.has_watermarks else 0
-            machine.handshake_succeeded(peer.parties, unit)
+        peer.check(state.load.ticket)
+        if not machine.is_blocked:
+            self._zero_unwritten(state, peer)
+        if not machine.early:
+            self._renew(state, peer)
+        unit = early_unit(peer.plan) if machine.early and peer.has_watermarks else 0
+        machine.handshake_succeeded(peer.parties, unit)
 
     def _on_passed(self, state: LoadState) -> None:
         """Go on with a load: the device has finished its earlier work on what the load writes."""
@@ -483,16 +469,16 @@ class LoadManager:
 
         # The next batch is queued only now: other loads are read in between, and a load that has
         # failed ends with the batch under way.
+        def go_on(outcome: Outcome) -> None:
+            whole = outcome if before is None else outcome.after(before)
+            if outcome.error or batches.complete or not state.machine.is_wanted:
+                self._on_read_ended(action, state, whole)
+            else:
+                self._read_batch(action, state, batches, whole)
+
         def finished(outcome: Outcome) -> None:
-            try:
-                whole = outcome if before is None else outcome.after(before)
-                if outcome.error or batches.complete or not state.machine.is_wanted:
-                    self._on_read_ended(action, state, whole)
-                else:
-                    self._read_batch(action, state, batches, whole)
-            except Exception as exc:  # noqa: BLE001  the read is over, so its load can fail
-                error = self._containment.caught("a read that has ended", exc)
-                state.machine.lost(action.rank, error)
+            lost = partial(state.machine.lost, action.rank)
+            self._containment.run("a read that has ended", partial(go_on, outcome), lost)
 
         read = Read(
             peer=peer.ids[action.rank],
@@ -569,8 +555,7 @@ class LoadManager:
         """Disconnect from a peer and fail all loads from it; nothing if it was given up before."""
         if not peer.connected:
             return
-        log_messages.given_up(peer, error)
-        self._peers.lose(peer)
+        self._peers.lose(peer, error)
         for state in self._states.values():
             if state.peer is peer:
                 state.machine.abort(error)
@@ -615,7 +600,15 @@ class LoadManager:
                     self._transport.notify(peer.ids[rank], encode(batch))
             except Exception as exc:  # noqa: BLE001  whatever it is: the lease ends the hold
                 self._metrics.add(UNTOLD, len(batch), peer=peer.key.engine[:MAX_NAME])
-                log_messages.untold(peer, rank, len(batch), as_ours(exc))
+                logger.warning(
+                    "%d requests: rank %d of engine %s was not told that they are over (stage "
+                    "release, cause %s): %s; their leases end them, so nothing is to be done",
+                    len(batch),
+                    rank,
+                    on_one_line(peer.key.engine),
+                    cause_of(as_ours(exc)),
+                    on_one_line(str(exc)),
+                )
 
     # The end.
 

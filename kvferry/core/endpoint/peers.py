@@ -1,4 +1,4 @@
-"""The producer engines of a rank (its peers): how they are connected, used and given up.
+"""The producer engines of a rank (its peers): what they publish, and how they are connected.
 
 Engines share connections (``Connections``); what each engine is to this rank is in one ``Peer``.
 """
@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -21,13 +21,15 @@ from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS, backoff_seconds
 from kvferry.core.directory.news import EncodedReply, ProducerNews
 from kvferry.core.endpoint.connections import BlockingCalls, Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.handshake_result import HandshakeResult, ReplyReader
+from kvferry.core.error_causes import cause_of, on_one_line, with_remedy
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
     KVFerryError,
     PeerLostError,
+    PlanError,
     TicketError,
+    TransportError,
     forget_frames,
 )
 from kvferry.core.lifecycle.loads import RemoteRank
@@ -44,11 +46,18 @@ from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage
 from kvferry.core.options import EndpointOptions
 from kvferry.core.planner.plan import Plan, Source
+from kvferry.core.planner.plan_cache import PlanCache
+from kvferry.core.security.proof import load_library
+from kvferry.core.side_channel import agree
+from kvferry.core.side_channel.compatibility import differing_software, engine_info
+from kvferry.core.side_channel.connection import explained
+from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.sockets import place
 from kvferry.core.transport import PeerId, Transport
 
 if TYPE_CHECKING:
     from kvferry.core.endpoint.slot_reads import FingerprintReads
-    from kvferry.core.endpoint.throughput import Throughput
+    from kvferry.core.endpoint.transfers import Throughput
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +68,29 @@ WANTED_SECONDS, WANTED_AGAIN_SECONDS = 0.1, 1.0
 """How long a ticket waits for its producer's reply before the directory is told, and told again."""
 MAX_DOWN = 1 << 12
 """The most engines counted as down; there is a limit because clients choose what tickets name."""
+DECODED = 5
+"""Decoded fields take at most this many times the bytes of the encoded payload."""
+RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
+"""Estimated bytes of a payload's rest, a region, an ``agreement`` entry, a ``StripBatch`` cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandshakeResult:
+    """The result of a handshake that succeeded.
+
+    Attributes:
+        payloads: what the producer's ranks publish, in rank order.
+        plan: the plan of the reads.
+        page_limits: per cache group of the producer, the number that page ids must stay below.
+        ticket_key: the public key for the proofs of the producer's tickets; empty without proofs.
+        memory: what to keep for the producer, see ``memory_of``.
+    """
+
+    payloads: tuple[RankPayload, ...]
+    plan: Plan
+    page_limits: tuple[int, ...]
+    ticket_key: bytes = b""
+    memory: Mapping[int, int] = field(default_factory=dict)
 
 
 class PeerUse(enum.Enum):
@@ -76,36 +108,37 @@ class Peer:
 
     Attributes:
         key: the producer, with the side-channel address that answered.
-        handshake: what the producer has answered, and the plan.
+        payloads, plan, page_limits, ticket_key: those of the ``HandshakeResult``.
         begun: when its handshake began, or it began to be connected anew, by ``time.perf_counter``.
         links: producer rank index to connection, where this rank reads or notifies; empty before
             the producer is connected. Once it is given up, reads may still be under way there.
         sources: producer rank index to that rank's part of ``plan``.
-        page_limits: per cache group of the producer, the number that page ids must stay below.
         connected: ``False`` once the peer is given up.
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
         is_ending: whether the directory watches it no more: it is given up when nothing uses it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
+        uses: the number of each use, from ``acquire`` to ``Peers.release``.
     """
 
     key: PeerKey
-    handshake: HandshakeResult
+    payloads: tuple[RankPayload, ...]
+    plan: Plan
+    page_limits: tuple[int, ...]
+    ticket_key: bytes
     begun: float
     last_used: float
     sources: dict[int, Source] = field(init=False)
-    page_limits: tuple[int, ...] = field(init=False)
     links: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
     suspect: bool = False
     is_ending: bool = False
     path: str | None = None
     throughput: dict[int, Throughput | None] = field(default_factory=dict)
-    _uses: Counter[PeerUse] = field(default_factory=Counter, init=False)
+    uses: Counter[PeerUse] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.sources = {source.remote: source for source in self.plan.sources}
-        self.page_limits = page_limits(self.payloads)
 
     def __repr__(self) -> str:
         state = "connected"
@@ -115,23 +148,8 @@ class Peer:
             state = "connecting"
         elif self.suspect or self.is_ending:
             state = "suspect" if self.suspect else "ending"
-        uses = "".join(f", {n} {use.name.lower()}s" for use, n in self._uses.items() if n)
+        uses = "".join(f", {n} {use.name.lower()}s" for use, n in self.uses.items() if n)
         return f"<peer {self.key.engine} {self.incarnation:x}: {state}{uses}, links {self.links}>"
-
-    @property
-    def payloads(self) -> tuple[RankPayload, ...]:
-        """Return what the producer's ranks publish, in rank order."""
-        return self.handshake.payloads
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan of the reads."""
-        return self.handshake.plan
-
-    @property
-    def ticket_key(self) -> bytes:
-        """Return the public key for the proofs of the producer's tickets; empty without proofs."""
-        return self.handshake.ticket_key
 
     @property
     def ids(self) -> dict[int, PeerId]:
@@ -140,21 +158,17 @@ class Peer:
 
     def acquire(self, use: PeerUse) -> None:
         """Count one more use of the peer, which keeps it connected until ``Peers.release``."""
-        self._uses[use] += 1
-
-    def release(self, use: PeerUse) -> None:
-        """End one use of the peer; for ``Peers.release``, which also notes when."""
-        self._uses[use] -= 1
+        self.uses[use] += 1
 
     @property
     def loads(self) -> int:
         """Return the number of loads from the peer that are not over."""
-        return self._uses[PeerUse.LOAD]
+        return self.uses[PeerUse.LOAD]
 
     @property
     def is_used(self) -> bool:
         """Return whether any load or ticket uses the peer (see ``PeerUse``)."""
-        return any(self._uses.values())
+        return any(self.uses.values())
 
     @property
     def incarnation(self) -> int:
@@ -241,6 +255,10 @@ class _KnownProducer:
         return not self.is_proven and (self.refusal is not None or self.failures > 0)
 
     @property
+    def connected(self) -> Peer | None:
+        return None if self.is_connecting else self.peer
+
+    @property
     def is_idle(self) -> bool:
         is_used = self.peer is not None and self.peer.is_used
         return not (is_used or self.is_connecting or self.waiting or self.handshake is None)
@@ -278,17 +296,14 @@ class Peers:
         self._patience = options.handshake_timeout + LONGEST_BACKOFF_SECONDS
         self._engine_ttl = options.engine_ttl
         self._metrics = metrics
-        self._status = PeerStatus(metrics, clock, options.engine_ttl)
+        self._down: dict[str, float] = {}
+        """Engine that failed or was not reached, to when it ceases to count as down, in order."""
         self._lost = lost
-        self._warned: set[ProducerName] = set()
-        self._rank = 0
         self._producers: dict[ProducerName, _KnownProducer] = {}
         self._unknown: dict[PeerKey, list[_Waiter]] = {}
         """Those that wait for a reply."""
         self._next_look = 0.0
         self._wanted: deque[tuple[PeerKey, int]] = deque()
-        self._by_connection: dict[PeerId, dict[Peer, None]] = {}
-        """Connection to the peers that use it, the first to be connected first."""
         self._by_use: dict[Peer, None] = {}
         """Those that are connected, in the order of ``Peer.last_used``."""
         self._memory = PeerMemoryBudget()
@@ -306,7 +321,6 @@ class Peers:
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """Set what this engine's ranks publish, and this rank's index; before any ``connect``."""
-        self._rank = rank
         self._reader.join(own, rank)
 
     def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
@@ -315,12 +329,10 @@ class Peers:
 
     def relay(self, news: ProducerNews) -> None:
         """Use what the engine's directory has learnt about producers, in one step."""
-        for key, incarnation, error in news.gone:
-            gone = partial(self._on_gone, key, incarnation, error)
-            self._containment.run("a producer that is gone", gone, None)
-        for key, outcome in news.outcomes:
-            heard = partial(self._on_outcome, key, outcome)
-            self._containment.run("a producer's reply", heard, None)
+        for gone in news.gone:
+            self._containment.run("a producer that is gone", partial(self._on_gone, *gone))
+        for outcome in news.outcomes:
+            self._containment.run("a producer's reply", partial(self._on_outcome, *outcome))
 
     def connect(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Connect to a ticket's producer if need be; call ``ready``, maybe at once, or ``failed``.
@@ -352,7 +364,7 @@ class Peers:
     def _serve(self, producer: _KnownProducer, waiters: Sequence[_Waiter]) -> None:
         """Serve those that want a producer whose reply is here."""
         for waiter in waiters:
-            peer = None if producer.is_connecting else producer.peer
+            peer = producer.connected
             if peer is not None and peer.suspect and not peer.loads:
                 self._forget_with_idle(peer)
                 peer = None
@@ -364,7 +376,8 @@ class Peers:
                 self._deferred.setdefault(peer, []).append(waiter)
             else:
                 self._touch(peer)
-                self._call_ready(peer, waiter)
+                ready, fail = partial(waiter.ready, peer), partial(self._fail, [waiter])
+                self._containment.run("a ticket whose producer is connected", ready, fail)
         self._connect_if_due(producer)
 
     # What the directory tells.
@@ -372,7 +385,7 @@ class Peers:
     def _on_outcome(self, key: PeerKey, outcome: EncodedReply | KVFerryError) -> None:
         waiters = self._unknown.pop(key, [])
         if isinstance(outcome, KVFerryError):
-            self._status.lost(key.engine)
+            self._count_down(key.engine)
             self._fail(waiters, outcome)
             return
         genuine = [each for each in waiters if self._is_made_by(outcome, each)]
@@ -397,7 +410,7 @@ class Peers:
         producer = self._producers.get((key.engine, incarnation, key.ticket_key))
         if producer is not None and producer.watched == key:
             waiting, producer.waiting = producer.waiting, []
-            peer = None if producer.is_connecting else producer.peer
+            peer = producer.connected
             if peer is not None and error is not None:
                 self._lost(peer, error)
             elif peer is not None and peer.is_used:
@@ -439,7 +452,7 @@ class Peers:
             reply = self._unread[0].reply
             self._read_calls.run(lambda: self._reader.read(reply), self._on_read)
 
-    def _on_read(self, outcome: HandshakeResult | Exception) -> None:
+    def _on_read(self, outcome: HandshakeResult | KVFerryError) -> None:
         producer = self._unread.popleft()
         self._read_next()
         if self._producers.get(producer.name) is not producer:
@@ -447,13 +460,12 @@ class Peers:
         error: KVFerryError | None
         if isinstance(outcome, HandshakeResult):
             error = self._make_room(producer, outcome)
-        elif isinstance(outcome, KVFerryError):
-            forget_frames(outcome)
-            error = outcome
-            if self._reader.has_joined:
-                producer.refusal = outcome
         else:
-            error = self._containment.caught("a handshake that is over", outcome)
+            error = outcome
+            forget_frames(error)
+            # Another exception than the reader's own (no memory) may not come again.
+            if self._reader.has_joined and not isinstance(error, TransportError):
+                producer.refusal = error
         if error is None:
             self._connect_if_due(producer)
             return
@@ -463,72 +475,61 @@ class Peers:
 
     def _give_up(self, producer: _KnownProducer, error: KVFerryError) -> None:
         """Fail all who wait for a producer."""
-        self._status.lost(producer.name[0])
+        self._count_down(producer.name[0])
         waiting, producer.waiting = producer.waiting, []
         self._fail(waiting, error)
 
     def _fail(self, waiters: Iterable[_Waiter], error: KVFerryError) -> None:
         for waiter in waiters:
-            self._containment.run("a ticket that failed", partial(waiter.failed, error), None)
-
-    def _call_ready(self, peer: Peer, waiter: _Waiter) -> None:
-        try:
-            waiter.ready(peer)
-        except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
-            waiter.failed(self._containment.caught("a ticket whose producer is connected", exc))
+            self._containment.run("a ticket that failed", partial(waiter.failed, error))
 
     # Connections.
 
     def _connect_if_due(self, producer: _KnownProducer) -> None:
         """Connect to a producer that is wanted and is not connected, once that is due."""
-        handshake, now = producer.handshake, self._clock()
+        handshake = producer.handshake
         if handshake is None or producer.peer is not None or not producer.waiting:
             return
-        if now < producer.due:
+        if self._clock() < producer.due:
             heapq.heappush(self._retries, (producer.due, next(self._numbers), producer))
             return
         key, begun = producer.reply.address, producer.begun or time.perf_counter()
-        producer.begun = 0.0
-        try:
-            peer = Peer(key=key, handshake=handshake, begun=begun, last_used=now)
-            ranks = peer.sources.keys() | set(peer.plan.notified_ranks)
-            addresses = {rank: peer.payloads[rank].address for rank in ranks}
-        except Exception as exc:  # noqa: BLE001  it fails this producer's tickets, and no others
-            self._drop(producer)
-            self._give_up(producer, self._containment.caught("a handshake that is over", exc))
-            return
-        producer.peer, producer.is_connecting = peer, True
-        self._connections.acquire(
-            addresses, key.engine, lambda made: self._on_acquired(producer, peer, made)
+        peer = Peer(
+            key=key,
+            payloads=handshake.payloads,
+            plan=handshake.plan,
+            page_limits=handshake.page_limits,
+            ticket_key=handshake.ticket_key,
+            begun=begun,
+            last_used=self._clock(),
         )
+        producer.peer, producer.is_connecting, producer.begun = peer, True, 0.0
+        ranks = peer.sources.keys() | set(peer.plan.notified_ranks)
+        addresses = {rank: peer.payloads[rank].address for rank in ranks}
+
+        def acquired(made: dict[int, PeerId] | KVFerryError) -> None:
+            over, fail = partial(self._on_acquired, producer, peer, made), self._give_up
+            self._containment.run("a producer that is connected", over, partial(fail, producer))
+
+        self._connections.acquire(addresses, key.engine, acquired)
 
     def _on_acquired(
-        self, producer: _KnownProducer, peer: Peer, acquired: dict[int, PeerId] | KVFerryError
+        self, producer: _KnownProducer, peer: Peer, made: dict[int, PeerId] | KVFerryError
     ) -> None:
-        if isinstance(acquired, KVFerryError):
-            self._on_connected(producer, peer, acquired)
-            return
-        peer.links = acquired
-        # The peer is used only after its fingerprint was checked.
-        if peer.ticket_key:
-            self._fingerprints.check(
-                peer, lambda error: self._on_fingerprint(producer, peer, error)
-            )
-        else:
-            self._on_connected(producer, peer, None)
-
-    def _on_fingerprint(
-        self, producer: _KnownProducer, peer: Peer, error: KVFerryError | None
-    ) -> None:
-        if error is None and not all(map(self._connections.is_open, peer.ids.values())):
-            error = ConnectError(f"a connection to engine {peer.key.engine} was lost meanwhile")
-        self._on_connected(producer, peer, error)
+        connected = partial(self._on_connected, producer, peer)
+        if isinstance(made, KVFerryError):
+            connected(made)
+        else:  # it is used only after its fingerprint was checked
+            peer.links = made
+            self._fingerprints.check(peer, connected)
 
     def _on_connected(
         self, producer: _KnownProducer, peer: Peer, error: KVFerryError | None
     ) -> None:
         """Serve those that wait for a producer, which is connected, or fail them."""
         producer.is_connecting = False
+        if error is None and not all(map(self._connections.is_open, peer.ids.values())):
+            error = ConnectError(f"a connection to engine {peer.key.engine} was lost meanwhile")
         if self._producers.get(producer.name) is not producer:
             self.forget(peer)
         elif error is not None:
@@ -544,17 +545,14 @@ class Peers:
 
     def _admit(self, peer: Peer) -> None:
         """Count a producer among those that can be used."""
-        for name, other in self._producers.items():  # earlier incarnations
-            earlier = None if other.is_connecting else other.peer
-            if name[0] == peer.key.engine and earlier not in (None, peer) and not earlier.loads:
-                self.forget(earlier)
-        for connection in peer.ids.values():
-            self._by_connection.setdefault(connection, {})[peer] = None
+        for other in list(self._by_use):
+            if other.key.engine == peer.key.engine and not other.loads:  # an earlier incarnation
+                self.forget(other)
         self._by_use[peer] = None
-        self._status.connected(peer.key.engine, peer.name)
+        self._down.pop(peer.key.engine, None)
+        self._set_gauges()
         seconds = time.perf_counter() - peer.begun
         self._metrics.count_stage(Stage.HANDSHAKE, seconds, peer.key.engine)
-        self._warn(peer)
 
     def _make_room(self, wanted: _KnownProducer, handshake: HandshakeResult) -> ConnectError | None:
         """Let idle producers go, least recently used first, for one that was read; count it."""
@@ -579,9 +577,8 @@ class Peers:
         del self._producers[producer.name]
         if producer.handshake is not None:
             self._memory.remove(producer.handshake.memory)
-        peer = producer.peer
-        if peer is not None and not producer.is_connecting and not peer.is_used:
-            self.forget(peer)
+        if producer.connected is not None and not producer.connected.is_used:
+            self.forget(producer.connected)
 
     def _forget_with_idle(self, peer: Peer) -> None:
         """Disconnect a suspect peer and the peers without loads that share its connections."""
@@ -592,7 +589,7 @@ class Peers:
 
     def release(self, peer: Peer, use: PeerUse) -> None:
         """End one use of a peer that ``Peer.acquire`` has counted."""
-        peer.release(use)
+        peer.uses[use] -= 1
         self._touch(peer)
         if peer.is_ending and not peer.is_used:
             self.forget(peer)
@@ -607,28 +604,47 @@ class Peers:
         if not peer.connected:
             return
         peer.connected = False
-        self._by_use.pop(peer, None)
+        if self._by_use.pop(peer, peer) is None:
+            self._set_gauges()
         producer = self._producers.get(peer.name)
-        if producer is None or producer.peer is peer:  # not connected anew meanwhile
-            self._status.released(peer.name)
         if producer is not None and producer.peer is peer:
             producer.peer = None
         for connection in peer.links.values():
-            users = self._by_connection.get(connection, {})
-            users.pop(peer, None)
-            if not users:
-                self._by_connection.pop(connection, None)
             self._connections.release(connection)
 
-    def lose(self, peer: Peer) -> None:
-        """Give a peer up because it failed: count it as lost and down, then ``forget`` it."""
+    def lose(self, peer: Peer, error: KVFerryError) -> None:
+        """Give a peer up for an error: log and count it as lost, then ``forget`` it.
+
+        The log line is a warning only if loads are lost with it.
+        """
+        logger.log(
+            logging.WARNING if peer.loads else logging.DEBUG,
+            "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
+            on_one_line(peer.key.engine),
+            on_one_line(place(peer.key.host, peer.key.port)),
+            peer.loads,
+            cause_of(error),
+            with_remedy(error),
+        )
         self._metrics.add(LOST_PEERS, peer=peer.key.engine[:MAX_NAME])
-        self._status.lost(peer.key.engine)
+        self._count_down(peer.key.engine)
         self.forget(peer)
+
+    def _count_down(self, engine: str) -> None:
+        """Count an engine as down for ``engine_ttl`` seconds from now."""
+        self._down.pop(engine, None)
+        if len(self._down) >= MAX_DOWN:
+            del self._down[next(iter(self._down))]
+        self._down[engine] = self._clock() + self._engine_ttl
+        self._set_gauges()
+
+    def _set_gauges(self) -> None:
+        self._metrics.set(PEERS_UP, len(self._by_use))
+        self._metrics.set(PEERS_DOWN, len(self._down))
 
     def using(self, connection: PeerId) -> list[Peer]:
         """Return the peers that use a connection; several engines may share it."""
-        return list(self._by_connection.get(connection, ()))
+        return [peer for peer in self._by_use if connection in peer.links.values()]
 
     @property
     def awaited(self) -> list[Peer]:
@@ -638,17 +654,17 @@ class Peers:
     def path(self, peer: Peer) -> str:
         """Return the driver's names for what carries a peer's bytes; empty if it cannot tell."""
         if peer.path is None:
-            try:
-                paths = {self._transport.path(peer_id) for peer_id in peer.ids.values()}
-            except Exception:  # noqa: BLE001  whatever a driver raises: it is only a label
-                paths = set()
-            peer.path = "+".join(sorted(filter(None, paths)))[:MAX_NAME]
+            ids, path = peer.ids.values(), self._transport.path
+            paths = self._containment.run("the driver's path", lambda: set(map(path, ids)))
+            peer.path = "+".join(sorted(filter(None, paths or ())))[:MAX_NAME]
         return peer.path
 
     def progress(self, now: float) -> None:
         """Do what is due: connect anew, say what is lacking, disconnect what is idle."""
         self._fingerprints.progress(now)
-        self._status.progress(now)
+        for engine in [*takewhile(lambda each: self._down[each] <= now, self._down)]:
+            del self._down[engine]
+            self._set_gauges()
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
             for waiter in self._deferred.pop(peer):
                 self._connect_for(waiter)
@@ -687,60 +703,100 @@ class Peers:
                 ),
             )
 
-    def _warn(self, peer: Peer) -> None:
+
+class ReplyReader:
+    """Read the replies of producers for one rank; one thread may be in ``read`` at a time."""
+
+    def __init__(self, options: EndpointOptions) -> None:
+        self._options = options
+        self._own: tuple[RankPayload, ...] = ()
+        self._rank = 0
+        self._planner = PlanCache((), 0)
+        self._warned: set[ProducerName] = set()
+
+    def join(self, own: Sequence[RankPayload], rank: int) -> None:
+        """Set what this engine's ranks publish, and this rank's index; before any ``read``."""
+        self._planner, self._rank = PlanCache([payload.layout for payload in own], rank), rank
+        self._own = tuple(own)  # set last: the thread that reads uses the rest once it is set
+
+    @property
+    def has_joined(self) -> bool:
+        """Return whether ``join`` was called."""
+        return bool(self._own)
+
+    def read(self, reply: EncodedReply) -> HandshakeResult:
+        """Decode and check a reply, which is untrusted, and plan the reads.
+
+        Takes up to as long as ``work_budget`` allows.
+
+        Raises:
+            HandshakeError: what the producer publishes is invalid, or does not fit this engine.
+            KVFerryError: nothing can be planned from it.
+        """
+        if not self._own:
+            raise HandshakeError("this endpoint has not joined its engine: call join() first")
+        dialer = Dialer.to(reply.address, self._options.handshake_timeout, self._options.access)
+        dialer.numeric.append(reply.numeric)
+        with explained(reply.address.engine, dialer):
+            info = engine_info(reply.ranks, reply.ticket_key, engine=reply.address.engine)
+        if info.ticket_key:
+            load_library()
+        own, judgements = self._own[self._rank], self._options.judgements
+        overridden = [text for rank in info.ranks for text in agree(own, rank, judgements)]
+        self._warn(reply.name, dict.fromkeys(overridden))
+        try:
+            plan = self._planner.plan([payload.layout for payload in info.ranks])
+        except PlanError as exc:
+            told = differing_software(own, info.ranks[0], judgements)
+            raise PlanError(f"{exc}{told}") from exc
+        return HandshakeResult(
+            payloads=info.ranks,
+            plan=plan,
+            page_limits=page_limits(info.ranks),
+            ticket_key=info.ticket_key,
+            memory=memory_of(info.ranks, tuple(map(len, reply.ranks)), plan),
+        )
+
+    def _warn(self, name: ProducerName, overridden: Iterable[str]) -> None:
         """Log the differences that the operator allows, once per incarnation, on rank 0 only."""
-        overridden = peer.handshake.overridden
-        if overridden and self._rank == 0 and peer.name not in self._warned:
-            self._warned.add(peer.name)
+        if overridden and self._rank == 0 and name not in self._warned:
+            self._warned.add(name)
             logger.warning(
                 "reading from engine %s although it differs in %s: enforce_handshake_compat is "
                 "false, and if the pages do not mean the same, answers will be wrong",
-                peer.key.engine,
+                name[0],
                 "; ".join(overridden),
             )
 
 
-class PeerStatus:
-    """Count the producers that are up, or down: for ``keep`` seconds after their last failure."""
+def memory_of(
+    payloads: Sequence[RankPayload], sizes: Sequence[int], plan: Plan
+) -> Mapping[int, int]:
+    """Estimate the bytes that payloads (``sizes`` when encoded) and a plan take, by object.
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float], keep: float) -> None:
-        self._metrics = metrics
-        self._clock = clock
-        self._keep = keep
-        self._up: set[Hashable] = set()
-        self._down: dict[str, float] = {}
-        """Engine to when it ceases to count as down, the soonest first."""
+    Keys are ``id(object)``, valid while the objects live: what producers share can be counted once.
+    """
+    memory = {id(plan): sum(map(_own_bytes, payloads))}
+    for payload, size in zip(payloads, sizes, strict=True):
+        memory[id(payload.layout.fields)] = DECODED * size
+    for source in plan.sources:
+        for batch in (batch for match in source.matches for batch in match.batches):
+            memory[id(batch.local)] = batch.local.nbytes
+            memory[id(batch.remote)] = batch.remote.nbytes
+            memory[id(plan)] += CUT_BYTES * (1 + len(batch.segments))
+    return memory
 
-    def connected(self, engine: str, start: Hashable) -> None:
-        """Count an engine's incarnation (``start``) as up, and the engine no longer as down."""
-        self._up.add(start)
-        self._down.pop(engine, None)
-        self._tell()
 
-    def released(self, start: Hashable) -> None:
-        """Stop counting an incarnation as up; ``start`` is what was passed to ``connected``."""
-        self._up.discard(start)
-        self._tell()
-
-    def lost(self, engine: str) -> None:
-        """Count an engine that could not be reached, or failed, as down for ``keep`` seconds."""
-        self._down.pop(engine, None)
-        if len(self._down) >= MAX_DOWN:
-            del self._down[next(iter(self._down))]
-        self._down[engine] = self._clock() + self._keep
-        self._tell()
-
-    def progress(self, now: float) -> None:
-        """Stop counting engines as down whose last failure is ``keep`` seconds ago or longer."""
-        over = list(takewhile(lambda each: each[1] <= now, self._down.items()))
-        for engine, _ in over:
-            del self._down[engine]
-        if over:
-            self._tell()
-
-    def _tell(self) -> None:
-        self._metrics.set(PEERS_UP, len(self._up))
-        self._metrics.set(PEERS_DOWN, len(self._down))
+def _own_bytes(payload: RankPayload) -> int:
+    """Estimate the bytes of a decoded payload without its fields, which payloads may share."""
+    texts = sum(len(name) + len(value) for name, value in payload.agreement.items())
+    return (
+        RANK_BYTES
+        + REGION_BYTES * len(payload.layout.regions)
+        + FACT_BYTES * len(payload.agreement)
+        + texts
+        + len(payload.address)
+    )
 
 
 class PeerMemoryBudget:

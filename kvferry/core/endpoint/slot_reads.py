@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -136,44 +135,33 @@ class SlotReads:
             kind = type(read.note), read.is_header, read.is_watermark
             groups[read.peer, read.rank, *kind].append(read)
         for reads in groups.values():
-            try:
-                batches = self._batches(reads, max_notification)
-            except Exception as exc:  # noqa: BLE001  it fails the reads from this rank
-                error = self._containment.caught("making a notification", exc)
-                for read in reads:
-                    self._lose(read, error)
-            else:
-                for batch in batches:
-                    self._post_batch(batch, transfers)
-
-    def _batches(self, reads: list[SlotRead], max_notification: int) -> list[list[SlotRead]]:
-        notes = [read.note for read in reads if read.note is not None]
-        if not notes:
-            return list(_chunks(reads, MAX_BATCH))
-        sizes = [len(batch) for batch in fitting(notes, max_notification)]
-        iterator = iter(reads)
-        return [list(islice(iterator, size)) for size in sizes]
+            notes = [read.note for read in reads if read.note is not None]
+            size = self._containment.run(
+                "making a notification",
+                partial(_batch_size, notes, max_notification),
+                partial(self._lose, reads),
+            )
+            for batch in _chunks(reads, size) if size else ():
+                self._post_batch(batch, transfers)
 
     def _post_batch(self, batch: list[SlotRead], transfers: Transfers) -> None:
         """Post a batch, if the scratch memory has room for it; fail it if the peer was given up."""
         first = batch[0]
         if first.rank not in first.peer.ids:
-            for read in batch:
-                self._lose(read, first.peer.gone())
+            self._lose(batch, first.peer.gone())
         elif len(batch) > self._scratch.free:
             self._waiting.extend(batch)
         else:
             transfers.add(self._batch_read(batch))
 
-    def _lose(self, read: SlotRead, error: KVFerryError) -> None:
-        self._containment.run("a slot word that was not read", lambda: read.lost(error), None)
+    def _lose(self, reads: Iterable[SlotRead], error: KVFerryError) -> None:
+        for read in reads:
+            self._containment.run("a slot word that was not read", partial(read.lost, error))
 
     def _land(self, read: SlotRead, value: int, seconds: float) -> None:
         """Call a read's ``landed`` with the word; if it raises, call ``lost``."""
-        try:
-            read.landed(value, seconds)
-        except Exception as exc:  # noqa: BLE001  the others of the batch must hear of theirs
-            self._lose(read, self._containment.caught("a slot word that was read", exc))
+        landed, lost = partial(read.landed, value, seconds), partial(self._lose, [read])
+        self._containment.run("a slot word that was read", landed, lost)
 
     def _batch_read(self, batch: Sequence[SlotRead]) -> Read:
         first = batch[0]
@@ -189,18 +177,17 @@ class SlotReads:
             return copies_between(pairs, local=self._scratch.region, remote=table)
 
         def finished(outcome: Outcome) -> None:
-            for word, read in zip(words, batch, strict=True):
-                value = self._scratch.give_back(word)
-                if outcome.error is None:
-                    self._land(read, value, outcome.seconds)
-                else:
-                    self._lose(read, outcome.error)
+            values = [self._scratch.give_back(word) for word in words]
+            if outcome.error is not None:
+                self._lose(batch, outcome.error)
+                return
+            for read, value in zip(batch, values, strict=True):
+                self._land(read, value, outcome.seconds)
 
         def failing(error: KVFerryError) -> None:
             for read in batch:
-                self._containment.run(
-                    "a slot word's read that is failing", partial(read.failing, error), None
-                )
+                tell = partial(read.failing, error)
+                self._containment.run("a slot word's read that is failing", tell)
 
         return Read(
             peer=first.peer.ids[first.rank],
@@ -215,15 +202,17 @@ class SlotReads:
 
 def fitting(notes: Sequence[Note], max_notification: int) -> Iterator[list[Note]]:
     """Yield lists of at most ``MAX_BATCH`` messages, each of which fits into a notification."""
-    if notes:
-        one = max(len(encode([note])) for note in notes)
-        yield from _chunks(notes, max(1, min(MAX_BATCH, (max_notification - 8) // one)))
+    return _chunks(notes, _batch_size(notes, max_notification))
+
+
+def _batch_size(notes: Sequence[Note], max_notification: int) -> int:
+    longest = max((len(encode([note])) for note in notes), default=0)
+    fit = (max_notification - 8) // longest if longest else MAX_BATCH
+    return max(1, min(MAX_BATCH, fit))
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while part := list(islice(iterator, size)):
-        yield part
+    return (list(items[start : start + size]) for start in range(0, len(items), size))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -264,16 +253,28 @@ class FingerprintReads:
     def check(self, peer: Peer, checked: Checked) -> None:
         """Compare the fingerprints in a connected producer's memory with its ticket key.
 
-        ``checked`` is called once. After an error, the caller must give the peer up, and reads of
-        the check may still be under way.
+        ``checked`` is called once, at once if the producer publishes no key. After an error, the
+        caller must give the peer up, and reads of the check may still be under way.
         """
         check = _Check(peer=peer, checked=checked, deadline=self._clock() + self._patience)
         self._checks.add(check)
-        if not peer.ids:
+        if not (peer.ids and peer.ticket_key):
             self._end(check, None)
+            return
         for rank in peer.ids:
             for index in range(FINGERPRINT_WORDS):
-                self._slot_reads.add(self._read(check, rank, index))
+                read = SlotRead(
+                    tag=check,
+                    peer=peer,
+                    rank=rank,
+                    slot=index,
+                    note=None,
+                    landed=partial(self._landed, check, rank, index),
+                    lost=partial(self._end, check),
+                    failing=partial(self._on_failing, check, rank),
+                    is_header=True,
+                )
+                self._slot_reads.add(read)
 
     def progress(self, now: float) -> None:
         """Fail the checks that have taken longer than ``patience``."""
@@ -287,27 +288,15 @@ class FingerprintReads:
                 ),
             )
 
-    def _read(self, check: _Check, rank: int, index: int) -> SlotRead:
-        def failing(error: KVFerryError) -> None:
-            self._end(check, error)
-            self._failing(check.peer, rank, error)
-
-        return SlotRead(
-            tag=check,
-            peer=check.peer,
-            rank=rank,
-            slot=index,
-            note=None,
-            landed=lambda word, _: self._landed(check, rank, index, word),
-            lost=lambda error: self._end(check, error),
-            failing=failing,
-            is_header=True,
-        )
-
-    def _landed(self, check: _Check, rank: int, index: int, word: int) -> None:
+    def _landed(self, check: _Check, rank: int, index: int, word: int, seconds: float) -> None:
+        del seconds
         check.words[rank, index] = word
         if len(check.words) == len(check.peer.ids) * FINGERPRINT_WORDS:
             self._end(check, _problem(check.peer, check.words))
+
+    def _on_failing(self, check: _Check, rank: int, error: KVFerryError) -> None:
+        self._end(check, error)
+        self._failing(check.peer, rank, error)
 
     def _end(self, check: _Check, error: KVFerryError | None) -> None:
         """End a check, if it is not over: drop the reads that were not posted, and report."""

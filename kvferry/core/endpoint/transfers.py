@@ -1,16 +1,23 @@
-"""Queue the reads of one endpoint, post them within the driver's limit, poll and cancel them."""
+"""The reads of one endpoint: queued, posted within the driver's limit, polled and cancelled.
+
+How fast they are is measured where they read device memory: where the fast path cannot be used, a
+driver may move the bytes over another one (UCX, over tcp). Loads then succeed, many times slower,
+and nothing else says so.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
-from kvferry.core.endpoint.throughput import Throughput
+from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import (
     KVFerryError,
     PeerLostError,
@@ -18,10 +25,18 @@ from kvferry.core.errors import (
     TransferCancelledError,
     TransportError,
 )
+from kvferry.core.layout import Layout
+from kvferry.core.memory import CPU
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
-from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.copies import SMALL_COPY, Copies
 from kvferry.core.transport.paged import PagedCopies
 
+if TYPE_CHECKING:
+    from kvferry.core.endpoint.peers import Peer
+
+logger = logging.getLogger(__name__)
+
+POLL = "the driver's poll"
 CANCEL_SECONDS = 1.0
 """How long a cancelled read may take to end by itself; see ``Grace``."""
 LONG_SECONDS = 0.001
@@ -29,6 +44,15 @@ LONG_SECONDS = 0.001
 # So many bytes keep the link busy. More reads at once would all end late.
 UNDER_WAY_BYTES = 32 << 20
 """While at least this many bytes are under way over a connection, its next read waits."""
+SLOW_RATE = 2e9
+"""Bytes per second below which reads of device memory are slow; PCIe, NVLink and RDMA do more."""
+SAMPLE_BYTES = 64 << 20
+"""A rate is the rate of more bytes than this."""
+# With fewer bytes, ``LATE_SECONDS`` would hide even half of ``SLOW_RATE``.
+PERIOD_BYTES = 16 << 20
+"""A busy period of fewer bytes is not measured."""
+LATE_SECONDS = 0.008
+"""How late a read's end may be noticed; busy periods are judged as if it were that much earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +119,7 @@ class Read:
         graces: those of ``Transfers.cancel``; empty once the read has ended.
         started, posted: when posting began and ended, by ``time.perf_counter``; 0 before.
         failure: the error with which the read will fail; ``None`` while none is known.
+        is_silent: whether it can write no more, since its connection has been closed.
     """
 
     peer: PeerId
@@ -111,6 +136,7 @@ class Read:
     copies: int = 0
     nbytes: int = 0
     failure: KVFerryError | None = None
+    is_silent: bool = False
 
 
 class Transfers:
@@ -131,8 +157,6 @@ class Transfers:
         self._posted: dict[TransferId, Read] = {}
         self._under_way: Counter[PeerId] = Counter()
         self._disconnecting: set[PeerId] = set()
-        self._closed: set[PeerId] = set()
-        """Closed connections, of which the driver has not reported the end of all posted reads."""
         self._graces: dict[Grace, None] = {}
 
     def __len__(self) -> int:
@@ -179,14 +203,16 @@ class Transfers:
         self._end(unwanted, TransferCancelledError("cancelled before it was posted"))
         for transfer, read in posted:
             if not read.tags and read.peer not in self._disconnecting:
-                self._cancel(transfer)
+                cancel = partial(self._transport.cancel, transfer)
+                self._containment.run("the driver's cancel", cancel)
 
     def escalate(self, now: float) -> None:
         """Call ``Grace.escalate`` for cancelled reads that were posted and did not end in time."""
         for grace in [each for each in self._graces if each.until <= now]:
             grace.until = now + CANCEL_SECONDS
             reads = [read for read in grace.reads if read.posted]
-            if reads and not grace.escalate(reads):
+            escalate = partial(grace.escalate, reads)
+            if reads and self._containment.run("a read that was cancelled", escalate) is False:
                 self._graces.pop(grace, None)
 
     def begin_disconnect(self, peer: PeerId) -> None:
@@ -200,8 +226,8 @@ class Transfers:
     def end_disconnect(self, peer: PeerId, *, closed: bool) -> None:
         """Resume polling a connection's reads; if it is ``closed``, none can write any more."""
         self._disconnecting.discard(peer)
-        if closed and peer in self._peers_under_way():
-            self._closed.add(peer)
+        for read in self._posted.values():
+            read.is_silent |= closed and read.peer == peer
 
     def _begin_grace(self, grace: Grace, read: Read) -> None:
         if grace not in self._graces:
@@ -216,15 +242,6 @@ class Transfers:
             if not grace.reads:
                 self._graces.pop(grace, None)
         read.graces.clear()
-
-    def _peers_under_way(self) -> set[PeerId]:
-        return {read.peer for read in self._posted.values()}
-
-    def _cancel(self, transfer: TransferId) -> None:
-        try:
-            self._transport.cancel(transfer)
-        except Exception as exc:  # noqa: BLE001  a driver's bug: the read goes on
-            self._containment.caught("the driver's cancel", exc)
 
     def _end(self, reads: Sequence[Read], error: KVFerryError) -> None:
         for read in reads:
@@ -259,47 +276,40 @@ class Transfers:
 
     def _post_one(self, read: Read) -> None:
         read.started = time.perf_counter()
-        try:
-            copies = read.build()
-            read.copies, read.nbytes = len(copies), copies.total
-            begun = self._clock()  # a measured time does not include building the copies
-            transfer = self._begin(read, copies)
-        except Exception as exc:  # noqa: BLE001  a driver's bug, or no memory, fails this read only
-            self._finish(read, as_ours(exc))
-        else:
+        begin, fail = partial(self._begin, read), partial(self._finish, read)
+        transfer = self._containment.run("posting a read", begin, fail)
+        if transfer is not None:
             read.posted = time.perf_counter()
             self._posted[transfer] = read
             self._under_way[read.peer] += read.nbytes
-            if read.throughput is not None:
-                read.throughput.begin(begun)
 
-    def _begin(self, read: Read, copies: Copies | PagedCopies) -> TransferId:
+    def _begin(self, read: Read) -> TransferId:
+        copies = read.build()
+        read.copies, read.nbytes = len(copies), copies.total
+        begun = self._clock()  # a measured time does not include building the copies
         if isinstance(copies, PagedCopies):
-            return self._transport.read_pages(read.peer, copies, read.notify)
-        return self._transport.read(read.peer, copies, read.notify)
+            transfer = self._transport.read_pages(read.peer, copies, read.notify)
+        else:
+            transfer = self._transport.read(read.peer, copies, read.notify)
+        if read.throughput is not None:
+            read.throughput.begin(begun)
+        return transfer
 
     def _poll(self) -> bool:
         ids = [each for each, read in self._posted.items() if read.peer not in self._disconnecting]
         if not ids:
-            self._containment.succeeded("the driver's poll")  # nothing had to be polled
+            self._containment.succeeded(POLL)  # nothing had to be polled
             return False
+        statuses = self._containment.run(POLL, partial(self._ask, ids), serves_all=True)
+        if statuses is None:  # perhaps one transfer is the reason
+            statuses = [self._status(each) for each in ids]
         has_news = False
-        for transfer, status in zip(ids, self._statuses(ids), strict=True):
+        for transfer, status in zip(ids, statuses, strict=True):
             # A callback may have begun to close the connection: leave its other reads alone, too.
             disconnecting = self._posted[transfer].peer in self._disconnecting
             if status.state is not State.PENDING and not disconnecting:
                 has_news = self._on_status(transfer, status) or has_news
         return has_news
-
-    def _statuses(self, ids: Sequence[TransferId]) -> list[Status]:
-        """Return the status of each transfer; if the driver's ``poll`` raises, poll one by one."""
-        try:
-            statuses = self._ask(ids)
-        except Exception as exc:  # noqa: BLE001  a driver's bug, perhaps with one transfer only
-            self._containment.caught("the driver's poll", exc, serves_all=True)
-            return [self._status(each) for each in ids]
-        self._containment.succeeded("the driver's poll")
-        return statuses
 
     def _ask(self, ids: Sequence[TransferId]) -> list[Status]:
         statuses = self._transport.poll(ids)
@@ -309,13 +319,13 @@ class Transfers:
 
     def _status(self, transfer: TransferId) -> Status:
         """Return the status of one transfer, also if the driver's ``poll`` raises."""
-        try:
-            return self._ask([transfer])[0]
-        except Exception as exc:  # noqa: BLE001  as above
-            # Over a connection that is closed, no byte can land any more.
-            closed = self._posted[transfer].peer in self._closed
-            error = StatusUnknownError(f"the driver cannot say how a read stands: {exc!r:.200}")
-            return Status(state=State.FAILED if closed else State.FAILING, error=error)
+        errors: list[KVFerryError] = []
+        answer = self._containment.run(POLL, partial(self._ask, [transfer]), errors.append)
+        if answer is not None:
+            return answer[0]
+        state = State.FAILED if self._posted[transfer].is_silent else State.FAILING
+        error = StatusUnknownError(f"the driver cannot say how a read stands: {errors[0]!s:.200}")
+        return Status(state=state, error=error)
 
     def _on_status(self, transfer: TransferId, status: Status) -> bool:
         """Process a posted read's status; return whether it ended, or is newly known to fail."""
@@ -323,7 +333,7 @@ class Transfers:
         error = status.error or TransportError("the transfer failed and the driver gave no reason")
         if status.state is State.FAILING and read.failure is None:
             read.failure = error
-            self._containment.run("a read that is failing", lambda: read.failing(error), None)
+            self._containment.run("a read that is failing", partial(read.failing, error))
             return True
         if not status.state.final:
             return False
@@ -331,20 +341,19 @@ class Transfers:
         self._under_way[read.peer] -= read.nbytes
         if not self._under_way[read.peer]:
             del self._under_way[read.peer]
-        if self._closed:
-            self._closed &= self._peers_under_way()
-        try:
-            self._transport.forget(transfer)
-        except Exception as exc:  # noqa: BLE001  a driver's bug: the transfer is final all the same
-            self._containment.caught("the driver's forget", exc)
+        forget = partial(self._transport.forget, transfer)
+        self._containment.run("the driver's forget", forget)
         if read.throughput is not None:
-            measure = partial(self._measure, read, read.throughput, status.state is State.DONE)
-            self._containment.run("measuring a read", measure, None)
+            measure = partial(
+                read.throughput.end,
+                self._clock(),
+                nbytes=read.nbytes,
+                copies=read.copies,
+                succeeded=status.state is State.DONE,
+            )
+            self._containment.run("measuring a read", measure)
         self._finish(read, error if status.state is State.FAILED else None)
         return True
-
-    def _measure(self, read: Read, throughput: Throughput, succeeded: bool) -> None:
-        throughput.end(self._clock(), nbytes=read.nbytes, copies=read.copies, succeeded=succeeded)
 
     def _finish(self, read: Read, error: KVFerryError | None) -> None:
         self._end_graces(read)
@@ -357,4 +366,126 @@ class Transfers:
             seconds=now - (read.started or now),
             post_seconds=(read.posted or now) - (read.started or now),
         )
-        self._containment.run("a read that has ended", lambda: read.finished(outcome), None)
+        self._containment.run("a read that has ended", partial(read.finished, outcome))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The sizes of some reads, and the ``seconds`` in which at least one of them was under way."""
+
+    nbytes: int
+    copies: int
+    seconds: float
+
+
+class Throughput:
+    """Measure the rate of the reads over one connection.
+
+    A busy period lasts from a read that is posted while none is under way until none is, or for
+    ``SAMPLE_BYTES``: reads that overlap count once, and idle time does not. ``slow`` is called with
+    a sample below ``SLOW_RATE``, even if all its periods' ends were noticed late.
+    """
+
+    def __init__(self, slow: Callable[[Sample], None]) -> None:
+        self._slow = slow
+        self._under_way = 0
+        self._has_ended_one = False
+        self._begin_period(0.0)
+        self._begin_sample()
+
+    def begin(self, now: float) -> None:
+        """Count a read that has been posted; ``now`` is when the driver was called, monotonic."""
+        if not self._under_way:
+            self._begin_period(now)
+        self._under_way += 1
+
+    def end(self, now: float, *, nbytes: int, copies: int, succeeded: bool) -> None:
+        """Count a read that has ended; call ``slow`` if it completes a sample that is slow."""
+        self._under_way -= 1
+        if not succeeded or not self._has_ended_one:
+            # The first read may have included the setup of the path, and nobody knows how many
+            # bytes a failed one has moved.
+            self._has_ended_one = self._has_ended_one or succeeded
+            self._begin_sample()
+            self._begin_period(now)
+            return
+        self._period_bytes += nbytes
+        self._period_copies += copies
+        if not self._under_way or self._period_bytes > SAMPLE_BYTES:
+            self._end_period(now)
+
+    def _begin_period(self, now: float) -> None:
+        self._since, self._period_bytes, self._period_copies = now, 0, 0
+
+    def _begin_sample(self) -> None:
+        self._bytes, self._copies, self._seconds, self._periods = 0, 0, 0.0, 0
+
+    def _end_period(self, now: float) -> None:
+        if self._period_bytes >= PERIOD_BYTES:
+            self._bytes += self._period_bytes
+            self._copies += self._period_copies
+            self._seconds += now - self._since
+            self._periods += 1
+        self._begin_period(now)
+        if self._bytes > SAMPLE_BYTES:
+            sample = Sample(nbytes=self._bytes, copies=self._copies, seconds=self._seconds)
+            shortest = sample.seconds - LATE_SECONDS * self._periods
+            self._begin_sample()
+            if sample.nbytes < SLOW_RATE * shortest:
+                self._slow(sample)
+
+
+class SlowPathWarnings:
+    """Warn once per producer when reads of device memory are slow. Endpoint's thread only."""
+
+    def __init__(self, driver: str, path: Callable[[Peer], str]) -> None:
+        self._driver = driver
+        self._path = path
+        self._warned: set[str] = set()
+        """Ids of engines, which are not warned about again when they are connected anew."""
+
+    def measure(self, peer: Peer, rank: int) -> Throughput | None:
+        """Return what measures the reads from a producer's rank; ``None`` for CPU memory only."""
+        if rank not in peer.throughput:
+            source = peer.sources[rank]
+            regions = (*source.local_layout.regions, *source.remote_layout.regions)
+            is_measured = any(region.kind != CPU for region in regions)
+            slow = partial(self._warn, peer, rank)
+            peer.throughput[rank] = Throughput(slow) if is_measured else None
+        return peer.throughput[rank]
+
+    def _warn(self, peer: Peer, rank: int, sample: Sample) -> None:
+        if peer.key.engine in self._warned:
+            return
+        self._warned.add(peer.key.engine)
+        source = peer.sources[rank]
+        logger.warning(
+            "engine %s: reads from its rank %d, of %s into %s memory, run at %.2f GB/s, which is "
+            "slow (driver %s, path %s): %d bytes, in copies of %d bytes on average, took %.1f ms; "
+            "%sif the driver uses UCX, start this engine once with UCX_PROTO_INFO=y, which prints "
+            "what moves the bytes; docs/gpu.md says what to set (logged once per engine)",
+            on_one_line(peer.key.engine),
+            rank,
+            _kinds(source.remote_layout),
+            _kinds(source.local_layout),
+            sample.nbytes / sample.seconds / 1e9,
+            self._driver,
+            on_one_line(self._path(peer)) or "unknown",
+            sample.nbytes,
+            sample.nbytes // sample.copies,
+            sample.seconds * 1e3,
+            _about_copies(sample),
+        )
+
+
+def _kinds(layout: Layout) -> str:
+    return on_one_line("+".join(sorted({region.kind for region in layout.regions})))
+
+
+def _about_copies(sample: Sample) -> str:
+    if sample.nbytes >= SMALL_COPY * sample.copies:
+        return ""
+    return (
+        f"copies below {SMALL_COPY >> 10} KiB are slow on any path, and 'kvferry plan' says how to "
+        "get larger ones; "
+    )

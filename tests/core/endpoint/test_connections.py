@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.core.endpoint import connections as module
 from kvferry.core.endpoint.connections import BlockingCalls, Connections
+from kvferry.core.endpoint.error_containment import as_ours
 from kvferry.core.errors import ConnectError, KVFerryError, TransportError, TransportUsageError
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Clock
@@ -73,27 +74,35 @@ class Driver:
 
 
 class ManualCalls:
-    """Blocking calls that run, and whose results are reported, when the test says so."""
+    """Blocking calls that run when the test says so."""
 
     def __init__(self) -> None:
         self.queued: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-        self.results: list[Callable[[], None]] = []
 
     def run(self, call: Callable[[], Any], over: Callable[[Any], None]) -> None:
         self.queued.append((call, over))
 
-    def run_call(self, index: int = 0) -> None:
-        """Run a call without a report of its result, as in a race."""
+    def run_next(self, index: int = 0) -> None:
         call, over = self.queued.pop(index)
         try:
             outcome = call()
         except Exception as exc:  # noqa: BLE001
-            outcome = exc
-        self.results.append(lambda: over(outcome))
+            outcome = as_ours(exc)
+        over(outcome)
 
-    def run_next(self, index: int = 0) -> None:
-        self.run_call(index)
-        self.results.pop()()
+
+class Commands:
+    """The endpoint's thread: runs what is posted, one command after the other."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def __call__(self, command: Callable[[], None]) -> None:
+        self._queue.append(command)
+        if len(self._queue) == 1:
+            while self._queue:
+                self._queue[0]()
+                self._queue.popleft()
 
 
 class Acquired:
@@ -124,7 +133,7 @@ class Links:
 
     def make(self, calls: Any) -> Connections:
         clock = self.driver.clock
-        at_once = BlockingCalls(threads=False, post=lambda _: None, clock=clock)
+        at_once = BlockingCalls(threads=False, post=Commands(), clock=clock)
         return Connections(self.driver, self.driver, calls or at_once, clock)  # type: ignore[arg-type]
 
     def acquire(self, *addresses: bytes, engine: str = "e") -> Acquired:
@@ -177,12 +186,6 @@ def test_a_connection_is_opened_once_and_closed_by_its_last_user(links: Links) -
     assert links.acquire(A).peer != one
 
 
-def test_the_ranks_of_an_engine_are_connected_in_order(links: Links) -> None:
-    acquired = links.acquire_ranks({7: B, 2: A, 9: C})
-    assert links.driver.dialled == [A, B, C]
-    assert acquired.ids == [{2: 1, 7: 2, 9: 3}]
-
-
 def test_if_one_rank_cannot_be_connected_the_engines_other_connections_are_closed(
     links: Links,
 ) -> None:
@@ -220,16 +223,13 @@ def test_two_ranks_of_one_engine_on_one_transport_are_refused(links: Links) -> N
     assert links.driver.disconnected == [PeerId(1)]
 
 
-@pytest.mark.parametrize("nonsense", ["peer", b"peer", 1.5, [1]])
-def test_a_driver_that_returns_no_peer_id_fails_the_acquisition(
-    links: Links, nonsense: object
-) -> None:
-    links.driver.refused[A] = nonsense
+def test_a_driver_that_returns_no_peer_id_fails_the_acquisition(links: Links) -> None:
+    links.driver.refused[A] = "peer"
     assert "which is no id" in str(links.acquire(A).errors[0])
 
 
-def test_4096_ranks_are_connected_without_threads(links: Links) -> None:
-    assert len(links.acquire(*[b"%d" % rank for rank in range(4096)]).ids[0]) == 4096
+def test_a_thousand_ranks_are_connected_without_threads(links: Links) -> None:
+    assert len(links.acquire(*[b"%d" % rank for rank in range(1024)]).ids[0]) == 1024
 
 
 def test_a_connection_shows_its_state(manual: Links) -> None:
@@ -246,22 +246,19 @@ def test_a_connection_shows_its_state(manual: Links) -> None:
 # Concurrent acquisitions.
 
 
-def test_two_engines_that_connect_at_once_share_one_dial(manual: Links) -> None:
+def test_two_engines_that_connect_at_once_share_one_dial_and_its_failure(manual: Links) -> None:
     one, other = manual.acquire(A, engine="one"), manual.acquire(A, B, engine="other")
     manual.calls.run_next()
     assert one.ids == [{0: 1}]
     assert manual.driver.dialled == [A]
     manual.calls.run_next()
     assert other.ids == [{0: 1, 1: 2}]
-
-
-def test_two_engines_that_connect_at_once_share_a_failure(manual: Links) -> None:
-    manual.driver.refused[A] = ConnectError("nobody there")
-    one, other = manual.acquire(A, engine="one"), manual.acquire_ranks({4: A}, "other")
+    manual.driver.refused[C] = ConnectError("nobody there")
+    one, other = manual.acquire(C, engine="one"), manual.acquire_ranks({4: C}, "other")
     manual.calls.run_next()
     assert "rank 0 of engine one" in str(one.errors[0])
     assert "rank 4 of engine other" in str(other.errors[0])
-    assert manual.driver.dialled == [A]
+    assert manual.driver.dialled == [A, B, C]
 
 
 def test_an_address_that_does_not_answer_delays_only_its_own_engine(manual: Links) -> None:
@@ -296,29 +293,6 @@ def test_an_acquisition_during_a_disconnect_gets_a_new_connection(
     assert manual.connections.closing == 0
 
 
-def test_an_id_that_was_closed_before_it_was_reported_is_given_up_like_any_other(
-    manual: Links,
-) -> None:
-    """Its reads fail; ``tests/core/endpoint/test_reconnection.py`` has what follows."""
-    calls = manual.calls
-    first = manual.acquire(b"a/1")
-    calls.run_next()
-    second = manual.acquire(b"a/2", engine="f")
-    calls.run_call()  # returns the same id, which is not reported yet
-    manual.connections.release(PeerId(1))
-    calls.run_call()
-    calls.results.pop(1)()
-    calls.results.pop(0)()
-    assert first.ids == second.ids == [{0: 1}]
-    manual.driver.error = TransportUsageError("no such peer")
-    manual.connections.release(PeerId(1))
-    calls.run_next()
-    third = manual.acquire(b"a/2", engine="f")
-    calls.run_next()
-    assert third.ids == [{0: 2}]
-    assert (manual.connections.closing, manual.connections.not_quiesced) == (0, 0)
-
-
 def test_a_connection_lost_while_the_next_is_made_fails_the_acquisition(manual: Links) -> None:
     acquired = manual.acquire(A, B)
     manual.calls.run_next()
@@ -331,17 +305,6 @@ def test_a_connection_lost_while_the_next_is_made_fails_the_acquisition(manual: 
     manual.calls.run_next()
     assert manual.driver.disconnected == [PeerId(1), PeerId(2)]
     assert manual.connections.closing == 0
-
-
-def test_a_connection_can_be_closed_while_it_has_users(links: Links) -> None:
-    peers = [links.acquire(A).peer, links.acquire(A).peer]
-    links.connections.close(peers[0])
-    assert links.driver.disconnected == peers[:1]
-    fresh = links.acquire(A).peer
-    for peer in peers:
-        links.connections.release(peer)
-    assert links.connections.is_open(fresh)
-    assert links.driver.disconnected == peers[:1]
 
 
 # Disconnects that fail or take long.
@@ -529,5 +492,5 @@ class ConnectionsStateMachine(RuleBasedStateMachine):
 
 TestConnectionsStateMachine = ConnectionsStateMachine.TestCase
 TestConnectionsStateMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=25, stateful_step_count=40, deadline=None
 )

@@ -136,7 +136,7 @@ class Manager:
 
     def effort(self) -> int:
         """Return how many lines of Python the most expensive of some ticks runs."""
-        return max(lines_run(self.tick) for _ in range(100))
+        return max(lines_run(self.tick) for _ in range(20))
 
 
 def nothing(ticket: Ticket, *, shared: bool = False) -> Load:
@@ -182,10 +182,10 @@ def manager() -> Iterator[Manager]:
         yield made
 
 
-def test_a_tick_runs_no_more_lines_with_hundreds_of_idle_producers(manager: Manager) -> None:
+def test_a_tick_runs_no_more_lines_with_many_idle_producers(manager: Manager) -> None:
     alone = manager.effort()
-    manager.meet(299)
-    assert manager.transport.open_connections == 1200
+    manager.meet(199)
+    assert manager.transport.open_connections == 800
     assert manager.effort() == alone
 
 
@@ -196,14 +196,15 @@ def test_a_tick_runs_no_more_lines_with_producers_that_are_down_or_being_closed(
     manager.idle()
     manager.meet(1, HandshakeError("nobody listens"))
     one = manager.effort()
-    manager.meet(199)
+    manager.meet(49)
     manager.idle()
-    manager.meet(200, HandshakeError("nobody listens"))
-    assert manager.connections.closing == 800
+    manager.meet(50, HandshakeError("nobody listens"))
+    assert manager.connections.closing == 200
     assert manager.effort() == one
     manager.transport.does_quiesce = True
     manager.now += LONGEST_SECONDS
     manager.tick()
+    manager.work()
     assert manager.connections.closing == 0
 
 

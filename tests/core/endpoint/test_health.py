@@ -55,7 +55,7 @@ def test_a_failing_driver_is_a_problem_until_it_works_again(
         driver.raises["notifications"] = TransportError("the library has gone")
         eventually(lambda: not endpoint.healthy, "the problem is known without any load")
         assert endpoint.problems == (
-            "the driver's notifications failed, again and again, first with TransportError: the "
+            "the driver's notifications failed, again and again, with TransportError: the "
             "library has gone; restart the engine if that lasts",
         )
         assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None

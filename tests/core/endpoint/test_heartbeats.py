@@ -114,7 +114,7 @@ def test_a_producer_that_does_not_know_heartbeats_gets_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An older build would drop and log each heartbeat."""
-    original = endpoint.Endpoint._make_payload
+    original = endpoint.Endpoint._publish
 
     def older_payload(self: Any, *args: Any) -> messages.RankPayload:
         payload = original(self, *args)
@@ -123,7 +123,7 @@ def test_a_producer_that_does_not_know_heartbeats_gets_none(
 
     clock, driver = Clock(), RecordingTransport()
     with Engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
-        monkeypatch.setattr(endpoint.Endpoint, "_make_payload", older_payload)
+        monkeypatch.setattr(endpoint.Endpoint, "_publish", older_payload)
         with Engine("prefill", transport=lambda: driver, clock=clock) as prefill:
             ticket = prefill.serve("p-1", [1, 2], 8)
             decode.prepare(ticket)

@@ -7,8 +7,7 @@ import logging
 
 import pytest
 
-from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
-from kvferry.core.endpoint.log_messages import BURST_SECONDS, ExpiredHolds
+from kvferry.core.endpoint.hold_server import BURST_SECONDS, ExpiredHolds, HoldServer, SlotTable
 from kvferry.core.lifecycle.holds import Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.messages import Heartbeat, Note, Release, Renewal

@@ -1,4 +1,4 @@
-"""``Peers``: which are up, how many are kept, and how much memory they take."""
+"""``Peers``: which are down, how many are kept, and how much memory they take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,10 @@ import msgspec
 import pytest
 
 from kvferry.core import options
-from kvferry.core.directory import EncodedReply, directory
+from kvferry.core.directory import EncodedReply, ProducerNews, directory
 from kvferry.core.directory.liveness import start_pings
 from kvferry.core.endpoint import EndpointOptions, peers
-from kvferry.core.endpoint.handshake_result import HandshakeResult, memory_of
-from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerStatus, PeerUse
+from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerUse, memory_of
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
@@ -37,8 +36,9 @@ from kvferry.core.side_channel_messages import (
     encode,
 )
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.engines import Engine, RecordingTransport, eventually
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 from tests.core.endpoint.loads import load
+from tests.core.endpoint.metric_totals import MetricTotals
 from tests.core.endpoint.side_channels import SideChannel
 from tests.core.messages import payload
 
@@ -48,7 +48,10 @@ def test_a_peer_shows_its_state() -> None:
     plan = make_plan([ranks[0].layout], [ranks[0].layout], 0)
     peer = Peer(
         key=PeerKey("prefill", "127.0.0.1", 1),
-        handshake=HandshakeResult(payloads=ranks, plan=plan),
+        payloads=ranks,
+        plan=plan,
+        page_limits=(),
+        ticket_key=b"",
         begun=0.0,
         last_used=0.0,
     )
@@ -59,69 +62,44 @@ def test_a_peer_shows_its_state() -> None:
     assert repr(peer) == start + "connected, 1 loads, links {0: 7}>"
     peer.suspect = True
     assert repr(peer) == start + "suspect, 1 loads, links {0: 7}>"
-    peer.release(PeerUse.LOAD)
+    peer.uses[PeerUse.LOAD] -= 1
     peer.connected = False
     assert repr(peer) == start + "given up, links {0: 7}>"
     assert not peer.ids
 
 
-class PeerStatusHarness:
-    """A ``PeerStatus``, and the gauges that it sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.values: dict[object, float] = {}
-        self.updates = 0
-        self.status = PeerStatus(self, lambda: self.now, 10.0)  # type: ignore[arg-type]
-
-    def set(self, metric: object, value: float) -> None:
-        self.values[metric] = value
-        self.updates += 1
-
-    @property
-    def up_and_down(self) -> tuple[float, float]:
-        return self.values[PEERS_UP], self.values[PEERS_DOWN]
-
-
-def test_engines_count_as_up_by_incarnation_and_as_down_by_name() -> None:
-    harness = PeerStatusHarness()
-    harness.status.connected("a", ("a", 1))
-    harness.status.connected("a", ("a", 2))
-    assert harness.up_and_down == (2, 0)
-    harness.status.lost("a")
-    harness.status.lost("b")
-    assert harness.up_and_down == (2, 2)
-    harness.status.released(("a", 1))
-    harness.status.released(("never", 1))
-    assert harness.up_and_down == (1, 2)
-    harness.status.connected("a", ("a", 3))
-    assert harness.up_and_down == (2, 1)
-
-
-def test_an_engine_that_is_down_is_forgotten_after_a_while() -> None:
-    harness = PeerStatusHarness()
-    for now, name in ((0.0, "a"), (4.0, "b"), (5.0, "a")):
-        harness.now = now
-        harness.status.lost(name)
-    updates = harness.updates
-    harness.status.progress(13.9)
-    assert harness.updates == updates, "no gauge is set while nothing changes"
-    harness.status.progress(14.0)
-    assert harness.up_and_down == (0, 1)
-    harness.status.progress(15.0)
-    assert harness.up_and_down == (0, 0)
-
-
-def test_the_number_of_remembered_engines_that_are_down_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
+def test_engines_that_are_down_are_counted_and_forgotten(
+    prefill: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that is down, for the longest, is also forgotten where there are many."""
     monkeypatch.setattr(peers, "MAX_DOWN", 2)
-    harness = PeerStatusHarness()
-    for name in "abac":
-        harness.status.lost(name)
-    assert harness.up_and_down == (0, 2)
-    harness.status.connected("a", "a")
-    assert harness.up_and_down == (1, 1), "the one that was lost longest ago is forgotten"
+    with Engine("decode", options=EndpointOptions(engine_ttl=600.0), clock=clock) as decode:
+        totals, ticket = MetricTotals(decode), prefill.serve("p-1", [1], 4)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        for number, name in enumerate("abac"):
+            assert decode.load(f"d-{number}", replace(ticket, engine=name, port=port), [2])
+            clock.skip(100.0)
+        assert totals.of(PEERS_DOWN) == {("0",): 2}
+        clock.skip(401.0)
+        eventually(lambda: totals.of(PEERS_DOWN) == {("0",): 1}, "the last but one is forgotten")
+        assert decode.load("d-5", ticket, [2]) is None
+        assert totals.of(PEERS_DOWN) == {("0",): 1}
+        assert totals.of(PEERS_UP) == {("0",): 1}
+
+
+def test_a_producer_that_the_directory_lets_go_stays_connected_while_it_is_used(
+    prefill: Engine, driver: RecordingTransport
+) -> None:
+    with Engine("decode", transport=lambda: driver) as decode:
+        ticket = prefill.serve_later("p-1", [1])
+        decode.pull("d-1", ticket, [2])
+        eventually(lambda: driver.open_connections == 1, "it is connected")
+        let_go = ProducerNews(gone=((PeerKey.of(ticket), ticket.incarnation, None),))
+        decode.endpoint.relay(let_go)
+        prefill.step()
+        assert decode.error("d-1") is None
+        eventually(lambda: driver.open_connections == 0, "it is disconnected")
 
 
 def test_objects_that_several_peers_keep_are_counted_once() -> None:
@@ -169,51 +147,18 @@ def test_the_number_of_peers_is_bounded_by_the_file_limit(
     assert most_peers() == limit
 
 
-def test_the_least_recently_used_idle_peer_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "most_peers", lambda: 2)
-    driver = RecordingTransport()
-    with ExitStack() as stack:
-        producers = [stack.enter_context(Engine(name)) for name in ("one", "two", "three")]
-        decode = stack.enter_context(Engine("decode", transport=lambda: driver))
-        for number, each in enumerate([producers[0], producers[1], producers[0], producers[2]], 1):
-            assert load(each, decode, number) is None
-        eventually(lambda: driver.open_connections == 2, "one peer was released")
-        before = set(driver.connected)
-        assert load(producers[0], decode, 5) is None
-        assert driver.connected == before  # the one that was used last was not
-
-
-def test_a_new_peer_is_refused_while_all_others_are_in_use(
+def test_memory_for_what_peers_publish_is_bounded(
     decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "most_peers", lambda: 1)
-    with (
-        Engine("one") as one,
-        Engine("two") as two,
-    ):
+    monkeypatch.setattr(directory, "AGAIN_SECONDS", 0.0)
+    with Engine("one") as one, Engine("two") as two:
         assert load(one, decode, 1) is None
-        one.compute("p-2", [2], 4)
-        decode.pull("d-2", one.finish("p-2", [2], 4, computed=False, order=False), [2])
-        error = load(two, decode, 3)
-        assert isinstance(error, ConnectError)
-        assert "there is no room for another engine: 1 are in use" in str(error)
-        one.step()
-        assert decode.error("d-2") is None
-        eventually(lambda: load(two, decode, 4) is None, "it has room, and is asked again")
-
-
-def test_memory_for_what_peers_publish_is_bounded(
-    driver: RecordingTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
-        assert load(one, decode, 1) is None
-        monkeypatch.setattr(peers, "MAX_KEPT_BYTES", 100)
-        error = load(two, decode, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(peers, "MAX_KEPT_BYTES", 100)
+            error = load(two, decode, 2)
         assert isinstance(error, ConnectError)
         assert "of 100" in str(error)
-        monkeypatch.undo()
         assert load(two, decode, 3) is None
-    assert driver.open_connections == 0
 
 
 class AnyAddressTransport(RecordingTransport):
@@ -250,7 +195,7 @@ def any_engine(like: Engine, *more: RankPayload) -> Iterator[int]:
         yield channel.port
 
 
-def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
+def test_many_claimed_engine_names_take_few_threads_and_descriptors(
     prefill: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "MAX_PEERS", 25)
@@ -261,7 +206,7 @@ def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
     ):
         ticket = prefill.serve("p-1", [1], 4)
         threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        for first in range(0, 400, 20):
+        for first in range(0, 160, 20):
             names = range(first, first + 20)
             for number in names:
                 decode.pull(f"d-{number}", replace(ticket, engine=f"e-{number}", port=port), [2])
@@ -279,17 +224,19 @@ def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
 def test_an_engine_whose_ranks_differ_in_groups_is_refused_alone(
     prefill: Engine, decode: Engine
 ) -> None:
+    """Also if it answers in another's name, at another address: that one is not spoilt."""
     one = prefill.endpoint.payload
     more = replace(one.layout, groups=one.layout.groups * 2)
     other = msgspec.structs.replace(
         one, rank=1, coordinates=Coordinates(tp=1), layout=more, address=b"elsewhere"
     )
     with any_engine(prefill, other) as port:
-        ticket = replace(prefill.serve("p-1", [1], 4), engine="odd", port=port)
-        error = decode.load("d-1", ticket, [1])
-    assert isinstance(error, HandshakeError)
-    assert "rank 0 has 1 groups, rank 1 2" in str(error)
-    assert load(prefill, decode, 2) is None
+        ticket = replace(prefill.serve("p-1", [1], 4), port=port)
+        for number in (1, 2):
+            error = decode.load(f"d-{number}", ticket, [1])
+            assert isinstance(error, HandshakeError)
+            assert "rank 0 has 1 groups, rank 1 2" in str(error)
+        assert load(prefill, decode, 3) is None
     assert decode.endpoint.healthy
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import (
     DeadlineError,
     EndpointClosedError,
-    HandshakeError,
     KVFerryError,
     PeerLostError,
     TransferCancelledError,
@@ -23,11 +19,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.metrics import LOST_PEERS, PEERS_UP
-from kvferry.core.side_channel import HandshakeServer
-from kvferry.core.side_channel import server as server_module
-from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Quiescence
-from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.aliases import AliasEngine, alias_engine
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 from tests.core.endpoint.loads import TOKENS, outcome, outcomes
@@ -86,41 +78,20 @@ def test_two_engines_with_one_address_share_a_connection(
         eventually(lambda: decode.endpoint.healthy, "a round has run since the skip")
 
 
-@pytest.mark.parametrize("lost", ["alias", "real"])
 def test_the_loss_of_one_engine_does_not_disconnect_the_other(
-    driver: RecordingTransport, lost: str
+    driver: RecordingTransport,
 ) -> None:
     with real_and_alias(driver, liveness_interval=0.05) as (real, alias, decode):
         assert load_by_name(decode, real) is None
         assert load_by_name(decode, real, alias) is None
         totals = MetricTotals(decode)
-        (alias if lost == "alias" else real).server.close()
-        eventually(lambda: totals.of(LOST_PEERS) == {(lost,): 1}, "the lost engine is given up")
+        real.server.close()
+        eventually(lambda: totals.of(LOST_PEERS) == {("real",): 1}, "the lost engine is given up")
         assert totals.of(PEERS_UP) == {("0",): 1}
         assert driver.disconnected == set()
-        remaining = None if lost == "alias" else alias
-        assert load_by_name(decode, real, remaining) is None
+        assert load_by_name(decode, real, alias) is None
         assert len(driver.connected) == 1
         assert decode.endpoint.healthy
-
-
-def test_two_ranks_of_one_engine_with_one_address_are_refused(
-    decode: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reading side checks it too, because a peer's server may not have."""
-    with Engine("prefill", CacheShape(tp=2)) as prefill:
-        ticket = prefill.serve("p-1", [1], TOKENS)
-        zero, one = (rank.endpoint.payload for rank in prefill.ranks)
-        payloads = [encode(zero), encode(msgspec.structs.replace(one, address=zero.address))]
-        info = SimpleNamespace(engine="prefill", incarnation=prefill.incarnation)
-        monkeypatch.setattr(server_module, "engine_info", lambda *_: info)
-        with HandshakeServer(
-            payloads, engine="prefill", incarnation=prefill.incarnation, port=0
-        ) as server:
-            error = decode.load("d-1", dataclasses.replace(ticket, port=server.port), [2])
-        assert isinstance(error, HandshakeError)
-        assert "ranks 0 and 1 publish one transport address" in str(error)
-        assert decode.load("d-2", ticket, [2]) is None
 
 
 def start_both_reads(
@@ -155,6 +126,20 @@ def test_a_lost_connection_fails_the_loads_of_both_engines_and_both_can_reconnec
         driver.statuses.update({2: DONE, 3: DONE})
         assert load_by_name(decode, real, alias) is None
         assert load_by_name(decode, real) is None
+        assert len(driver.connected) == 2
+
+
+def test_an_engine_that_is_not_read_is_given_up_with_a_lost_connection(
+    driver: ScriptedTransport,
+) -> None:
+    with real_and_alias(driver) as (real, alias, decode):
+        for other in (None, alias):
+            assert load_by_name(decode, real, other) is None
+        driver.default = failed(PeerLostError("its process has ended"))
+        assert isinstance(load_by_name(decode, real), PeerLostError)
+        driver.default = None
+        for other in (None, alias):
+            assert load_by_name(decode, real, other) is None
         assert len(driver.connected) == 2
 
 

@@ -165,13 +165,6 @@ def test_slot_reads_with_the_same_rank_and_kind_of_note_share_a_batch() -> None:
     assert harness.scratch.free == 256 - 3
 
 
-def test_each_peer_has_its_own_batch() -> None:
-    harness = SlotReadsHarness()
-    for peer in (PeerStub({0: PeerId(5)}), PeerStub({0: PeerId(6)})):
-        harness.add("x", peer)
-    assert [read.peer for read in harness.post()] == [5, 6]
-
-
 def test_a_failed_batch_fails_all_its_reads_and_frees_their_scratch_words() -> None:
     harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
     for tag in ("a", "b"):
@@ -210,19 +203,6 @@ def test_reads_wait_until_there_are_enough_scratch_words() -> None:
     [read] = harness.post()
     assert read.tags == {"b"}
     assert harness.post() == []
-
-
-def test_a_removed_read_is_not_posted() -> None:
-    harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
-    for tag in ("a", "b"):
-        harness.add(tag, peer, note=release(1))
-    assert harness.reads.remove("a")
-    assert not harness.reads.remove("a")
-    assert not harness.reads.remove("c")
-    [read] = harness.post()
-    assert read.tags == {"b"}
-    assert not harness.reads.remove("b"), "it is posted already"
-    assert not harness.lost
 
 
 def test_a_callback_that_raises_loses_only_its_own_read() -> None:
@@ -278,7 +258,7 @@ NOTES = st.builds(release, st.integers(0, 1 << 60), st.text(max_size=40))
 
 
 @given(st.lists(NOTES, max_size=150), st.integers(400, 5000))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_every_note_is_sent_once_in_order_and_fits(notes: list[Release], limit: int) -> None:
     parts = list(fitting(notes, limit))
     assert [note for part in parts for note in part] == notes
@@ -289,7 +269,7 @@ ADDS = st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 9), st.boo
 
 
 @given(st.lists(ADDS, max_size=100), st.sets(st.integers(0, 99)), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_every_read_is_reported_once(
     adds: list[tuple[int, int, int, bool]], removed: set[int], data: st.DataObject
 ) -> None:

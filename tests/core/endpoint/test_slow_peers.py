@@ -99,7 +99,7 @@ def three_engines(
             driver.may_return.set()
 
 
-def assert_loads_succeed(other: Engine, decode: Engine, count: int = 20) -> None:
+def assert_loads_succeed(other: Engine, decode: Engine, count: int = 5) -> None:
     for number in range(count):
         ticket = other.serve(f"o-{number}", [5], TOKENS)
         assert decode.load(f"do-{number}", ticket, [6]) is None
