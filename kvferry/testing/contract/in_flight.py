@@ -302,16 +302,9 @@ class InFlightTests(ContractSettings):
 
 
 def _longest_gap(beats: list[float], began: float, ended: float) -> float:
-    """Return how long a call kept another thread from running.
+    """Return for how many seconds a call kept another thread, which ran at ``beats``, from running.
 
-    Args:
-        beats: When the other thread ran, by ``time.monotonic``.
-        began: When the call began, by ``time.monotonic``.
-        ended: When the call ended, by ``time.monotonic``.
-
-    Returns:
-        The longest time in seconds in which the other thread did not run; 0 if this is at most
-        three quarters of the call's duration.
+    0 if this is at most three quarters of the call's duration.
     """
     inside = [began, *(one for one in beats if began < one < ended), ended]
     longest = float(np.diff(inside).max())

@@ -233,11 +233,6 @@ def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
     """Return whether the driver lacks notifications.
 
     If so, assert that the driver refuses a notification by itself, and one bound to a transfer.
-
-    Args:
-        lab: The workbench of the test.
-        peer: The id that ``connect`` returned for ``remote``.
-        remote: The connected peer.
     """
     if lab.notifies:
         return False

@@ -173,14 +173,7 @@ class PagedReadTests(ContractSettings):
 def strips_between(
     local: Region, remote: Region, *, nbytes: int = NBYTES, shift: int = 0
 ) -> Strips:
-    """Return three strips, with two places in each local page and one in each remote page.
-
-    Args:
-        local: The local region, of 1 MiB.
-        remote: The remote region, of 1 MiB.
-        nbytes: The length of the strips in bytes.
-        shift: The offset of all strips in both regions, in bytes.
-    """
+    """Return three strips, with two places in each local page and one in each remote page."""
     return Strips(
         nbytes=nbytes,
         local=StripSide(

@@ -36,13 +36,7 @@ def flipped(address: bytes, count: int) -> Iterator[bytes]:
 
 
 def renamed(address: bytes, name: str) -> Iterator[bytes]:
-    """Yield copies of a transport's address in which the transport's name is changed.
-
-    Args:
-        address: The address.
-        name: The transport's name. Each copy has another name of the same length at one of the
-            places where the address contains ``name``.
-    """
+    """Yield copies of an address, each with another name at one of the places of ``name``."""
     own = name.encode()
     other = own[:-1] + (b"0" if own[-1:] != b"0" else b"1")
     at = address.find(own)
@@ -52,13 +46,7 @@ def renamed(address: bytes, name: str) -> Iterator[bytes]:
 
 
 def connect_and_part(lab: Workbench, address: bytes, kept: Container[PeerId]) -> None:
-    """Connect to an address that may be invalid, and disconnect unless the peer is in ``kept``.
-
-    Args:
-        lab: The workbench of the test.
-        address: The address; ``connect`` may refuse it.
-        kept: The ids of peers that were connected before, and stay connected.
-    """
+    """Connect to an address that may be invalid, and disconnect unless the peer is in ``kept``."""
     try:
         found = lab.transport.connect(address)
     except ConnectError:
@@ -104,7 +92,7 @@ class PeerTests(ContractSettings):
         assert all(names), "a name is empty"
 
     def test_an_option_that_it_does_not_have_is_refused(self, lab: Workbench) -> None:
-        options = lab.settings.options | {"no_such_option_of_any_driver": 1}
+        options = {**lab.settings.options, "no_such_option_of_any_driver": 1}
         # A constructor without such a keyword raises TypeError; the registry turns that into a
         # DriverError.
         with pytest.raises((DriverError, TypeError), match="no_such_option_of_any_driver"):
@@ -166,13 +154,7 @@ class PeerTests(ContractSettings):
 
     @staticmethod
     def _goes_on(lab: Workbench, transfer: TransferId, peer: PeerId) -> None:
-        """Assert that a transfer has not failed, and then disconnect the transfer's peer.
-
-        Args:
-            lab: The workbench of the test.
-            transfer: The id of the transfer.
-            peer: The id of its peer.
-        """
+        """Assert that a transfer has not failed, and then disconnect the transfer's peer."""
         (status,) = lab.poll([transfer])
         assert status.error is None, "another peer's address has ended a transfer"
         lab.transport.disconnect(peer)

@@ -16,7 +16,7 @@ from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.killed_peers import fails_in_time, killed_soon, known_in_time
 from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused, settings_of
+from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.peers import Process
 
 _MANY = 5000
@@ -149,8 +149,7 @@ class ProcessTests(ContractSettings):
         old = lab.transport.connect(process.address())
         lab.works(process)
         process.kill()
-        made = settings_of(self)
-        with Process(made.factory, made.options, made.memory, MIB, seed=2) as again:
+        with Process(self.factory, self.options, self.memory, MIB, seed=2) as again:
             new = lab.transport.connect(again.address())
             assert new != old, "another process is not the same peer"
             lab.works(again)
