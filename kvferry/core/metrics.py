@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvferry.core.error_causes import cause_of
 from kvferry.core.errors import KVFerryError
 
 Data = dict[str, Any]
@@ -345,7 +344,7 @@ class Metrics:
         if not record.reads:
             return
         if record.error is not None:
-            stage, cause = record.stage or Stage.HANDSHAKE, cause_of(record.error)
+            stage, cause = record.stage or Stage.HANDSHAKE, record.error.cause
             self.add(FAILURES, peer=record.peer, stage=stage.value, cause=cause.value)
             if cause == "stale" and stage is Stage.FENCE:
                 self.add(STALE, peer=record.peer)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.peers import Peer
-from kvferry.core.error_causes import Cause, cause_of, on_one_line, with_remedy
-from kvferry.core.errors import KVFerryError
+from kvferry.core.error_causes import on_one_line, with_remedy
+from kvferry.core.errors import Cause, KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.side_channel.sockets import place
@@ -43,9 +43,8 @@ def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
 
 
 def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
-    cause = cause_of(error)
     logger.log(
-        logging.DEBUG if cause is Cause.GIVEN_UP else logging.WARNING,
+        logging.DEBUG if error.cause is Cause.GIVEN_UP else logging.WARNING,
         "request %s: %s request %s of engine %s at %s (stage %s, cause %s): %s",
         on_one_line(load.request),
         "not loaded from" if load.reads else "it needs no pages, which could not be said to",
@@ -53,7 +52,7 @@ def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
         on_one_line(record.engine),
         on_one_line(place(load.ticket.host, load.ticket.port)),
         record.stage,
-        cause,
+        error.cause,
         with_remedy(error),
     )
 
@@ -66,7 +65,7 @@ def given_up(peer: Peer, error: KVFerryError) -> None:
         on_one_line(peer.key.engine),
         on_one_line(place(peer.key.host, peer.key.port)),
         peer.loads,
-        cause_of(error),
+        error.cause,
         with_remedy(error),
     )
 
@@ -79,7 +78,7 @@ def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
         count,
         rank,
         on_one_line(peer.key.engine),
-        cause_of(error),
+        error.cause,
         on_one_line(str(error)),
     )
 
