@@ -98,14 +98,16 @@ TransferT = TypeVar("TransferT", bound=DriverTransfer)
 class TransferRequest(NamedTuple, Generic[ConnectionT]):
     """A read to start, of any number of copies. Everything in it has been checked.
 
-    The caller reuses the arrays of ``copies`` as soon as ``_start`` has returned.
+    The caller reuses the arrays of ``copies`` as soon as ``_start`` has returned. ``local`` and
+    ``remote`` are the regions of all segments; ``notify`` is to be sent when all bytes have
+    arrived.
     """
 
     connection: ConnectionT
     copies: Copies
-    local: frozenset[Region]  # of all segments; registered
-    remote: frozenset[Region]  # of all segments; among ``connection.regions``
-    notify: bytes | None  # to send to the peer when all bytes have arrived
+    local: frozenset[Region]
+    remote: frozenset[Region]
+    notify: bytes | None
 
 
 class PagedRequest(NamedTuple, Generic[ConnectionT]):

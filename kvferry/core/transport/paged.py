@@ -22,13 +22,17 @@ class StripSide:
 
     A page has k places for a strip. Place ``w`` of page ``p`` has the number ``w * pages + p``.
 
-    No distance is negative.
+    Attributes:
+        start: (n,) uint64, address of each strip at place 0 of page 0.
+        within: (k,) int64, bytes from a page's place 0 to each of its places, not negative.
+        stride: bytes from one page to the next, not negative.
+        pages: number of pages.
     """
 
-    start: U64Array  # (n,): address of each strip at place 0 of page 0
-    within: I64Array  # (k,): bytes from a page's place 0 to each of its places
-    stride: int  # bytes from one page to the next
-    pages: int  # how many there are
+    start: U64Array
+    within: I64Array
+    stride: int
+    pages: int
 
     @property
     def places(self) -> int:
