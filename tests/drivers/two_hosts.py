@@ -49,6 +49,10 @@ class PeersOnOtherHost(ContractSettings):
         """Only the peer on the other host: peers on this host do not use the link."""
         return shared_process
 
+    @pytest.fixture
+    def everywhere(self, shared_process: Process) -> list[TransportPeer]:
+        return [shared_process]
+
 
 def _process_on_other_host(
     tests: type[ContractSettings], networks: Networks, *, wait: bool = True

@@ -101,24 +101,24 @@ class PeerTests(ContractSettings):
     # Addresses.
 
     def test_bytes_that_are_no_address_are_refused(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        good = remote.address()
+        good = shared_process.address()
         assert isinstance(good, bytes)
         parts = [good[: len(good) * part // 16] for part in range(1, 16)]
         halves = [good[:-1], good[1:], good[len(good) // 2 :], *parts]
         for garbage in (b"", b"\0", b"garbage", b"\xc1" * 1000, bytes(1 << 20), *halves):
             with pytest.raises(ConnectError):
                 lab.transport.connect(garbage)
-        lab.works(remote)
+        lab.works(shared_process)
 
     def test_an_address_may_be_used_by_many_and_for_long(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        address = remote.address()
+        address = shared_process.address()
         for transport in (lab.transport, lab.make(), lab.make()):
             assert isinstance(transport.connect(address), int)
-        lab.works(remote)
+        lab.works(shared_process)
 
     def test_an_address_that_was_changed_on_its_way_harms_nobody(
         self, lab: Workbench, shared_process: Process
@@ -161,34 +161,40 @@ class PeerTests(ContractSettings):
 
     # Connections.
 
-    def test_connecting_again_is_the_same_peer(self, lab: Workbench, remote: TransportPeer) -> None:
-        address = remote.address()
-        peer = lab.transport.connect(address)
-        assert lab.transport.connect(address) == peer
-        assert lab.transport.connect(remote.address()) == peer
-        lab.works(remote)
+    def test_connecting_again_is_the_same_peer(
+        self, lab: Workbench, everywhere: list[TransportPeer]
+    ) -> None:
+        for remote in everywhere:
+            address = remote.address()
+            peer = lab.transport.connect(address)
+            assert lab.transport.connect(address) == peer
+            assert lab.transport.connect(remote.address()) == peer
+            lab.works(remote)
 
     def test_after_disconnect_it_is_another_peer(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
         seen = set()
-        for _ in range(5):
+        for remote in everywhere * 3:
             peer = lab.transport.connect(remote.address())
             assert peer not in seen, "an id of a peer was used again"
             seen.add(peer)
             lab.works(remote)
             lab.transport.disconnect(peer)
 
-    def test_the_path_to_a_peer_is_said_or_not(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_the_path_to_a_peer_is_said_or_not(
+        self, lab: Workbench, everywhere: list[TransportPeer]
+    ) -> None:
         """``path`` returns the same text while a peer is connected, and "" after ``disconnect``."""
-        peer = lab.transport.connect(remote.address())
-        lab.works(remote)
-        path = lab.transport.path(peer)
-        assert isinstance(path, str)
-        lab.works(remote)
-        assert lab.transport.path(peer) == path
-        lab.transport.disconnect(peer)
-        assert lab.transport.path(peer) == ""
+        for remote in everywhere:
+            peer = lab.transport.connect(remote.address())
+            lab.works(remote)
+            path = lab.transport.path(peer)
+            assert isinstance(path, str)
+            lab.works(remote)
+            assert lab.transport.path(peer) == path
+            lab.transport.disconnect(peer)
+            assert lab.transport.path(peer) == ""
 
     def test_a_transport_may_connect_to_itself(self, lab: Workbench) -> None:
         other = lab.buffer(MIB, lab.transport)

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import pytest
 
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import Region
@@ -234,19 +233,23 @@ class Workbench:
         """Return a payload to bind to a transfer; ``None`` if the driver has no notifications."""
         return self.payload(number) if self.notifies else None
 
-    def moves(self, remote: TransportPeer, here: Offsets, there: Offsets, sizes: Offsets) -> None:
-        """Assert that a read from a peer to ``mine`` changes the right bytes and no others.
+    def moves(
+        self, remotes: Sequence[TransportPeer], here: Offsets, there: Offsets, sizes: Offsets
+    ) -> None:
+        """Assert that a read from each peer to ``mine`` changes the right bytes and no others.
 
         ``here`` are offsets in ``mine``, ``there`` in the peer's buffer; both, and sizes, in bytes.
         """
-        mine, theirs = pattern(MIB, 77), remote.get()
-        self.mine.put(mine)
-        peer = self.transport.connect(remote.address())
-        copies = batch(self.mine.region, remote.region, here, there, sizes)
-        self.finish(self.transport.read(peer, copies))
-        mine = moved(mine, here, theirs, there, sizes)
-        np.testing.assert_array_equal(self.mine.get(), mine, "this side's memory")
-        np.testing.assert_array_equal(remote.get(), theirs, "the peer's memory")
+        for remote in remotes:
+            mine, theirs = self.fresh(), remote.get()
+            self.mine.put(mine)
+            peer = self.transport.connect(remote.address())
+            copies = batch(self.mine.region, remote.region, here, there, sizes)
+            self.finish(self.transport.read(peer, copies))
+            mine = moved(mine, here, theirs, there, sizes)
+            where = f"{type(remote).__name__} {remote.name}"
+            np.testing.assert_array_equal(self.mine.get(), mine, f"this side's memory, {where}")
+            np.testing.assert_array_equal(remote.get(), theirs, f"the peer's memory, {where}")
 
     def whole(self, remote: TransportPeer) -> Copies:
         """Return a batch of one copy: between all of ``mine`` and all of a peer's buffer."""
@@ -361,8 +364,12 @@ class MemoryWatch:
             np.testing.assert_array_equal(side.get(), content, "memory changed after a final state")
 
 
-def refused(call: Callable[..., object], *args: object) -> None:
+def refused(call: Callable[..., object], *args: object, what: str = "") -> None:
     """Assert that a call with these arguments raises ``TransportUsageError`` with a message."""
-    with pytest.raises(TransportUsageError) as caught:
+    said = None
+    try:
         call(*args)
-    assert str(caught.value), f"{call} refuses without a word"
+    except TransportUsageError as refusal:
+        said = str(refusal)
+    assert said is not None, f"{what or call} is not refused"
+    assert said, f"{what or call} is refused without a word"

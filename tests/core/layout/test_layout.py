@@ -60,30 +60,22 @@ INVALID_FIELDS = {
     "8 token entries of 1 tokens in a block of 16": {"tokens": axis((8, DIM))},
     "put two elements of one group on one byte": {"page_stride": 16},
 }
-each_invalid_field = pytest.mark.parametrize(
-    ("message", "change"), INVALID_FIELDS.items(), ids=list(INVALID_FIELDS)
-)
+SIZE = PAGES * 4 * 16 * DIM
+MANY = layout(*(heads(f"layer.{i}", offset=i * SIZE) for i in range(160)))
 
 
-@each_invalid_field
-def test_an_invalid_field_is_refused(message: str, change: dict[str, object]) -> None:
+@pytest.mark.parametrize(("message", "change"), INVALID_FIELDS.items(), ids=list(INVALID_FIELDS))
+def test_an_invalid_field_is_refused_alone_and_among_many(
+    message: str, change: dict[str, object]
+) -> None:
+    """Among many similar fields, which are checked together, it is named by its key."""
     good = layout(heads())
     with pytest.raises(LayoutError, match=re.escape(message)):
         replace(good, fields=(replace_field(good.fields[0], **change),))
-
-
-@pytest.mark.parametrize("place", [0, 77, 159])
-@each_invalid_field
-def test_one_invalid_field_among_many_similar_ones_is_refused_by_key(
-    message: str, change: dict[str, object], place: int
-) -> None:
-    size = PAGES * 4 * 16 * DIM
-    many = [heads(f"layer.{i}", offset=i * size) for i in range(160)]
-    good = layout(*many)
-    assert len(good.field_sets) == 1
-    bad = replace_field(many[place], **({"key": f"bad-{place}"} | change))
+    assert len(MANY.field_sets) == 1
+    bad = replace_field(MANY.fields[77], **({"key": "bad"} | change))
     with pytest.raises(LayoutError, match=re.escape(repr(bad.key[:512]))):
-        replace(good, fields=(*many[:place], bad, *many[place + 1 :]))
+        replace(MANY, fields=(*MANY.fields[:77], bad, *MANY.fields[78:]))
 
 
 def test_too_many_kinds_of_fields_are_refused() -> None:
