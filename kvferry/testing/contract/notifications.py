@@ -68,14 +68,14 @@ class NotificationTests(ContractSettings):
         assert lab.transport.notifications() == []
 
     def test_senders_are_told_apart(self, lab: Workbench) -> None:
-        senders = [lab.make() for _ in range(3)]
+        senders = [lab.make() for _ in range(2)]
         peers = [sender.connect(lab.transport.address()) for sender in senders]
         if not lab.notifies:
             return
         for index in range(100):
             for sender, peer in zip(senders, peers, strict=True):
                 sender.notify(peer, lab.payload(index))
-        found = lab.receive(lab.transport, 300)
+        found = lab.receive(lab.transport, 200)
         for sender in senders:
             payloads = [one.payload for one in found if one.sender == sender.name]
             assert payloads == [lab.payload(index) for index in range(100)]

