@@ -80,19 +80,22 @@ class NotificationTests(ContractSettings):
             payloads = [one.payload for one in found if one.sender == sender.name]
             assert payloads == [lab.payload(index) for index in range(100)]
 
-    def test_from_1_byte_to_the_limit(self, lab: Workbench, shared_process: Process) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        if _refuses(lab, peer, shared_process):
-            return
-        limit = lab.capabilities.max_notification
-        payloads = [b"\0", b"\xff", bytes(range(256))[:limit], bytes(limit), b"\xff" * limit]
-        for payload in payloads:
-            lab.transport.notify(peer, payload)
-        assert [one.payload for one in lab.received_by(shared_process, len(payloads))] == payloads
-        for payload in payloads:
-            copies = batch(lab.mine.region, shared_process.region, [0], [0], [8])
-            lab.finish(lab.transport.read(peer, copies, payload))
-        assert [one.payload for one in lab.received_by(shared_process, len(payloads))] == payloads
+    def test_from_1_byte_to_the_limit(
+        self, lab: Workbench, everywhere: list[TransportPeer]
+    ) -> None:
+        for remote in everywhere:
+            peer = lab.transport.connect(remote.address())
+            if _refuses(lab, peer, remote):
+                return
+            limit = lab.capabilities.max_notification
+            payloads = [b"\0", b"\xff", bytes(range(256))[:limit], bytes(limit), b"\xff" * limit]
+            for payload in payloads:
+                lab.transport.notify(peer, payload)
+            assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
+            for payload in payloads:
+                copies = batch(lab.mine.region, remote.region, [0], [0], [8])
+                lab.finish(lab.transport.read(peer, copies, payload))
+            assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
 
     def test_other_lengths_are_refused_and_nothing_has_moved(
         self, lab: Workbench, shared_process: Process

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -26,15 +26,10 @@ from kvferry.core.planner.plan import LocalGroup, Match, Plan
 from kvferry.core.planner.strips import Overlap
 from kvferry.core.planner.token_blocks import BlockMap, Pairing
 from tests.core.planner import properties
-from tests.core.planner.engine_pairs import random_engine_pair
-from tests.core.planner.oracle import EnginePair
-from tests.core.planner.properties import CHECKS
+from tests.core.planner.properties import CHECKS, SEEDS, pair_of
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[..., Any]
-
-PAIRS = 400
-"""A fault has to be found in this many pairs of engines."""
 
 EVEN = "replicated ranks are read evenly"
 MISSING_RANK = "a missing rank"
@@ -97,11 +92,6 @@ def planted_in_plan(check: str) -> Callable[[Fault], Fault]:
         return fault
 
     return add
-
-
-@cache
-def pair(seed: int) -> EnginePair:
-    return random_engine_pair(Random(seed))
 
 
 # Faults in choosing remote ranks.
@@ -318,13 +308,13 @@ def unread_fields_are_not_zeroed(
 def test_planted_fault_is_caught(name: str, monkeypatch: Patch) -> None:
     plant, check = PLANTED[name]
     plant(monkeypatch)
-    assert any(is_found(check, seed) for seed in range(PAIRS))
+    assert any(is_found(check, seed) for seed in SEEDS)
 
 
 def is_found(check: str, seed: int) -> bool:
     """Return whether a check fails, in any way, for one pair of engines."""
     try:
-        CHECKS[check](pair(seed), Random(seed))
+        CHECKS[check](pair_of(seed), Random(seed))
     except (AssertionError, KVFerryError):
         return True
     return False
