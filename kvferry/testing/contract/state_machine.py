@@ -55,7 +55,7 @@ class StateMachineTests(ContractSettings):
 
     def test_any_order_of_calls_does_what_the_model_does(self) -> None:
         run_state_machine_as_test(
-            lambda: DriverMachine(Workbench(self)),
+            lambda: DriverMachine(Workbench(self)),  # type: ignore[arg-type] # a function will do
             settings=settings(
                 max_examples=self.examples,
                 stateful_step_count=_STEPS,
