@@ -161,14 +161,6 @@ class InFlightTests(ContractSettings):
         refused(transport.poll, [transfer])
         lab.works(shared_process)
 
-    def test_a_peer_that_closes_ends_the_transfer(self, lab: Workbench, process: Process) -> None:
-        """When a peer closes its transport, transfers with the peer end soon, DONE or FAILED."""
-        peer = lab.transport.connect(process.address())
-        transfer = lab.transport.read(peer, lab.lasting(process))
-        process.close()
-        lab.known(transfer)
-        lab.settled(transfer, peer)
-
     def test_a_neighbour_may_close_while_it_is_read(self, lab: Workbench) -> None:
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())

@@ -135,32 +135,25 @@ class RefusalTests(ContractSettings):
             copies = joined([batch(here, there, [], [], []), full])
             refused(lab.transport.read, peer, copies)
 
-    def test_later_regions_are_known_after_connecting_again(
+    def test_connecting_again_tells_which_regions_the_peer_has(
         self, lab: Workbench, process: Process
     ) -> None:
+        """Only then are later regions known, and deregistered ones refused."""
         peer = lab.transport.connect(process.address())
-        later = part_of(process.region, 8192, 4096)
+        whole, later = lab.whole(process), part_of(process.region, 8192, 4096)
         copies = batch(lab.mine.region, later, [0], [0], [4096])
         process.register(later)
         refused(lab.transport.read, peer, copies)
         assert lab.transport.connect(process.address()) == peer
         lab.finish(lab.transport.read(peer, copies))
         assert (lab.mine.get()[:4096] == process.get()[8192:12_288]).all()
-
-    def test_deregistered_regions_are_refused_after_connecting_again(
-        self, lab: Workbench, process: Process
-    ) -> None:
-        peer = lab.transport.connect(process.address())
-        copies = lab.whole(process)
-        kept = part_of(process.region, 0, 4096)
-        process.register(kept)
         process.deregister(process.region)
         assert lab.transport.connect(process.address()) == peer
         mine, theirs = lab.mine.get(), process.get()
-        refused(lab.transport.read, peer, copies)
+        refused(lab.transport.read, peer, whole)
         lab.stays(lab.mine, mine)
         lab.stays(process, theirs, 0)
-        lab.finish(lab.transport.read(peer, batch(lab.mine.region, kept, [0], [0], [4096])))
+        lab.finish(lab.transport.read(peer, copies))
 
     def test_transfer_of_memory_deregistered_by_the_peer_ends(
         self, lab: Workbench, process: Process
