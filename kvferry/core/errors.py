@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 import enum
+from typing import ClassVar
+
+
+class Cause(enum.StrEnum):
+    """Why a load failed."""
+
+    STALE = "stale"
+    """The producer no longer held the pages."""
+    DEADLINE = "deadline"
+    """The load did not end in time."""
+    GIVEN_UP = "given_up"
+    """The engine gave the load up, for instance because the client disconnected."""
+    TICKET = "ticket"
+    """The handshake contradicts the ticket."""
+    ADMISSION = "admission"
+    """One engine does not admit the key or address of the other."""
+    INCOMPATIBLE = "incompatible"
+    """The two engines must not exchange pages, or their layouts do not match."""
+    UNREACHABLE = "unreachable"
+    """The handshake or the connection failed."""
+    PEER_LOST = "peer_lost"
+    """The producer died, restarted or was disconnected."""
+    TRANSPORT = "transport"
+    """The driver failed."""
+    PAGES = "pages"
+    """The page lists do not fit."""
+    COPY = "copy"
+    """The pages were loaded into host memory, and could not be copied to the device."""
+    OTHER = "other"
 
 
 class KVFerryError(Exception):
     """Base class of all exceptions that kvferry raises."""
+
+    cause: ClassVar[Cause] = Cause.OTHER
+    """The cause under which metrics count a load that failed with this error."""
 
 
 class LayoutError(KVFerryError, ValueError):
@@ -16,9 +48,13 @@ class LayoutError(KVFerryError, ValueError):
 class PlanError(KVFerryError):
     """The memory layouts of two engines do not match; the message names what does not."""
 
+    cause = Cause.INCOMPATIBLE
+
 
 class PageError(KVFerryError, ValueError):
     """A list of page ids has an invalid id, lacks a page, or has too few pages."""
+
+    cause = Cause.PAGES
 
 
 class WireError(KVFerryError, ValueError):
@@ -28,6 +64,8 @@ class WireError(KVFerryError, ValueError):
 class HandshakeError(KVFerryError):
     """A peer could not be reached, or its answer is not valid."""
 
+    cause = Cause.UNREACHABLE
+
 
 class RefusedError(HandshakeError):
     """A side channel refused a request, for instance since it serves another engine."""
@@ -36,9 +74,13 @@ class RefusedError(HandshakeError):
 class AdmissionError(HandshakeError):
     """An engine does not admit the other's key or address; the message names the setting."""
 
+    cause = Cause.ADMISSION
+
 
 class IncompatibleError(HandshakeError):
     """Two engines must not exchange pages; the message names each difference, with both values."""
+
+    cause = Cause.INCOMPATIBLE
 
 
 class TicketReason(enum.StrEnum):
@@ -84,6 +126,8 @@ NOT_THE_TICKET = frozenset(
 class TicketError(KVFerryError, ValueError):
     """A ticket is refused before anything is read; ``reason`` is a label for metrics."""
 
+    cause = Cause.TICKET
+
     def __init__(self, text: str = "", *, reason: TicketReason = TicketReason.MALFORMED) -> None:
         super().__init__(text)
         self.reason = reason
@@ -96,17 +140,25 @@ class SecretError(KVFerryError, ValueError):
 class StaleError(KVFerryError):
     """The producer stopped holding the pages before the read ended: do not use the bytes."""
 
+    cause = Cause.STALE
+
 
 class DeadlineError(KVFerryError):
     """A load did not end in time; the message names the stage that the load was in."""
+
+    cause = Cause.DEADLINE
 
 
 class CopyError(KVFerryError):
     """Pages could not be copied between the device and host memory; nothing is under way."""
 
+    cause = Cause.COPY
+
 
 class EndpointClosedError(KVFerryError):
     """The endpoint has been closed."""
+
+    cause = Cause.GIVEN_UP
 
 
 class DriverError(KVFerryError):
@@ -115,6 +167,8 @@ class DriverError(KVFerryError):
 
 class TransportError(KVFerryError):
     """Base class of errors that a driver raises, or reports for a failed transfer."""
+
+    cause = Cause.TRANSPORT
 
 
 class TransportUsageError(TransportError, ValueError):
@@ -128,9 +182,13 @@ class TransportUnsupportedError(TransportError):
 class ConnectError(TransportError):
     """A connection to a peer cannot be made; the message says why and what to change."""
 
+    cause = Cause.UNREACHABLE
+
 
 class PeerLostError(TransportError):
     """The peer died, restarted or was disconnected."""
+
+    cause = Cause.PEER_LOST
 
 
 class StatusUnknownError(TransportError):
@@ -139,6 +197,8 @@ class StatusUnknownError(TransportError):
 
 class TransferCancelledError(TransportError):
     """The transfer failed because ``cancel`` was called for it."""
+
+    cause = Cause.GIVEN_UP
 
 
 def kept(error: Exception) -> KVFerryError:

@@ -10,9 +10,9 @@ import enum
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from kvferry.core.error_causes import cause_of
 from kvferry.core.errors import KVFerryError
 
 Data = dict[str, Any]
@@ -72,135 +72,109 @@ class Metric:
     labels: tuple[str, ...] = ("driver",)
 
 
-def _counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
-    return Metric(name=name, kind=MetricKind.COUNTER, text=text, labels=("driver", *labels))
+def _metric(kind: MetricKind, name: str, text: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name=name, kind=kind, text=text, labels=("driver", *labels))
 
 
-def _gauge(name: str, labels: tuple[str, ...], text: str) -> Metric:
-    return Metric(name=name, kind=MetricKind.GAUGE, text=text, labels=("driver", *labels))
-
-
-def _histogram(name: str, labels: tuple[str, ...], text: str) -> Metric:
-    return Metric(name=name, kind=MetricKind.HISTOGRAM, text=text, labels=("driver", *labels))
-
+_counter = partial(_metric, MetricKind.COUNTER)
+_gauge = partial(_metric, MetricKind.GAUGE)
+_histogram = partial(_metric, MetricKind.HISTOGRAM)
 
 BYTES = _counter(
-    "bytes", ("peer", "path"), "Bytes of KV cache that were pulled from other engines."
+    "bytes", "Bytes of KV cache that were pulled from other engines.", ("peer", "path")
 )
 EARLY_BYTES = _counter(
     "early_bytes",
-    ("peer", "path"),
     "Those of these bytes that were pulled while the producer computed the rest.",
+    ("peer", "path"),
 )
 COPIES = _counter(
     "copies",
-    ("peer", "path"),
     "Copies that pulled those bytes; few large copies are faster than many small ones.",
+    ("peer", "path"),
 )
 PULLS = _counter(
-    "pulls", ("peer", "path"), "Loads that succeeded, counted on each rank that took part."
+    "pulls", "Loads that succeeded, counted on each rank that took part.", ("peer", "path")
 )
 LOAD_SECONDS = _histogram(
     "load_seconds",
-    (),
     "Time from the start of a load of KV cache to its end, on each rank. An early load starts "
     "with its ticket.",
 )
 STAGE_SECONDS = _histogram(
     "stage_seconds",
-    ("stage",),
     "Time of each stage of a load, on each rank; a handshake counts once, not per load.",
+    ("stage",),
 )
 PEER_SECONDS = _counter(
     "peer_seconds",
-    ("peer", "stage"),
     "Total time of each stage of loads, by producer: shows which producer is slow, and where.",
+    ("peer", "stage"),
 )
 FAILURES = _counter(
     "load_failures",
-    ("peer", "stage", "cause"),
     "Loads that failed, counted on each rank that took part, by stage and cause.",
+    ("peer", "stage", "cause"),
 )
 STALE = _counter(
     "stale_reads",
-    ("peer",),
     "Reads that the fence refused: the producer did not hold the pages any more.",
+    ("peer",),
 )
 REFUSED = _counter(
-    "refused_tickets", ("reason",), "Tickets that were refused before anything was read, by reason."
+    "refused_tickets", "Tickets that were refused before anything was read, by reason.", ("reason",)
 )
 LOST_PEERS = _counter(
     "lost_peers",
-    ("peer",),
     "Connected producers that a rank gave up because they died, restarted or failed.",
+    ("peer",),
 )
 UNTOLD = _counter(
     "untold_releases",
-    ("peer",),
     "Messages that end holds and could not be sent; the lease ends those holds.",
+    ("peer",),
 )
-PEERS_UP = _gauge("peers_up", ("rank",), "Producers that a rank is connected to.")
+PEERS_UP = _gauge("peers_up", "Producers that a rank is connected to.", ("rank",))
 PEERS_DOWN = _gauge(
     "peers_down",
-    ("rank",),
     "Producers that a rank could not reach, or lost, at its last contact with them.",
+    ("rank",),
 )
 QUARANTINED = _gauge(
     "quarantined_pages",
-    ("rank",),
     "Pages of failed loads that a connection may still write, so that they are not released.",
+    ("rank",),
 )
 LATE = _counter(
     "done_after_expiry",
-    (),
     'Messages "done" about holds whose lease was over; the fence refused those reads.',
 )
 IGNORED = _counter(
-    "ignored_releases",
-    (),
-    "Other messages that end holds, for holds that had ended or never existed.",
+    "ignored_releases", "Other messages that end holds, for holds that had ended or never existed."
 )
 COPY_SECONDS = _histogram(
     "copy_seconds",
-    ("direction",),
     "Time of each request's copy between the device and host pages, where the cache is staged "
     "(kv_buffer_device cpu).",
+    ("direction",),
 )
+
+FIGURES = tuple(each for each in vars().values() if isinstance(each, Metric))
+"""All metrics of an endpoint: those above."""
+
 HOST_PAGES = _gauge(
     "host_pages",
-    ("use",),
     "Host pages that each rank has for staging, by use: for holds, or for loads.",
+    ("use",),
 )
 HOST_PAGES_USED = _gauge(
-    "host_pages_used", ("use",), "Those of the host pages that requests have reserved or use."
+    "host_pages_used", "Those of the host pages that requests have reserved or use.", ("use",)
 )
 HOST_PAGE_WAITS = _histogram(
     "host_page_wait_seconds",
-    ("use", "outcome"),
     "Time that requests waited for host pages, by use, and whether they got them.",
+    ("use", "outcome"),
 )
-
-FIGURES = (
-    BYTES,
-    EARLY_BYTES,
-    COPIES,
-    PULLS,
-    LOAD_SECONDS,
-    STAGE_SECONDS,
-    PEER_SECONDS,
-    FAILURES,
-    STALE,
-    REFUSED,
-    LOST_PEERS,
-    UNTOLD,
-    PEERS_UP,
-    PEERS_DOWN,
-    QUARANTINED,
-    LATE,
-    IGNORED,
-    COPY_SECONDS,
-)
-"""All metrics of an endpoint."""
 
 HOST_FIGURES = (HOST_PAGES, HOST_PAGES_USED, HOST_PAGE_WAITS)
 """The metrics of the host pages of an engine whose cache is staged (``count_host_pages``)."""
@@ -221,56 +195,37 @@ MAX_NAME = 64
 class LoadRecord:
     """Sizes, times and outcome of one load on one consumer rank.
 
-    Attributes:
-        request: the consumer's id of the request.
-        engine: the producer engine's id, from the ticket.
-        reached: whether the load's handshake succeeded, so that the producer was connected.
-        path: what carried the bytes, as the driver names it; empty if the driver cannot tell.
-        error, stage: why and in which stage the load failed; ``None`` if it succeeded.
-        reads: whether there was anything to pull; if not, the producer was only notified.
-        tokens: number of tokens to pull, in the KV-cache group where most are pulled.
-        copies, nbytes: number of copies that this rank read, and their bytes in total.
-        early_nbytes: those of ``nbytes`` that were read while the producer computed the rest, and
-            not read again after a preemption.
-        seconds: from the start of the load to its report; of an early load, from its last part, if
-            that came. Early reads count in no stage, except that what is left of one is part of the
-            check.
-        wait_seconds: how long the request waited for pages before the load began
-            (``Endpoint.prepare``).
-        handshake_seconds: the part of ``seconds`` until the producer was connected.
-        check_seconds, post_seconds, transfer_seconds, fence_seconds: the parts in other stages (see
-            ``Stage``), each on the producer rank where it took longest.
-        copy_seconds: where the cache is staged, from the fence until the pages were on the device.
-        ended: when the load was reported, in seconds since the epoch.
-        first_tokens: per cache group of the consumer, the first token that its pages have; the
-            bytes before it are zero. Empty if the load failed or pulled nothing.
+    The parts of ``seconds`` in stages are each that of the producer rank where it took longest.
+    Early reads count in no stage, except that what is left of one is part of the check.
     """
 
-    request: str
-    engine: str
-    reached: bool = True
-    path: str = ""
+    request: str  # the consumer's id
+    engine: str  # the producer's id, from the ticket
+    reached: bool = True  # whether the handshake succeeded, so that the producer was connected
+    path: str = ""  # what carried the bytes, as the driver names it; empty if it cannot tell
     error: KVFerryError | None = None
-    stage: Stage | None = None
-    reads: bool
-    tokens: int
+    stage: Stage | None = None  # in which it failed
+    reads: bool  # whether there was anything to pull; if not, the producer was only notified
+    tokens: int  # to pull, in the KV-cache group where most are pulled
     copies: int
     nbytes: int
-    seconds: float
-    wait_seconds: float = 0.0
+    seconds: float  # until the report: from the start, or from an early load's last part
+    wait_seconds: float = 0.0  # before the load began (``Endpoint.prepare``)
     handshake_seconds: float = 0.0
     check_seconds: float = 0.0
     post_seconds: float = 0.0
     transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
     copy_seconds: float = 0.0
-    ended: float = 0.0
-    early_nbytes: int = 0
+    ended: float = 0.0  # in seconds since the epoch
+    early_nbytes: int = 0  # read before the last part, and not again after a preemption
+    # Per cache group, the first token that the pages have; bytes before it are zero. Empty if the
+    # load failed or pulled nothing.
     first_tokens: tuple[int, ...] = ()
 
     @property
     def peer(self) -> str:
-        """The ``peer`` label: ``engine`` (its first ``MAX_NAME`` characters), or ``UNREACHED``."""
+        """The ``peer`` label."""
         return self.engine[:MAX_NAME] if self.reached else UNREACHED
 
     @property
@@ -345,7 +300,7 @@ class Metrics:
         if not record.reads:
             return
         if record.error is not None:
-            stage, cause = record.stage or Stage.HANDSHAKE, cause_of(record.error)
+            stage, cause = record.stage or Stage.HANDSHAKE, record.error.cause
             self.add(FAILURES, peer=record.peer, stage=stage.value, cause=cause.value)
             if cause == "stale" and stage is Stage.FENCE:
                 self.add(STALE, peer=record.peer)

@@ -40,16 +40,14 @@ class SingleRankEngine:
         layout: one group of pages in CPU memory, as ``paged_layout`` describes it. The caller keeps
             that memory alive until ``close`` has returned.
         driver: the name of an installed driver; engines that exchange pages use the same one.
-        driver_options: option name to value; ``None`` for the driver's defaults.
+        driver_options: option name to value.
         host: the address of the side channel. It goes into tickets: other engines must reach it.
         port: the port of the side channel; 0 takes a free one.
-        options: times, keys, and the networks that peers may be in; ``None`` for the defaults.
+        options: times, keys, and the networks that peers may be in.
 
-    Raises:
-        LayoutError: the layout has other than one group of pages, or other than CPU memory.
-        DriverError: the driver does not exist or does not start.
-        TransportError: the driver cannot register the memory.
-        HandshakeError: the side channel cannot be bound to its address.
+    Raises ``LayoutError`` for another layout, ``DriverError`` if the driver does not start,
+    ``TransportError`` if it cannot register the memory, and ``HandshakeError`` if the side channel
+    cannot be bound to its address.
     """
 
     def __init__(
@@ -119,11 +117,9 @@ class SingleRankEngine:
 
         Do not write to the pages until ``results`` returns the request in ``sent``: another engine
         has read them, or the lease (``EndpointOptions.lease``) has expired without a renewal. The
-        pages, in the order of the prompt, must have the cache of all its token ids.
-
-        Raises:
-            TicketError: the request was not begun, or has its ticket already; or a page is listed
-                twice, or a page id or the number of pages or tokens is out of bounds.
+        pages, in the order of the prompt, must have the cache of all its token ids. Raises
+        ``TicketError`` if the request was not begun, or has its ticket already; or a page is listed
+        twice, or a page id or the number of pages or tokens is out of bounds.
         """
         hold = self._holds.ticket(RequestId(request), self._options.lease, frozenset(pages))
         if hold is None:
@@ -158,10 +154,8 @@ class SingleRankEngine:
         """Start to load a request's pages from the engine that made the ticket.
 
         Do not use the pages, as many as the prompt needs and in its order, until ``results``
-        returns the request in ``received``, and only if it is not in ``failed``.
-
-        Raises:
-            TicketError: the ticket was made for another prompt than these token ids.
+        returns the request in ``received``, and only if it is not in ``failed``. Raises
+        ``TicketError`` if the ticket was made for another prompt than these token ids.
         """
         if digest(prompt) != ticket.digest:
             raise TicketError(

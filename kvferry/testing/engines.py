@@ -110,12 +110,7 @@ class CacheShape:
         return cache
 
     def layout(self, rank: int, cache: Elements) -> Layout:
-        """Return the layout of a rank's cache: one field per layer, in one region.
-
-        Args:
-            rank: The rank's index.
-            cache: An array of the shape of ``new_cache``.
-        """
+        """Return the layout of a rank's cache: one field per layer, in one region."""
         heads, row = self.heads(rank), self.dim * cache.itemsize
         page = len(heads) * self.block * row
         token, head = (row, self.block * row) if self.heads_first else (len(heads) * row, row)
@@ -144,14 +139,6 @@ class CacheShape:
         """Return what the model computes: a value for each layer, token, head and element.
 
         In elements of eight bytes, no two values are equal, and all bytes are used.
-
-        Args:
-            layer: The layer's index.
-            tokens: The ids of the tokens.
-            heads: The indices of the heads.
-
-        Returns:
-            An array of (token, head, element).
         """
         token, head, element = np.ix_(
             np.arange(tokens.start, tokens.stop, dtype=np.uint64),
@@ -176,11 +163,8 @@ class EngineRank:
     """One rank: its cache, and the endpoint that serves and fills the cache.
 
     Attributes:
-        shape: How the engine keeps its cache.
-        index: The rank's index.
         cache: The cache, as (layer, page, head, token, element) or, unless ``shape.heads_first``,
             (layer, page, token, head, element).
-        endpoint: The rank's endpoint.
         received: What ``poll`` has found of loads that are over: the error of each that failed,
             ``None`` for one that succeeded.
         sent: What it has found of requests whose pages are released.
@@ -214,17 +198,9 @@ class EngineRank:
     ) -> Self:
         """Start a rank; the caller closes its endpoint, and has it join the others.
 
-        Args:
-            name: The engine's id.
-            incarnation: The random number of this engine's start.
-            shape: How the engine keeps its cache.
-            index: The rank's index.
-            transport: The rank's transport; the endpoint closes it.
-            driver: The name of the transport's driver.
-            options: The options of the endpoint.
-            agreement: What must be equal on engines that exchange pages.
-            copies: Makes what copies between the device and the cache, which then is host pages.
-            **endpoint: What else the endpoint takes.
+        The endpoint owns the transport. ``agreement`` is what must be equal on engines that
+        exchange pages. With ``copies``, the cache is host pages, and it makes what copies between
+        the device and these.
         """
         cache = shape.new_cache(index)
         identity = Identity(
@@ -268,10 +244,7 @@ class EngineRank:
     def values(self, layer: int, tokens: int, first_token: int = 0) -> Elements:
         """Return what a request's pages must hold, as (token, head, element).
 
-        Args:
-            layer: The layer's index.
-            tokens: Number of tokens.
-            first_token: The id of the request's first token; the next ones follow it.
+        The ids of its tokens count up from ``first_token``.
         """
         return self.shape.values(layer, range(first_token, first_token + tokens), self.heads)
 
@@ -285,11 +258,6 @@ class EngineRank:
 
     def wait(self, request: str, reported: Container[str], seconds: float) -> None:
         """Poll until a request is in ``received`` or ``sent``.
-
-        Args:
-            request: The request's id on this engine.
-            reported: ``received`` or ``sent``.
-            seconds: How long to wait at most.
 
         Raises:
             TimeoutError: The endpoint has not reported the request in time.
@@ -337,11 +305,7 @@ class ModelFreeEngine:
         **endpoint: What else ``EngineRank.start`` and ``kvferry.Endpoint`` take, such as ``zero``.
 
     Attributes:
-        name: The engine's id.
-        shape: How the engine keeps its cache.
         incarnation: The random number of this engine's start.
-        options: The options of each rank's endpoint.
-        ticket_key: Proves the engine's tickets; ``None`` if they have no proofs.
         ranks: The engine's ranks.
         server: The side channel.
         directory: Asks the engines that made tickets, for all ranks.
@@ -404,9 +368,8 @@ class ModelFreeEngine:
     def step(self, passed: Callable[[], bool] | None = None) -> None:
         """Run one engine step: send the scheduler's orders to every rank.
 
-        Args:
-            passed: Tells whether the device has passed the work of the step; see
-                ``kvferry.Endpoint.apply``.
+        ``passed`` tells whether the device has passed the work of the step; see
+        ``kvferry.Endpoint.apply``.
         """
         orders = self.scheduler_holds.drain()
         for rank in self.ranks:
@@ -414,9 +377,6 @@ class ModelFreeEngine:
 
     def take_on(self, request: str) -> None:
         """Take a request on, whose pages the caller writes.
-
-        Args:
-            request: The request's id on this engine.
 
         Raises:
             ValueError: No hold is free, or the request was taken on already.
@@ -427,11 +387,6 @@ class ModelFreeEngine:
 
     def compute(self, request: str, pages: list[int], tokens: int) -> None:
         """Take a request on, and compute its pages on every rank.
-
-        Args:
-            request: The request's id on this engine.
-            pages: The ids of its pages.
-            tokens: Number of its tokens, whose ids are 0, 1, 2, ...
 
         Raises:
             ValueError: No hold is free, or the request was taken on already.
@@ -452,15 +407,8 @@ class ModelFreeEngine:
     ) -> Ticket:
         """Make the ticket of a request that was computed, from when on its pages are held.
 
-        Args:
-            request: The request's id on this engine.
-            pages: The ids of its pages.
-            tokens: Number of its tokens.
-            computed: Whether the ticket says that the pages are complete; if not, consumers wait
-                until the ranks have passed the order.
-            lease: For how many seconds the pages are held without a renewal.
-            order: Whether to send the ranks the order that goes with the ticket now; if not, the
-                next ``step`` does.
+        The ticket says that they are complete, unless ``computed`` is False: then consumers wait
+        until the ranks have passed the order, which ``order`` sends at once, or the next ``step``.
 
         Raises:
             ValueError: The request was not taken on, or has its ticket already.
@@ -553,13 +501,7 @@ class ModelFreeEngine:
     def outcome(self, request: str, seconds: float = PATIENCE_SECONDS) -> Results:
         """Wait until every rank has reported a load, and return what they have reported.
 
-        Args:
-            request: The request's id on this engine.
-            seconds: How long to wait at most for each rank.
-
-        Returns:
-            The request in ``received``; in ``failed``, its error, if the load failed on any rank;
-            and each rank's record in ``loads``.
+        In ``failed`` is its error, if the load failed on any rank.
 
         Raises:
             TimeoutError: A rank has not reported the load in time.
@@ -577,13 +519,6 @@ class ModelFreeEngine:
 
     def released(self, request: str, seconds: float = PATIENCE_SECONDS) -> list[EndedHold]:
         """Wait until every rank has released a request's pages, which may be used again then.
-
-        Args:
-            request: The request's id on this engine.
-            seconds: How long to wait at most for each rank.
-
-        Returns:
-            How the request's hold ended on each rank.
 
         Raises:
             TimeoutError: A rank has not released the pages in time.

@@ -93,14 +93,7 @@ class Schedule:
     polls: int = 3
 
     def fault(self, call: int) -> Fault | None:
-        """Return the fault of a call, always the same for the same call.
-
-        Args:
-            call: The index of the call, from 0.
-
-        Returns:
-            ``None`` if the call gets no fault.
-        """
+        """Return the fault of a call, always the same for the same call."""
         if call in self.at:
             return self.at[call]
         chance = random.Random(f"{self.seed}/{call}")
@@ -112,24 +105,14 @@ _PENDING = Status(state=State.PENDING)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Transfer:
-    """A transfer and its fault.
-
-    Attributes:
-        number: The id of the transfer.
-        inner: The id of the transfer in the wrapped transport; 0 if that had died before.
-        peer: The id of the transfer's peer.
-        regions: The local regions that the transfer uses.
-        fault: The transfer's fault, or ``None``.
-        polls: For how many more polls the fault hides that the wrapped transfer has ended.
-        status: The status that ``poll`` returns.
-    """
+    """A transfer and its fault."""
 
     number: TransferId
-    inner: TransferId
+    inner: TransferId  # in the wrapped transport; 0 if that had died before
     peer: PeerId
-    regions: frozenset[Region]
+    regions: frozenset[Region]  # the local ones
     fault: Fault | None
-    polls: int
+    polls: int  # for how many more polls the fault hides that the wrapped transfer has ended
     status: Status = _PENDING
 
 
@@ -342,10 +325,7 @@ class FaultyTransport(Transport):
     def _update(self, transfer: _Transfer, *, count: bool, disconnected: bool = False) -> None:
         """Update a transfer's status from the wrapped transfer's status and the transfer's fault.
 
-        Args:
-            transfer: The transfer.
-            count: Whether this update counts as a poll (see ``Schedule.polls``).
-            disconnected: Whether the transfer's peer has just been disconnected.
+        ``count`` says whether that is a poll (see ``Schedule.polls``).
         """
         if transfer.status.state.final:
             return

@@ -33,29 +33,14 @@ class Buffer(ABC):
 
     @abstractmethod
     def get(self, offset: int = 0, nbytes: int | None = None) -> Bytes:
-        """Wait for the device's enqueued work, and return a copy of some bytes, in CPU memory.
-
-        Args:
-            offset: The index of the first byte.
-            nbytes: How many bytes; by default all from ``offset`` on.
-        """
+        """Wait for the device's enqueued work, and return a copy of some bytes, in CPU memory."""
 
     @abstractmethod
     def put(self, data: Bytes, offset: int = 0) -> None:
-        """Overwrite bytes, and return when the new bytes are in place.
-
-        Args:
-            data: The new bytes.
-            offset: The index of the first byte to overwrite.
-        """
+        """Overwrite bytes, and return when the new bytes are in place."""
 
     def part(self, offset: int, nbytes: int) -> Region:
-        """Return a part of the buffer as a region.
-
-        Args:
-            offset: The index of the first byte.
-            nbytes: How many bytes.
-        """
+        """Return a part of the buffer as a region."""
         whole = self.region
         return Region(
             address=whole.address + offset, nbytes=nbytes, kind=whole.kind, device=whole.device
@@ -63,11 +48,7 @@ class Buffer(ABC):
 
 
 class CpuBuffer(Buffer):
-    """Anonymous memory of this process, aligned to a page.
-
-    Args:
-        nbytes: The size in bytes.
-    """
+    """Anonymous memory of this process, aligned to a page."""
 
     def __init__(self, nbytes: int) -> None:
         self._map(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -92,10 +73,6 @@ class CpuBuffer(Buffer):
 
 class CudaBuffer(Buffer):
     """Memory of a CUDA device, allocated by torch.
-
-    Args:
-        nbytes: The size in bytes.
-        device: The index of the device.
 
     Raises:
         RuntimeError: Torch is missing or does not see the device.
@@ -134,10 +111,6 @@ class CudaBuffer(Buffer):
 def allocate(memory: str, nbytes: int) -> Buffer:
     """Return a new buffer of zeros.
 
-    Args:
-        memory: ``cpu``, ``cuda``, ``cuda:INDEX``, or ``package.module:function``.
-        nbytes: The size in bytes.
-
     Raises:
         ImportError: The function does not exist.
         RuntimeError: The device is not available; the text says why.
@@ -155,9 +128,6 @@ def thread_setup(memory: str) -> EnterThread:
     """Return what each thread that uses a buffer has to do first: for CUDA, choose the device.
 
     Where the device cannot be used, a thread has nothing to do: ``allocate`` says why.
-
-    Args:
-        memory: as ``allocate`` takes it.
     """
     kind, _, rest = memory.partition(":")
     if kind != "cuda" or _why_no_cuda(int(rest or 0)):
@@ -175,11 +145,7 @@ def thread_setup(memory: str) -> EnterThread:
 def make_transport(factory: str, options: Mapping[str, object], memory: str) -> Transport:
     """Return a transport, after the calling thread has done what its memory needs.
 
-    Args:
-        factory: what makes the transport, as ``package.module:name``.
-        options: the keyword arguments of the factory. If it takes ``enter``, too, it gets what the
-            memory needs.
-        memory: the memory that the transport will move, as ``allocate`` takes it.
+    A ``factory``, as ``package.module:name``, that takes ``enter`` gets what the memory needs.
     """
     make: Callable[..., Transport] = imported(factory)
     enter = thread_setup(memory)
@@ -188,11 +154,7 @@ def make_transport(factory: str, options: Mapping[str, object], memory: str) -> 
 
 
 def available(kind: str) -> bool:
-    """Return whether ``allocate`` can make memory of this kind on this machine.
-
-    Args:
-        kind: ``cpu`` or ``cuda``; the answer is False for every other kind.
-    """
+    """Return whether ``allocate`` can make memory of this kind on this machine."""
     return kind == "cpu" or (kind == "cuda" and not _why_no_cuda(0))
 
 
@@ -212,9 +174,6 @@ def _why_no_cuda(device: int) -> str:
 def imported(name: str) -> Any:  # noqa: ANN401 - the caller knows its type
     """Return the object that ``package.module:attribute`` names.
 
-    Args:
-        name: A module and an attribute of it, joined by a colon.
-
     Raises:
         ImportError: The module cannot be imported, or does not have the attribute.
     """
@@ -226,10 +185,5 @@ def imported(name: str) -> Any:  # noqa: ANN401 - the caller knows its type
 
 
 def pattern(nbytes: int, seed: int) -> Bytes:
-    """Return random bytes from 1 to 255, so that a test notices a byte at a wrong place.
-
-    Args:
-        nbytes: How many bytes.
-        seed: The seed of the random numbers: the same seed gives the same bytes.
-    """
+    """Return random bytes from 1 to 255, always the same for a seed: no byte fits another place."""
     return np.random.default_rng(seed).integers(1, 256, nbytes, np.uint8)

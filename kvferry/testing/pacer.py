@@ -31,12 +31,7 @@ class ReadPacer:
         """For each read under way, the share at which the read ends."""
 
     def begin(self, read: int, nbytes: int) -> None:
-        """Count a read as under way from now on.
-
-        Args:
-            read: A number that names the read.
-            nbytes: How many bytes are read.
-        """
+        """Count a read as under way from now on."""
         with self._lock:
             self._advance()
             self._ends[read] = self._share + nbytes

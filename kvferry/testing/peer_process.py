@@ -32,16 +32,7 @@ _STAY_SECONDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSetup:
-    """How to set up a peer's process: the first message that its parent sends.
-
-    Attributes:
-        server: The class that executes commands, as ``package.module:name``.
-        factory: The class or function that makes the transport, as ``package.module:name``.
-        options: The keyword arguments of the factory.
-        memory: The kind of memory of the buffer, as for ``memory.allocate``.
-        nbytes: The size of the buffer in bytes.
-        seed: The seed of the buffer's content, for ``memory.pattern``.
-    """
+    """How to set up a peer's process: the first message that its parent, a ``Process``, sends."""
 
     server: str
     factory: str
@@ -52,11 +43,7 @@ class PeerSetup:
 
 
 class PeerServer:
-    """Execute commands of the parent process. Each public method is a command.
-
-    Args:
-        setup: How to set up the transport and the buffer.
-    """
+    """Execute commands of the parent process. Each public method is a command."""
 
     def __init__(self, setup: PeerSetup) -> None:
         self.buffer = allocate(setup.memory, setup.nbytes)
@@ -95,12 +82,7 @@ class PeerServer:
         self.transport.deregister(region)
 
     def notifications(self, count: int, seconds: float) -> list[Notification]:
-        """Wait for notifications, and return those that have arrived.
-
-        Args:
-            count: For how many notifications to wait.
-            seconds: How long to wait at most.
-        """
+        """Wait for notifications, and return those that have arrived."""
         found: list[Notification] = []
         deadline = time.monotonic() + seconds
         while len(found) < count and time.monotonic() < deadline:
@@ -114,23 +96,12 @@ class PeerServer:
         return self.transport.connect(address)
 
     def notify(self, peer: PeerId, payloads: list[bytes]) -> None:
-        """Send notifications to a peer.
-
-        Args:
-            peer: The receiver's id, which ``connect`` returned.
-            payloads: The payload of each notification.
-        """
+        """Send notifications to a peer."""
         for payload in payloads:
             self.transport.notify(peer, payload)
 
     def read(self, peer: PeerId, copies: Copies, seconds: float) -> Status:
-        """Start a read, and return its status when it is no longer PENDING, or time is up.
-
-        Args:
-            peer: The id of the peer to read from.
-            copies: The copies to make.
-            seconds: How long to wait at most.
-        """
+        """Start a read, and return its status when it is no longer PENDING, or time is up."""
         transfer = self.transport.read(peer, copies)
         deadline = time.monotonic() + seconds
         while True:
@@ -144,13 +115,6 @@ class PeerServer:
 
         In the child, every method but ``close`` must raise ``TransportUsageError``, and ``close``
         must do nothing.
-
-        Args:
-            peer: The id of a connected peer.
-            copies: Copies between this process's buffer and the peer's memory.
-
-        Returns:
-            A line for each rule that the transport broke in the child.
         """
         get, put = os.pipe()
         with warnings.catch_warnings():
@@ -169,9 +133,6 @@ class PeerServer:
         """Fork a child that keeps all inherited file descriptors and does nothing.
 
         The test kills the child.
-
-        Returns:
-            The child's pid.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -225,15 +186,6 @@ def calls(
     """Return functions that call methods which must raise after ``close`` and in a forked child.
 
     ``notify`` is left out if the transport has no notifications.
-
-    Args:
-        transport: The transport to call.
-        region: The memory to register and deregister.
-        peer: The id of a connected peer of the transport.
-        copies: The copies to read.
-
-    Returns:
-        A function without arguments for each method, by the method's name.
     """
     notifies = transport.capabilities.max_notification > 0
     sends = {"notify": lambda: transport.notify(peer, b"x")} if notifies else {}
@@ -256,9 +208,6 @@ def serve(connection: Connection) -> None:
     """Execute the parent's commands until the parent closes the connection.
 
     Each answer is a pair: True and the command's result, or False and the exception.
-
-    Args:
-        connection: The connection to the parent. A ``PeerSetup`` arrives on it first.
     """
     setup: PeerSetup = connection.recv()
     server: PeerServer = imported(setup.server)(setup)

@@ -54,15 +54,9 @@ class TransportPeer(Protocol):
         """Deregister memory from the peer's transport."""
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
-        """Wait for notifications, and return those that have arrived.
+        """Wait for ``count`` notifications, and return those that have arrived, maybe more.
 
-        Args:
-            count: For how many notifications to wait.
-            seconds: How long to wait at most; by default the peer's own limit, which is
-                ``ContractSettings.patience`` in the conformance suite.
-
-        Returns:
-            At least ``count`` notifications, or fewer if the time is up before they arrive.
+        There are fewer if the time is up: by default ``ContractSettings.patience``.
         """
 
 
@@ -77,8 +71,7 @@ class Process:
         memory: The kind of memory of the peer's buffer, as for ``kvferry.testing.memory.allocate``.
         nbytes: The size of the buffer in bytes.
         seed: The seed of the buffer's content, for ``kvferry.testing.memory.pattern``.
-        server: The class that executes the commands; a subclass of ``PeerServer`` can add commands
-            for ``ask``.
+        server: The class that executes the commands, a ``PeerServer``.
         wait: Whether to wait until the process has started; if not, call ``started``.
 
     Attributes:
@@ -212,22 +205,11 @@ class Process:
         return peer
 
     def notify(self, peer: PeerId, payloads: Sequence[bytes]) -> None:
-        """Let this peer's transport send notifications.
-
-        Args:
-            peer: The receiver's id, which ``connect`` returned.
-            payloads: The payload of each notification.
-        """
+        """Let this peer's transport send notifications."""
         self.ask("notify", peer, list(payloads))
 
     def begin(self, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
-        """Let this peer's transport start a read; call ``ended`` to wait for its status.
-
-        Args:
-            peer: The id of the transport to read from, which ``connect`` returned.
-            copies: The copies to make; their local addresses are those of the peer's process.
-            seconds: How long the peer's process waits until the transfer is no longer PENDING.
-        """
+        """Let this peer's transport start a read; call ``ended`` to wait for its status."""
         self.tell("read", peer, copies, seconds)
 
     def answered(self) -> bool:
@@ -245,24 +227,14 @@ class Process:
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
         """Let this peer's process fork; the child checks that the transport refuses its calls.
 
-        Only ``close`` must not be refused there, and must do nothing.
-
-        Args:
-            peer: The id of a connected transport, which ``connect`` returned.
-            copies: Copies between the peer's buffer and that transport's memory.
-
-        Returns:
-            A line for each rule that the transport broke in the child.
+        Only ``close`` must not be refused there, and must do nothing. Returns a line for each rule
+        that the transport broke.
         """
         wrong: list[str] = self.ask("fork", peer, copies)
         return wrong
 
     def fork_and_stay(self) -> int:
-        """Let this peer's process fork a child that does nothing until the caller kills it.
-
-        Returns:
-            The child's pid.
-        """
+        """Let this peer's process fork a child that only waits to be killed; return its pid."""
         child: int = self.ask("fork_and_stay")
         return child
 
@@ -272,22 +244,12 @@ class Process:
 
     # The answers are what the methods of ``PeerServer`` return, so their types differ.
     def ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
-        """Execute a method of the ``PeerServer`` in the peer's process, and return its result.
-
-        Args:
-            command: The method's name.
-            args: The method's arguments.
-        """
+        """Execute a method of the ``PeerServer`` in the peer's process, and return its result."""
         self.tell(command, *args)
         return self._answer(command, 60.0)
 
     def tell(self, command: str, *args: object) -> None:
-        """Let the peer's process execute a method of ``PeerServer``; do not wait for the result.
-
-        Args:
-            command: The method's name.
-            args: The method's arguments.
-        """
+        """Let the peer's process execute a method of ``PeerServer``; do not wait for the result."""
         self._connection.send((command, args))
 
     def _answer(self, command: str, seconds: float) -> Any:  # noqa: ANN401

@@ -16,7 +16,7 @@ import pytest
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.transport import PeerId, State, TransferId
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
+from kvferry.testing.contract.workbench import MIB, Workbench
 from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Process, Spares, TransportPeer
 from tests.drivers.network_namespaces import Networks, Side, two_networks
@@ -49,12 +49,15 @@ class PeersOnOtherHost(ContractSettings):
         """Only the peer on the other host: peers on this host do not use the link."""
         return shared_process
 
+    @pytest.fixture
+    def everywhere(self, shared_process: Process) -> list[TransportPeer]:
+        return [shared_process]
+
 
 def _process_on_other_host(
     tests: type[ContractSettings], networks: Networks, *, wait: bool = True
 ) -> Process:
-    made = settings_of(tests)
-    return networks.far(Process, made.factory, made.options, made.memory, MIB, wait=wait)
+    return networks.far(Process, tests.factory, tests.options, tests.memory, MIB, wait=wait)
 
 
 class CutLinkTests(PeersOnOtherHost):

@@ -273,13 +273,12 @@ def test_regions_and_peers_change_after_peer_died(make: Make) -> None:
 
 ENDING = """
 import gc
-from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
+from kvferry.testing.contract.workbench import MIB, Workbench
 from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.peers import Process
-from tests.nixl.test_contract import TestNixl
+from tests.nixl.test_contract import TestNixl as Made
 
-made = settings_of(TestNixl)
-with Workbench(made) as lab, Process(made.factory, made.options, "cpu", MIB) as process:
+with Workbench(Made) as lab, Process(Made.factory, Made.options, "cpu", MIB) as process:
     peer = lab.transport.connect(process.address())
     with killed_soon(process):
         transfer = lab.transport.read(peer, lab.lasting(process))

@@ -11,7 +11,7 @@ from kvferry.core.transport import PeerId, TransferId
 from kvferry.testing.contract.killed_peers import known_in_time
 from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import Workbench, settings_of
+from kvferry.testing.contract.workbench import Workbench
 
 
 class Impatient(ContractSettings):
@@ -23,7 +23,7 @@ class Impatient(ContractSettings):
 
 @pytest.fixture
 def lab() -> Iterator[Workbench]:
-    with Workbench(settings_of(Impatient())) as lab:
+    with Workbench(Impatient) as lab:
         yield lab
 
 

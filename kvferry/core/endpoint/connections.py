@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from kvferry.core.endpoint.error_containment import as_ours
 from kvferry.core.endpoint.transfers import Transfers
-from kvferry.core.error_causes import cause_of, on_one_line
+from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import ConnectError, KVFerryError, TransportUsageError
 from kvferry.core.transport import EnterThread, PeerId, Transport, enter_nothing
 
@@ -259,7 +259,7 @@ class Connections:
                 "if that lasts",
                 connection.peer,
                 on_one_line(connection.engine),
-                cause_of(error),
+                error.cause,
                 on_one_line(str(error)),
             )
         connection.tries += 1

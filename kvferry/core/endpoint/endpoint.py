@@ -23,8 +23,9 @@ from kvferry.core.endpoint.load_manager import LoadManager
 from kvferry.core.endpoint.page_copies import PageCopies, RunningCopies
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
-from kvferry.core.error_causes import Cause, cause_of, on_one_line, with_remedy
+from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
+    Cause,
     CopyError,
     EndpointClosedError,
     KVFerryError,
@@ -287,9 +288,9 @@ class Endpoint:
             self._command(lambda: self._load_manager.relay(news))
 
     def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
-        """Return the producers that this rank lacks since the last call, for ``Directory.ask_again``.
+        """Return the producers to pass to ``Directory.ask_again``: this rank lacks them.
 
-        Call it in every step.
+        Call it in every step: it names each once.
         """
         return self._load_manager.take_wanted()
 
@@ -594,7 +595,7 @@ def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
     """Log that a load is over, with its figures; a failure with its stage, cause and remedy."""
     if error is not None:
         logger.log(
-            logging.DEBUG if cause_of(error) is Cause.GIVEN_UP else logging.WARNING,
+            logging.DEBUG if error.cause is Cause.GIVEN_UP else logging.WARNING,
             "request %s: %s request %s of engine %s at %s (stage %s, cause %s): %s",
             on_one_line(load.request),
             "not loaded from" if load.reads else "it needs no pages, which could not be said to",
@@ -602,7 +603,7 @@ def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
             on_one_line(record.engine),
             on_one_line(place(load.ticket.host, load.ticket.port)),
             record.stage,
-            cause_of(error),
+            error.cause,
             with_remedy(error),
         )
     elif not load.reads:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
-from kvferry.core.error_causes import cause_of, on_one_line
+from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import CopyError, KVFerryError, WireError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.page_copy import HoldCopy
@@ -210,7 +210,7 @@ class HoldServer:
                 "request %s: its pages cannot be read by others, and its hold ends (stage copy, "
                 "cause %s): %s",
                 on_one_line(order.request),
-                cause_of(error),
+                error.cause,
                 on_one_line(str(error)),
             )
         with self._lock:

@@ -25,7 +25,7 @@ from kvferry.core.endpoint.slot_reads import (
     fitting,
 )
 from kvferry.core.endpoint.transfers import Grace, Outcome, Read, SlowPathWarnings, Transfers
-from kvferry.core.error_causes import cause_of, on_one_line
+from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import (
     CopyError,
     EndpointClosedError,
@@ -606,7 +606,7 @@ class LoadManager:
                     len(batch),
                     rank,
                     on_one_line(peer.key.engine),
-                    cause_of(as_ours(exc)),
+                    as_ours(exc).cause,
                     on_one_line(str(exc)),
                 )
 

@@ -21,7 +21,7 @@ from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS, backoff_seconds
 from kvferry.core.directory.news import EncodedReply, ProducerNews
 from kvferry.core.endpoint.connections import BlockingCalls, Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.error_causes import cause_of, on_one_line, with_remedy
+from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
@@ -623,7 +623,7 @@ class Peers:
             on_one_line(peer.key.engine),
             on_one_line(place(peer.key.host, peer.key.port)),
             peer.loads,
-            cause_of(error),
+            error.cause,
             with_remedy(error),
         )
         self._metrics.add(LOST_PEERS, peer=peer.key.engine[:MAX_NAME])

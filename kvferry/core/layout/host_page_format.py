@@ -60,8 +60,7 @@ class HostPageFormat:
     def layout(self, memory: Region | None, pages: int) -> Layout:
         """Return the layout of a pool of ``pages`` pages; ``memory`` is ``None`` without fields.
 
-        Raises:
-            LayoutError: the pages do not fit the memory, or elements are not evenly spaced in them.
+        Raises ``LayoutError`` if they do not fit, or elements are not evenly spaced in them.
         """
         fields = self.cache.fields
         if not fields or memory is None:

@@ -74,14 +74,8 @@ class ContextParallel:
 class Group:
     """A KV-cache group, as in vLLM: what fields that share block ids have in common.
 
-    Attributes:
-        kind: what a page holds.
-        block_tokens: number of tokens that *this rank* stores in a page; 0 for a state.
-        context: which tokens this rank holds. Page *i* of a request covers ``block_tokens *
-            context.size`` tokens, of which this rank stores its share.
-
-    Raises:
-        LayoutError: the number of tokens is out of range or does not fit kind and context.
+    Page *i* of a request covers ``block_tokens * context.size`` tokens, of which this rank stores
+    its share: ``block_tokens``, 0 for a state. Raises ``LayoutError`` if that does not fit.
     """
 
     kind: GroupKind
@@ -117,10 +111,8 @@ class _Derived:
 class Layout(_Derived):
     """All memory of one rank that other engines may read.
 
-    Raises:
-        LayoutError: a field is invalid or leaves its region, an index is out of range, two elements
-            of one group share a byte, a key occurs twice, a limit of this module is exceeded, or
-            the checks would take too long.
+    Raises ``LayoutError`` if a field is invalid or leaves its region, an index is out of range, two
+    elements of one group share a byte, a key occurs twice, or a limit is exceeded, also of work.
     """
 
     regions: tuple[Region, ...]

@@ -36,12 +36,7 @@ def paged_layout(
             be contiguous). Without ``head``, a token has one vector for all heads.
         heads: the model's heads ``[start, stop)`` that the tensors hold; ``None`` for those from 0.
 
-    Returns:
-        A layout with one group, and one field per tensor.
-
-    Raises:
-        LayoutError: the tensors do not have these dimensions or equally many tokens per page, or
-            cannot be described like this; the message names the tensor.
+    Raises ``LayoutError``, which names the tensor, for tensors that are not like this.
     """
     needed = set(DIMS) - {"head"}
     if len(set(dims)) != len(dims) or not needed <= set(dims) <= set(DIMS):

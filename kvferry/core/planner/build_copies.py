@@ -43,7 +43,7 @@ class Pages:
 
     Remote pages may begin after the request's first block and have holes, as long as every page
     that is read is there. Local pages are all those of the load: their bytes that are not read are
-    zeroed.
+    zeroed. Raises ``PageError`` for another array, or numbers out of range.
 
     Attributes:
         ids: (n,) int64, page ids; ``layout.HOLE`` stands for a block without a page. Belongs to the
@@ -51,9 +51,6 @@ class Pages:
         first_index: ``ids[i]`` is the page of the request's block ``first_index + i``.
         missing: how many of the first tokens of page ``ids[0]`` it lacks: those before an attention
             window that the engine has loaded itself. 0 in local pages.
-
-    Raises:
-        PageError: the ids are not a one-dimensional int64 array, or a number is out of range.
     """
 
     ids: I64Array
@@ -82,20 +79,16 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadRequest:
-    """Which tokens are read for one request, and its pages on both sides.
+    """Which tokens are read for one request, and its pages on both sides."""
 
-    Attributes:
-        ranges: per local group, the tokens ``[first, last)`` to read, anywhere in a page; ``(0,
-            number of tokens)`` for states, whose one page has block index 0. ``None`` for a group
-            of which nothing is read and the load owns no page.
-        local: per local group, the pages to fill. Unless the group's range is ``None``, the load
-            owns these pages whole: nothing else may use them meanwhile.
-        remote: per remote group, in the remote engine's numbering, the pages to read.
-    """
-
+    # Per local group, the tokens ``[first, last)`` to read, anywhere in a page; ``(0, number of
+    # tokens)`` for states, whose one page has block index 0. ``None`` for a group of which nothing
+    # is read and the load owns no page.
     ranges: tuple[tuple[int, int] | None, ...]
+    # Per local group, the pages to fill. Unless its range is ``None``, the load owns these pages
+    # whole: nothing else may use them meanwhile.
     local: tuple[Pages, ...]
-    remote: tuple[Pages, ...]
+    remote: tuple[Pages, ...]  # the pages to read, per remote group in that engine's numbering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +102,11 @@ class SpanSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
-    """n ranges of bytes in local memory, for example those to zero, by region.
+    """n ranges of bytes in local memory, for example those to zero, by region."""
 
-    ``address`` (ascending within a segment) and ``nbytes`` are (n,) uint64; ``segments`` cover all.
-    """
-
-    address: U64Array
-    nbytes: U64Array
-    segments: tuple[SpanSegment, ...]
+    address: U64Array  # (n,), ascending within a segment
+    nbytes: U64Array  # (n,)
+    segments: tuple[SpanSegment, ...]  # cover all
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -247,10 +237,8 @@ def build_copies(
 
     The ends of a range are rounded outwards to whole sub-blocks. Copies that are neighbours on both
     sides are joined, also across pages. The result is valid until the next call with ``workspace``;
-    with ``None``, its arrays belong to the caller.
-
-    Raises:
-        PageError: a range or a page list does not fit the layouts.
+    with ``None``, its arrays belong to the caller. Raises ``PageError`` if a range or a page list
+    does not fit the layouts.
     """
     return _copies(list(_request_parts(source, request)), workspace or Workspace())
 
@@ -460,11 +448,8 @@ def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
     In every group whose range is not ``None``: the bytes before the first sub-block that is read
     and after the last, and all bytes of fields that are not read. The caller zeroes them before the
     reads start, because attention kernels also compute over tokens outside the range. Where remote
-    groups have different block sizes, the reads write some of these bytes after that.
-
-    Raises:
-        PageError: a range or a local page list does not fit.
-        PlanError: there are too many spans.
+    groups have different block sizes, the reads write some of these bytes after that. Raises
+    ``PageError`` if a range or page list does not fit, ``PlanError`` if there are too many spans.
     """
     regions: dict[Region, int] = {}
     runs = [

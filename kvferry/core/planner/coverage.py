@@ -150,9 +150,8 @@ def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
 def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> list[list[Piece]]:
     """Return, for each of ``local.holdings[key]``, its pieces of ``remote.holdings[key]``.
 
-    Raises:
-        PlanError: holdings differ in a property that must be equal, such as the element type; or
-            one engine holds a part of the tensor that the other engine lacks.
+    Raises ``PlanError`` if holdings differ in a property that must be equal, such as the element
+    type, or one engine holds a part of the tensor that the other engine lacks.
     """
     _check_equal(key, local, remote)
     pieces = _read(key, local, remote)

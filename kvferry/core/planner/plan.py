@@ -62,18 +62,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalGroup:
-    """The part of a local group that one local rank holds.
+    """The part of a local group that one local rank holds."""
 
-    Attributes:
-        fields: under ``True`` those that are read; under ``False`` the draft fields that are not.
-        pages: upper bound of page ids, exclusive; 0 if the rank has no field of the group.
-        entry: the least number of tokens that is whole entries in every field that is read; 1 if
-            the group is not paged.
-    """
-
+    # Under ``True`` those that are read; under ``False`` the draft fields that are not.
     fields: dict[bool, tuple[FieldSet, ...]] = field(repr=False)
-    pages: int
-    entry: int
+    pages: int  # page ids are below; 0 if the rank has no field of the group
+    entry: int  # the least tokens that are whole entries of all fields read; 1 if not paged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,21 +75,16 @@ class Plan:
     """What one local rank reads, and which remote ranks it notifies.
 
     Its memory grows with the number of layers, not with the number of blocks.
-
-    Attributes:
-        sources: by ascending remote rank, for each that this rank reads from.
-        readers: for each remote rank, the number of local ranks that notify it ("done" or
-            "abandon"): all that read from it, or 1 if none does.
-        notified_ranks: the remote ranks, ascending, that this rank notifies and no rank reads from.
-        steps: work that making the plan took; see ``work_budget``.
     """
 
     rank: int
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...]  # by ascending remote rank, for each that this rank reads from
+    # For each remote rank, how many local ranks notify it ("done" or "abandon"): all that read from
+    # it, or 1 if none does.
     readers: tuple[int, ...]
-    notified_ranks: tuple[int, ...]
+    notified_ranks: tuple[int, ...]  # the remote ranks, ascending, that only this one notifies
     local_groups: tuple[LocalGroup, ...]
-    steps: int = 0
+    steps: int = 0  # of ``work_budget``, that making the plan took
     _windows: LRUCache[tuple[StripBatch, ...]] = field(
         default_factory=lambda: LRUCache(MAX_WINDOWS), repr=False
     )
@@ -129,11 +118,8 @@ def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> P
     """Plan what local rank ``rank`` reads from the other engine; layouts are by rank.
 
     If several remote ranks hold the same bytes, the local ranks are spread over them. Draft layers
-    that only one engine has are left out.
-
-    Raises:
-        PlanError: the layouts do not match (the message names field, range and ranks), or planning
-            would take too long.
+    that only one engine has are left out. Raises ``PlanError`` if the layouts do not match (the
+    message names field, range and ranks), or planning would take too long.
     """
     if not 0 <= rank < len(local):
         raise PlanError(f"there is no local rank {rank}: there are {len(local)}")

@@ -97,20 +97,13 @@ class BlockStrides:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripBatch:
-    """n strips of equal length and equal strides, sorted by region pair and local address.
-
-    Attributes:
-        nbytes: length of each strip in one sub-block.
-        local: (n,) int64, local address of each strip in sub-block 0 of page 0.
-        remote: (n,) int64, remote address of each strip in sub-block 0 of page 0.
-        segments: the strips cut by region: each segment lies in one local and one remote region.
-    """
+    """n strips of equal length and equal strides, sorted by region pair and local address."""
 
     strides: BlockStrides
-    nbytes: int
-    local: I64Array
-    remote: I64Array
-    segments: tuple[Segment, ...]
+    nbytes: int  # length of each strip in one sub-block
+    local: I64Array  # (n,): local address of each strip in sub-block 0 of page 0
+    remote: I64Array  # (n,): its remote address there
+    segments: tuple[Segment, ...]  # the strips cut by pairs of regions
 
     def select(self, start: int, stop: int) -> StripBatch:
         """Return the strips from index ``start`` up to ``stop``, whose arrays are views."""
@@ -147,10 +140,8 @@ def find_strips(
     """Return the strips of fields of one local group that are read from one remote group.
 
     ``window`` limits them to token positions ``[start, stop)`` in each sub-block, in whole entries.
-    Without one, a batch's ``strides.granularity`` may be a divisor of ``granularity``.
-
-    Raises:
-        PlanError: too many strips, or too much work. The message names a field.
+    Without one, a batch's ``strides.granularity`` may be a divisor of ``granularity``. Raises
+    ``PlanError``, which names a field, if there are too many strips, or is too much work.
     """
     first = parts[0].first
     budget = budget or WorkBudget(PlanError, "finding strips")

@@ -64,7 +64,7 @@ TransferId = NewType("TransferId", int)
 """The id of a transfer within one transport; never used again after ``forget``."""
 
 INTERFACE_VERSION = (2, 0)
-"""Major and minor version of this interface; see ``Transport.interface_version``."""
+"""Major and minor version; see ``Transport.interface_version``."""
 
 
 class State(enum.Enum):
@@ -174,9 +174,8 @@ class Transport(ABC):
         Does nothing if an equal region is registered; regions may overlap. A connected peer knows
         the region only after ``connect`` with bytes that ``address`` has returned since.
 
-        Raises:
-            TransportUnsupportedError: the memory kind is not among the capabilities.
-            TransportError: the library or the kernel refused; the message says what to do.
+        Raises ``TransportUnsupportedError`` for a memory kind that is not among the capabilities,
+        and ``TransportError``, which says what to do, if the library or the kernel refuses.
         """
 
     @abstractmethod
@@ -185,11 +184,8 @@ class Transport(ABC):
 
         Those that a connected peer starts may be refused, fail, or be carried out (over shared
         memory this side takes no part in them): the caller first makes sure that no peer accesses
-        the region.
-
-        Raises:
-            TransportUsageError: the region is not registered, or in use by an unfinished transfer
-                of this side.
+        the region. Raises ``TransportUsageError`` if the region is not registered, or an unfinished
+        transfer of this side uses it.
         """
 
     @abstractmethod
@@ -205,9 +201,8 @@ class Transport(ABC):
         either raises, or returns the same id and transfers fail. A ``connect`` that begins while
         ``disconnect`` of the peer runs waits for its end, and never returns the id that it ends.
 
-        Raises:
-            ConnectError: the bytes are no address of this driver, or the peer cannot be reached;
-                the message says why.
+        Raises ``ConnectError``, which says why, if the bytes are no address of this driver, or the
+        peer cannot be reached.
         """
 
     @abstractmethod
@@ -225,18 +220,12 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Pull remote bytes into local memory.
+        """Pull remote bytes into local memory; return the id of the transfer.
 
-        Args:
-            peer: a connected peer.
-            copies: may be empty, and a copy may have 0 bytes. The regions of a segment must be
-                registered even if the segment has no copies.
-            notify: a message of 1 to ``max_notification`` bytes, bound to the transfer. The peer
-                gets it once, after all bytes have arrived, even if the driver has split the
-                transfer; never if the transfer fails.
-
-        Returns:
-            The id of the transfer, for ``poll``, ``cancel`` and ``forget``.
+        There may be no copies, and a copy may have 0 bytes. The regions of a segment must be
+        registered even if it has no copies. The peer gets the message ``notify``, of 1 to
+        ``max_notification`` bytes, once, after all bytes have arrived, even if the driver has split
+        the transfer; never if the transfer fails.
 
         Raises:
             TransportUsageError: no such peer; a segment's local region is not registered, or its
@@ -251,10 +240,8 @@ class Transport(ABC):
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """Return the status of each transfer, in the order of the ids. Never block.
 
-        A driver without threads of its own makes progress here. An id may occur twice.
-
-        Raises:
-            TransportUsageError: an id is unknown or was forgotten.
+        A driver without threads of its own makes progress here. An id may occur twice; one that is
+        unknown or was forgotten raises ``TransportUsageError``.
         """
 
     @abstractmethod
@@ -283,9 +270,8 @@ class Transport(ABC):
     def close(self) -> None:
         """Disconnect all peers, deregister all regions, release all else; twice is fine.
 
-        Raises:
-            TransportError: all is released, but some transfers did not end in time: their bytes may
-                still land. If this error is not raised, no further byte lands.
+        If it raises ``TransportError``, all is released, but some transfers did not end in time:
+        their bytes may still land. Otherwise, no further byte lands.
         """
 
     # What a driver may add.
@@ -309,10 +295,8 @@ class Transport(ABC):
 
         Called at most once, before the first transfer. A driver calls ``wake``, from any thread,
         each time a transfer has become final (for ``poll``, too) outside of a call of this
-        transport, or more often. ``wake`` returns at once and raises nothing.
-
-        Returns:
-            Whether the driver calls ``wake``. If not, the default, only ``poll`` tells.
+        transport, or more often. ``wake`` returns at once and raises nothing. Returns whether the
+        driver does so; if not, the default, only ``poll`` tells.
         """
         del wake
         return False

@@ -96,14 +96,11 @@ TransferT = TypeVar("TransferT", bound=DriverTransfer)
 
 
 class TransferRequest(NamedTuple, Generic[ConnectionT]):
-    """A read to start. Everything in it has been checked.
+    """A read to start, of any number of copies. Everything in it has been checked.
 
-    Attributes:
-        copies: n >= 0 copies, each within its segment's regions. The caller reuses the arrays as
-            soon as ``_start`` has returned: copy what is needed longer.
-        local: the distinct local regions of the segments; all are registered.
-        remote: the distinct remote regions of the segments; all are among ``connection.regions``.
-        notify: the payload to send to the peer when all bytes have arrived, or ``None``.
+    The caller reuses the arrays of ``copies`` as soon as ``_start`` has returned. ``local`` and
+    ``remote`` are the regions of all segments; ``notify`` is to be sent when all bytes have
+    arrived.
     """
 
     connection: ConnectionT
@@ -114,11 +111,7 @@ class TransferRequest(NamedTuple, Generic[ConnectionT]):
 
 
 class PagedRequest(NamedTuple, Generic[ConnectionT]):
-    """A read by pages to start, checked, as in ``TransferRequest``.
-
-    The caller reuses the arrays of places as soon as ``_start_paged`` has returned; the ``Strips``
-    never change.
-    """
+    """A read by pages to start, as in ``TransferRequest``; the ``Strips`` never change."""
 
     connection: ConnectionT
     pages: PagedCopies
@@ -140,9 +133,9 @@ class _Record(NamedTuple, Generic[TransferT]):
 
 
 class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, TransferT]):
-    """Implements ``Transport`` by calling hooks, which a driver overrides.
+    """Implement ``Transport`` by hooks, which a driver overrides.
 
-    A driver sets ``interface_version``, overrides the property ``library`` if a library moves its
+    It sets ``interface_version``, overrides the property ``library`` if a library moves its
     bytes, and calls ``super().__init__`` as soon as it knows its capabilities, which never change.
     """
 

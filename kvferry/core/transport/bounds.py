@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import ADDRESS_LIMIT, Region, U64Array
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies, Segment, cover
 
 _U64 = np.dtype(np.uint64)
 
@@ -46,14 +46,20 @@ def _one_within(copies: Copies) -> bool:
 def _check_form(copies: Copies, n: int) -> None:
     """Refuse other arrays, segments that leave gaps, and n times the longest if it overflows."""
     if not _well_formed(copies, n):
-        raise _malformed(copies, n)
-    position = 0
-    for segment in copies.segments:
-        if segment.start != position or segment.stop < position:
-            raise _uncovered(copies, n)
-        position = segment.stop
-    if position != n:
-        raise _uncovered(copies, n)
+        arrays = {"local": copies.local, "remote": copies.remote, "nbytes": copies.nbytes}
+        wrong = [
+            f"copies.{name} has type {array.dtype} and shape {array.shape}"
+            for name, array in arrays.items()
+            if (array.dtype, array.shape) != (_U64, (n,))
+        ]
+        raise TransportUsageError(
+            f"{' and '.join(wrong)}; it must be uint64 of shape ({n},), as long as copies.nbytes"
+        )
+    if not cover(copies.segments, n):
+        raise TransportUsageError(
+            f"the segments do not cover the {n} copies in order and without gaps: "
+            f"{[(segment.start, segment.stop) for segment in copies.segments][:8]}"
+        )
     if n and _largest(copies.nbytes) * n >= ADDRESS_LIMIT:
         raise TransportUsageError(f"the copies have more than {ADDRESS_LIMIT} bytes together")
 
@@ -64,70 +70,47 @@ def _well_formed(copies: Copies, n: int) -> bool:
     return typed and local.shape == remote.shape == nbytes.shape == (n,)
 
 
-def _malformed(copies: Copies, n: int) -> TransportUsageError:
-    arrays = {"local": copies.local, "remote": copies.remote, "nbytes": copies.nbytes}
-    wrong = [
-        f"copies.{name} has type {array.dtype} and shape {array.shape}"
-        for name, array in arrays.items()
-        if (array.dtype, array.shape) != (_U64, (n,))
-    ]
-    return TransportUsageError(
-        f"{' and '.join(wrong)}; it must be uint64 of shape ({n},), as long as copies.nbytes"
-    )
-
-
-def _uncovered(copies: Copies, n: int) -> TransportUsageError:
-    return TransportUsageError(
-        f"the segments do not cover the {n} copies in order and without gaps: "
-        f"{[(segment.start, segment.stop) for segment in copies.segments][:8]}"
-    )
-
-
 def _largest(values: U64Array) -> int:
     """Return the maximum of at least one value, faster than ``values.max()`` for small arrays."""
     return int(values[values.argmax()])
-
-
-def _smallest(values: U64Array) -> int:
-    return int(values[values.argmin()])
 
 
 def _check_side(copies: Copies, side: str, ends: U64Array) -> None:
     """Refuse a batch with a copy outside its region on ``side``; ``ends`` is scratch memory."""
     address: U64Array = getattr(copies, side)
     segments = [segment for segment in copies.segments if segment.stop > segment.start]
-    if len(segments) == 1 and _easily_within(getattr(segments[0], side), address, copies.nbytes):
+    regions: list[Region] = [getattr(segment, side) for segment in segments]
+    if len(segments) == 1 and _easily_within(regions[0], address, copies.nbytes):
         return
     first = [segment.start for segment in segments]
     np.add(address, copies.nbytes, out=ends)
     low, high = np.minimum.reduceat(address, first), np.maximum.reduceat(ends, first)
-    regions: list[Region] = [getattr(segment, side) for segment in segments]
     base = np.array([region.address for region in regions], np.uint64)
     stop = np.array([region.end for region in regions], np.uint64)
     # If an address is so high that its end overflowed, ``high`` may be small: check it here.
-    if ((low < base) | (high > stop)).any() or _largest(address) >= ADDRESS_LIMIT:
-        raise _outside(side, segments, regions, address, copies.nbytes)
+    if ((low < base) | (high > stop)).any() or _largest(address) > ADDRESS_LIMIT:
+        raise _outside(side, segments, address, copies.nbytes)
 
 
 def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
     """Return whether the longest copy fits at the highest address; if not, all may still fit."""
-    if _smallest(address) < region.address:
+    if int(address[address.argmin()]) < region.address:
         return False
     return _largest(address) + _largest(nbytes) <= region.end
 
 
 def _outside(
-    side: str, segments: list[Segment], regions: list[Region], address: U64Array, nbytes: U64Array
+    side: str, segments: list[Segment], address: U64Array, nbytes: U64Array
 ) -> TransportUsageError:
     """Return the error that names the first copy which leaves its segment's region."""
-    for segment, region in zip(segments, regions, strict=True):
-        offset = address[segment.start : segment.stop] - np.uint64(region.address)
-        size, length = np.uint64(region.nbytes), nbytes[segment.start : segment.stop]
-        bad = np.flatnonzero((offset > size) | (length > size - offset))
-        if len(bad):
-            index = segment.start + int(bad[0])
-            return TransportUsageError(
-                f"copy {index} leaves its {side} region: {int(nbytes[index])} bytes at "
-                f"{int(address[index]):#x}, in {region} which ends at {region.end:#x}"
-            )
-    return TransportUsageError(f"a copy leaves its {side} region")
+    index, region = next(
+        (index, region)
+        for segment in segments
+        for region in [getattr(segment, side)]
+        for index in range(segment.start, segment.stop)
+        if not region.address <= int(address[index]) <= region.end - int(nbytes[index])
+    )
+    return TransportUsageError(
+        f"copy {index} leaves its {side} region: {nbytes[index]} bytes at "
+        f"{int(address[index]):#x}, in {region} which ends at {region.end:#x}"
+    )

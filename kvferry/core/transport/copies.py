@@ -23,6 +23,16 @@ class Segment:
     remote: Region
 
 
+def cover(segments: Sequence[Segment], n: int) -> bool:
+    """Return whether segments cover a batch of n copies in order and without gaps."""
+    position = 0
+    for segment in segments:
+        if segment.start != position or segment.stop < position:
+            return False
+        position = segment.stop
+    return position == n
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
     """A batch of n copies, cut into segments that cover it in order and without gaps.

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import I64Array, Region, U64Array
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies, Segment, cover
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,15 +51,11 @@ class StripSide:
 class Strips:
     """n strips of equal length: runs of bytes that are contiguous on both sides, in every page.
 
-    Equal requests name the same object, so a driver may keep what it has prepared for it.
+    Equal requests name the same object, so a driver may keep what it has prepared for it. Segments
+    cut the strips by region: with all pages, each lies in one local and one remote region.
 
-    Attributes:
-        segments: the strips (``start`` and ``stop`` are their indices) cut by region: with all
-            pages, a segment lies in one local and one remote region.
-
-    Raises:
-        TransportUsageError: an array has another shape or type, the segments do not cover the
-            strips in order and without gaps, or a strip leaves its regions in some page.
+    Raises ``TransportUsageError`` if an array has another shape or type, or a strip is in no
+    segment, or leaves its regions in some page.
     """
 
     nbytes: int
@@ -71,18 +67,15 @@ class Strips:
         n = len(self.local.start)
         for name, side in (("local", self.local), ("remote", self.remote)):
             _check_form(name, side, n)
-        position = 0
+        empty = any(segment.start == segment.stop for segment in self.segments)
+        if empty or not cover(self.segments, n) or self.nbytes < 1:
+            raise TransportUsageError(
+                f"{n} strips of {self.nbytes} bytes: all must be in segments, in order, and have "
+                "at least 1 byte"
+            )
         for segment in self.segments:
-            if segment.start != position or segment.stop <= position:
-                raise TransportUsageError(f"the segments do not cover the {n} strips in order")
-            position = segment.stop
             self._check_bounds("local", self.local, segment, segment.local)
             self._check_bounds("remote", self.remote, segment, segment.remote)
-        if position != n or self.nbytes < 1:
-            raise TransportUsageError(
-                f"{n} strips of {self.nbytes} bytes, {position} of them in segments: all must be, "
-                "and have at least 1 byte"
-            )
 
     def __len__(self) -> int:
         return len(self.local.start)
@@ -114,10 +107,9 @@ class PlacedStrips:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PagedCopies:
-    """A batch of copies, named by strips and places.
+    """A batch of copies, named by strips, which never change, and places.
 
-    The arrays of places may be views of memory that the caller reuses as soon as the callee has
-    returned. The ``Strips`` never change.
+    The caller may reuse the memory of the places as soon as the callee has returned.
     """
 
     parts: tuple[PlacedStrips, ...]

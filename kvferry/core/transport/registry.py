@@ -65,16 +65,12 @@ def create(
 ) -> Transport:
     """Return a new transport of the driver with this name; the caller closes it.
 
-    Args:
-        name: the name of the driver's entry point.
-        options: keyword arguments for the driver's constructor, configured as ``driver_options``.
-        enter: what the caller does first in every thread that uses its memory; passed to a driver
-            that takes it (see ``kvferry.core.transport.api``). The calling thread has done it.
+    ``options`` are keyword arguments for the driver's constructor, configured as
+    ``driver_options``. ``enter``, which the calling thread has done, is passed to a driver that
+    takes it (see ``kvferry.core.transport.api``).
 
-    Raises:
-        DriverError: there is no such driver, or more than one; it cannot be loaded; it is no
-            ``Transport`` of this interface version; it refuses the options; or it does not start.
-            The message says what to do.
+    Raises ``DriverError``, which says what to do, if there is not one such driver, or it cannot be
+    loaded, is of another interface version, refuses the options, or does not start.
     """
     driver = load(name)
     options = dict(options or {})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.directory import Directory, RoomFollower
 from kvferry.core.endpoint import Load
-from kvferry.core.error_causes import cause_of, on_one_line, with_remedy
+from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import HandshakeError, KVFerryError, TicketError, TicketReason
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.hold_users import HoldUsers
@@ -925,7 +925,7 @@ def _log_no_ticket(early: EarlyRequest, error: KVFerryError) -> None:
         "cause %s, of engine %s)",
         on_one_line(early.request.request_id),
         with_remedy(error),
-        cause_of(error),
+        error.cause,
         on_one_line(early.producer.engine, 64),
     )
 

@@ -176,16 +176,9 @@ class ConcurrentConnectTests(ContractSettings):
     def _beside_its_disconnect(
         lab: Workbench, process: Process, others: Callable[[], None]
     ) -> tuple[float, float]:
-        """Measure transfers with other peers while a stopped peer is disconnected.
+        """Disconnect a stopped peer during a transfer, while ``others`` moves bytes of another.
 
-        Args:
-            lab: The workbench of the test.
-            process: The peer to stop and disconnect, during a transfer.
-            others: Runs one transfer with another peer.
-
-        Returns:
-            Two times in seconds: the longest in which no transfer with another peer ended, and the
-            time that ``disconnect`` took.
+        Returns seconds: the longest in which none of those ended, and those of ``disconnect``.
         """
         peer = lab.transport.connect(process.address())
         lab.transport.read(peer, lab.lasting(process))

@@ -17,13 +17,9 @@ Offsets = npt.ArrayLike
 
 
 def part_of(region: Region, offset: int, nbytes: int) -> Region:
-    """Return a region that lies at an offset from another region's start.
+    """Return a region at an offset, in bytes, from another region's start.
 
-    Args:
-        region: The other region.
-        offset: The offset in bytes. It may be negative or beyond the region's end: then the
-            returned region lies beside the other one.
-        nbytes: The length of the returned region in bytes.
+    The offset may be negative or beyond the region's end: then the two lie beside each other.
     """
     return replace(region, address=region.address + offset, nbytes=nbytes)
 
@@ -31,15 +27,7 @@ def part_of(region: Region, offset: int, nbytes: int) -> Region:
 def batch(
     local: Region, remote: Region, offsets: Offsets, remote_offsets: Offsets, nbytes: Offsets
 ) -> Copies:
-    """Return a batch of copies between two regions, in one segment (``Copies.segments``).
-
-    Args:
-        local: The local region.
-        remote: The remote region.
-        offsets: Each copy's offset in the local region, in bytes.
-        remote_offsets: Each copy's offset in the remote region, in bytes.
-        nbytes: Each copy's length in bytes.
-    """
+    """Return a batch of copies, by offsets in two regions, in one segment (``Copies.segments``)."""
     size = np.array(nbytes, np.uint64).reshape(-1)
     return Copies(
         local=np.array(offsets, np.uint64).reshape(-1) + np.uint64(local.address),
@@ -72,15 +60,7 @@ def joined(batches: Sequence[Copies]) -> Copies:
 
 
 def moved(target: Bytes, to: Offsets, source: Bytes, start: Offsets, sizes: Offsets) -> Bytes:
-    """Return the bytes of a target after copies from a source; no two copies overlap in the target.
-
-    Args:
-        target: The target's bytes before the copies; not changed.
-        to: Each copy's offset in the target.
-        source: The bytes of the source.
-        start: Each copy's offset in the source.
-        sizes: Each copy's length in bytes.
-    """
+    """Return a target's bytes after copies from a source, of which no two overlap in the target."""
     size = np.array(sizes, np.int64).reshape(-1)
     within = np.arange(size.sum()) - np.repeat(size.cumsum() - size, size)
     result = target.copy()

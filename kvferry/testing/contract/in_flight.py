@@ -75,27 +75,27 @@ class InFlightTests(ContractSettings):
         raise AssertionError(f"cancel takes {took} s")
 
     def test_cancel_after_the_end_changes_nothing(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        peer = lab.transport.connect(remote.address())
-        transfer = lab.transport.read(peer, lab.whole(remote))
+        peer = lab.transport.connect(shared_process.address())
+        transfer = lab.transport.read(peer, lab.whole(shared_process))
         assert lab.known(transfer).state is State.DONE
         lab.transport.cancel(transfer)
         assert lab.state(transfer) is State.DONE
 
     def test_cancel_leaves_other_transfers_alone(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         if (lab.capabilities.max_outstanding or 2) < 2:
             return
-        peer = lab.transport.connect(remote.address())
-        lasting = lab.transport.read(peer, lab.lasting(remote))
+        peer = lab.transport.connect(shared_process.address())
+        lasting = lab.transport.read(peer, lab.lasting(shared_process))
         spare = lab.buffer(4096, lab.transport)
-        small = batch(spare.region, remote.region, [0], [8192], [4096])
+        small = batch(spare.region, shared_process.region, [0], [8192], [4096])
         other = lab.transport.read(peer, small)
         lab.transport.cancel(lasting)
         lab.finish(other)
-        np.testing.assert_array_equal(spare.get(), remote.get()[8192:12_288])
+        np.testing.assert_array_equal(spare.get(), shared_process.get()[8192:12_288])
         lab.settled(lasting, peer)
 
     def test_the_end_of_a_transfer_wakes_the_caller(
@@ -143,31 +143,23 @@ class InFlightTests(ContractSettings):
             lab.transport.forget(transfer)
         lab.works(remote)
 
-    def test_close_with_work_in_flight(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_close_with_work_in_flight(self, lab: Workbench, shared_process: Process) -> None:
         """``close`` ends a running transfer, whose notification is then not sent.
 
         A driver that cannot cancel may let the transfer run to its end first.
         """
         transport = lab.make()
         mine = lab.buffer(MIB, transport)
-        peer = transport.connect(remote.address())
-        transfer = transport.read(peer, lab.lasting(remote, mine.region), lab.bound())
+        peer = transport.connect(shared_process.address())
+        transfer = transport.read(peer, lab.lasting(shared_process, mine.region), lab.bound())
         ended = transport.poll([transfer])[0].state.final
         transport.close()
         # A driver that cannot end a transfer early may have let it run to its end.
         if lab.notifies and lab.capabilities.cancel and not ended:
-            assert remote.notifications(1, 0.05) == []
+            assert shared_process.notifications(1, 0.05) == []
         transport.close()
         refused(transport.poll, [transfer])
-        lab.works(remote)
-
-    def test_a_peer_that_closes_ends_the_transfer(self, lab: Workbench, process: Process) -> None:
-        """When a peer closes its transport, transfers with the peer end soon, DONE or FAILED."""
-        peer = lab.transport.connect(process.address())
-        transfer = lab.transport.read(peer, lab.lasting(process))
-        process.close()
-        lab.known(transfer)
-        lab.settled(transfer, peer)
+        lab.works(shared_process)
 
     def test_a_neighbour_may_close_while_it_is_read(self, lab: Workbench) -> None:
         neighbour = LocalPeer(lab, lab.make())
@@ -191,7 +183,7 @@ class InFlightTests(ContractSettings):
         lab.transport.cancel(transfer)
 
     def test_calls_may_come_from_different_threads(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         """Three threads, one after the other, connect to the same peer and run a transfer."""
         wrong: list[BaseException] = []
@@ -199,8 +191,8 @@ class InFlightTests(ContractSettings):
 
         def elsewhere() -> None:
             try:
-                peer = lab.transport.connect(remote.address())
-                lab.finish(lab.transport.read(peer, lab.whole(remote)))
+                peer = lab.transport.connect(shared_process.address())
+                lab.finish(lab.transport.read(peer, lab.whole(shared_process)))
                 peers.append(peer)
             # The test's own thread reports the exception.
             except BaseException as exc:  # noqa: BLE001
@@ -212,7 +204,7 @@ class InFlightTests(ContractSettings):
             thread.join()
         assert not wrong, wrong
         assert len(set(peers)) == 1
-        lab.works(remote)
+        lab.works(shared_process)
         lab.transport.disconnect(peers[0])
 
     def test_transfers_go_on_without_calls(self, lab: Workbench, remote: TransportPeer) -> None:
@@ -229,18 +221,18 @@ class InFlightTests(ContractSettings):
         lab.finish(transfer)
 
     def test_other_calls_change_nothing_for_a_transfer(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         """A running transfer is not disturbed by other calls.
 
         The calls connect, register memory, notify, and start a transfer with another peer.
         """
-        peer = lab.transport.connect(remote.address())
-        lasting = lab.transport.read(peer, lab.lasting(remote))
+        peer = lab.transport.connect(shared_process.address())
+        lasting = lab.transport.read(peer, lab.lasting(shared_process))
         spare = lab.buffer(MIB, lab.transport)
         other = LocalPeer(lab, lab.make())
         third = lab.transport.connect(other.address())
-        assert lab.transport.connect(remote.address()) == peer
+        assert lab.transport.connect(shared_process.address()) == peer
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(1))
             lab.transport.notify(third, lab.payload(2))
@@ -249,7 +241,7 @@ class InFlightTests(ContractSettings):
         if (lab.capabilities.max_outstanding or 2) >= 2:
             waiting = lab.transport.read(third, copies)
         if lab.notifies:
-            assert [one.payload for one in lab.received_by(remote, 1)] == [lab.payload(1)]
+            assert [one.payload for one in lab.received_by(shared_process, 1)] == [lab.payload(1)]
         assert lab.state(lasting) in (State.PENDING, State.DONE)
         lab.transport.cancel(lasting)
         if waiting is not None:
@@ -302,16 +294,9 @@ class InFlightTests(ContractSettings):
 
 
 def _longest_gap(beats: list[float], began: float, ended: float) -> float:
-    """Return how long a call kept another thread from running.
+    """Return for how many seconds a call kept another thread, which ran at ``beats``, from running.
 
-    Args:
-        beats: When the other thread ran, by ``time.monotonic``.
-        began: When the call began, by ``time.monotonic``.
-        ended: When the call ended, by ``time.monotonic``.
-
-    Returns:
-        The longest time in seconds in which the other thread did not run; 0 if this is at most
-        three quarters of the call's duration.
+    0 if this is at most three quarters of the call's duration.
     """
     inside = [began, *(one for one in beats if began < one < ended), ended]
     longest = float(np.diff(inside).max())

@@ -53,15 +53,6 @@ def known_in_time(lab: Workbench, transfer: TransferId, since: float) -> Status:
     """Wait until a transfer is no longer PENDING.
 
     The test fails if the transfer is still PENDING ``known_within`` seconds after ``since``.
-
-    Args:
-        lab: The workbench of the test.
-        transfer: The id of a transfer of the transport under test.
-        since: When the peer died, or when the transfer started if that was later; by
-            ``time.monotonic``.
-
-    Returns:
-        The transfer's status.
     """
     limit = lab.settings.known_within
     remaining = since + limit - time.monotonic()
@@ -77,11 +68,6 @@ def fails_in_time(lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
     """Assert that a transfer with a dead peer becomes FAILED.
 
     It must no longer be PENDING ``known_within`` seconds after this call.
-
-    Args:
-        lab: The workbench of the test.
-        peer: The id of the dead peer.
-        transfer: The id of the transfer.
     """
     known_in_time(lab, transfer, time.monotonic())
     assert lab.settled_or_gone(transfer, peer).state is State.FAILED

@@ -14,13 +14,8 @@ from kvferry.testing.memory import Buffer, Bytes, pattern
 class LocalPeer:
     """A peer in this process: a transport with a registered buffer of 1 MiB, filled with a pattern.
 
-    The transport may be the one under test, which then connects to itself.
-
-    Attributes:
-        lab: The workbench of the test.
-        transport: The peer's transport.
-        seed: The seed of the buffer's content, for ``kvferry.testing.memory.pattern``.
-        buffer: The buffer, registered with the transport.
+    It is a ``TransportPeer``. The transport may be the one under test, which then connects to
+    itself.
     """
 
     lab: Workbench
@@ -34,36 +29,28 @@ class LocalPeer:
 
     @property
     def name(self) -> str:
-        """The transport's name."""
         return self.transport.name
 
     @property
     def region(self) -> Region:
-        """The whole buffer, as a region."""
         return self.buffer.region
 
     def address(self) -> bytes:
-        """Return the transport's address."""
         return self.transport.address()
 
     def get(self) -> Bytes:
-        """Return all bytes of the buffer."""
         return self.buffer.get()
 
     def put(self, data: Bytes) -> None:
-        """Overwrite the first bytes of the buffer with ``data``."""
         self.buffer.put(data)
 
     def register(self, region: Region) -> None:
-        """Register memory with the peer's transport."""
         self.transport.register(region)
 
     def deregister(self, region: Region) -> None:
-        """Deregister memory from the peer's transport."""
         self.transport.deregister(region)
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
-        """Wait for notifications, and return them; see ``TransportPeer.notifications``."""
         found: list[Notification] = []
 
         def enough() -> bool:

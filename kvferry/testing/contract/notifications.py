@@ -68,55 +68,58 @@ class NotificationTests(ContractSettings):
         assert lab.transport.notifications() == []
 
     def test_senders_are_told_apart(self, lab: Workbench) -> None:
-        senders = [lab.make() for _ in range(3)]
+        senders = [lab.make() for _ in range(2)]
         peers = [sender.connect(lab.transport.address()) for sender in senders]
         if not lab.notifies:
             return
         for index in range(100):
             for sender, peer in zip(senders, peers, strict=True):
                 sender.notify(peer, lab.payload(index))
-        found = lab.receive(lab.transport, 300)
+        found = lab.receive(lab.transport, 200)
         for sender in senders:
             payloads = [one.payload for one in found if one.sender == sender.name]
             assert payloads == [lab.payload(index) for index in range(100)]
 
-    def test_from_1_byte_to_the_limit(self, lab: Workbench, remote: TransportPeer) -> None:
-        peer = lab.transport.connect(remote.address())
-        if _refuses(lab, peer, remote):
-            return
-        limit = lab.capabilities.max_notification
-        payloads = [b"\0", b"\xff", bytes(range(256))[:limit], bytes(limit), b"\xff" * limit]
-        for payload in payloads:
-            lab.transport.notify(peer, payload)
-        assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
-        for payload in payloads:
-            copies = batch(lab.mine.region, remote.region, [0], [0], [8])
-            lab.finish(lab.transport.read(peer, copies, payload))
-        assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
+    def test_from_1_byte_to_the_limit(
+        self, lab: Workbench, everywhere: list[TransportPeer]
+    ) -> None:
+        for remote in everywhere:
+            peer = lab.transport.connect(remote.address())
+            if _refuses(lab, peer, remote):
+                return
+            limit = lab.capabilities.max_notification
+            payloads = [b"\0", b"\xff", bytes(range(256))[:limit], bytes(limit), b"\xff" * limit]
+            for payload in payloads:
+                lab.transport.notify(peer, payload)
+            assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
+            for payload in payloads:
+                copies = batch(lab.mine.region, remote.region, [0], [0], [8])
+                lab.finish(lab.transport.read(peer, copies, payload))
+            assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
 
     def test_other_lengths_are_refused_and_nothing_has_moved(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        peer = lab.transport.connect(remote.address())
-        if _refuses(lab, peer, remote):
+        peer = lab.transport.connect(shared_process.address())
+        if _refuses(lab, peer, shared_process):
             return
-        copies = batch(lab.mine.region, remote.region, [0], [0], [8])
-        mine, theirs = lab.mine.get(), remote.get()
+        copies = batch(lab.mine.region, shared_process.region, [0], [0], [8])
+        mine, theirs = lab.mine.get(), shared_process.get()
         for payload in (b"", bytes(lab.capabilities.max_notification + 1)):
             refused(lab.transport.notify, peer, payload)
             refused(lab.transport.read, peer, copies, payload)
         lab.stays(lab.mine, mine)
-        lab.stays(remote, theirs, 0)
-        assert remote.notifications(1, 0.05) == []
+        lab.stays(shared_process, theirs, 0)
+        assert shared_process.notifications(1, 0.05) == []
 
     def test_a_peer_that_was_never_connected_is_refused(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         refused(lab.transport.notify, PeerId(peer + 1000), b"x")
         lab.transport.disconnect(peer)
         refused(lab.transport.notify, peer, b"x")
-        assert remote.notifications(1, 0.05) == []
+        assert shared_process.notifications(1, 0.05) == []
 
     def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench) -> None:
         """A notification does not arrive before the long transfer that it is bound to is DONE.
@@ -159,22 +162,22 @@ class NotificationTests(ContractSettings):
         assert remote.notifications(1, 0.05) == []
 
     def test_bound_and_free_ones_each_keep_their_order(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         """Free notifications arrive in the order of their calls, and so do bound notifications.
 
         A free notification may arrive before or after any bound notification.
         """
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         if not lab.notifies:
             return
         for number in range(60):
             if number % 2:
                 lab.transport.notify(peer, lab.payload(number))
             else:
-                copies = batch(lab.mine.region, remote.region, [0], [0], [8])
+                copies = batch(lab.mine.region, shared_process.region, [0], [0], [8])
                 lab.finish(lab.transport.read(peer, copies, lab.payload(number)))
-        found = [one.payload for one in lab.received_by(remote, 60)]
+        found = [one.payload for one in lab.received_by(shared_process, 60)]
         for sort in (0, 1):
             wanted = [lab.payload(number) for number in range(sort, 60, 2)]
             assert [one for one in found if one[-1] % 2 == sort] == wanted
@@ -210,17 +213,17 @@ class NotificationTests(ContractSettings):
         lab.finish(transfer)
 
     def test_what_a_transfer_that_was_refused_was_to_say_is_not_said(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         if not lab.notifies:
             return
-        outside = batch(lab.mine.region, remote.region, [0], [MIB - 4], [8])
+        outside = batch(lab.mine.region, shared_process.region, [0], [MIB - 4], [8])
         refused(lab.transport.read, peer, outside, lab.bound())
-        assert remote.notifications(1, 0.1) == []
+        assert shared_process.notifications(1, 0.1) == []
 
-    def test_notifications_does_not_block(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.transport.connect(remote.address())
+    def test_notifications_does_not_block(self, lab: Workbench, shared_process: Process) -> None:
+        lab.transport.connect(shared_process.address())
         took = []
         for _ in range(20):
             before = time.monotonic()
@@ -233,11 +236,6 @@ def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
     """Return whether the driver lacks notifications.
 
     If so, assert that the driver refuses a notification by itself, and one bound to a transfer.
-
-    Args:
-        lab: The workbench of the test.
-        peer: The id that ``connect`` returned for ``remote``.
-        remote: The connected peer.
     """
     if lab.notifies:
         return False

@@ -24,7 +24,7 @@ from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import Bytes, pattern
-from kvferry.testing.peers import TransportPeer
+from kvferry.testing.peers import Process, TransportPeer
 
 NBYTES = 48
 STARTS = [0, 300_000, 600_001]
@@ -39,22 +39,27 @@ REMOTE_SHUFFLED = np.random.default_rng(4).permutation(REMOTE_PAGES)
 class PagedReadTests(ContractSettings):
     """``read_pages`` moves the bytes that its strips and places name, as often as it is called."""
 
-    def test_paged_read_moves_the_right_bytes(self, lab: Workbench, remote: TransportPeer) -> None:
-        strips = strips_between(lab.mine.region, remote.region)
-        peer = lab.transport.connect(remote.address())
-        if refuses_pages(lab, peer, strips):
-            return
-        # The same strips with other places: what a driver has prepared must still be right.
-        for count in (1, 2, 200):
-            read_pages(lab, peer, remote, strips, SHUFFLED[:count], REMOTE_SHUFFLED[-count:])
+    def test_paged_read_moves_the_right_bytes(
+        self, lab: Workbench, everywhere: list[TransportPeer]
+    ) -> None:
+        for remote in everywhere:
+            strips = strips_between(lab.mine.region, remote.region)
+            peer = lab.transport.connect(remote.address())
+            if refuses_pages(lab, peer, strips):
+                return
+            # The same strips with other places: what a driver has prepared must still be right.
+            for count in (1, 2, 200):
+                read_pages(lab, peer, remote, strips, SHUFFLED[:count], REMOTE_SHUFFLED[-count:])
 
-    def test_strips_of_two_objects_in_one_read(self, lab: Workbench, remote: TransportPeer) -> None:
-        mine, theirs = lab.mine.region, remote.region
+    def test_strips_of_two_objects_in_one_read(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
+        mine, theirs = lab.mine.region, shared_process.region
         first, second = (
             strips_between(mine, theirs, nbytes=nbytes, shift=shift)
             for nbytes, shift in ((NBYTES, 0), (7, NBYTES))
         )
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         if refuses_pages(lab, peer, first):
             return
         parts = (placed(first, [3, 1], [0, 9]), placed(second, [1, 0], [9, 0]))
@@ -62,24 +67,24 @@ class PagedReadTests(ContractSettings):
         lab.mine.put(content)
         lab.finish(lab.transport.read_pages(peer, PagedCopies(parts=parts)))
         for part in parts:
-            content = expected(part, content, remote.get())
+            content = expected(part, content, shared_process.get())
         np.testing.assert_array_equal(lab.mine.get(), content)
 
-    def test_strips_of_one_page(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_strips_of_one_page(self, lab: Workbench, shared_process: Process) -> None:
         """Of one page, the distance to the next means nothing."""
-        many = strips_between(lab.mine.region, remote.region)
+        many = strips_between(lab.mine.region, shared_process.region)
         one, other = (
             replace(side, within=np.zeros(1, np.int64), stride=0, pages=1)
             for side in (many.local, many.remote)
         )
         strips = replace(many, local=one, remote=other)
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         if not refuses_pages(lab, peer, strips):
-            read_pages(lab, peer, remote, strips, np.zeros(1), np.zeros(1))
+            read_pages(lab, peer, shared_process, strips, np.zeros(1), np.zeros(1))
 
-    def test_empty_paged_read_is_done(self, lab: Workbench, remote: TransportPeer) -> None:
-        strips = strips_between(lab.mine.region, remote.region)
-        peer = lab.transport.connect(remote.address())
+    def test_empty_paged_read_is_done(self, lab: Workbench, shared_process: Process) -> None:
+        strips = strips_between(lab.mine.region, shared_process.region)
+        peer = lab.transport.connect(shared_process.address())
         if refuses_pages(lab, peer, strips):
             return
         before = lab.mine.get()
@@ -101,10 +106,10 @@ class PagedReadTests(ContractSettings):
         assert (arrived.sender, arrived.payload) == (lab.transport.name, lab.payload(9))
 
     def test_places_that_do_not_exist_are_refused(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        strips = strips_between(lab.mine.region, remote.region)
-        peer = lab.transport.connect(remote.address())
+        strips = strips_between(lab.mine.region, shared_process.region)
+        peer = lab.transport.connect(shared_process.address())
         if refuses_pages(lab, peer, strips):
             return
         before = lab.mine.get()
@@ -113,9 +118,9 @@ class PagedReadTests(ContractSettings):
             refused(lab.transport.read_pages, peer, pages)
         np.testing.assert_array_equal(lab.mine.get(), before)
 
-    def test_paged_read_needs_known_regions(self, lab: Workbench, remote: TransportPeer) -> None:
-        peer = lab.transport.connect(remote.address())
-        mine, theirs = lab.mine.region, remote.region
+    def test_paged_read_needs_known_regions(self, lab: Workbench, shared_process: Process) -> None:
+        peer = lab.transport.connect(shared_process.address())
+        mine, theirs = lab.mine.region, shared_process.region
         known = strips_between(mine, theirs)
         if refuses_pages(lab, peer, known):
             return
@@ -173,14 +178,7 @@ class PagedReadTests(ContractSettings):
 def strips_between(
     local: Region, remote: Region, *, nbytes: int = NBYTES, shift: int = 0
 ) -> Strips:
-    """Return three strips, with two places in each local page and one in each remote page.
-
-    Args:
-        local: The local region, of 1 MiB.
-        remote: The remote region, of 1 MiB.
-        nbytes: The length of the strips in bytes.
-        shift: The offset of all strips in both regions, in bytes.
-    """
+    """Return three strips, with two places in each local page and one in each remote page."""
     return Strips(
         nbytes=nbytes,
         local=StripSide(

@@ -16,7 +16,7 @@ from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.killed_peers import fails_in_time, killed_soon, known_in_time
 from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused, settings_of
+from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.peers import Process
 
 _MANY = 5000
@@ -64,6 +64,9 @@ class ProcessTests(ContractSettings):
             known_in_time(lab, nothing, time.monotonic())
 
     def test_killed_during_a_transfer(self, lab: Workbench, process: Process) -> None:
+        """The transfer fails in time; peers that were connected before, or are new, still work."""
+        neighbour = LocalPeer(lab, lab.make())
+        lab.works(neighbour)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
         with killed_soon(process) as killed:
@@ -73,7 +76,8 @@ class ProcessTests(ContractSettings):
         if running:
             assert status.state is not State.DONE, "it says that all bytes have arrived"
         lab.settled_or_gone(transfer, peer)
-        lab.works(LocalPeer(lab, lab.make()))
+        for other in (neighbour, LocalPeer(lab, lab.make())):
+            lab.works(other)
 
     def test_killed_with_many_transfers_in_flight(self, lab: Workbench, process: Process) -> None:
         peer = lab.transport.connect(process.address())
@@ -123,15 +127,10 @@ class ProcessTests(ContractSettings):
         process.kill()
         assert lab.state(transfer) is State.DONE
         np.testing.assert_array_equal(lab.mine.get(), content)
-        lab.transport.disconnect(peer)
-        assert lab.state(transfer) is State.DONE
-        lab.transport.forget(transfer)
-
-    def test_a_dead_peer_is_disconnected_like_any(self, lab: Workbench, process: Process) -> None:
-        peer = lab.transport.connect(process.address())
-        process.kill()
         with lab.within_patience("disconnect of a dead peer"):
             lab.transport.disconnect(peer)
+        assert lab.state(transfer) is State.DONE
+        lab.transport.forget(transfer)
         lab.works(LocalPeer(lab, lab.make()))
 
     def test_a_dead_peer_does_not_keep_close_waiting(
@@ -149,8 +148,7 @@ class ProcessTests(ContractSettings):
         old = lab.transport.connect(process.address())
         lab.works(process)
         process.kill()
-        made = settings_of(self)
-        with Process(made.factory, made.options, made.memory, MIB, seed=2) as again:
+        with Process(self.factory, self.options, self.memory, MIB, seed=2) as again:
             new = lab.transport.connect(again.address())
             assert new != old, "another process is not the same peer"
             lab.works(again)
@@ -160,18 +158,6 @@ class ProcessTests(ContractSettings):
             fails_in_time(lab, old, transfer)
             assert not lab.mine.get().any(), "bytes of a process that is not the peer"
             lab.works(again)
-
-    def test_a_peer_that_dies_leaves_other_peers_alone(
-        self, lab: Workbench, process: Process
-    ) -> None:
-        neighbour = LocalPeer(lab, lab.make())
-        peer = lab.transport.connect(process.address())
-        lab.works(neighbour)
-        with killed_soon(process) as killed:
-            transfer = lab.transport.read(peer, lab.lasting(process))
-        known_in_time(lab, transfer, killed())
-        lab.settled_or_gone(transfer, peer)
-        lab.works(neighbour)
 
     @pytest.mark.parametrize("when", ["before", "during"])
     def test_a_stopped_peer_ends_by_the_deadline(

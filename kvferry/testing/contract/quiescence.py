@@ -158,13 +158,7 @@ def _again(mine: Buffer, remote: TransportPeer, times: int) -> Copies:
 
 
 def _await_some(lab: Workbench, transfer: TransferId, target: Buffer | TransportPeer) -> None:
-    """Wait until a transfer has moved some bytes or has ended, at most half a second.
-
-    Args:
-        lab: The workbench of the test.
-        transfer: The id of the transfer.
-        target: The memory in which the bytes arrive.
-    """
+    """Wait until a transfer has moved some bytes or has ended, at most half a second."""
     before = target.get()
     lab.until(
         lambda: lab.state(transfer).final or not np.array_equal(target.get(), before),

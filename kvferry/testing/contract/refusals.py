@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from kvferry.core.errors import TransportUnsupportedError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, TransferId
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import batch, joined, part_of
 from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
@@ -46,13 +47,13 @@ class RefusalTests(ContractSettings):
                 lab.transport.register(region)
             refused(lab.transport.deregister, region)
 
-    def test_registering_again_has_no_effect(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_registering_again_has_no_effect(self, lab: Workbench, shared_process: Process) -> None:
         whole = lab.mine.region
         again = Region(
             address=whole.address, nbytes=whole.nbytes, kind=whole.kind, device=whole.device
         )
         lab.transport.register(again)
-        lab.works(remote)
+        lab.works(shared_process)
         lab.transport.deregister(whole)
         refused(lab.transport.deregister, whole)
 
@@ -61,32 +62,32 @@ class RefusalTests(ContractSettings):
         refused(lab.transport.deregister, lab.buffer(4096).region)
 
     def test_local_memory_that_is_not_registered_is_refused(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         unknown = lab.buffer(MIB)
         unknown.put(pattern(MIB, 5))
-        theirs = remote.get()
+        theirs = shared_process.get()
         shifted = lab.mine.part(0, MIB - 1)
         elsewhere = replace(lab.mine.region, device=1 + lab.mine.region.device)
         for region in (unknown.region, shifted, elsewhere):
-            copies = batch(region, remote.region, [0], [0], [4096])
+            copies = batch(region, shared_process.region, [0], [0], [4096])
             refused(lab.transport.read, peer, copies)
         lab.stays(unknown, pattern(MIB, 5))
-        lab.stays(remote, theirs, 0)
+        lab.stays(shared_process, theirs, 0)
 
     def test_local_memory_that_was_deregistered_is_refused(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        lab.works(remote)
-        peer = lab.transport.connect(remote.address())
-        mine, theirs, copies = lab.mine.get(), remote.get(), lab.whole(remote)
+        lab.works(shared_process)
+        peer = lab.transport.connect(shared_process.address())
+        mine, theirs, copies = lab.mine.get(), shared_process.get(), lab.whole(shared_process)
         lab.transport.deregister(lab.mine.region)
         refused(lab.transport.read, peer, copies)
         lab.stays(lab.mine, mine)
-        lab.stays(remote, theirs, 0)
+        lab.stays(shared_process, theirs, 0)
         lab.transport.register(lab.mine.region)
-        lab.works(remote)
+        lab.works(shared_process)
 
     def test_remote_memory_that_the_peer_did_not_register_is_refused(
         self, lab: Workbench, remote: TransportPeer
@@ -123,43 +124,36 @@ class RefusalTests(ContractSettings):
         lab.stays(local_peer, content)
 
     def test_segments_without_copies_must_name_known_regions_too(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         for here, there in (
-            (lab.mine.part(0, 8), remote.region),
-            (lab.mine.region, part_of(remote.region, 0, 8)),
+            (lab.mine.part(0, 8), shared_process.region),
+            (lab.mine.region, part_of(shared_process.region, 0, 8)),
         ):
-            full = batch(lab.mine.region, remote.region, [0], [0], [8])
+            full = batch(lab.mine.region, shared_process.region, [0], [0], [8])
             copies = joined([batch(here, there, [], [], []), full])
             refused(lab.transport.read, peer, copies)
 
-    def test_later_regions_are_known_after_connecting_again(
+    def test_connecting_again_tells_which_regions_the_peer_has(
         self, lab: Workbench, process: Process
     ) -> None:
+        """Only then are later regions known, and deregistered ones refused."""
         peer = lab.transport.connect(process.address())
-        later = part_of(process.region, 8192, 4096)
+        whole, later = lab.whole(process), part_of(process.region, 8192, 4096)
         copies = batch(lab.mine.region, later, [0], [0], [4096])
         process.register(later)
         refused(lab.transport.read, peer, copies)
         assert lab.transport.connect(process.address()) == peer
         lab.finish(lab.transport.read(peer, copies))
         assert (lab.mine.get()[:4096] == process.get()[8192:12_288]).all()
-
-    def test_deregistered_regions_are_refused_after_connecting_again(
-        self, lab: Workbench, process: Process
-    ) -> None:
-        peer = lab.transport.connect(process.address())
-        copies = lab.whole(process)
-        kept = part_of(process.region, 0, 4096)
-        process.register(kept)
         process.deregister(process.region)
         assert lab.transport.connect(process.address()) == peer
         mine, theirs = lab.mine.get(), process.get()
-        refused(lab.transport.read, peer, copies)
+        refused(lab.transport.read, peer, whole)
         lab.stays(lab.mine, mine)
         lab.stays(process, theirs, 0)
-        lab.finish(lab.transport.read(peer, batch(lab.mine.region, kept, [0], [0], [4096])))
+        lab.finish(lab.transport.read(peer, copies))
 
     def test_transfer_of_memory_deregistered_by_the_peer_ends(
         self, lab: Workbench, process: Process
@@ -197,116 +191,112 @@ class RefusalTests(ContractSettings):
         for region in (lab.mine.region, other.region):
             lab.transport.deregister(region)
 
-    def test_overlapping_regions_are_separate(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_overlapping_regions_are_separate(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
         half = lab.mine.part(0, MIB // 2)
         lab.transport.register(half)
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         lab.transport.deregister(lab.mine.region)
-        small = batch(half, remote.region, [0], [0], [MIB // 2])
-        refused(lab.transport.read, peer, lab.whole(remote))
+        small = batch(half, shared_process.region, [0], [0], [MIB // 2])
+        refused(lab.transport.read, peer, lab.whole(shared_process))
         lab.finish(lab.transport.read(peer, small))
 
-    def test_many_regions(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_many_regions(self, lab: Workbench, shared_process: Process) -> None:
         parts = [lab.mine.part(4096 * index, 4096) for index in range(256)]
         for part in parts:
             lab.transport.register(part)
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         for index in (0, 100, 255):
-            copies = batch(parts[index], remote.region, [0], [4096 * index], [4096])
+            copies = batch(parts[index], shared_process.region, [0], [4096 * index], [4096])
             lab.finish(lab.transport.read(peer, copies))
         lab.transport.connect(lab.transport.address())
 
     # Ranges.
 
-    @pytest.mark.parametrize("where", OUTSIDE)
-    @pytest.mark.parametrize("side", ["local", "remote"])
     def test_a_copy_outside_its_region_is_refused(
-        self, lab: Workbench, remote: TransportPeer, side: str, where: str
+        self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
-        offset, nbytes = OUTSIDE[where]
-        here, there = (offset, 0) if side == "local" else (0, offset)
-        if nbytes > MIB:
-            # The other side's region is equally large, so the copy leaves it as well.
-            here, there = (offset, offset)
-        with np.errstate(over="ignore"):
-            copies = batch(
-                lab.mine.region,
-                remote.region,
-                np.array([100, here, 200], np.uint64),
-                np.array([100, there, 200], np.uint64),
-                np.array([8, nbytes, 8], np.uint64),
-            )
-        _assert_batch_is_refused(lab, remote, copies)
+        for remote, (where, (offset, nbytes)) in itertools.product(everywhere, OUTSIDE.items()):
+            # The other side's region is equally large, so a copy that is too long leaves it, too.
+            sides = [(offset, offset)] if nbytes > MIB else [(offset, 0), (0, offset)]
+            for here, there in sides:
+                with np.errstate(over="ignore"):
+                    copies = batch(
+                        lab.mine.region,
+                        remote.region,
+                        np.array([100, here, 200], np.uint64),
+                        np.array([100, there, 200], np.uint64),
+                        np.array([8, nbytes, 8], np.uint64),
+                    )
+                _assert_batch_is_refused(lab, remote, copies, where)
 
-    @pytest.mark.parametrize("at", [0, 500, 999])
-    @pytest.mark.parametrize("side", ["local", "remote"])
     def test_one_copy_outside_among_many_is_refused(
-        self, lab: Workbench, shared_process: Process, side: str, at: int
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        here, there = 512 * np.arange(1000), 512 * np.arange(1000)
-        (here if side == "local" else there)[at] = MIB - 100
-        copies = batch(lab.mine.region, shared_process.region, here, there, np.full(1000, 101))
-        _assert_batch_is_refused(lab, shared_process, copies)
+        for side, at in itertools.product((0, 1), (0, 500, 999)):
+            offsets = 512 * np.arange(1000), 512 * np.arange(1000)
+            offsets[side][at] = MIB - 100
+            copies = batch(lab.mine.region, shared_process.region, *offsets, np.full(1000, 101))
+            _assert_batch_is_refused(lab, shared_process, copies, f"copy {at}, side {side}")
 
-    @pytest.mark.parametrize("start", [0, 4096])
-    @pytest.mark.parametrize("side", ["local", "remote"])
     def test_each_copy_must_lie_in_its_own_segments_regions(
-        self, lab: Workbench, shared_process: Process, side: str, start: int
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         """A copy is refused if its range lies in a registered region, but not in its segment's."""
-        here, there = lab.mine.part(start, 4096), part_of(shared_process.region, start, 4096)
-        lab.transport.register(here)
-        shared_process.register(there)
-        inside = batch(here, there, [0], [0], [4096])
-        beside = batch(
-            here if side == "local" else lab.mine.region,
-            there if side == "remote" else shared_process.region,
-            [4096],
-            [4096],
-            [8],
-        )
-        try:
-            _assert_batch_is_refused(lab, shared_process, joined([inside, beside]))
-        finally:
-            shared_process.deregister(there)
+        mine, theirs = lab.mine.region, shared_process.region
+        for start in (0, 4096):
+            here, there = part_of(mine, start, 4096), part_of(theirs, start, 4096)
+            lab.transport.register(here)
+            shared_process.register(there)
+            inside = batch(here, there, [0], [0], [4096])
+            try:
+                for regions in ((here, theirs), (mine, there)):
+                    copies = joined([inside, batch(*regions, [4096], [4096], [8])])
+                    _assert_batch_is_refused(lab, shared_process, copies, f"from byte {start} on")
+            finally:
+                shared_process.deregister(there)
 
     # Form.
 
-    @pytest.mark.parametrize(
-        "cuts", [[(0, 1)], [(1, 2)], [(0, 1), (0, 2)], [(0, 3)], [], [(0, 2), (2, 1), (1, 2)]]
-    )
     def test_segments_that_do_not_cover_the_copies_are_refused(
-        self, lab: Workbench, remote: TransportPeer, cuts: list[tuple[int, int]]
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
-        segments = tuple(
-            Segment(start=start, stop=stop, local=lab.mine.region, remote=remote.region)
-            for start, stop in cuts
-        )
-        copies = Copies(local=good.local, remote=good.remote, nbytes=good.nbytes, segments=segments)
-        _assert_batch_is_refused(lab, remote, copies)
+        good = batch(lab.mine.region, shared_process.region, [0, 64], [0, 64], [8, 8])
+        [whole] = good.segments
+        for cuts in (
+            [(0, 1)],
+            [(1, 2)],
+            [(0, 1), (0, 2)],
+            [(0, 3)],
+            [],
+            [(0, 2), (2, 1), (1, 2)],
+        ):
+            segments = tuple(replace(whole, start=start, stop=stop) for start, stop in cuts)
+            _assert_batch_is_refused(
+                lab, shared_process, replace(good, segments=segments), f"segments {cuts}"
+            )
 
-    @pytest.mark.parametrize("name", ["local", "remote", "nbytes"])
     def test_arrays_of_unequal_length_are_refused(
-        self, lab: Workbench, remote: TransportPeer, name: str
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
-        arrays = {"local": good.local, "remote": good.remote, "nbytes": good.nbytes}
-        arrays[name] = arrays[name][:1]
-        _assert_batch_is_refused(lab, remote, Copies(segments=good.segments, **arrays))
+        good = batch(lab.mine.region, shared_process.region, [0, 64], [0, 64], [8, 8])
+        for name in ("local", "remote", "nbytes"):
+            copies = replace(good, **{name: getattr(good, name)[:1]})
+            _assert_batch_is_refused(lab, shared_process, copies, name)
 
     # Ids.
 
-    def test_unknown_peers_are_refused(self, lab: Workbench, remote: TransportPeer) -> None:
-        peer = lab.transport.connect(remote.address())
-        copies = lab.whole(remote)
+    def test_unknown_peers_are_refused(self, lab: Workbench, shared_process: Process) -> None:
+        peer = lab.transport.connect(shared_process.address())
+        copies = lab.whole(shared_process)
         for unknown in (PeerId(peer + 1000), PeerId(-1)):
             refused(lab.transport.read, unknown, copies)
             refused(lab.transport.disconnect, unknown)
 
-    def test_unknown_transfers_are_refused(self, lab: Workbench, remote: TransportPeer) -> None:
-        peer = lab.transport.connect(remote.address())
-        transfer = lab.transport.read(peer, lab.whole(remote))
+    def test_unknown_transfers_are_refused(self, lab: Workbench, shared_process: Process) -> None:
+        peer = lab.transport.connect(shared_process.address())
+        transfer = lab.transport.read(peer, lab.whole(shared_process))
         unknown = TransferId(transfer + 1000)
         calls: list[Callable[[TransferId], object]] = [lab.transport.cancel, lab.transport.forget]
         for call in calls:
@@ -326,11 +316,13 @@ class RefusalTests(ContractSettings):
         lab.transport.forget(transfer)
 
 
-def _assert_batch_is_refused(lab: Workbench, remote: TransportPeer, copies: Copies) -> None:
+def _assert_batch_is_refused(
+    lab: Workbench, remote: TransportPeer, copies: Copies, what: str
+) -> None:
     """Assert that a batch is refused, and that no byte of either side changes."""
     peer = lab.transport.connect(remote.address())
     lab.mine.put(pattern(MIB, 77))
     theirs = remote.get()
-    refused(lab.transport.read, peer, copies)
+    refused(lab.transport.read, peer, copies, what=what)
     lab.stays(lab.mine, pattern(MIB, 77), 0.01)
     lab.stays(remote, theirs, 0)

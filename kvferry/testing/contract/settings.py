@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
+from kvferry.testing.contract.workbench import MIB, Workbench
 from kvferry.testing.peers import Process, Spares, TransportPeer
 
 PEER_KINDS = ("itself", "neighbour", "other process")
@@ -44,7 +44,7 @@ class ContractSettings:
     @pytest.fixture
     def lab(self) -> Iterator[Workbench]:
         """A ``Workbench``: the transport under test with a registered buffer, and helpers."""
-        with Workbench(settings_of(self)) as lab:
+        with Workbench(self) as lab:
             yield lab
 
     @pytest.fixture(scope="class")
@@ -54,8 +54,7 @@ class ContractSettings:
 
         Tests use it through ``shared_process``.
         """
-        parameters = settings_of(cls)
-        with Process(parameters.factory, parameters.options, parameters.memory, MIB) as process:
+        with Process(cls.factory, cls.options, cls.memory, MIB) as process:
             yield process
 
     @pytest.fixture
@@ -74,12 +73,7 @@ class ContractSettings:
     @classmethod
     def spares(cls) -> Iterator[Spares]:
         """The supply of processes for the fixture ``process``, started before a test needs them."""
-        parameters = settings_of(cls)
-        spares = Spares(
-            lambda: Process(
-                parameters.factory, parameters.options, parameters.memory, MIB, wait=False
-            )
-        )
+        spares = Spares(lambda: Process(cls.factory, cls.options, cls.memory, MIB, wait=False))
         yield spares
         spares.end()
 

@@ -27,7 +27,7 @@ from kvferry.core.transport import PeerId, State, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import batch, joined
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import Workbench, refused, settings_of
+from kvferry.testing.contract.workbench import Workbench, refused
 from kvferry.testing.memory import Buffer, Bytes, pattern
 
 REGIONS, SLOTS, SLOT = 3, 16, 4096
@@ -54,14 +54,8 @@ class StateMachineTests(ContractSettings):
     """How many sequences of calls Hypothesis tries."""
 
     def test_any_order_of_calls_does_what_the_model_does(self) -> None:
-        made = settings_of(self)
-
-        class Machine(DriverMachine):
-            def __init__(self) -> None:
-                super().__init__(Workbench(made))
-
         run_state_machine_as_test(
-            Machine,
+            lambda: DriverMachine(Workbench(self)),  # type: ignore[arg-type] # a function will do
             settings=settings(
                 max_examples=self.examples,
                 stateful_step_count=_STEPS,
@@ -90,12 +84,7 @@ class ModelledTransport:
     registered: set[int] = field(default_factory=set)
 
     def put(self, slot: Slot, content: Bytes) -> None:
-        """Overwrite a slot, in memory and in the model.
-
-        Args:
-            slot: The slot.
-            content: The new bytes, ``SLOT`` of them.
-        """
+        """Overwrite a slot, in memory and in the model."""
         region, index = slot
         self.model[region][index * SLOT : (index + 1) * SLOT] = content
         self.buffers[region].put(content, index * SLOT)
@@ -223,12 +212,7 @@ class DriverMachine(RuleBasedStateMachine):
 
     @rule(slot=slots, here=st.booleans())
     def write_memory(self, slot: Slot, here: bool) -> None:
-        """Overwrite a slot, after ending the transfers that use it.
-
-        Args:
-            slot: The slot.
-            here: Whether the slot belongs to the transport ``here``; otherwise to ``there``.
-        """
+        """Overwrite a slot of ``here`` or of ``there``, after ending the transfers that use it."""
         self._end_those({slot} if here else set(), set() if here else {slot})
         (self.here if here else self.there).put(slot, pattern(SLOT, next(self.seeds)))
 
@@ -236,11 +220,7 @@ class DriverMachine(RuleBasedStateMachine):
 
     @initialize(is_connected=st.sampled_from([True, True, False]))
     def begin(self, is_connected: bool) -> None:
-        """Begin most sequences with a connection, without which few calls can be made.
-
-        Args:
-            is_connected: Whether this one does.
-        """
+        """Begin most sequences with a connection, without which few calls can be made."""
         if is_connected:
             self.connect()
 
@@ -305,13 +285,7 @@ class DriverMachine(RuleBasedStateMachine):
         return not (here <= self.here.registered and there <= self.known)
 
     def _copies(self, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int) -> Copies:
-        """Return a batch with one copy, in a segment of its own, for each pair of slots.
-
-        Args:
-            pairs: The local and the remote slot of each copy.
-            shift: As ``ModelledTransfer.shift``.
-            nbytes: The length of each copy in bytes.
-        """
+        """Return a batch with one copy, in a segment of its own, for each pair of slots."""
         cuts = [
             batch(
                 self.here.buffers[one].region,
@@ -367,11 +341,7 @@ class DriverMachine(RuleBasedStateMachine):
         self.here.transport.notify(self.peer, self.free[-1])
 
     def _payload(self, sort: int) -> bytes:
-        """Return a payload that was not used before, with ``sort`` as its last bit.
-
-        Args:
-            sort: Of the notification: ``FREE`` (sent with ``notify``) or ``BOUND`` (to a transfer).
-        """
+        """Return a payload that was not used before, with ``sort`` as its last bit."""
         return self.lab.payload(2 * next(self.seeds) + sort)
 
     @rule()

@@ -18,7 +18,7 @@ from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import PeerId, State, TransferId, Transport
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, MemoryWatch, Workbench, settings_of
+from kvferry.testing.contract.workbench import MIB, MemoryWatch, Workbench
 from kvferry.testing.memory import Buffer
 from kvferry.testing.peers import Process
 
@@ -99,8 +99,7 @@ class StoppedPeerTests(ContractSettings):
         """A peer with CPU memory for one test, which stops it."""
         if CPU not in lab.capabilities.memory:
             pytest.skip("a GPU may go on for a stopped process")
-        made = settings_of(self)
-        with Process(made.factory, made.options, CPU, MIB) as process:
+        with Process(self.factory, self.options, CPU, MIB) as process:
             process.meanwhile = lab.turn
             process.patience = lab.settings.patience
             yield process

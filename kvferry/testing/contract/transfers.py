@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -24,84 +26,77 @@ _TIMES = 6
 class TransferTests(ContractSettings):
     """Reads of many kinds of batches, from each kind of peer."""
 
-    def test_one_copy(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, [8192], [4096], [65_536])
+    def test_one_copy(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
+        lab.moves(everywhere, [8192], [4096], [65_536])
+        lab.moves(everywhere, [0], [0], [MIB])
 
-    def test_one_byte(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, [MIB - 1], [4097], [1])
-
-    def test_a_whole_region(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, [0], [0], [MIB])
+    def test_one_byte(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
+        lab.moves(everywhere, [MIB - 1], [4097], [1])
 
     def test_scattered_unaligned_copies_of_every_size(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
         sizes = [1, 0, 7, 4095, 4096, 4097, 100_000, 1]
         there = [0, 5, MIB - 7, 3, 8191, 12_289, 500_001, MIB - 1]
         here = [MIB - 1, 0, 11, 1001, 8000, 20_000, 300_003, 0]
-        lab.moves(remote, here, there, sizes)
+        lab.moves(everywhere, here, there, sizes)
 
-    def test_100_000_copies(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_100_000_copies(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
         order = np.random.default_rng(2).permutation(100_000)
         here, there = 10 * np.arange(len(order)), 10 * order + 1
-        lab.moves(remote, here, there, np.full(len(order), 9))
+        lab.moves(everywhere, here, there, np.full(len(order), 9))
 
-    @pytest.mark.parametrize("order", ["ascending", "descending", "shuffled"])
-    def test_adjacent_copies(self, lab: Workbench, remote: TransportPeer, order: str) -> None:
+    def test_adjacent_copies(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
         """All bytes arrive if copies are adjacent on both sides; a driver may merge them."""
         starts = np.arange(0, MIB // 2, 512)
-        if order == "descending":
-            starts = starts[::-1]
-        if order == "shuffled":
-            starts = np.random.default_rng(3).permutation(starts)
-        lab.moves(remote, starts + 64, starts + 1000, np.full(len(starts), 512))
+        for order in (starts, starts[::-1], np.random.default_rng(3).permutation(starts)):
+            lab.moves(everywhere, order + 64, order + 1000, np.full(len(order), 512))
 
-    @pytest.mark.parametrize("side", ["here", "there"])
     def test_copies_adjacent_on_one_side_only(
-        self, lab: Workbench, remote: TransportPeer, side: str
+        self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
         """All bytes arrive if copies are adjacent on one side only; no driver may merge them."""
-        near, far = 1000 * np.arange(300), 3000 * np.arange(300)
-        here, there = (near, far) if side == "here" else (far, near)
-        lab.moves(remote, here, there, np.full(300, 1000))
+        near, far, sizes = 1000 * np.arange(300), 3000 * np.arange(300), np.full(300, 1000)
+        lab.moves(everywhere, near, far, sizes)
+        lab.moves(everywhere, far, near, sizes)
 
     def test_copies_of_unequal_size_side_by_side(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
         sizes = np.random.default_rng(4).integers(0, 3000, 500)
         ends = sizes.cumsum()
         gaps = np.random.default_rng(5).integers(0, 2, 500).cumsum()
-        lab.moves(remote, ends - sizes, ends - sizes + gaps, sizes)
+        lab.moves(everywhere, ends - sizes, ends - sizes + gaps, sizes)
 
-    def test_overlapping_sources(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_overlapping_sources(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
         here, there = [0, 1000, 2000, 5000], [5, 7, 5, 500]
-        lab.moves(remote, here, there, [1000, 1000, 1000, 2000])
+        lab.moves(everywhere, here, there, [1000, 1000, 1000, 2000])
 
-    def test_copies_of_no_bytes(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, np.zeros(5000), np.zeros(5000), np.zeros(5000))
-        lab.moves(remote, [MIB, 0], [MIB, 100], [0, 0])
+    def test_copies_of_no_bytes(self, lab: Workbench, shared_process: Process) -> None:
+        lab.moves([shared_process], np.zeros(5000), np.zeros(5000), np.zeros(5000))
+        lab.moves([shared_process], [MIB, 0], [MIB, 100], [0, 0])
 
-    def test_no_copies_at_all(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, [], [], [])
-        peer = lab.transport.connect(remote.address())
+    def test_no_copies_at_all(self, lab: Workbench, shared_process: Process) -> None:
+        lab.moves([shared_process], [], [], [])
+        peer = lab.transport.connect(shared_process.address())
         none = np.empty(0, np.uint64)
         nothing = Copies(local=none, remote=none, nbytes=none, segments=())
         lab.finish(lab.transport.read(peer, nothing))
 
-    def test_several_regions_in_one_transfer(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_several_regions_in_one_transfer(self, lab: Workbench, shared_process: Process) -> None:
         buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
         parts = [index * 8192 + 5 for index in range(30)]
-        content = remote.get()
-        regions = [part_of(remote.region, part, 2000) for part in parts]
+        content = shared_process.get()
+        regions = [part_of(shared_process.region, part, 2000) for part in parts]
         for index, buffer in enumerate(buffers):
             buffer.put(pattern(1024, 100 + index))
-            remote.register(regions[index])
-        peer = lab.transport.connect(remote.address())
+            shared_process.register(regions[index])
+        peer = lab.transport.connect(shared_process.address())
         copies = joined(
             [
                 batch(
                     buffer.region,
-                    part_of(remote.region, part, 2000),
+                    part_of(shared_process.region, part, 2000),
                     [3, 600],
                     [7, 1000],
                     [500, 400],
@@ -114,25 +109,27 @@ class TransferTests(ContractSettings):
             mine, near, far = pattern(1024, 100 + index), [3, 600], [part + 7, part + 1000]
             mine = moved(mine, near, content, far, [500, 400])
             np.testing.assert_array_equal(buffer.get(), mine)
-            remote.deregister(regions[index])
-        np.testing.assert_array_equal(remote.get(), content)
+            shared_process.deregister(regions[index])
+        np.testing.assert_array_equal(shared_process.get(), content)
 
-    def test_empty_segments_between_full_ones(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_empty_segments_between_full_ones(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
         mine = pattern(MIB, 9)
         lab.mine.put(mine)
-        peer = lab.transport.connect(remote.address())
-        full = batch(lab.mine.region, remote.region, [0, 5000], [9, 7000], [10, 2000])
+        peer = lab.transport.connect(shared_process.address())
+        full = batch(lab.mine.region, shared_process.region, [0, 5000], [9, 7000], [10, 2000])
         cuts = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2)]
         segments = tuple(
-            Segment(start=start, stop=stop, local=lab.mine.region, remote=remote.region)
+            Segment(start=start, stop=stop, local=lab.mine.region, remote=shared_process.region)
             for start, stop in cuts
         )
         copies = Copies(local=full.local, remote=full.remote, nbytes=full.nbytes, segments=segments)
-        theirs = remote.get()
+        theirs = shared_process.get()
         lab.finish(lab.transport.read(peer, copies))
         mine = moved(mine, [0, 5000], theirs, [9, 7000], [10, 2000])
         np.testing.assert_array_equal(lab.mine.get(), mine)
-        np.testing.assert_array_equal(remote.get(), theirs)
+        np.testing.assert_array_equal(shared_process.get(), theirs)
 
     def test_two_memory_kinds_in_one_transfer(self, lab: Workbench) -> None:
         """One transfer moves bytes of every memory kind that driver and machine have.
@@ -199,28 +196,11 @@ class TransferTests(ContractSettings):
     def test_arrays_of_copies_may_be_reused_after_the_call(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        theirs = shared_process.get()
-        peer = lab.transport.connect(shared_process.address())
-        starts = np.arange(0, MIB, 4096)
-        copies = batch(
-            lab.mine.region, shared_process.region, starts, starts[::-1], np.full(256, 4096)
-        )
-        transfer = lab.transport.read(peer, copies)
-        for array in (copies.local, copies.remote, copies.nbytes):
-            array[:] = 0
-        lab.finish(transfer)
-        np.testing.assert_array_equal(
-            lab.mine.get().reshape(-1, 4096), theirs.reshape(-1, 4096)[::-1]
-        )
-
-    @pytest.mark.parametrize("size", [100, 1 << 16])
-    def test_arrays_of_few_copies_may_be_reused_after_the_call(
-        self, lab: Workbench, shared_process: Process, size: int
-    ) -> None:
         """The caller may change the arrays of a batch once ``read`` has returned."""
         peer = lab.transport.connect(shared_process.address())
         shared_process.put(content := lab.fresh())
-        for count in (1, 2, 7) * _TIMES:
+        few = itertools.product((100, 1 << 16), (1, 2, 7) * _TIMES)
+        for size, count in (*few, (2048, 256)):
             lab.mine.put(before := lab.fresh())
             starts = 2 * size * np.arange(count)
             sizes = np.full(count, size)
@@ -250,14 +230,16 @@ class TransferTests(ContractSettings):
         expected = moved(mine, starts, theirs, starts + 1, np.full(100, 999))
         np.testing.assert_array_equal(lab.mine.get(), expected)
 
-    def test_many_transfers_at_once(self, lab: Workbench, remote: TransportPeer) -> None:
-        mine, theirs = pattern(MIB, 77), remote.get()
+    def test_many_transfers_at_once(self, lab: Workbench, shared_process: Process) -> None:
+        mine, theirs = pattern(MIB, 77), shared_process.get()
         lab.mine.put(mine)
-        peer = lab.transport.connect(remote.address())
+        peer = lab.transport.connect(shared_process.address())
         starts = np.arange(0, MIB, MIB // min(_MANY, lab.capabilities.max_outstanding or _MANY))
         size = int(starts[1]) if len(starts) > 1 else MIB
         transfers = [
-            lab.transport.read(peer, batch(lab.mine.region, remote.region, [at], [at], [size]))
+            lab.transport.read(
+                peer, batch(lab.mine.region, shared_process.region, [at], [at], [size])
+            )
             for at in starts
         ]
         assert len(set(transfers)) == len(transfers), "two transfers have one id"
@@ -267,7 +249,7 @@ class TransferTests(ContractSettings):
         )
         assert {status.state for status in lab.poll(transfers)} == {State.DONE}
         np.testing.assert_array_equal(lab.mine.get(), theirs)
-        np.testing.assert_array_equal(remote.get(), theirs)
+        np.testing.assert_array_equal(shared_process.get(), theirs)
 
     def test_poll_answers_in_the_order_of_the_ids(
         self, lab: Workbench, shared_process: Process
@@ -282,9 +264,11 @@ class TransferTests(ContractSettings):
         assert second.state is after or second.state.final
         assert lab.poll([]) == []
 
-    def test_done_stays_until_it_is_forgotten(self, lab: Workbench, remote: TransportPeer) -> None:
-        peer = lab.transport.connect(remote.address())
-        transfer = lab.transport.read(peer, lab.whole(remote))
+    def test_done_stays_until_it_is_forgotten(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
+        peer = lab.transport.connect(shared_process.address())
+        transfer = lab.transport.read(peer, lab.whole(shared_process))
         assert lab.known(transfer).state is State.DONE
         lab.transport.disconnect(peer)
         assert lab.poll([transfer]) == [Status(state=State.DONE)]
@@ -295,11 +279,11 @@ class TransferTests(ContractSettings):
             refused(call, transfer)
         refused(lab.transport.poll, [transfer])
 
-    def test_ids_are_not_used_again(self, lab: Workbench, remote: TransportPeer) -> None:
-        peer = lab.transport.connect(remote.address())
+    def test_ids_are_not_used_again(self, lab: Workbench, shared_process: Process) -> None:
+        peer = lab.transport.connect(shared_process.address())
         seen = set()
         for _ in range(20):
-            transfer = lab.transport.read(peer, lab.whole(remote))
+            transfer = lab.transport.read(peer, lab.whole(shared_process))
             assert transfer not in seen
             seen.add(transfer)
             lab.finish(transfer)

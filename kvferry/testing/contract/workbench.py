@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import pytest
 
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import Region
@@ -30,69 +29,11 @@ from kvferry.testing.contract.copy_batches import Offsets, batch, moved
 from kvferry.testing.memory import Buffer, Bytes, allocate, make_transport, pattern
 from kvferry.testing.peers import Process, TransportPeer
 
+if TYPE_CHECKING:
+    from kvferry.testing.contract.settings import ContractSettings
+
 MIB = 1 << 20
 _TURN_SECONDS = 0.0005
-
-
-class Contract(Protocol):
-    """The attributes of ``ContractSettings``, of its subclasses and of their instances."""
-
-    @property
-    def factory(self) -> str:
-        """What makes a transport of the driver under test; see ``ContractSettings``."""
-
-    @property
-    def options(self) -> Mapping[str, object]:
-        """The keyword arguments of the factory; see ``ContractSettings``."""
-
-    @property
-    def memory(self) -> str:
-        """The kind of memory under test; see ``ContractSettings``."""
-
-    @property
-    def lasting_bytes(self) -> int:
-        """The size of a transfer that takes some seconds; see ``ContractSettings``."""
-
-    @property
-    def known_within(self) -> float:
-        """How soon a peer's death must be reported, in seconds; see ``ContractSettings``."""
-
-    @property
-    def patience(self) -> float:
-        """After how many seconds a transfer counts as hanging; see ``ContractSettings``."""
-
-    @property
-    def quiet_seconds(self) -> float:
-        """How long memory is watched after a transfer, in seconds; see ``ContractSettings``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContractParameters:
-    """The settings of one driver's tests, copied from the class of the tests.
-
-    ``ContractSettings`` says what each of them means.
-    """
-
-    factory: str
-    options: dict[str, object]
-    memory: str
-    lasting_bytes: int
-    known_within: float
-    patience: float
-    quiet_seconds: float
-
-
-def settings_of(contract: Contract) -> ContractParameters:
-    """Return the settings of a class of tests, or of an instance of one."""
-    return ContractParameters(
-        factory=contract.factory,
-        options=dict(contract.options),
-        memory=contract.memory,
-        lasting_bytes=contract.lasting_bytes,
-        known_within=contract.known_within,
-        patience=contract.patience,
-        quiet_seconds=contract.quiet_seconds,
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -102,12 +43,12 @@ class Workbench:
     The workbench owns all of them, and closes the transports when its ``with`` block ends.
 
     Attributes:
-        settings: The settings of the tests.
+        settings: The class of tests, or one of its instances.
         transport: The transport under test.
         mine: A buffer of 1 MiB of zeros, registered with ``transport``.
     """
 
-    settings: ContractParameters
+    settings: ContractSettings | type[ContractSettings]
     transport: Transport = field(init=False)
     mine: Buffer = field(init=False)
     _made: list[Transport] = field(default_factory=list)
@@ -145,10 +86,7 @@ class Workbench:
     ) -> Buffer:
         """Return a buffer of zeros, registered with a transport if one is given.
 
-        Args:
-            nbytes: The size in bytes.
-            transport: The transport with which to register the buffer, or ``None``.
-            memory: The kind of memory; by default the kind under test.
+        ``memory`` is its kind, by default the one under test.
         """
         made = allocate(memory or self.settings.memory, nbytes)
         # Memory has to stay until every transport is closed, whatever the test drops.
@@ -173,15 +111,7 @@ class Workbench:
         time.sleep(_TURN_SECONDS)
 
     def until(self, holds: Callable[[], object], seconds: float | None = None) -> bool:
-        """Wait until a condition holds, or the time is up.
-
-        Args:
-            holds: Returns whether the condition holds; called again and again.
-            seconds: How long to wait; by default ``patience``.
-
-        Returns:
-            Whether the condition holds.
-        """
+        """Wait, by default for ``patience``, until a condition holds; return whether it does."""
         deadline = time.monotonic() + (self.settings.patience if seconds is None else seconds)
         while not holds():
             if time.monotonic() > deadline:
@@ -192,32 +122,18 @@ class Workbench:
     def wait_for(
         self, holds: Callable[[], object], otherwise: str, seconds: float | None = None
     ) -> None:
-        """Wait as ``until`` does, and fail the test if the condition does not hold in time.
-
-        Args:
-            holds: Returns whether the condition holds; called again and again.
-            otherwise: What to say if it does not hold; the time is added.
-            seconds: How long to wait; by default ``patience``.
-        """
+        """Wait as ``until`` does; fail the test with ``otherwise`` if it returns False."""
         assert self.until(holds, seconds), f"{otherwise} {self.waited(seconds)}"
 
     def waited(self, seconds: float | None = None) -> str:
-        """Return a text for the end of a message: how long a test has waited.
-
-        Args:
-            seconds: The time; ``patience`` by default.
-        """
+        """Return a text for the end of a message: how long a test has waited."""
         if seconds is None:
             return f"after {self.settings.patience:g} s (the setting patience)"
         return f"after {seconds:.3g} s"
 
     @contextlib.contextmanager
     def within_patience(self, what: str) -> Iterator[None]:
-        """Fail the test if the ``with`` block takes longer than ``patience``.
-
-        Args:
-            what: What the block does, for the message.
-        """
+        """Fail the test if the ``with`` block takes longer than ``patience``."""
         before = time.monotonic()
         yield
         took, patience = time.monotonic() - before, self.settings.patience
@@ -226,12 +142,7 @@ class Workbench:
     def poll(
         self, transfers: Sequence[TransferId], transport: Transport | None = None
     ) -> list[Status]:
-        """Poll transfers, assert that each status may follow its last one, and return the statuses.
-
-        Args:
-            transfers: The ids of the transfers.
-            transport: The transport that started the transfers; by default the one under test.
-        """
+        """Poll transfers, assert that each status may follow its last one, and return them all."""
         transport = transport or self.transport
         statuses = transport.poll(transfers)
         assert len(statuses) == len(transfers), "poll must answer for every id"
@@ -259,15 +170,7 @@ class Workbench:
     def known(
         self, transfer: TransferId, transport: Transport | None = None, seconds: float | None = None
     ) -> Status:
-        """Wait until a transfer is no longer PENDING, and return its status.
-
-        Fails the test if the transfer stays PENDING.
-
-        Args:
-            transfer: The id of the transfer.
-            transport: The transport that started it; by default the transport under test.
-            seconds: How long to wait at most; by default ``patience``.
-        """
+        """Wait until a transfer is no longer PENDING, or fail the test; return its status."""
         self.wait_for(
             lambda: self.state(transfer, transport) is not State.PENDING,
             f"transfer {transfer} is still PENDING",
@@ -281,10 +184,6 @@ class Workbench:
 
         If the transfer is FAILING and the driver's ``quiescence`` is AFTER_DISCONNECT, this
         disconnects the peer. Fails the test if the transfer becomes neither DONE nor FAILED.
-
-        Args:
-            transfer: The id of a transfer of the transport under test.
-            peer: The id of the transfer's peer.
         """
         status = self.known(transfer)
         if status.state is State.FAILING:
@@ -305,22 +204,12 @@ class Workbench:
 
         A test with several transfers with one peer can call this for each of them: the first call
         may disconnect the peer, which also ends the other transfers.
-
-        Args:
-            transfer: The id of a transfer of the transport under test.
-            peer: The id of the transfer's peer, which must be connected unless the transfer has
-                ended.
         """
         (status,) = self.poll([transfer])
         return status if status.state.final else self.settled(transfer, peer)
 
     def finish(self, transfer: TransferId, transport: Transport | None = None) -> None:
-        """Wait until a transfer is DONE, and forget it; fail the test if the transfer fails.
-
-        Args:
-            transfer: The id of the transfer.
-            transport: The transport that started it; by default the transport under test.
-        """
+        """Wait until a transfer is DONE, and forget it; fail the test if the transfer fails."""
         status = self.known(transfer, transport)
         assert status.state is State.DONE, f"it failed: {status}"
         (transport or self.transport).forget(transfer)
@@ -341,42 +230,33 @@ class Workbench:
         return (number % (1 << 8 * size)).to_bytes(size, "big")
 
     def bound(self, number: int = 7) -> bytes | None:
-        """Return a payload to bind to a transfer; ``None`` if the driver has no notifications.
-
-        Args:
-            number: The number to make the payload of, as in ``payload``.
-        """
+        """Return a payload to bind to a transfer; ``None`` if the driver has no notifications."""
         return self.payload(number) if self.notifies else None
 
-    def moves(self, remote: TransportPeer, here: Offsets, there: Offsets, sizes: Offsets) -> None:
-        """Assert that a read from a peer to ``mine`` changes the right bytes and no others.
+    def moves(
+        self, remotes: Sequence[TransportPeer], here: Offsets, there: Offsets, sizes: Offsets
+    ) -> None:
+        """Assert that a read from each peer to ``mine`` changes the right bytes and no others.
 
-        Args:
-            remote: The peer.
-            here: Each copy's offset in ``mine``, in bytes.
-            there: Each copy's offset in the peer's buffer, in bytes.
-            sizes: Each copy's length in bytes.
+        ``here`` are offsets in ``mine``, ``there`` in the peer's buffer; both, and sizes, in bytes.
         """
-        mine, theirs = pattern(MIB, 77), remote.get()
-        self.mine.put(mine)
-        peer = self.transport.connect(remote.address())
-        copies = batch(self.mine.region, remote.region, here, there, sizes)
-        self.finish(self.transport.read(peer, copies))
-        mine = moved(mine, here, theirs, there, sizes)
-        np.testing.assert_array_equal(self.mine.get(), mine, "this side's memory")
-        np.testing.assert_array_equal(remote.get(), theirs, "the peer's memory")
+        for remote in remotes:
+            mine, theirs = self.fresh(), remote.get()
+            self.mine.put(mine)
+            peer = self.transport.connect(remote.address())
+            copies = batch(self.mine.region, remote.region, here, there, sizes)
+            self.finish(self.transport.read(peer, copies))
+            mine = moved(mine, here, theirs, there, sizes)
+            where = f"{type(remote).__name__} {remote.name}"
+            np.testing.assert_array_equal(self.mine.get(), mine, f"this side's memory, {where}")
+            np.testing.assert_array_equal(remote.get(), theirs, f"the peer's memory, {where}")
 
     def whole(self, remote: TransportPeer) -> Copies:
         """Return a batch of one copy: between all of ``mine`` and all of a peer's buffer."""
         return batch(self.mine.region, remote.region, [0], [0], [MIB])
 
     def lasting(self, remote: TransportPeer, local: Region | None = None) -> Copies:
-        """Return a batch that takes long: the same MiB again and again, ``lasting_bytes`` in total.
-
-        Args:
-            remote: The peer.
-            local: The local region of the copies; by default that of ``mine``.
-        """
+        """Return a batch that takes long: the same MiB again and again, ``lasting_bytes`` long."""
         n = max(1, self.settings.lasting_bytes // MIB)
         zeros = np.zeros(n, np.uint64)
         return batch(local or self.mine.region, remote.region, zeros, zeros, zeros + np.uint64(MIB))
@@ -389,12 +269,7 @@ class Workbench:
         np.testing.assert_array_equal(self.mine.get(), remote.get())
 
     def receive(self, transport: Transport, count: int) -> list[Notification]:
-        """Wait for notifications, assert that exactly ``count`` arrive, and return them.
-
-        Args:
-            transport: A transport of this process, which receives the notifications.
-            count: How many notifications were sent to it.
-        """
+        """Wait for notifications, assert that exactly ``count`` arrive, and return them."""
         arrived: list[Notification] = []
 
         def enough() -> bool:
@@ -409,12 +284,7 @@ class Workbench:
         return arrived
 
     def received_by(self, remote: TransportPeer, count: int) -> list[Notification]:
-        """Wait for notifications to a peer, assert that ``count`` arrive, and return all.
-
-        Args:
-            remote: The peer that receives them.
-            count: How many notifications were sent to it.
-        """
+        """Wait for notifications to a peer, assert that ``count`` arrive, and return all."""
         seen = remote.notifications(count, self.settings.patience)
         assert len(seen) >= count, f"{len(seen)} notifications of {count} {self.waited()}"
         return seen
@@ -431,13 +301,7 @@ class Workbench:
     # Watching memory.
 
     def stays(self, buffer: Buffer | TransportPeer, content: Bytes, seconds: float = 0.05) -> None:
-        """Poll for ``seconds``, then assert that memory has a certain content.
-
-        Args:
-            buffer: The memory.
-            content: The bytes that the memory must contain.
-            seconds: How long to poll before the memory is compared.
-        """
+        """Poll for ``seconds``, then assert that memory has a certain content."""
         self.until(lambda: False, seconds)
         np.testing.assert_array_equal(buffer.get(), content, "memory has changed")
 
@@ -445,9 +309,6 @@ class Workbench:
         """Assert that no byte of memory changes after the end of the transfer that used it.
 
         Overwrites the memory with new bytes, polls for ``quiet_seconds``, and compares.
-
-        Args:
-            sides: The memory that the transfer could still change.
         """
         watch = MemoryWatch(self)
         watch.overwrite(*sides)
@@ -503,8 +364,12 @@ class MemoryWatch:
             np.testing.assert_array_equal(side.get(), content, "memory changed after a final state")
 
 
-def refused(call: Callable[..., object], *args: object) -> None:
+def refused(call: Callable[..., object], *args: object, what: str = "") -> None:
     """Assert that a call with these arguments raises ``TransportUsageError`` with a message."""
-    with pytest.raises(TransportUsageError) as caught:
+    said = None
+    try:
         call(*args)
-    assert str(caught.value), f"{call} refuses without a word"
+    except TransportUsageError as refusal:
+        said = str(refusal)
+    assert said is not None, f"{what or call} is not refused"
+    assert said, f"{what or call} is refused without a word"

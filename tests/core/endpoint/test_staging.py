@@ -11,8 +11,7 @@ import pytest
 
 from kvferry.core.endpoint import endpoint as endpoint_module
 from kvferry.core.endpoint.connections import STUCK_SECONDS
-from kvferry.core.error_causes import Cause, cause_of
-from kvferry.core.errors import CopyError, StaleError
+from kvferry.core.errors import Cause, CopyError, StaleError
 from kvferry.core.lifecycle.holds import HoldEnd, RequestId
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
@@ -198,7 +197,7 @@ def test_a_load_fails_whose_copy_fails(when: str) -> None:
             device.fails = failed_copy()
         error = decode.load("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
         assert isinstance(error, CopyError)
-        assert cause_of(error) is Cause.COPY
+        assert error.cause is Cause.COPY
         totals = MetricTotals(decode.engine)
         assert totals.of(FAILURES) == {("prefill", Stage.COPY, Cause.COPY): 1}
         assert decode.endpoint.healthy

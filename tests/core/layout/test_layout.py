@@ -25,8 +25,7 @@ from kvferry.core.layout import (
 )
 from kvferry.core.memory import Region, region_of
 from tests.core.layouts import DIM, PAGES, STATE, heads, layout, paged, plain_field
-from tests.core.planner.engine_pairs import engine_pairs
-from tests.core.planner.oracle import EnginePair, field_offsets
+from tests.core.planner.oracle import field_offsets
 
 
 def test_a_group_has_as_many_pages_as_its_smallest_field() -> None:
@@ -60,30 +59,22 @@ INVALID_FIELDS = {
     "8 token entries of 1 tokens in a block of 16": {"tokens": axis((8, DIM))},
     "put two elements of one group on one byte": {"page_stride": 16},
 }
-each_invalid_field = pytest.mark.parametrize(
-    ("message", "change"), INVALID_FIELDS.items(), ids=list(INVALID_FIELDS)
-)
+SIZE = PAGES * 4 * 16 * DIM
+MANY = layout(*(heads(f"layer.{i}", offset=i * SIZE) for i in range(160)))
 
 
-@each_invalid_field
-def test_an_invalid_field_is_refused(message: str, change: dict[str, object]) -> None:
+@pytest.mark.parametrize(("message", "change"), INVALID_FIELDS.items(), ids=list(INVALID_FIELDS))
+def test_an_invalid_field_is_refused_alone_and_among_many(
+    message: str, change: dict[str, object]
+) -> None:
+    """Among many similar fields, which are checked together, it is named by its key."""
     good = layout(heads())
     with pytest.raises(LayoutError, match=re.escape(message)):
         replace(good, fields=(replace_field(good.fields[0], **change),))
-
-
-@pytest.mark.parametrize("place", [0, 77, 159])
-@each_invalid_field
-def test_one_invalid_field_among_many_similar_ones_is_refused_by_key(
-    message: str, change: dict[str, object], place: int
-) -> None:
-    size = PAGES * 4 * 16 * DIM
-    many = [heads(f"layer.{i}", offset=i * size) for i in range(160)]
-    good = layout(*many)
-    assert len(good.field_sets) == 1
-    bad = replace_field(many[place], **({"key": f"bad-{place}"} | change))
+    assert len(MANY.field_sets) == 1
+    bad = replace_field(MANY.fields[77], **({"key": "bad"} | change))
     with pytest.raises(LayoutError, match=re.escape(repr(bad.key[:512]))):
-        replace(good, fields=(*many[:place], bad, *many[place + 1 :]))
+        replace(MANY, fields=(*MANY.fields[:77], bad, *MANY.fields[78:]))
 
 
 def test_too_many_kinds_of_fields_are_refused() -> None:
@@ -219,12 +210,6 @@ def test_region_of_an_array_is_its_memory() -> None:
         region_of(array[:, ::2])
     with pytest.raises(LayoutError, match="cannot take the memory of a list"):
         region_of([1, 2])
-
-
-@given(engine_pairs())
-def test_layouts_of_random_engines_are_accepted(pair: EnginePair) -> None:
-    for one in (*pair.local, *pair.remote):
-        assert Layout(regions=one.regions, groups=one.groups, fields=one.fields) == one
 
 
 DIGITS = st.builds(Dim, extent=st.integers(1, 3), stride=st.integers(1, 40))

@@ -1,7 +1,8 @@
 """Properties of the planner that hold for every pair of engines, as checks of one pair.
 
-``test_properties`` checks random pairs; ``test_planted_faults`` uses the same checks on a planner
-with faults. The expected results are computed from the layouts by brute force.
+``test_properties`` checks some pairs, and ``tests/long/planner`` random ones;
+``test_planted_faults`` uses the same checks on a planner with faults. The expected results are
+computed from the layouts by brute force.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from random import Random
 from unittest.mock import patch
 
@@ -38,7 +40,7 @@ from kvferry.core.planner.build_copies import (
 from kvferry.core.planner.plan import Plan, make_plan
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies, check_places
-from tests.core.planner.engine_pairs import POOL
+from tests.core.planner.engine_pairs import POOL, random_engine_pair
 from tests.core.planner.oracle import (
     ZERO,
     EnginePair,
@@ -55,6 +57,17 @@ from tests.core.planner.oracle import (
 )
 
 Layouts = tuple[Layout, ...]
+
+SEEDS = (*range(24), 39, 46, 73, 78, 101, 130, 139, 200)
+"""Seeds of the pairs of engines that the quick tests check: in these, each fault that
+``test_planted_faults`` plants is found.
+"""
+
+
+@cache
+def pair_of(seed: int) -> EnginePair:
+    """Return the pair of engines with this seed."""
+    return random_engine_pair(Random(seed))
 
 
 def plans(pair: EnginePair) -> list[Plan]:

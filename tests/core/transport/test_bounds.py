@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import TransportUsageError
-from kvferry.core.memory import Region, U64Array, region_of
+from kvferry.core.memory import Region, U64Array
 from kvferry.core.transport.bounds import check_copies
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.testing.contract.copy_batches import batch
 
-SIZE = 4096
+BASE, SIZE = 1 << 20, 4096
 
 
 def check(copies: Copies) -> None:
@@ -20,42 +20,39 @@ def check(copies: Copies) -> None:
 
 TOP = 2**64 - 1
 
-OUTSIDE = [
-    pytest.param(0, 0, SIZE + 1, id="longer than the region"),
-    pytest.param(SIZE, 0, 1, id="starts at the end"),
-    pytest.param(SIZE + 1, 0, 0, id="no bytes, but outside"),
-    pytest.param(TOP, 0, 1, id="one byte before the region"),
-    pytest.param(0, TOP, 1, id="remote, one byte before"),
-    pytest.param(0, 1, SIZE, id="remote, one byte beyond"),
-    pytest.param(0, 0, TOP, id="a length that wraps around"),
-    pytest.param(8, 8, TOP - 8, id="an end that wraps around to inside"),
-    pytest.param(2**63, 0, 1, id="an address beyond all others"),
-]
 
-
-@pytest.mark.parametrize(("local", "remote", "nbytes"), OUTSIDE)
-@pytest.mark.parametrize("neighbours", [0, 100])
-def test_a_copy_outside_its_regions_is_refused(
-    local: int, remote: int, nbytes: int, neighbours: int
-) -> None:
-    memory = np.zeros(SIZE, np.uint8)
-    region = region_of(memory)
-    good = np.zeros(neighbours, np.uint64)
-    copies = Copies(
-        local=np.append(good, np.uint64(local)) + np.uint64(region.address),
-        remote=np.append(good, np.uint64(remote)) + np.uint64(region.address),
-        nbytes=np.append(good, np.uint64(nbytes)),
-        segments=(Segment(start=0, stop=neighbours + 1, local=region, remote=region),),
-    )
-    with pytest.raises(TransportUsageError):
-        check(copies)
+@pytest.mark.parametrize(
+    ("local", "remote", "nbytes"),
+    [
+        pytest.param(0, 0, SIZE + 1, id="longer than the region"),
+        pytest.param(SIZE, 0, 1, id="starts at the end"),
+        pytest.param(SIZE + 1, 0, 0, id="no bytes, but outside"),
+        pytest.param(TOP, 0, 1, id="one byte before the region"),
+        pytest.param(0, TOP, 1, id="remote, one byte before"),
+        pytest.param(0, 1, SIZE, id="remote, one byte beyond"),
+        pytest.param(0, 0, TOP, id="a length that wraps around"),
+        pytest.param(8, 8, TOP - 8, id="an end that wraps around to inside"),
+        pytest.param(2**63, 0, 1, id="an address beyond all others"),
+        pytest.param(TOP - BASE, 0, 8, id="an address whose end wraps around"),
+    ],
+)
+def test_a_copy_outside_its_regions_is_refused(local: int, remote: int, nbytes: int) -> None:
+    region = Region(address=BASE, nbytes=SIZE)
+    for neighbours in (0, 100):
+        good = np.zeros(neighbours, np.uint64)
+        copies = Copies(
+            local=np.append(good, np.uint64(local)) + np.uint64(region.address),
+            remote=np.append(good, np.uint64(remote)) + np.uint64(region.address),
+            nbytes=np.append(good, np.uint64(nbytes)),
+            segments=(Segment(start=0, stop=neighbours + 1, local=region, remote=region),),
+        )
+        with pytest.raises(TransportUsageError):
+            check(copies)
 
 
 def test_each_copy_is_checked_against_its_own_segment() -> None:
-    memory = np.zeros(SIZE, np.uint8)
-    whole = region_of(memory)
-    half = Region(address=whole.address, nbytes=SIZE // 2)
-    copies = batch(whole, whole, [0, SIZE // 2], [0, 0], [8, 8])
+    whole, half = (Region(address=BASE, nbytes=nbytes) for nbytes in (SIZE, SIZE // 2))
+    copies = batch(whole, whole, [SIZE - 8, SIZE // 2], [0, 0], [8, 8])
     segments = (
         Segment(start=0, stop=1, local=whole, remote=whole),
         Segment(start=1, stop=1, local=half, remote=half),

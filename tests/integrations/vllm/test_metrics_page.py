@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.error_causes import Cause
-from kvferry.core.errors import TicketReason
+from kvferry.core.errors import Cause, TicketReason
 from kvferry.core.metrics import (
     MAX_OBSERVED,
     MAX_PEERS,

@@ -15,7 +15,7 @@ from tests.long.drivers.correct_drivers import Delegating
 from tests.long.drivers.planted.base import caught_by
 
 
-@caught_by("test_later_regions_are_known_after_connecting_again")
+@caught_by("test_connecting_again_tells_which_regions_the_peer_has")
 class KeepsTheFirstAddress(LoopbackTransport):
     """Connecting again does not refresh the regions of the peer."""
 
@@ -26,7 +26,7 @@ class KeepsTheFirstAddress(LoopbackTransport):
         return peer
 
 
-@caught_by("test_deregistered_regions_are_refused_after_connecting_again")
+@caught_by("test_connecting_again_tells_which_regions_the_peer_has")
 class KeepsDeregisteredRegions(LoopbackTransport):
     """Regions that a peer has deregistered stay known."""
 

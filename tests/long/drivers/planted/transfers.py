@@ -184,7 +184,7 @@ class KeepsArraysOfLargeTransfers(KeepsArraysUntilPoll):
             LoopbackTransport.forget(self, transfer)
 
 
-@caught_by("test_arrays_of_few_copies_may_be_reused_after_the_call")
+@caught_by("test_arrays_of_copies_may_be_reused_after_the_call")
 class KeepsArraysOfFewCopies(KeepsArraysOfLargeTransfers):
     """Batches of few copies begin later, with arrays that the caller may have reused."""
 
