@@ -116,7 +116,9 @@ class CudaDriver:
         return bool(self._attribute(device, _FLUSH_OPTIONS) & _CAN_FLUSH)
 
     def flush(self, device: int) -> None:
-        """Make all that NICs have written into a device's memory visible to new work on it."""
+        """Make what NICs have written into a device's memory visible to new work, if need be."""
+        if not self.needs_flush(device):
+            return
         if not self.can_flush(device):
             raise TransportError(
                 f"GPU {device} neither orders what a NIC writes, nor can be told to flush it: "

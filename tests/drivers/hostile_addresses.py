@@ -32,6 +32,7 @@ import numpy as np
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import PeerId, Transport
+from kvferry.core.transport.addresses import digest_of
 from kvferry.core.transport.copies import copies_between
 from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
 from kvferry.testing.peers import Process
@@ -171,7 +172,7 @@ def of_nixl(right: bytes, blobs: BlobMutator) -> bytes:
     )
     metadata = blobs.changed(address.metadata, parsed)
     return msgspec.msgpack.encode(
-        msgspec.structs.replace(address, metadata=metadata, digest=wire.digest_of(metadata))
+        msgspec.structs.replace(address, metadata=metadata, digest=digest_of(metadata))
     )
 
 

@@ -45,9 +45,9 @@ class PeersOnOtherHost(ContractSettings):
         spares.end()
 
     @pytest.fixture
-    def remote(self, shared_process: Process) -> TransportPeer:
+    def everywhere(self, shared_process: Process) -> list[TransportPeer]:
         """Only the peer on the other host: peers on this host do not use the link."""
-        return shared_process
+        return [shared_process]
 
 
 def _process_on_other_host(

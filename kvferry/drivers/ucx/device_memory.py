@@ -50,8 +50,7 @@ class LocalDevices:
         if transports and transports <= WITHOUT_NIC:
             return
         for device in self._devices:
-            if self._cuda.needs_flush(device):
-                self._cuda.flush(device)
+            self._cuda.flush(device)
 
 
 def unreachable_memory_error(

@@ -198,14 +198,24 @@ class Ucp:
         params = structs.WorkerParams.of(
             thread_mode=structs.SERIALIZED, events=structs.WAKE_FOR, flags=1
         )
-        created = self._new("ucp_worker_create", context, params, trouble="cannot create a worker")
+        worker = WorkerHandle(
+            self._new("ucp_worker_create", context, params, trouble="cannot create a worker")
+        )
+        try:
+            address, descriptor = self._prepare_worker(worker, on_message)
+        except (TransportError, DriverError):
+            self.destroy_worker(worker)
+            raise
+        return worker, address, descriptor
+
+    def _prepare_worker(self, worker: WorkerHandle, on_message: Any) -> tuple[bytes, int]:  # noqa: ANN401
         handler = structs.HandlerParams.of(
             id=_MESSAGE_ID, flags=structs.WHOLE_MESSAGES, cb=on_message
         )
         name = "ucp_worker_set_am_recv_handler"
-        self._try(name, created, handler, trouble="cannot receive messages")
+        self._try(name, worker, handler, trouble="cannot receive messages")
         found = structs.WorkerAttributes.asking("address", "thread_mode")
-        self._try("ucp_worker_query", created, found, trouble="UCX does not answer")
+        self._try("ucp_worker_query", worker, found, trouble="UCX does not answer")
         if found.thread_mode < structs.SERIALIZED or not (
             0 < found.address_length <= MAX_WORKER_ADDRESS and found.address
         ):
@@ -215,11 +225,11 @@ class Ucp:
                 "those that are known"
             )
         address = ctypes.string_at(found.address, found.address_length)
-        self._library.ucp_worker_release_address(created, found.address)
+        self._library.ucp_worker_release_address(worker, found.address)
         event = _INT()
         name = "ucp_worker_get_efd"
-        self._try(name, created, ctypes.byref(event), trouble="no event descriptor")
-        return WorkerHandle(created), address, event.value
+        self._try(name, worker, ctypes.byref(event), trouble="no event descriptor")
+        return address, event.value
 
     def destroy_worker(self, worker: WorkerHandle) -> None:
         """Destroy a worker and its endpoints."""

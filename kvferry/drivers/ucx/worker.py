@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -192,14 +192,10 @@ class Worker:
         while self._failed:
             yield self._failed.popleft()
 
-    def finish(self) -> None:
-        """Finish sending messages and closing endpoints, for 0.5 s at most."""
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while self.closing or self.lingering or self.sending:
-            if time.monotonic() > deadline:
-                return
-            if not self.run_once():
-                time.sleep(_PAUSE_SECONDS)
+    @property
+    def finished(self) -> bool:
+        """Whether all messages have been sent, and all closed endpoints are closed."""
+        return not (self.closing or self.lingering or self.sending)
 
     def destroy(self) -> None:
         """Destroy the worker with its endpoints."""
@@ -251,3 +247,12 @@ class Worker:
     def _on_error(self, number: int | None, endpoint: int | None, code: int) -> None:
         del endpoint
         self._failed.append((number or 0, code))
+
+
+def finish(workers: Sequence[Worker]) -> None:
+    """Let workers send their messages and close their endpoints, for 0.5 s at most."""
+    # All at once: one may be connected to another.
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    while not all(worker.finished for worker in workers) and time.monotonic() < deadline:
+        if not any([worker.run_once() for worker in workers]):
+            time.sleep(_PAUSE_SECONDS)

@@ -27,25 +27,27 @@ class ClosingTests(ContractSettings):
         transport.close()
 
     def test_close_right_after_it_was_made_and_with_everything(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
         transport = lab.make()
         buffer = lab.buffer(MIB, transport)
-        transport.connect(remote.address())
-        peer = transport.connect(remote.address())
-        copies = batch(buffer.region, remote.region, [0], [0], [MIB])
-        lab.finish(transport.read(peer, copies), transport)
+        for remote in everywhere:
+            transport.connect(remote.address())
+            peer = transport.connect(remote.address())
+            copies = batch(buffer.region, remote.region, [0], [0], [MIB])
+            lab.finish(transport.read(peer, copies), transport)
         transport.close()
         transport.close()
-        lab.works(remote)
+        for remote in everywhere:
+            lab.works(remote)
 
     def test_after_close_every_method_but_close_refuses(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, neighbour: LocalPeer
     ) -> None:
         transport = lab.make()
         region = lab.buffer(MIB, transport).region
-        peer = transport.connect(remote.address())
-        copies = batch(region, remote.region, [0], [0], [MIB])
+        peer = transport.connect(neighbour.address())
+        copies = batch(region, neighbour.region, [0], [0], [MIB])
         transfer = transport.read(peer, copies)
         lab.wait_for(lambda: transport.poll([transfer])[0].state.final, "a transfer has not ended")
         transport.close()
@@ -84,13 +86,16 @@ class ClosingTests(ContractSettings):
             f"from {counts} descriptors and threads to {_held()}, {_MORE} transports and 5 s later"
         )
 
-    def test_closing_one_leaves_others_alone(self, lab: Workbench, remote: TransportPeer) -> None:
+    def test_closing_one_leaves_others_alone(
+        self, lab: Workbench, everywhere: list[TransportPeer]
+    ) -> None:
         other = lab.make()
-        other.connect(remote.address())
-        other.connect(lab.transport.address())
+        for remote in everywhere:
+            other.connect(remote.address())
         lab.transport.connect(other.address())
         other.close()
-        lab.works(remote)
+        for remote in everywhere:
+            lab.works(remote)
 
     def test_a_transport_that_was_closed_is_not_connected_to(self, lab: Workbench) -> None:
         """With a closed transport's address, ``connect`` raises, or the first transfer fails."""
@@ -132,16 +137,16 @@ class ClosingTests(ContractSettings):
         lab.transport.disconnect(peer)
 
     def test_its_memory_can_be_registered_again_elsewhere(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, neighbour: LocalPeer
     ) -> None:
         one, other = lab.make(), lab.make()
         buffer = lab.buffer(MIB, one)
         one.close()
         other.register(buffer.region)
-        peer = other.connect(remote.address())
-        copies = batch(buffer.region, remote.region, [0], [0], [MIB])
+        peer = other.connect(neighbour.address())
+        copies = batch(buffer.region, neighbour.region, [0], [0], [MIB])
         lab.finish(other.read(peer, copies), other)
-        np.testing.assert_array_equal(buffer.get(), remote.get())
+        np.testing.assert_array_equal(buffer.get(), neighbour.get())
 
     def test_a_forked_child_is_refused_and_harms_nothing(
         self, lab: Workbench, process: Process

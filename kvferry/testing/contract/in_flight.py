@@ -11,7 +11,7 @@ from kvferry.core.errors import PeerLostError, TransferCancelledError
 from kvferry.core.transport import PeerId, Quiescence, State
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.settings import ContractSettings, each_peer
 from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.peers import Process, TransportPeer
 
@@ -23,6 +23,7 @@ _A_WHILE = 0.25
 class InFlightTests(ContractSettings):
     """Tests of calls during a transfer that takes seconds (``ContractSettings.lasting_bytes``)."""
 
+    @each_peer
     def test_cancel_ends_a_transfer_early(self, lab: Workbench, remote: TransportPeer) -> None:
         """A running transfer that is cancelled becomes FAILED, and its notification is not sent.
 
@@ -74,6 +75,7 @@ class InFlightTests(ContractSettings):
                 return
         raise AssertionError(f"cancel takes {took} s")
 
+    @each_peer
     def test_cancel_after_the_end_changes_nothing(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -83,6 +85,7 @@ class InFlightTests(ContractSettings):
         lab.transport.cancel(transfer)
         assert lab.state(transfer) is State.DONE
 
+    @each_peer
     def test_cancel_leaves_other_transfers_alone(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -117,6 +120,7 @@ class InFlightTests(ContractSettings):
                 in_time = woken.wait(lab.settings.patience)
                 assert in_time, f"the caller was not woken {lab.waited()}"
 
+    @each_peer
     def test_disconnect_fails_what_is_in_flight(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -143,6 +147,7 @@ class InFlightTests(ContractSettings):
             lab.transport.forget(transfer)
         lab.works(remote)
 
+    @each_peer
     def test_close_with_work_in_flight(self, lab: Workbench, remote: TransportPeer) -> None:
         """``close`` ends a running transfer, whose notification is then not sent.
 
@@ -190,6 +195,7 @@ class InFlightTests(ContractSettings):
         assert sorted(took)[2] < 0.05, took
         lab.transport.cancel(transfer)
 
+    @each_peer
     def test_calls_may_come_from_different_threads(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -215,6 +221,7 @@ class InFlightTests(ContractSettings):
         lab.works(remote)
         lab.transport.disconnect(peers[0])
 
+    @each_peer
     def test_transfers_go_on_without_calls(self, lab: Workbench, remote: TransportPeer) -> None:
         """With the capability ``background_progress``, all bytes arrive without a ``poll``."""
         if not lab.capabilities.background_progress:
@@ -228,6 +235,7 @@ class InFlightTests(ContractSettings):
         )
         lab.finish(transfer)
 
+    @each_peer
     def test_other_calls_change_nothing_for_a_transfer(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:

@@ -54,6 +54,13 @@ class LocalPeer:
         """Overwrite the first bytes of the buffer with ``data``."""
         self.buffer.put(data)
 
+    def reset(self) -> None:
+        """Restore the buffer's initial content, and drop the notifications that have arrived."""
+        self.buffer.put(pattern(MIB, self.seed))
+        self.lab.turn()
+        while self.transport.notifications():
+            self.lab.turn()
+
     def register(self, region: Region) -> None:
         """Register memory with the peer's transport."""
         self.transport.register(region)

@@ -15,7 +15,7 @@ from kvferry.core.errors import TransportUnsupportedError, TransportUsageError
 from kvferry.core.transport import Notification, PeerId, State
 from kvferry.testing.contract.copy_batches import batch, joined
 from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.settings import ContractSettings, each_peer
 from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Process, TransportPeer
@@ -27,6 +27,7 @@ class NotificationTests(ContractSettings):
     A driver that has no notifications (``max_notification`` is 0) must refuse to send them.
     """
 
+    @each_peer
     def test_each_arrives_once_in_order_and_says_from_whom(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -80,6 +81,7 @@ class NotificationTests(ContractSettings):
             payloads = [one.payload for one in found if one.sender == sender.name]
             assert payloads == [lab.payload(index) for index in range(100)]
 
+    @each_peer
     def test_from_1_byte_to_the_limit(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         if _refuses(lab, peer, remote):
@@ -94,6 +96,7 @@ class NotificationTests(ContractSettings):
             lab.finish(lab.transport.read(peer, copies, payload))
         assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
 
+    @each_peer
     def test_other_lengths_are_refused_and_nothing_has_moved(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -109,6 +112,7 @@ class NotificationTests(ContractSettings):
         lab.stays(remote, theirs, 0)
         assert remote.notifications(1, 0.05) == []
 
+    @each_peer
     def test_a_peer_that_was_never_connected_is_refused(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -142,6 +146,7 @@ class NotificationTests(ContractSettings):
         if lab.settled(transfer, peer).state is State.FAILED:
             assert neighbour.notifications(1, 0.1) == [], "of a transfer that failed"
 
+    @each_peer
     def test_a_bound_one_comes_with_every_transfer(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -158,6 +163,7 @@ class NotificationTests(ContractSettings):
         assert {one.sender for one in found} == {lab.transport.name}
         assert remote.notifications(1, 0.05) == []
 
+    @each_peer
     def test_bound_and_free_ones_each_keep_their_order(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -209,6 +215,7 @@ class NotificationTests(ContractSettings):
         assert note.payload == lab.bound()
         lab.finish(transfer)
 
+    @each_peer
     def test_what_a_transfer_that_was_refused_was_to_say_is_not_said(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -219,6 +226,7 @@ class NotificationTests(ContractSettings):
         refused(lab.transport.read, peer, outside, lab.bound())
         assert remote.notifications(1, 0.1) == []
 
+    @each_peer
     def test_notifications_does_not_block(self, lab: Workbench, remote: TransportPeer) -> None:
         lab.transport.connect(remote.address())
         took = []

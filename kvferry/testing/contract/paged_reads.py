@@ -21,7 +21,7 @@ from kvferry.core.transport import (
 )
 from kvferry.testing.contract.copy_batches import moved
 from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.settings import ContractSettings, each_peer
 from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import Bytes, pattern
 from kvferry.testing.peers import TransportPeer
@@ -39,6 +39,7 @@ REMOTE_SHUFFLED = np.random.default_rng(4).permutation(REMOTE_PAGES)
 class PagedReadTests(ContractSettings):
     """``read_pages`` moves the bytes that its strips and places name, as often as it is called."""
 
+    @each_peer
     def test_paged_read_moves_the_right_bytes(self, lab: Workbench, remote: TransportPeer) -> None:
         strips = strips_between(lab.mine.region, remote.region)
         peer = lab.transport.connect(remote.address())
@@ -48,6 +49,7 @@ class PagedReadTests(ContractSettings):
         for count in (1, 2, 200):
             read_pages(lab, peer, remote, strips, SHUFFLED[:count], REMOTE_SHUFFLED[-count:])
 
+    @each_peer
     def test_strips_of_two_objects_in_one_read(self, lab: Workbench, remote: TransportPeer) -> None:
         mine, theirs = lab.mine.region, remote.region
         first, second = (
@@ -65,6 +67,7 @@ class PagedReadTests(ContractSettings):
             content = expected(part, content, remote.get())
         np.testing.assert_array_equal(lab.mine.get(), content)
 
+    @each_peer
     def test_strips_of_one_page(self, lab: Workbench, remote: TransportPeer) -> None:
         """Of one page, the distance to the next means nothing."""
         many = strips_between(lab.mine.region, remote.region)
@@ -77,6 +80,7 @@ class PagedReadTests(ContractSettings):
         if not refuses_pages(lab, peer, strips):
             read_pages(lab, peer, remote, strips, np.zeros(1), np.zeros(1))
 
+    @each_peer
     def test_empty_paged_read_is_done(self, lab: Workbench, remote: TransportPeer) -> None:
         strips = strips_between(lab.mine.region, remote.region)
         peer = lab.transport.connect(remote.address())
@@ -100,6 +104,7 @@ class PagedReadTests(ContractSettings):
         (arrived,) = lab.receive(near.transport, 1)
         assert (arrived.sender, arrived.payload) == (lab.transport.name, lab.payload(9))
 
+    @each_peer
     def test_places_that_do_not_exist_are_refused(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -113,6 +118,7 @@ class PagedReadTests(ContractSettings):
             refused(lab.transport.read_pages, peer, pages)
         np.testing.assert_array_equal(lab.mine.get(), before)
 
+    @each_peer
     def test_paged_read_needs_known_regions(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         mine, theirs = lab.mine.region, remote.region

@@ -18,7 +18,7 @@ from kvferry.core.transport import (
 )
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.settings import ContractSettings, each_peer
 from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import imported, pattern
 from kvferry.testing.peers import Process, TransportPeer
@@ -112,6 +112,7 @@ class PeerTests(ContractSettings):
 
     # Addresses.
 
+    @each_peer
     def test_bytes_that_are_no_address_are_refused(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -125,12 +126,14 @@ class PeerTests(ContractSettings):
         lab.works(remote)
 
     def test_an_address_may_be_used_by_many_and_for_long(
-        self, lab: Workbench, remote: TransportPeer
+        self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
-        address = remote.address()
-        for transport in (lab.transport, lab.make(), lab.make()):
-            assert isinstance(transport.connect(address), int)
-        lab.works(remote)
+        transports = (lab.transport, lab.make(), lab.make())
+        for remote in everywhere:
+            address = remote.address()
+            for transport in transports:
+                assert isinstance(transport.connect(address), int)
+            lab.works(remote)
 
     def test_an_address_that_was_changed_on_its_way_harms_nobody(
         self, lab: Workbench, shared_process: Process
@@ -179,6 +182,7 @@ class PeerTests(ContractSettings):
 
     # Connections.
 
+    @each_peer
     def test_connecting_again_is_the_same_peer(self, lab: Workbench, remote: TransportPeer) -> None:
         address = remote.address()
         peer = lab.transport.connect(address)
@@ -186,6 +190,7 @@ class PeerTests(ContractSettings):
         assert lab.transport.connect(remote.address()) == peer
         lab.works(remote)
 
+    @each_peer
     def test_after_disconnect_it_is_another_peer(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -197,6 +202,7 @@ class PeerTests(ContractSettings):
             lab.works(remote)
             lab.transport.disconnect(peer)
 
+    @each_peer
     def test_the_path_to_a_peer_is_said_or_not(self, lab: Workbench, remote: TransportPeer) -> None:
         """``path`` returns the same text while a peer is connected, and "" after ``disconnect``."""
         peer = lab.transport.connect(remote.address())
@@ -222,7 +228,7 @@ class PeerTests(ContractSettings):
             assert (note.sender, note.payload) == (lab.transport.name, lab.bound())
 
     def test_several_peers_at_once(self, lab: Workbench) -> None:
-        neighbours = [LocalPeer(lab, lab.make(), seed) for seed in range(6)]
+        neighbours = [LocalPeer(lab, lab.make(), seed) for seed in range(3)]
         peers = [lab.transport.connect(one.address()) for one in neighbours]
         assert len(set(peers)) == len(peers)
         size = MIB // len(peers)
@@ -230,7 +236,7 @@ class PeerTests(ContractSettings):
         for index, (one, peer) in enumerate(zip(neighbours, peers, strict=True)):
             at = index * size
             copies = batch(lab.mine.region, one.region, [at], [5], [size])
-            if (lab.capabilities.max_outstanding or 6) < 6:
+            if (lab.capabilities.max_outstanding or 3) < 3:
                 lab.finish(lab.transport.read(peer, copies))
             else:
                 transfers.append(lab.transport.read(peer, copies))
@@ -244,10 +250,10 @@ class PeerTests(ContractSettings):
     def test_several_transports_have_one_peer(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """Four transports each read a quarter of a peer's buffer, and all bytes arrive."""
+        """Three transports each read a quarter of a peer's buffer, and all bytes arrive."""
         size, theirs = MIB // 4, shared_process.get()
         started = []
-        for index in range(4):
+        for index in range(3):
             transport, at = lab.make(), index * size
             buffer = lab.buffer(MIB, transport)
             buffer.put(pattern(MIB, 30 + index))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvferry.core.errors import TransportUnsupportedError
+from kvferry.core.errors import TransportUnsupportedError, TransportUsageError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, TransferId
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import batch, joined, part_of
 from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.settings import ContractSettings, each_peer
 from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Process, TransportPeer
@@ -33,6 +33,16 @@ OUTSIDE = {
     "end wraps around": (8, TOP - 16),
 }
 
+# The starts and stops of segments of two copies, which do not cover the copies in order.
+CUTS: tuple[list[tuple[int, int]], ...] = (
+    [(0, 1)],
+    [(1, 2)],
+    [(0, 1), (0, 2)],
+    [(0, 3)],
+    [],
+    [(0, 2), (2, 1), (1, 2)],
+)
+
 
 class RefusalTests(ContractSettings):
     """Refusals of memory, of ranges outside regions, and of malformed batches."""
@@ -46,6 +56,7 @@ class RefusalTests(ContractSettings):
                 lab.transport.register(region)
             refused(lab.transport.deregister, region)
 
+    @each_peer
     def test_registering_again_has_no_effect(self, lab: Workbench, remote: TransportPeer) -> None:
         whole = lab.mine.region
         again = Region(
@@ -60,6 +71,7 @@ class RefusalTests(ContractSettings):
         refused(lab.transport.deregister, lab.mine.part(0, 4096))
         refused(lab.transport.deregister, lab.buffer(4096).region)
 
+    @each_peer
     def test_local_memory_that_is_not_registered_is_refused(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -75,6 +87,7 @@ class RefusalTests(ContractSettings):
         lab.stays(unknown, pattern(MIB, 5))
         lab.stays(remote, theirs, 0)
 
+    @each_peer
     def test_local_memory_that_was_deregistered_is_refused(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -88,6 +101,7 @@ class RefusalTests(ContractSettings):
         lab.transport.register(lab.mine.region)
         lab.works(remote)
 
+    @each_peer
     def test_remote_memory_that_the_peer_did_not_register_is_refused(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -122,6 +136,7 @@ class RefusalTests(ContractSettings):
             refused(lab.transport.read, peer, copies)
         lab.stays(local_peer, content)
 
+    @each_peer
     def test_segments_without_copies_must_name_known_regions_too(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
@@ -197,6 +212,7 @@ class RefusalTests(ContractSettings):
         for region in (lab.mine.region, other.region):
             lab.transport.deregister(region)
 
+    @each_peer
     def test_overlapping_regions_are_separate(self, lab: Workbench, remote: TransportPeer) -> None:
         half = lab.mine.part(0, MIB // 2)
         lab.transport.register(half)
@@ -206,6 +222,7 @@ class RefusalTests(ContractSettings):
         refused(lab.transport.read, peer, lab.whole(remote))
         lab.finish(lab.transport.read(peer, small))
 
+    @each_peer
     def test_many_regions(self, lab: Workbench, remote: TransportPeer) -> None:
         parts = [lab.mine.part(4096 * index, 4096) for index in range(256)]
         for part in parts:
@@ -218,85 +235,89 @@ class RefusalTests(ContractSettings):
 
     # Ranges.
 
-    @pytest.mark.parametrize("where", OUTSIDE)
-    @pytest.mark.parametrize("side", ["local", "remote"])
+    @each_peer
     def test_a_copy_outside_its_region_is_refused(
-        self, lab: Workbench, remote: TransportPeer, side: str, where: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        offset, nbytes = OUTSIDE[where]
-        here, there = (offset, 0) if side == "local" else (0, offset)
-        if nbytes > MIB:
-            # The other side's region is equally large, so the copy leaves it as well.
-            here, there = (offset, offset)
-        with np.errstate(over="ignore"):
-            copies = batch(
-                lab.mine.region,
-                remote.region,
-                np.array([100, here, 200], np.uint64),
-                np.array([100, there, 200], np.uint64),
-                np.array([8, nbytes, 8], np.uint64),
-            )
-        _assert_batch_is_refused(lab, remote, copies)
+        batches = {}
+        for where, (offset, nbytes) in OUTSIDE.items():
+            # The other side's region is equally large, so a longer copy leaves it as well.
+            other = offset if nbytes > MIB else 0
+            for side, here, there in (("local", offset, other), ("remote", other, offset)):
+                with np.errstate(over="ignore"):
+                    batches[f"{side}: {where}"] = batch(
+                        lab.mine.region,
+                        remote.region,
+                        np.array([100, here, 200], np.uint64),
+                        np.array([100, there, 200], np.uint64),
+                        np.array([8, nbytes, 8], np.uint64),
+                    )
+        _assert_refused(lab, remote, batches)
 
-    @pytest.mark.parametrize("at", [0, 500, 999])
-    @pytest.mark.parametrize("side", ["local", "remote"])
     def test_one_copy_outside_among_many_is_refused(
-        self, lab: Workbench, shared_process: Process, side: str, at: int
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        here, there = 512 * np.arange(1000), 512 * np.arange(1000)
-        (here if side == "local" else there)[at] = MIB - 100
-        copies = batch(lab.mine.region, shared_process.region, here, there, np.full(1000, 101))
-        _assert_batch_is_refused(lab, shared_process, copies)
+        batches = {}
+        for side in (0, 1):
+            for at in (0, 500, 999):
+                starts = np.stack([512 * np.arange(1000)] * 2)
+                starts[side, at] = MIB - 100
+                batches[f"side {side}, copy {at}"] = batch(
+                    lab.mine.region, shared_process.region, *starts, np.full(1000, 101)
+                )
+        _assert_refused(lab, shared_process, batches)
 
     @pytest.mark.parametrize("start", [0, 4096])
-    @pytest.mark.parametrize("side", ["local", "remote"])
     def test_each_copy_must_lie_in_its_own_segments_regions(
-        self, lab: Workbench, shared_process: Process, side: str, start: int
+        self, lab: Workbench, shared_process: Process, start: int
     ) -> None:
         """A copy is refused if its range lies in a registered region, but not in its segment's."""
-        here, there = lab.mine.part(start, 4096), part_of(shared_process.region, start, 4096)
+        mine, theirs = lab.mine.region, shared_process.region
+        here, there = lab.mine.part(start, 4096), part_of(theirs, start, 4096)
         lab.transport.register(here)
         shared_process.register(there)
         inside = batch(here, there, [0], [0], [4096])
-        beside = batch(
-            here if side == "local" else lab.mine.region,
-            there if side == "remote" else shared_process.region,
-            [4096],
-            [4096],
-            [8],
-        )
+        beside = {"local": (here, theirs), "remote": (mine, there)}
+        batches = {
+            side: joined([inside, batch(*regions, [4096], [4096], [8])])
+            for side, regions in beside.items()
+        }
         try:
-            _assert_batch_is_refused(lab, shared_process, joined([inside, beside]))
+            _assert_refused(lab, shared_process, batches)
         finally:
             shared_process.deregister(there)
 
     # Form.
 
-    @pytest.mark.parametrize(
-        "cuts", [[(0, 1)], [(1, 2)], [(0, 1), (0, 2)], [(0, 3)], [], [(0, 2), (2, 1), (1, 2)]]
-    )
+    @each_peer
     def test_segments_that_do_not_cover_the_copies_are_refused(
-        self, lab: Workbench, remote: TransportPeer, cuts: list[tuple[int, int]]
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
-        segments = tuple(
-            Segment(start=start, stop=stop, local=lab.mine.region, remote=remote.region)
-            for start, stop in cuts
-        )
-        copies = Copies(local=good.local, remote=good.remote, nbytes=good.nbytes, segments=segments)
-        _assert_batch_is_refused(lab, remote, copies)
+        [whole] = good.segments
+        batches = {
+            f"{cuts}": replace(
+                good,
+                segments=tuple(replace(whole, start=start, stop=stop) for start, stop in cuts),
+            )
+            for cuts in CUTS
+        }
+        _assert_refused(lab, remote, batches)
 
-    @pytest.mark.parametrize("name", ["local", "remote", "nbytes"])
+    @each_peer
     def test_arrays_of_unequal_length_are_refused(
-        self, lab: Workbench, remote: TransportPeer, name: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
-        arrays = {"local": good.local, "remote": good.remote, "nbytes": good.nbytes}
-        arrays[name] = arrays[name][:1]
-        _assert_batch_is_refused(lab, remote, Copies(segments=good.segments, **arrays))
+        batches = {
+            name: replace(good, **{name: getattr(good, name)[:1]})
+            for name in ("local", "remote", "nbytes")
+        }
+        _assert_refused(lab, remote, batches)
 
     # Ids.
 
+    @each_peer
     def test_unknown_peers_are_refused(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         copies = lab.whole(remote)
@@ -304,6 +325,7 @@ class RefusalTests(ContractSettings):
             refused(lab.transport.read, unknown, copies)
             refused(lab.transport.disconnect, unknown)
 
+    @each_peer
     def test_unknown_transfers_are_refused(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         transfer = lab.transport.read(peer, lab.whole(remote))
@@ -326,11 +348,20 @@ class RefusalTests(ContractSettings):
         lab.transport.forget(transfer)
 
 
-def _assert_batch_is_refused(lab: Workbench, remote: TransportPeer, copies: Copies) -> None:
-    """Assert that a batch is refused, and that no byte of either side changes."""
+def _assert_refused(lab: Workbench, remote: TransportPeer, batches: Mapping[str, Copies]) -> None:
+    """Assert that batches, which have names, are refused, and that no byte of either side changes.
+
+    Args:
+        lab: The workbench of the test.
+        remote: The peer that the batches name.
+        batches: The batches, by what is wrong with each.
+    """
     peer = lab.transport.connect(remote.address())
-    lab.mine.put(pattern(MIB, 77))
-    theirs = remote.get()
-    refused(lab.transport.read, peer, copies)
-    lab.stays(lab.mine, pattern(MIB, 77), 0.01)
+    mine, theirs = lab.fresh(), remote.get()
+    lab.mine.put(mine)
+    for wrong, copies in batches.items():
+        with pytest.raises(TransportUsageError) as caught:
+            pytest.fail(f"not refused: {wrong} (transfer {lab.transport.read(peer, copies)})")
+        assert str(caught.value), f"refused without a word: {wrong}"
+    lab.stays(lab.mine, mine)
     lab.stays(remote, theirs, 0)

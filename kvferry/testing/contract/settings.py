@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import ClassVar
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, TypeVar
 
+import numpy as np
 import pytest
 
 from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
 from kvferry.testing.peers import Process, Spares, TransportPeer
 
-PEER_KINDS = ("itself", "neighbour", "other process")
+T = TypeVar("T")
+
+
+def each_peer(
+    test: Callable[[T, Workbench, TransportPeer], None],
+) -> Callable[[T, Workbench, list[TransportPeer]], None]:
+    """Let a test of one peer run with each peer of the fixture ``everywhere``, in turn.
+
+    Each time, the local buffer is registered and full of zeros at first. An error's note says with
+    which peer it came.
+    """
+
+    @functools.wraps(test)
+    def tests(self: T, lab: Workbench, everywhere: list[TransportPeer]) -> None:
+        for number, peer in enumerate(everywhere):
+            lab.transport.register(lab.mine.region)
+            lab.mine.put(np.zeros(MIB, np.uint8))
+            try:
+                test(self, lab, peer)
+            except BaseException as exc:
+                exc.add_note(f"with peer {number} of everywhere: {peer.name}")
+                raise
+
+    del tests.__wrapped__  # pytest takes the names of the fixtures from there
+    return tests
 
 
 class ContractSettings:
@@ -91,19 +117,33 @@ class ContractSettings:
             process.patience = lab.settings.patience
             yield process
 
-    @pytest.fixture(params=PEER_KINDS)
-    def remote(self, request: pytest.FixtureRequest, lab: Workbench) -> TransportPeer:
-        """A peer with a buffer of 1 MiB, filled with a pattern. A test runs once per kind of peer.
+    @pytest.fixture(scope="class")
+    @classmethod
+    def lasting_neighbour(cls) -> Iterator[LocalPeer]:
+        """Another transport of this process, which the tests of a class share.
+
+        Tests use it through ``neighbour``.
+        """
+        with Workbench(settings_of(cls)) as bench:
+            yield LocalPeer(bench, bench.transport)
+
+    @pytest.fixture
+    def neighbour(self, lab: Workbench, lasting_neighbour: LocalPeer) -> LocalPeer:
+        """Another transport of this process, for tests that do not close it.
+
+        The tests of a class share the transport; the buffer is filled anew before each test.
+        """
+        lasting_neighbour.lab, lab.beside = lab, lasting_neighbour.transport
+        lasting_neighbour.reset()
+        return lasting_neighbour
+
+    @pytest.fixture
+    def everywhere(
+        self, lab: Workbench, neighbour: LocalPeer, shared_process: Process
+    ) -> list[TransportPeer]:
+        """A list with a peer of each kind, each with a buffer of 1 MiB, filled with a pattern.
 
         The kinds are the transport under test itself, another transport of this process, and a
         transport of another process.
         """
-        if request.param == "other process":
-            process: Process = request.getfixturevalue("shared_process")
-            return process
-        return LocalPeer(lab, lab.transport if request.param == "itself" else lab.make())
-
-    @pytest.fixture
-    def everywhere(self, lab: Workbench, shared_process: Process) -> list[TransportPeer]:
-        """A list with one peer of each kind that the fixture ``remote`` has."""
-        return [LocalPeer(lab, lab.transport), LocalPeer(lab, lab.make()), shared_process]
+        return [LocalPeer(lab, lab.transport), neighbour, shared_process]

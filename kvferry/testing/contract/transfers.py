@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from kvferry.core.memory import U64Array
 from kvferry.core.transport import State, Status, Transport
 from kvferry.core.transport.copies import Copies, Segment
-from kvferry.testing.contract.copy_batches import batch, joined, moved, part_of
-from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.copy_batches import Offsets, batch, joined, moved, part_of
+from kvferry.testing.contract.settings import ContractSettings, each_peer
 from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import Buffer, available, pattern
 from kvferry.testing.peers import Process, TransportPeer
@@ -21,73 +23,51 @@ _MANY = 256
 _TIMES = 6
 
 
+def _shapes() -> Iterator[tuple[str, Offsets, Offsets, Offsets]]:
+    """Yield batches: a name, and each copy's offsets (this side's, the peer's) and length."""
+    yield "one copy", [8192], [4096], [65_536]
+    yield "one byte", [MIB - 1], [4097], [1]
+    yield "a whole region", [0], [0], [MIB]
+    sizes = [1, 0, 7, 4095, 4096, 4097, 100_000, 1]
+    there = [0, 5, MIB - 7, 3, 8191, 12_289, 500_001, MIB - 1]
+    here = [MIB - 1, 0, 11, 1001, 8000, 20_000, 300_003, 0]
+    yield "scattered, unaligned, of every size", here, there, sizes
+    order = np.random.default_rng(2).permutation(100_000)
+    yield "100,000 copies", 10 * np.arange(100_000), 10 * order + 1, np.full(100_000, 9)
+    # A driver may merge copies that are adjacent on both sides, but on one side only it must not.
+    starts = np.arange(0, MIB // 2, 512)
+    shuffled = np.random.default_rng(3).permutation(starts)
+    for name, each in (("", starts), (", descending", starts[::-1]), (", shuffled", shuffled)):
+        yield f"adjacent{name}", each + 64, each + 1000, np.full(len(each), 512)
+    near, far = 1000 * np.arange(300), 3000 * np.arange(300)
+    yield "adjacent on this side only", near, far, np.full(300, 1000)
+    yield "adjacent at the peer only", far, near, np.full(300, 1000)
+    lengths = np.random.default_rng(4).integers(0, 3000, 500)
+    ends = lengths.cumsum()
+    gaps = np.random.default_rng(5).integers(0, 2, 500).cumsum()
+    yield "of unequal size, side by side", ends - lengths, ends - lengths + gaps, lengths
+    yield "overlapping sources", [0, 1000, 2000, 5000], [5, 7, 5, 500], [1000, 1000, 1000, 2000]
+    yield "copies of no bytes", np.zeros(5000), np.zeros(5000), np.zeros(5000)
+    yield "no bytes at the end", [MIB, 0], [MIB, 100], [0, 0]
+    yield "no copies", [], [], []
+
+
 class TransferTests(ContractSettings):
     """Reads of many kinds of batches, from each kind of peer."""
 
-    def test_one_copy(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, [8192], [4096], [65_536])
+    @each_peer
+    def test_batches_of_every_shape(self, lab: Workbench, remote: TransportPeer) -> None:
+        for name, here, there, sizes in _shapes():
+            lab.moves(remote, here, there, sizes, name)
 
-    def test_one_byte(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, [MIB - 1], [4097], [1])
-
-    def test_a_whole_region(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, [0], [0], [MIB])
-
-    def test_scattered_unaligned_copies_of_every_size(
-        self, lab: Workbench, remote: TransportPeer
-    ) -> None:
-        sizes = [1, 0, 7, 4095, 4096, 4097, 100_000, 1]
-        there = [0, 5, MIB - 7, 3, 8191, 12_289, 500_001, MIB - 1]
-        here = [MIB - 1, 0, 11, 1001, 8000, 20_000, 300_003, 0]
-        lab.moves(remote, here, there, sizes)
-
-    def test_100_000_copies(self, lab: Workbench, remote: TransportPeer) -> None:
-        order = np.random.default_rng(2).permutation(100_000)
-        here, there = 10 * np.arange(len(order)), 10 * order + 1
-        lab.moves(remote, here, there, np.full(len(order), 9))
-
-    @pytest.mark.parametrize("order", ["ascending", "descending", "shuffled"])
-    def test_adjacent_copies(self, lab: Workbench, remote: TransportPeer, order: str) -> None:
-        """All bytes arrive if copies are adjacent on both sides; a driver may merge them."""
-        starts = np.arange(0, MIB // 2, 512)
-        if order == "descending":
-            starts = starts[::-1]
-        if order == "shuffled":
-            starts = np.random.default_rng(3).permutation(starts)
-        lab.moves(remote, starts + 64, starts + 1000, np.full(len(starts), 512))
-
-    @pytest.mark.parametrize("side", ["here", "there"])
-    def test_copies_adjacent_on_one_side_only(
-        self, lab: Workbench, remote: TransportPeer, side: str
-    ) -> None:
-        """All bytes arrive if copies are adjacent on one side only; no driver may merge them."""
-        near, far = 1000 * np.arange(300), 3000 * np.arange(300)
-        here, there = (near, far) if side == "here" else (far, near)
-        lab.moves(remote, here, there, np.full(300, 1000))
-
-    def test_copies_of_unequal_size_side_by_side(
-        self, lab: Workbench, remote: TransportPeer
-    ) -> None:
-        sizes = np.random.default_rng(4).integers(0, 3000, 500)
-        ends = sizes.cumsum()
-        gaps = np.random.default_rng(5).integers(0, 2, 500).cumsum()
-        lab.moves(remote, ends - sizes, ends - sizes + gaps, sizes)
-
-    def test_overlapping_sources(self, lab: Workbench, remote: TransportPeer) -> None:
-        here, there = [0, 1000, 2000, 5000], [5, 7, 5, 500]
-        lab.moves(remote, here, there, [1000, 1000, 1000, 2000])
-
-    def test_copies_of_no_bytes(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, np.zeros(5000), np.zeros(5000), np.zeros(5000))
-        lab.moves(remote, [MIB, 0], [MIB, 100], [0, 0])
-
-    def test_no_copies_at_all(self, lab: Workbench, remote: TransportPeer) -> None:
-        lab.moves(remote, [], [], [])
+    @each_peer
+    def test_no_segments_at_all(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         none = np.empty(0, np.uint64)
         nothing = Copies(local=none, remote=none, nbytes=none, segments=())
         lab.finish(lab.transport.read(peer, nothing))
 
+    @each_peer
     def test_several_regions_in_one_transfer(self, lab: Workbench, remote: TransportPeer) -> None:
         buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
         parts = [index * 8192 + 5 for index in range(30)]
@@ -117,6 +97,7 @@ class TransferTests(ContractSettings):
             remote.deregister(regions[index])
         np.testing.assert_array_equal(remote.get(), content)
 
+    @each_peer
     def test_empty_segments_between_full_ones(self, lab: Workbench, remote: TransportPeer) -> None:
         mine = pattern(MIB, 9)
         lab.mine.put(mine)
@@ -250,6 +231,7 @@ class TransferTests(ContractSettings):
         expected = moved(mine, starts, theirs, starts + 1, np.full(100, 999))
         np.testing.assert_array_equal(lab.mine.get(), expected)
 
+    @each_peer
     def test_many_transfers_at_once(self, lab: Workbench, remote: TransportPeer) -> None:
         mine, theirs = pattern(MIB, 77), remote.get()
         lab.mine.put(mine)
@@ -282,6 +264,7 @@ class TransferTests(ContractSettings):
         assert second.state is after or second.state.final
         assert lab.poll([]) == []
 
+    @each_peer
     def test_done_stays_until_it_is_forgotten(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         transfer = lab.transport.read(peer, lab.whole(remote))
@@ -295,6 +278,7 @@ class TransferTests(ContractSettings):
             refused(call, transfer)
         refused(lab.transport.poll, [transfer])
 
+    @each_peer
     def test_ids_are_not_used_again(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         seen = set()

@@ -105,11 +105,14 @@ class Workbench:
         settings: The settings of the tests.
         transport: The transport under test.
         mine: A buffer of 1 MiB of zeros, registered with ``transport``.
+        beside: A transport that the tests of a class share, if the test uses it. The workbench
+            polls it, and does not own it.
     """
 
     settings: ContractParameters
     transport: Transport = field(init=False)
     mine: Buffer = field(init=False)
+    beside: Transport | None = None
     _made: list[Transport] = field(default_factory=list)
     _buffers: list[Buffer] = field(default_factory=list)
     _last: dict[tuple[int, TransferId], Status] = field(default_factory=dict)
@@ -166,7 +169,7 @@ class Workbench:
 
     def turn(self) -> None:
         """Poll the transports that need calls to make progress, then sleep a moment."""
-        for transport in self._made:
+        for transport in self._polled():
             if not transport.capabilities.background_progress:
                 with contextlib.suppress(TransportUsageError):  # the test has closed it
                     transport.poll([])
@@ -348,7 +351,9 @@ class Workbench:
         """
         return self.payload(number) if self.notifies else None
 
-    def moves(self, remote: TransportPeer, here: Offsets, there: Offsets, sizes: Offsets) -> None:
+    def moves(
+        self, remote: TransportPeer, here: Offsets, there: Offsets, sizes: Offsets, what: str = ""
+    ) -> None:
         """Assert that a read from a peer to ``mine`` changes the right bytes and no others.
 
         Args:
@@ -356,6 +361,7 @@ class Workbench:
             here: Each copy's offset in ``mine``, in bytes.
             there: Each copy's offset in the peer's buffer, in bytes.
             sizes: Each copy's length in bytes.
+            what: What kind of batch this is, for the message.
         """
         mine, theirs = pattern(MIB, 77), remote.get()
         self.mine.put(mine)
@@ -363,8 +369,8 @@ class Workbench:
         copies = batch(self.mine.region, remote.region, here, there, sizes)
         self.finish(self.transport.read(peer, copies))
         mine = moved(mine, here, theirs, there, sizes)
-        np.testing.assert_array_equal(self.mine.get(), mine, "this side's memory")
-        np.testing.assert_array_equal(remote.get(), theirs, "the peer's memory")
+        np.testing.assert_array_equal(self.mine.get(), mine, f"this side's memory: {what}")
+        np.testing.assert_array_equal(remote.get(), theirs, f"the peer's memory: {what}")
 
     def whole(self, remote: TransportPeer) -> Copies:
         """Return a batch of one copy: between all of ``mine`` and all of a peer's buffer."""
@@ -455,11 +461,14 @@ class Workbench:
 
     def poll_all(self) -> None:
         """Poll every transport that is not closed, with every transfer that is not forgotten."""
-        for transport in self._made:
+        for transport in self._polled():
             transfers_of = [transfer for owner, transfer in self._last if owner == id(transport)]
             for transfers in ([], *([one] for one in transfers_of)):
                 with contextlib.suppress(TransportUsageError):
                     transport.poll(transfers)
+
+    def _polled(self) -> list[Transport]:
+        return [*self._made, *filter(None, [self.beside])]
 
     def fresh(self, nbytes: int = MIB) -> Bytes:
         """Return ``nbytes`` bytes of a pattern that this test has not used yet."""

@@ -150,7 +150,7 @@ class CancelFailsDoneTransfers(Watched):
         return failed("cancelled") if undone else status
 
 
-@caught_by("test_one_copy")
+@caught_by("test_batches_of_every_shape")
 class DoneBecomesPending(Watched):
     """A transfer that was DONE is PENDING at the next poll."""
 

@@ -15,7 +15,7 @@ from kvferry.drivers.loopback import LoopbackTransport
 from tests.long.drivers.planted.base import AlteredTransfers, caught_by, cut
 
 
-@caught_by("test_one_copy")
+@caught_by("test_batches_of_every_shape")
 class LosesTheLastByte(AlteredTransfers):
     """The last byte of every copy is not moved."""
 
@@ -23,7 +23,7 @@ class LosesTheLastByte(AlteredTransfers):
         return replace(copies, nbytes=copies.nbytes - (copies.nbytes > 1))
 
 
-@caught_by("test_one_byte")
+@caught_by("test_batches_of_every_shape")
 class DropsSingleBytes(AlteredTransfers):
     """Copies of single bytes are dropped."""
 
@@ -31,7 +31,7 @@ class DropsSingleBytes(AlteredTransfers):
         return replace(copies, nbytes=copies.nbytes * (copies.nbytes >= 4))
 
 
-@caught_by("test_scattered_unaligned_copies_of_every_size")
+@caught_by("test_batches_of_every_shape")
 class AlignsAddresses(AlteredTransfers):
     """Remote addresses are rounded down to words."""
 
@@ -39,7 +39,7 @@ class AlignsAddresses(AlteredTransfers):
         return replace(copies, remote=copies.remote // np.uint64(4) * np.uint64(4))
 
 
-@caught_by("test_100_000_copies")
+@caught_by("test_batches_of_every_shape")
 class CountsCopiesWith16Bits(AlteredTransfers):
     """The number of copies wraps around at 65,536."""
 
@@ -48,7 +48,7 @@ class CountsCopiesWith16Bits(AlteredTransfers):
         return cut(copies, slice(keep))
 
 
-@caught_by("test_copies_adjacent_on_one_side_only")
+@caught_by("test_batches_of_every_shape")
 class MergesCopiesAdjacentOnOneSide(AlteredTransfers):
     """Copies that are adjacent on the remote side are merged as if adjacent on both."""
 
@@ -63,7 +63,7 @@ class MergesCopiesAdjacentOnOneSide(AlteredTransfers):
         return replace(copies, local=local)
 
 
-@caught_by("test_adjacent_copies")
+@caught_by("test_batches_of_every_shape")
 class SortsRemoteAddresses(AlteredTransfers):
     """The remote addresses are sorted, and the local ones are not."""
 
@@ -71,7 +71,7 @@ class SortsRemoteAddresses(AlteredTransfers):
         return replace(copies, remote=np.sort(copies.remote))
 
 
-@caught_by("test_overlapping_sources")
+@caught_by("test_batches_of_every_shape")
 class SkipsRepeatedSources(AlteredTransfers):
     """A copy whose source was read before is taken for a copy that is already done."""
 
@@ -100,7 +100,7 @@ class StopsAtAnEmptySegment(AlteredTransfers):
         return copies
 
 
-@caught_by("test_copies_of_no_bytes")
+@caught_by("test_batches_of_every_shape")
 class RefusesCopiesOfNoBytes(AlteredTransfers):
     """Copies of no bytes are refused."""
 
