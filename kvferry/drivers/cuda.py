@@ -93,8 +93,7 @@ class CudaDriver:
     def wait_idle(self, device: int) -> None:
         """Wait until a device has done all that this process has enqueued, the engine's work too.
 
-        Raises:
-            StreamCaptureError: a stream is being captured; try again later.
+        Raises ``StreamCaptureError`` while a stream is being captured.
         """
         with self._context(device) as active:
             if active:

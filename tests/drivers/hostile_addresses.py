@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "nixl": {},
     "loopback": {},
 }
-COUNT = int(os.environ.get("KVFERRY_HOSTILE", "300"))
+COUNT = int(os.environ.get("KVFERRY_HOSTILE", "100"))
 """Addresses that a test tries."""
 ADDRESSES_PER_PROCESS = 500
 """Addresses tried on one process: in NIXL, connections leave file descriptors behind."""

@@ -28,13 +28,10 @@ from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
 from kvferry.testing.memory import Bytes
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import MIB, Pair, closed_at_end, paired, until, until_accepted
-from tests.gpu.driver_api import StandInCuda
+from tests.gpu.driver_api import FLUSH_OPTIONS, NEVER, WRITES_ORDERING, StandInCuda
 from tests.ucx.test_transport import FACTORY, PATIENT, TCP, Make
 
 DEVICE = 1
-WRITES_ORDERING, FLUSH_OPTIONS = 118, 117
-NEVER = 1e9
-"""Seconds after which a GPU's queue is empty, for a queue that lasts longer than any test."""
 
 AsRegion = Callable[[Bytes], Region]
 UcxPair = Pair[UcxTransport, UcxTransport]

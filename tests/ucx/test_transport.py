@@ -308,39 +308,42 @@ print("the end")
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_it_prints_nothing_and_its_process_ends_well(closed: bool) -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CODE.replace("{closed}", str(closed))],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert (run.stdout, run.stderr, run.returncode) == ("the end\n", "", 0)
+    assert run(CODE.replace("{closed}", str(closed))) == ("the end\n", "", 0)
 
 
-@pytest.mark.parametrize("first", ["ucx", "nixl"])
-def test_it_and_nixl_which_brings_its_own_ucx_move_bytes_in_one_process(first: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import beside_nixl; beside_nixl({first!r})"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert run.returncode == 0, run.stderr
+BESIDE_NIXL = """
+import sys
+from kvferry.core.transport import State, registry
+from tests.drivers.pairs import paired, received
 
-
-def beside_nixl(first: str) -> None:
-    """Both drivers, by turns."""
-    second = {"ucx": "nixl", "nixl": "ucx"}[first]
-    options: dict[str, dict[str, Any]] = {"ucx": PATIENT, "nixl": {}}
-    made = [[registry.create(name, options[name]) for _ in range(2)] for name in (first, second)]
-    pairs = [paired(one, other) for one, other in made]
-    for _ in range(3):
-        for pair in pairs:
-            assert pair.works()
-            assert pair.moved(notify=b"x").state is State.DONE
-            assert received(pair.other, 1) == [b"x"]
+pairs = []
+for name in sys.argv[1:]:
+    options = {"connect_seconds": 60.0} if name == "ucx" else {}
+    pairs.append(paired(*(registry.create(name, options) for _ in range(2))))
+for _ in range(3):
     for pair in pairs:
-        pair.reader.close()
-        pair.other.close()
+        assert pair.works()
+        assert pair.moved(notify=b"x").state is State.DONE
+        assert received(pair.other, 1) == [b"x"]
+for pair in pairs:
+    pair.reader.close()
+    pair.other.close()
+"""
+
+
+@pytest.mark.parametrize("order", [["ucx", "nixl"], ["nixl", "ucx"]], ids=" ".join)
+def test_it_and_nixl_which_brings_its_own_ucx_move_bytes_in_one_process(order: list[str]) -> None:
+    _, said, status = run(BESIDE_NIXL, *order)
+    assert status == 0, said
+
+
+def run(code: str, *arguments: str) -> tuple[str, str, int]:
+    """Run Python code, and return what it printed, its errors, and its status."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    return ran.stdout, ran.stderr, ran.returncode

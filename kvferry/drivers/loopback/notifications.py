@@ -70,9 +70,7 @@ class NotificationChannel:
     def send(self, payload: bytes) -> None:
         """Send or queue a notification. Never block.
 
-        Raises:
-            PeerLostError: the receiver has closed its end, or this channel is closed.
-            TransportError: the queue is full; the notification is dropped.
+        Raises ``PeerLostError`` if either end is closed, ``TransportError`` if the queue is full.
         """
         with self._lock:
             if self._queued_bytes > _MAX_QUEUED:

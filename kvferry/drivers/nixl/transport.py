@@ -115,11 +115,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return f"{self._agent.library}, {self._options.backend}"
 
     def telemetry(self, transfer: TransferId) -> list[Telemetry]:
-        """Return what NIXL measured of each chunk of a DONE transfer.
-
-        Raises:
-            TransportUsageError: it is unknown or not DONE, or the option ``telemetry`` is not set.
-        """
+        """Return what NIXL measured of each chunk of a DONE transfer, with option ``telemetry``."""
         self._check_usable()
         found = self._find_transfer(transfer)
         if found.telemetry is None or found.status.state is not State.DONE:

@@ -42,11 +42,7 @@ class LocalDevices:
         return self._wait.quiet
 
     def flush(self, transports: frozenset[str]) -> None:
-        """Make bytes that have arrived visible to new work on the GPUs, if a NIC wrote them.
-
-        ``transports`` may have moved them; empty if unknown. Raise ``TransportError`` if a GPU
-        cannot flush.
-        """
+        """Make what ``transports`` (empty: unknown) have moved visible to new work on the GPUs."""
         if transports and transports <= WITHOUT_NIC:
             return
         for device in self._devices:

@@ -85,8 +85,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 class Ucp:
     """A loaded libucp (or a test's substitute), whose methods raise ``TransportError``.
 
-    Raises:
-        DriverError: the library lacks a function, or was built without support for threads.
+    Raises ``DriverError`` if it lacks a function, or was built without support for threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -118,8 +117,7 @@ class Ucp:
     ) -> Context:
         """Create a context; the user's ``settings`` override ``defaults``, both without ``UCX_``.
 
-        Raises:
-            DriverError: UCX does not take one of the user's settings, or does not start.
+        Raises ``DriverError`` if UCX does not take one of the user's settings, or does not start.
         """
         config = self._new("ucp_config_read", None, None, trouble="UCX reads no configuration")
         params = structs.ContextParams.of(
@@ -281,11 +279,7 @@ class Ucp:
         return answer
 
     def send(self, endpoint: Endpoint, head: bytes, body: bytes | int, nbytes: int) -> int:
-        """Send a message; return the answer for when UCP needs its data no longer.
-
-        UCP copies the head, which may be empty; the caller keeps the body (or the data at its
-        address) alive.
-        """
+        """Send a message; return the answer. Until then, the caller keeps the body's data alive."""
         library = self._library if nbytes > BRIEF_BYTES else self._brief
         params = ctypes.byref(self._eager)
         answer: int = library.ucp_am_send_nbx(
