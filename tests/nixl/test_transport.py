@@ -77,9 +77,8 @@ def test_invalid_options_are_refused_with_valid_ones_named(
         registry.create("nixl", options)
 
 
-@pytest.mark.parametrize("threads", [0, "1"])
-def test_backend_options_are_accepted(make: Make, threads: object) -> None:
-    options = {"num_threads": threads, "num_workers": 2}
+def test_backend_options_are_accepted(make: Make) -> None:
+    options = {"num_threads": "1", "num_workers": 2}
     assert paired(make(backend_options=options), make()).works()
 
 
@@ -301,8 +300,8 @@ buffer = np.zeros(4096, np.uint8)
 one.register(region_of(buffer))
 peer = other.connect(one.address())
 other.notify(peer, b"x")
-if {closed}:
-    one.close()
+one.close()
+if {both}:
     other.close()
 print("the end", logging.raiseExceptions)
 """
@@ -318,15 +317,15 @@ def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_transport_prints_nothing_and_process_exits_cleanly(closed: bool) -> None:
+def test_transport_prints_nothing_and_process_exits_cleanly_with_one_open() -> None:
     """NIXL brings libraries that many machines also have in another version."""
-    run = _run(CODE.replace("{closed}", str(closed)))
+    run = _run(CODE.replace("{both}", "False"))
     assert run.stdout == "the end True\n"
     assert "INFO" not in run.stderr
     assert run.returncode == 0, run.stderr
 
 
 def test_nixl_log_level_is_respected() -> None:
-    run = _run(CODE.replace("{closed}", "True"), NIXL_LOG_LEVEL="INFO")
+    run = _run(CODE.replace("{both}", "True"), NIXL_LOG_LEVEL="INFO")
     assert "NIXL version: " in run.stdout + run.stderr
+    assert run.returncode == 0, run.stderr

@@ -145,7 +145,7 @@ def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
     assert pair.reader._poster.compiled, "llvmlite, which the extra ucx installs, is missing"
     places = np.random.default_rng(5).permutation(8 * MIB // 4096)
     rows = [(4096 * i, 4096 * int(place), 4096) for i, place in enumerate(places)]
-    for seed in range(8):
+    for seed in range(3):
         pair.mine[:] = 0
         assert pair.moved(rows, b"%d" % seed).state is State.DONE
         np.testing.assert_array_equal(
@@ -299,16 +299,13 @@ buffer = np.zeros(4096, np.uint8)
 one.register(region_of(buffer))
 peer = other.connect(one.address())
 other.notify(peer, b"x")
-if {closed}:
-    one.close()
-    other.close()
+one.close()
 print("the end")
 """
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_it_prints_nothing_and_its_process_ends_well(closed: bool) -> None:
-    assert run(CODE.replace("{closed}", str(closed))) == ("the end\n", "", 0)
+def test_it_prints_nothing_and_its_process_ends_well_with_one_open() -> None:
+    assert run(CODE) == ("the end\n", "", 0)
 
 
 BESIDE_NIXL = """
