@@ -21,7 +21,7 @@ def test_metadata_under_another_name_removes_no_agent() -> None:
     honest = peer("honest", 1)
     honest.load_metadata(agent)
     with pytest.raises(ConnectError, match="an address of other that holds NIXL's metadata of"):
-        replace(honest, name="other").load_metadata(agent)
+        replace(honest, name="other", loaded={}).load_metadata(agent)
     assert b"honest" in agent.known
 
 
