@@ -260,10 +260,10 @@ class RefusalTests(ContractSettings):
         batches = {}
         for side in (0, 1):
             for at in (0, 500, 999):
-                starts = np.stack([512 * np.arange(1000)] * 2)
-                starts[side, at] = MIB - 100
+                here, there = 512 * np.arange(1000), 512 * np.arange(1000)
+                (here, there)[side][at] = MIB - 100
                 batches[f"side {side}, copy {at}"] = batch(
-                    lab.mine.region, shared_process.region, *starts, np.full(1000, 101)
+                    lab.mine.region, shared_process.region, here, there, np.full(1000, 101)
                 )
         _assert_refused(lab, shared_process, batches)
 
