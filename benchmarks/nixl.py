@@ -59,14 +59,16 @@ class Stopwatch:
 
     def __init__(self, api: Any) -> None:
         self.posting: float | None = None
-        original = api.nixl_agent.transfer
+        # The driver calls NIXL's native agent, and so does NIXL's Python class.
+        native = api.nixlBind.nixlAgent
+        original = native.postXferReq
 
-        def transfer(agent: Any, *arguments: Any) -> Any:
+        def post(agent: Any, *arguments: Any) -> Any:
             if self.posting is None:
                 self.posting = time.perf_counter()
             return original(agent, *arguments)
 
-        api.nixl_agent.transfer = transfer
+        native.postXferReq = post
 
     def start(self) -> float:
         self.posting = None

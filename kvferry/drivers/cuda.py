@@ -93,8 +93,7 @@ class CudaDriver:
     def wait_idle(self, device: int) -> None:
         """Wait until a device has done all that this process has enqueued, the engine's work too.
 
-        Raises:
-            StreamCaptureError: a stream is being captured; try again later.
+        Raises ``StreamCaptureError`` while a stream is being captured.
         """
         with self._context(device) as active:
             if active:
@@ -116,7 +115,9 @@ class CudaDriver:
         return bool(self._attribute(device, _FLUSH_OPTIONS) & _CAN_FLUSH)
 
     def flush(self, device: int) -> None:
-        """Make all that NICs have written into a device's memory visible to new work on it."""
+        """Make what NICs have written into a device's memory visible to new work, if need be."""
+        if not self.needs_flush(device):
+            return
         if not self.can_flush(device):
             raise TransportError(
                 f"GPU {device} neither orders what a NIC writes, nor can be told to flush it: "

@@ -11,13 +11,11 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from hypothesis import strategies as st
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import Notification, PeerId, State, Status, TransferId, Transport
-from kvferry.core.transport.copies import Copies
-from kvferry.testing.contract.copy_batches import batch
+from kvferry.core.transport.copies import Copies, Segment
 from kvferry.testing.memory import Bytes, pattern
 from kvferry.testing.peers import Process
 
@@ -100,7 +98,12 @@ def copies_of(local: Region, remote: Region, rows: Sequence[Row] = (), times: in
     """Return copies of these rows, by default of all bytes, repeated."""
     whole = (0, 0, min(local.nbytes, remote.nbytes))
     table = np.tile(np.array(rows or [whole], np.uint64), (times, 1))
-    return batch(local, remote, *table.T)
+    return Copies(
+        local=table[:, 0] + np.uint64(local.address),
+        remote=table[:, 1] + np.uint64(remote.address),
+        nbytes=table[:, 2].copy(),
+        segments=(Segment(start=0, stop=len(table), local=local, remote=remote),),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +190,3 @@ def paired(
         local=local(mine),
         remote=region,
     )
-
-
-def damaged(address: bytes) -> st.SearchStrategy[bytes]:
-    """Draw an address that is truncated, has one byte changed, or has one byte too many."""
-
-    def damage(at: int) -> st.SearchStrategy[bytes]:
-        changed = address[:at] + b"\xff" + address[at + 1 :]
-        return st.sampled_from([address[:at], changed, address + b"x"])
-
-    return st.integers(0, len(address) - 1).flatmap(damage)

@@ -11,15 +11,14 @@ import pytest
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import enter_nothing
 from kvferry.drivers.cuda import CudaDriver, DeviceWait, DeviceWaits, StreamCaptureError
-from tests.gpu.driver_api import StandInCuda
-
-HOST_PAGE_TABLES = 100
-FLUSH_OPTIONS = 117
-RDMA_SUPPORTED = 116
-WRITES_ORDERING = 118
-
-NEVER = 1e9
-"""A time that no test reaches, for a queue that does not drain."""
+from tests.gpu.driver_api import (
+    FLUSH_OPTIONS,
+    HOST_PAGE_TABLES,
+    NEVER,
+    RDMA_SUPPORTED,
+    WRITES_ORDERING,
+    StandInCuda,
+)
 
 
 @pytest.mark.parametrize("mine", [[], [0]], ids=["none", "another"])

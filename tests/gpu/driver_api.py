@@ -14,6 +14,12 @@ INVALID_CONTEXT = 201
 LAUNCH_FAILED = 719
 STREAM_CAPTURE_UNSUPPORTED = 900
 
+HOST_PAGE_TABLES, RDMA_SUPPORTED, FLUSH_OPTIONS, WRITES_ORDERING = 100, 116, 117, 118
+"""Attributes of a device."""
+
+NEVER = 1e9
+"""A time that no test reaches, for a queue that does not drain."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaCall:

@@ -21,19 +21,14 @@ from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.memory import Bytes
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import MIB, Pair, closed_at_end, paired
-from tests.gpu.driver_api import StandInCuda
+from tests.gpu.driver_api import FLUSH_OPTIONS, NEVER, WRITES_ORDERING, StandInCuda
 from tests.nixl.test_contract import FACTORY
-
-FLUSH_OPTIONS = 117
-WRITES_ORDERING = 118
-NEVER = 1e9
-"""A time that no test reaches, for a queue that does not drain."""
 
 
 class CudaTransport(NixlTransport):
     """A transport that gives up early."""
 
-    grace_seconds = 2.0
+    grace_seconds = 0.5
 
 
 Make = Callable[..., CudaTransport]
@@ -87,32 +82,23 @@ def expect_final(failed: FailedRead) -> None:
     assert pair.status(transfer).state is State.FAILED
 
 
-def test_failed_read_is_final_when_the_gpu_has_done_its_queue(
+def test_failed_read_stays_failing_until_the_gpu_has_done_its_queue(
     make: Make, library: StandInCuda
 ) -> None:
-    entered: list[int] = []
-    failed = fail_read(make(enter=lambda: entered.append(threading.get_ident())))
-    library.idle_at[1] = idle_at = time.monotonic() + 0.5
-    expect_final(failed)
-    assert time.monotonic() >= idle_at
-    calls = [call for call in library.calls if call.name == "cuCtxSynchronize"]
-    assert calls
-    assert {call.device for call in calls} == {1}
-    assert [call.thread for call in calls] == entered
-
-
-def test_failed_read_stays_failing_while_the_gpu_has_work(make: Make, library: StandInCuda) -> None:
     """However often the peer is disconnected, one thread waits for the GPU."""
-    pair, transfer = failed = fail_read(make())
+    entered: list[int] = []
+    made = make(enter=lambda: entered.append(threading.get_ident()))
+    pair, transfer = failed = fail_read(made)
     library.idle_at[1] = NEVER
-    for grace in (2.0, 0.2, 0.2):
-        pair.reader.grace_seconds = grace  # type: ignore[misc]
+    for _ in range(3):
         with pytest.raises(TransportError, match="stay failing; disconnect again, later"):
             pair.reader.disconnect(pair.peer)
         assert pair.status(transfer).state is State.FAILING
-    assert library.called("cuCtxSynchronize") == [1]
-    library.idle_at[1] = 0.0
+    [call] = [call for call in library.calls if call.name == "cuCtxSynchronize"]
+    assert (call.device, [call.thread]) == (1, entered)
+    library.idle_at[1] = idle_at = time.monotonic() + 0.2
     expect_final(failed)
+    assert time.monotonic() >= idle_at
 
 
 def test_close_says_that_a_gpu_may_still_copy(make: Make, library: StandInCuda) -> None:

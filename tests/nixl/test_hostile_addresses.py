@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.core.errors import ConnectError
 from kvferry.core.transport import PeerId
+from kvferry.core.transport.addresses import digest_of
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl.agent import Agent
@@ -27,9 +28,7 @@ def test_hostile_addresses_crash_no_process() -> None:
 
 def with_fields(address: bytes, **changes: object) -> bytes:
     made = msgspec.structs.replace(wire.decode(address), **changes)
-    return msgspec.msgpack.encode(
-        msgspec.structs.replace(made, digest=wire.digest_of(made.metadata))
-    )
+    return msgspec.msgpack.encode(msgspec.structs.replace(made, digest=digest_of(made.metadata)))
 
 
 def reads_despite_wrong_addresses(one: NixlTransport, honest: NixlTransport) -> bool:

@@ -77,9 +77,8 @@ def test_invalid_options_are_refused_with_valid_ones_named(
         registry.create("nixl", options)
 
 
-@pytest.mark.parametrize("threads", [0, "1"])
-def test_backend_options_are_accepted(make: Make, threads: object) -> None:
-    options = {"num_threads": threads, "num_workers": 2}
+def test_backend_options_are_accepted(make: Make) -> None:
+    options = {"num_threads": "1", "num_workers": 2}
     assert paired(make(backend_options=options), make()).works()
 
 
@@ -230,14 +229,15 @@ def _kill_peer_during_read(transport: NixlTransport) -> None:
     assert pair.status(transfer).state is State.FAILED
 
 
-def test_large_transfers_work_after_peer_died_during_one(make: Make) -> None:
+def test_all_goes_on_after_peers_died_during_large_transfers(make: Make) -> None:
     """Later transfers use a second agent, in as many chunks as before.
 
     What the transfer to the dead peer left behind is never touched again. The second agent is made
-    once, however many peers die.
+    once, however many peers die. Regions and peers may change, and bound notifications keep their
+    sender.
     """
-    transport = make(telemetry=True)
-    blocks = NumberedBlocks(transport, make())
+    transport, other = make(telemetry=True), make()
+    blocks = NumberedBlocks(transport, other)
     parts = len(transport.telemetry(blocks.read()))
     more = []
     for _ in range(2):
@@ -246,25 +246,14 @@ def test_large_transfers_work_after_peer_died_during_one(make: Make) -> None:
         assert len(transport.telemetry(blocks.read())) == parts
         more.append(_descriptors() - before)
     assert more[0] >= DESCRIPTORS_PER_AGENT > more[1]
-    # A peer that comes back has another address.
-    with Process(FACTORY, {}, "cpu", MIB) as process:
-        assert paired(transport, process).works()
-
-
-def test_regions_and_peers_change_after_peer_died(make: Make) -> None:
-    """And bound notifications keep their sender."""
-    transport, other = make(), make()
-    blocks = NumberedBlocks(transport, other)
-    blocks.read()
-    _kill_peer_during_read(transport)
-    more, itself = NumberedBlocks(transport, other), NumberedBlocks(transport, transport)
+    others, itself = NumberedBlocks(transport, other), NumberedBlocks(transport, transport)
     for _ in range(2):
-        more.read()
+        others.read()
         blocks.read(b"read")
         itself.read()
     found = [(note.sender, note.payload) for note in notifications_of(other, 2)]
     assert found == [(transport.name, b"read")] * 2
-    more.leave()
+    others.leave()
     blocks.read()
     blocks.leave()
     NumberedBlocks(transport, other).read()
@@ -273,16 +262,19 @@ def test_regions_and_peers_change_after_peer_died(make: Make) -> None:
 
 ENDING = """
 import gc
-from kvferry.testing.contract.workbench import MIB, Workbench
-from kvferry.testing.contract.killed_peers import killed_soon
+from kvferry.drivers.nixl import NixlTransport
 from kvferry.testing.peers import Process
-from tests.nixl.test_contract import TestNixl as Made
+from tests.drivers.pairs import MIB, paired
 
-with Workbench(Made) as lab, Process(Made.factory, Made.options, "cpu", MIB) as process:
-    peer = lab.transport.connect(process.address())
-    with killed_soon(process):
-        transfer = lab.transport.read(peer, lab.lasting(process))
-    lab.settled(transfer, peer)
+with Process("kvferry.drivers.nixl:NixlTransport", {}, "cpu", MIB) as process:
+    pair = paired(NixlTransport(), process)
+    transfer = pair.read(times=4096)
+    process.kill()
+    pair.known(transfer)
+    pair.reader.disconnect(pair.peer)
+    pair.final(transfer)
+    pair.reader.close()
+del pair
 gc.collect()
 print("the end")
 """
@@ -308,8 +300,8 @@ buffer = np.zeros(4096, np.uint8)
 one.register(region_of(buffer))
 peer = other.connect(one.address())
 other.notify(peer, b"x")
-if {closed}:
-    one.close()
+one.close()
+if {both}:
     other.close()
 print("the end", logging.raiseExceptions)
 """
@@ -325,15 +317,15 @@ def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_transport_prints_nothing_and_process_exits_cleanly(closed: bool) -> None:
+def test_transport_prints_nothing_and_process_exits_cleanly_with_one_open() -> None:
     """NIXL brings libraries that many machines also have in another version."""
-    run = _run(CODE.replace("{closed}", str(closed)))
+    run = _run(CODE.replace("{both}", "False"))
     assert run.stdout == "the end True\n"
     assert "INFO" not in run.stderr
     assert run.returncode == 0, run.stderr
 
 
 def test_nixl_log_level_is_respected() -> None:
-    run = _run(CODE.replace("{closed}", "True"), NIXL_LOG_LEVEL="INFO")
+    run = _run(CODE.replace("{both}", "True"), NIXL_LOG_LEVEL="INFO")
     assert "NIXL version: " in run.stdout + run.stderr
+    assert run.returncode == 0, run.stderr

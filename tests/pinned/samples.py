@@ -31,6 +31,7 @@ from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.proof import check as check_proof
 from kvferry.core.security.proof import fingerprint
 from kvferry.core.side_channel.shapes import EngineShape
+from kvferry.core.transport.addresses import digest_of
 from kvferry.drivers.loopback import address as loopback
 from kvferry.drivers.loopback.notifications import ChannelHello
 from kvferry.drivers.loopback.registry import RegionRegistry, claims_of
@@ -555,7 +556,7 @@ NIXL = nixl.NixlAddress(
     name="nixl-77-0011223344556677",
     backend="UCX",
     metadata=b"nixlSerDes|its own",
-    digest=nixl.digest_of(b"nixlSerDes|its own"),
+    digest=digest_of(b"nixlSerDes|its own"),
     spans=[nixl.Range(4096, 1 << 20, "cpu", 0, 7)],
     regions=[nixl.Range(4096, 1 << 20, "cpu", 0), nixl.Range(8192, 16, "cuda", 2)],
 )

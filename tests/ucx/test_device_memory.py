@@ -13,19 +13,25 @@ from kvferry.core.errors import PeerLostError, TransportError, TransportUnsuppor
 from kvferry.core.memory import Region, U64Array, region_of
 from kvferry.core.transport import State
 from kvferry.drivers.cuda import CudaDriver
-from kvferry.drivers.ucx import UcxTransport, client, device_memory, library, transport, ucp
+from kvferry.drivers.ucx import (
+    UcxTransport,
+    client,
+    device_memory,
+    library,
+    merged_copies,
+    transport,
+    ucp,
+)
+from kvferry.drivers.ucx import transfer as transfer_module
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
 from kvferry.testing.memory import Bytes
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import MIB, Pair, closed_at_end, paired, until, until_accepted
-from tests.gpu.driver_api import StandInCuda
+from tests.gpu.driver_api import FLUSH_OPTIONS, NEVER, WRITES_ORDERING, StandInCuda
 from tests.ucx.test_transport import FACTORY, PATIENT, TCP, Make
 
 DEVICE = 1
-WRITES_ORDERING, FLUSH_OPTIONS = 118, 117
-NEVER = 1e9
-"""Seconds after which a GPU's queue is empty, for a queue that lasts longer than any test."""
 
 AsRegion = Callable[[Bytes], Region]
 UcxPair = Pair[UcxTransport, UcxTransport]
@@ -245,24 +251,28 @@ def test_memory_that_no_nic_has_written_is_not_flushed(make: Make, gpus: StandIn
 
 
 @pytest.mark.parametrize(
-    ("kind", "nbytes", "piece", "expected"),
+    ("kind", "piece", "expected"),
     [
-        (on_gpu, 20 * MIB, 2048, [8192, 2048]),
-        (region_of, 20 * MIB, 2048, [2048] * 5),
-        # Adjacent pieces become runs of 16 MiB.
-        (on_gpu, 80 * MIB, 80 * MIB, [4, 1]),
-        (region_of, 80 * MIB, 80 * MIB, [1] * 5),
+        (on_gpu, 64, [8192, 2048]),
+        (region_of, 64, [2048] * 5),
+        # One piece, which becomes runs of 16 KiB.
+        (on_gpu, 10 * 64 << 10, [4] * 10),
+        (region_of, 10 * 64 << 10, [1] * 40),
     ],
 )
 def test_windows_of_device_memory_have_more_runs_and_bytes(
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
     kind: AsRegion,
-    nbytes: int,
     piece: int,
     expected: list[int],
 ) -> None:
     monkeypatch.setattr(client, "available_cores", lambda: 1)
+    if piece > 64:
+        monkeypatch.setattr(merged_copies, "MAX_RUN_BYTES", 16 << 10)
+        monkeypatch.setattr(transfer_module, "WINDOW_BYTES", 8 << 10)
+        monkeypatch.setattr(transfer_module, "DEVICE_WINDOW_BYTES", 64 << 10)
+    nbytes = 10 * 64 << 10
     found = paired(make(), make(), nbytes, kind, kind)
     post, counts = found.reader._poster.post, list[int]()
 

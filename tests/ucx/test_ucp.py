@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.errors import PeerLostError
-from kvferry.drivers.ucx import ucp
+from kvferry.core.errors import DriverError, PeerLostError
+from kvferry.drivers.ucx import transport, ucp
 from kvferry.drivers.ucx import ucp_structs as structs
-from kvferry.drivers.ucx.ucp import status_of
+from kvferry.drivers.ucx.ucp import Ucp, WorkerHandle, status_of
 from tests.drivers.ucx import fake_libraries
 
 PEERS_GONE = (-3, -6, -20, -23, -24, -25, -80)
@@ -32,6 +32,28 @@ def test_statuses_of_a_lost_peer_become_peer_lost_error() -> None:
         assert lost == (code in PEERS_GONE), code
     assert "connection reset, -25" in str(ucp.error(-25, "trouble"))
     assert "status -99" in str(ucp.error(-99, "trouble"))
+
+
+def test_a_worker_that_is_not_as_expected_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, loaded = transport._loaded(None)
+    context = loaded.create_context("test", {}, {})
+    destroyed: list[WorkerHandle] = []
+    destroy = Ucp.destroy_worker
+
+    def noted(library: Ucp, worker: WorkerHandle) -> None:
+        destroyed.append(worker)
+        destroy(library, worker)
+
+    monkeypatch.setattr(Ucp, "destroy_worker", noted)
+    monkeypatch.setattr(ucp, "MAX_WORKER_ADDRESS", 0)
+    callback = structs.ON_MESSAGE(lambda *_: 0)
+    with pytest.raises(DriverError, match="its structures are others"):
+        loaded.create_worker(context, callback)
+    assert len(destroyed) == 1
+    monkeypatch.undo()
+    worker, *_ = loaded.create_worker(context, callback)
+    loaded.destroy_worker(worker)
+    loaded.destroy_context(context)
 
 
 STRUCTURES = {

@@ -6,16 +6,25 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import Region
+from kvferry.core.transport.addresses import Name, decode_address, decode_regions
 
 MAX_ADDRESS_BYTES = 1 << 20
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 _Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 _Port = Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
-_Regions = Annotated[list[tuple[int, int]], msgspec.Meta(max_length=1 << 14)]
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A registered region: its address and its length in bytes."""
+
+    address: int
+    nbytes: int
+
+    def region(self) -> Region:
+        """Return the region; raise ``LayoutError`` if none can be so."""
+        return Region(address=self.address, nbytes=self.nbytes)
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +35,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         segment: the name of its engine among engines: ``host:port``.
         host: where notifications to it go, with ``port``.
         secret: 16 random bytes; whoever sends notifications shows that it has the address.
-        regions: the address and the length in bytes of each registered region.
+        regions: the registered regions.
     """
 
     magic: Literal["kvferry-mooncake-1"] = "kvferry-mooncake-1"
@@ -35,7 +44,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     host: _Host
     port: _Port
     secret: Secret
-    regions: _Regions
+    regions: Annotated[list[Row], msgspec.Meta(max_length=1 << 14)]
 
 
 _decoder = msgspec.msgpack.Decoder(Address)
@@ -47,27 +56,12 @@ def encode(address: Address) -> bytes:
 
 
 def decode(data: bytes) -> Address:
-    """Parse untrusted bytes.
-
-    Raises:
-        ConnectError: they are no address of this driver.
-    """
-    if len(data) > MAX_ADDRESS_BYTES:
-        raise ConnectError(f"an address of {len(data)} bytes; {MAX_ADDRESS_BYTES} is the most")
-    try:
-        address = _decoder.decode(data)
-        regions_of(address)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, LayoutError) as exc:
-        raise ConnectError(
-            f"not an address of the mooncake driver ({exc}): both sides must use the same driver"
-        ) from exc
+    """Parse untrusted bytes; raise ``ConnectError`` if they are no address of this driver."""
+    address = decode_address("mooncake", _decoder, data, MAX_ADDRESS_BYTES)
+    regions_of(address)
     return address
 
 
 def regions_of(address: Address) -> frozenset[Region]:
-    """Return the regions of a peer.
-
-    Raises:
-        LayoutError: one is no region; ``decode`` has refused such an address.
-    """
-    return frozenset(Region(address=at, nbytes=size) for at, size in address.regions)
+    """Return the regions of a peer."""
+    return frozenset(decode_regions(address.name, address.regions))

@@ -18,7 +18,8 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.transport import Notification
-from kvferry_mooncake.address import Address, Name, Secret
+from kvferry.core.transport.addresses import Name
+from kvferry_mooncake.address import Address, Secret
 
 MAX_NOTIFICATION = 1 << 14
 _MAX_QUEUED = 16 << 20

@@ -92,7 +92,7 @@ class MooncakeTransport(BaseTransport[None, wire.Address, MooncakeConnection, Mo
                 host=self._host,
                 port=self._mailbox.port,
                 secret=self._secret,
-                regions=[(region.address, region.nbytes) for region in self._registered],
+                regions=[wire.Row(one.address, one.nbytes) for one in self._registered],
             )
         )
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvferry.core.memory import I64Array
 from kvferry.core.planner.strides import JointDims
+from kvferry.core.transport.copies import run_starts
 from kvferry.core.work_budget import (
     MERGE_BOXES_STEPS,
     MERGE_RUN_STEPS,
@@ -101,14 +102,9 @@ def concatenate(parts: Sequence[CoalescedRuns]) -> CoalescedRuns:
 def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
     """Sort runs by region pair and local address; join neighbours in local and remote memory."""
     runs = runs.select(np.lexsort((runs.local, runs.pair)))
-    apart = (
-        (runs.pair[1:] != runs.pair[:-1])
-        | (runs.local[1:] != (runs.local + runs.nbytes)[:-1])
-        | (runs.remote[1:] != (runs.remote + runs.nbytes)[:-1])
-    )
-    if apart.all():
+    first = run_starts(runs.local, runs.remote, runs.nbytes, runs.pair)
+    if len(first) == runs.n:
         return runs
-    first = np.flatnonzero(np.concatenate(([True], apart)))
     return runs.select(first)._replace(nbytes=np.add.reduceat(runs.nbytes, first))
 
 

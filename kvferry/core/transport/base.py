@@ -142,6 +142,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     grace_seconds: ClassVar[float] = 5.0
     """How long ``disconnect`` and ``close`` wait for transfers to end."""
 
+    max_regions: ClassVar[int] = 1 << 16
+    """How many regions can be registered at once, which bounds the length of an address."""
+
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         self._name = name
         self._pid = os.getpid()
@@ -361,8 +364,14 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
                 f"{self.name} reaches {', '.join(sorted(kinds)) or 'no'} memory, not "
                 f"{region.kind}: {region}; choose a driver that has it (kvferry drivers)"
             )
-        if region not in self._registered:
-            self._registered[region] = self._register(region)
+        if region in self._registered:
+            return
+        if len(self._registered) >= self.max_regions:
+            raise TransportError(
+                f"{self.max_regions} regions are registered, and an address holds no more: "
+                "deregister some, or register what they lie in"
+            )
+        self._registered[region] = self._register(region)
 
     def deregister(self, region: Region) -> None:
         """Implement ``Transport.deregister`` by ``_deregister``."""

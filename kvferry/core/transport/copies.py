@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.core.memory import Region, U64Array
+from kvferry.core.memory import I64Array, Region, U64Array
 
 SMALL_COPY = 16 << 10
 """Copies of fewer bytes cost more than the bytes that they move (docs/performance.md)."""
@@ -53,6 +53,37 @@ class Copies:
     def total(self) -> int:
         """The number of bytes of all copies together."""
         return int(self.nbytes.sum())
+
+
+def run_starts(
+    local: U64Array | I64Array,
+    remote: U64Array | I64Array,
+    nbytes: U64Array | I64Array,
+    owner: I64Array | None = None,
+) -> I64Array:
+    """Return the indices, (m,), of the copies at which runs begin, of n copies; all are (n,).
+
+    A run is a series of copies of which each begins where the one before it ends, on both sides.
+    It does not go on where ``owner`` changes, such as the number of a copy's segment. Its length is
+    the sum of its copies' lengths: ``np.add.reduceat(nbytes, run_starts(...))``.
+    """
+    begins = np.ones(len(nbytes), bool)
+    begins[1:] = local[1:] != local[:-1] + nbytes[:-1]
+    begins[1:] |= remote[1:] != remote[:-1] + nbytes[:-1]
+    if owner is not None:
+        begins[1:] |= owner[1:] != owner[:-1]
+    return begins.nonzero()[0]
+
+
+def cut_long(nbytes: U64Array, most: int) -> tuple[I64Array, U64Array]:
+    """Cut n lengths, none of them 0, into m pieces of at most ``most`` bytes, in their order.
+
+    Return for each piece, (m,), the index of what it is a part of, and its offset in that.
+    """
+    pieces = -(-nbytes.astype(np.int64) // most)
+    index = np.repeat(np.arange(len(nbytes)), pieces)
+    number = np.arange(len(index)) - np.repeat(pieces.cumsum() - pieces, pieces)
+    return index, (number * most).astype(np.uint64)
 
 
 def copies_between(

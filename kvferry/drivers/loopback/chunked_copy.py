@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.memory import U64Array
-from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.copies import Copies, run_starts
 from kvferry.drivers.loopback.process_memory import IOVEC, MAX_IOVECS
 
 MAX_RUNS = MAX_IOVECS - 2
@@ -63,10 +63,7 @@ class CopyRuns:
         if len(nbytes) >= _SORTED_FROM and (remote[1:] < remote[:-1]).any():
             order = remote.argsort()
             local, remote, nbytes = local[order], remote[order], nbytes[order]
-        apart = np.ones(len(nbytes), bool)
-        apart[1:] = local[1:] != (local + nbytes)[:-1]
-        apart[1:] |= remote[1:] != (remote + nbytes)[:-1]
-        (first,) = apart.nonzero()
+        first = run_starts(local, remote, nbytes)
         self._local, self._remote = local[first], remote[first]
         sums = np.zeros(len(nbytes) + 1, np.uint64)
         np.cumsum(nbytes, out=sums[1:])

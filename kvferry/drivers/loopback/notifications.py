@@ -25,7 +25,7 @@ import msgspec
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.side_channel_messages import DECODE_ERRORS
 from kvferry.core.transport import EnterThread, Notification, start_thread
-from kvferry.drivers.loopback.address import Instance, Name
+from kvferry.core.transport.addresses import Instance, Name
 
 MAX_NOTIFICATION = 1 << 16  # the longest payload in bytes
 _MAX_INBOX = 64 << 20  # bytes above which nothing is received
@@ -70,9 +70,7 @@ class NotificationChannel:
     def send(self, payload: bytes) -> None:
         """Send or queue a notification. Never block.
 
-        Raises:
-            PeerLostError: the receiver has closed its end, or this channel is closed.
-            TransportError: the queue is full; the notification is dropped.
+        Raises ``PeerLostError`` if either end is closed, ``TransportError`` if the queue is full.
         """
         with self._lock:
             if self._queued_bytes > _MAX_QUEUED:

@@ -39,10 +39,7 @@ class PeerMemory(ABC):
     def move(self, chunk: Chunk, claims: Claims) -> None:
         """Read the bytes of a chunk, if the peer lives and has the regions registered.
 
-        Raises:
-            PeerLostError: the peer has died, restarted or closed.
-            TransportError: a region was deregistered, the kernel refuses to read the memory, or
-                memory of either side is not mapped.
+        Raises ``PeerLostError`` if it has died, restarted or closed, else ``TransportError``.
         """
 
     def check(self, claims: Claims) -> None:
@@ -53,9 +50,7 @@ class PeerMemory(ABC):
 def open_memory(address: LoopbackAddress) -> PeerMemory:
     """Return access to the memory of the process that an address names, after checking it.
 
-    Raises:
-        ConnectError: the process is on another host or in another pid namespace, has ended or
-            closed its transport, or may not be read. The message says what to change.
+    Raises ``ConnectError``, which says what to change, if it cannot be read from here.
     """
     if address.boot != boot_id():
         raise ConnectError(

@@ -45,13 +45,8 @@ def vm_read(pid: int, local: bytes, remote: bytes, *, brief: bool = False) -> in
     """Read from another process, by one system call; return how many bytes.
 
     They are fewer than requested if a page of one side is not mapped; an ``OSError`` (``ESRCH``,
-    ``EPERM``, ``EFAULT``, ``ENOSYS``, ...) means none.
-
-    Args:
-        pid: the other process.
-        local: at most ``MAX_IOVECS`` packed ``IOVEC``, which say where to.
-        remote: the same of the other process, which say from where.
-        brief: whether to keep the interpreter's lock: to get it back may take 5 ms.
+    ``EPERM``, ``EFAULT``, ``ENOSYS``, ...) means none. Either side is at most ``MAX_IOVECS`` packed
+    ``IOVEC``. ``brief`` keeps the interpreter's lock: to get it back may take 5 ms.
     """
     read = _libc(holding_lock=brief).process_vm_readv
     moved = read(pid, local, len(local) // IOVEC.size, remote, len(remote) // IOVEC.size, 0)

@@ -93,19 +93,14 @@ class RegionRegistry:
             self._memory.madvise(_MADV_WIPEONFORK)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._memory[:INSTANCE_BYTES] = self.instance
-        self._free = iter(range(MAX_REGIONS))
+        self._unused = iter(range(MAX_REGIONS))
         self._erased: list[int] = []
         self._last_key = 0
         _registries[self.instance] = self
 
     def add(self, region: Region) -> LoopbackRegion:
-        """Write a row with a new key for a region; raise ``TransportError`` if no row is free."""
-        slot = self._erased.pop() if self._erased else next(self._free, None)
-        if slot is None:
-            raise TransportError(
-                f"{MAX_REGIONS} regions are registered, which is the limit: deregister some, or "
-                "register fewer and larger ones"
-            )
+        """Write a row with a new key for a region, of which at most ``MAX_REGIONS`` have one."""
+        slot = self._erased.pop() if self._erased else next(self._unused)
         self._last_key += 1
         # The key comes last: a row without its key is not valid.
         _REST.pack_into(self._memory, _offset(slot) + _KEY.size, region.address, region.nbytes)

@@ -27,6 +27,7 @@ from kvferry.core.transport import (
     parse_options,
     procfs,
 )
+from kvferry.core.transport.addresses import decode_regions
 from kvferry.drivers.loopback import address as wire
 from kvferry.drivers.loopback import process_memory
 from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion
@@ -93,6 +94,7 @@ class LoopbackTransport(
 
     interface_version: ClassVar[tuple[int, int]] = (2, 0)
     grace_seconds: ClassVar[float] = 10.0
+    max_regions: ClassVar[int] = wire.MAX_REGIONS
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
         self._options = parse_options("loopback", LoopbackOptions, options)
@@ -253,5 +255,5 @@ class LoopbackTransport(
 
 def _regions(address: LoopbackAddress) -> dict[Region, Claims]:
     """Return a peer's regions; made for one each, as a read of one copy has no time for that."""
-    regions = wire.regions_of(address)
+    regions = decode_regions(address.name, address.regions)
     return {region: claims_of(address.instance, [row]) for region, row in regions.items()}

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
 
-from kvferry.core.errors import ConnectError, LayoutError
-from kvferry.core.memory import ADDRESS_LIMIT, Region
-from kvferry.core.side_channel_messages import DECODE_ERRORS
+from kvferry.core.memory import Region
+from kvferry.core.transport.addresses import (
+    Device,
+    Kind,
+    Name,
+    Word,
+    check_digest,
+    decode_address,
+    digest_of,
+)
 from kvferry.drivers.nixl.registrations import RegisteredSpan
 
 MAX_ADDRESS_BYTES = 1 << 20
 MAX_REGIONS = 1 << 14
-_DIGEST_BYTES = 16
-
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-_Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
     """A range of the peer's memory: a registered region, or a span (see ``registrations``)."""
 
-    address: _Word
-    nbytes: _Word
-    kind: Annotated[str, msgspec.Meta(max_length=16)]
-    device: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-    key: _Word = 0  # of a span: a peer sees by it that it was registered anew
+    address: Word
+    nbytes: Word
+    kind: Kind
+    device: Device
+    key: Word = 0  # of a span: a peer sees by it that it was registered anew
+
+    def region(self) -> Region:
+        """Return the region; raise ``LayoutError`` if none can be so."""
+        return Region(address=self.address, nbytes=self.nbytes, kind=self.kind, device=self.device)
 
 
 _Ranges = Annotated[list[Range], msgspec.Meta(max_length=MAX_REGIONS)]
@@ -74,39 +80,10 @@ def encode(
 
 def decode(data: bytes) -> NixlAddress:
     """Parse an untrusted address, but not its metadata; raise ``ConnectError`` if it is damaged."""
-    if len(data) > MAX_ADDRESS_BYTES:
-        raise ConnectError(
-            f"an address of {len(data)} bytes; one of the nixl driver has at most "
-            f"{MAX_ADDRESS_BYTES}"
-        )
-    try:
-        address = _decoder.decode(data)
-    except DECODE_ERRORS as exc:
-        raise ConnectError(
-            f"not an address of the nixl driver ({exc}): both sides must use the same driver"
-        ) from exc
-    if address.digest != digest_of(address.metadata):
-        raise ConnectError(
-            f"the address of {address.name[:64]} was damaged on its way: its digest is another"
-        )
+    address = decode_address("nixl", _decoder, data, MAX_ADDRESS_BYTES)
+    check_digest(address.name, address.digest, address.metadata)
     return address
-
-
-def regions_of(address: NixlAddress) -> frozenset[Region]:
-    """Return the regions that an address names; raise ``ConnectError`` if one cannot be."""
-    try:
-        return frozenset(
-            Region(address=row.address, nbytes=row.nbytes, kind=row.kind, device=row.device)
-            for row in address.regions
-        )
-    except LayoutError as exc:
-        raise ConnectError(f"the address of {address.name} names no valid region: {exc}") from exc
 
 
 def _range(region: Region, key: int = 0) -> Range:
     return Range(region.address, region.nbytes, region.kind, region.device, key)
-
-
-def digest_of(metadata: bytes) -> bytes:
-    """Return a digest of metadata, to detect damaged bytes before NIXL reads them."""
-    return hashlib.blake2b(metadata, digest_size=_DIGEST_BYTES).digest()

@@ -102,10 +102,9 @@ class Agent:
         _pin(self._native)
 
     def close(self, *, quiet: bool) -> None:
-        """Destroy NIXL's agent with its threads. The caller has released all handles.
+        """Destroy NIXL's agent with its threads; the caller has released all handles.
 
-        Both stay until the process ends if a transfer has ever failed, or if bytes may still land
-        (``quiet`` is false).
+        Both stay if a transfer has ever failed, or bytes may still land (``quiet`` is false).
         """
         native, self._native = self._native, None
         if quiet and not self._failed:

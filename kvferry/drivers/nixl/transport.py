@@ -33,6 +33,7 @@ from kvferry.core.transport import (
     enter_nothing,
     parse_options,
 )
+from kvferry.core.transport.addresses import decode_regions
 from kvferry.drivers.cuda import DeviceWaits, find_cuda
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import agent_metadata, library
@@ -82,6 +83,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     """
 
     interface_version: ClassVar[tuple[int, int]] = (2, 0)
+    max_regions: ClassVar[int] = wire.MAX_REGIONS
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
         self._device_waits = DeviceWaits(enter)
@@ -113,11 +115,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return f"{self._agent.library}, {self._options.backend}"
 
     def telemetry(self, transfer: TransferId) -> list[Telemetry]:
-        """Return what NIXL measured of each chunk of a DONE transfer.
-
-        Raises:
-            TransportUsageError: it is unknown or not DONE, or the option ``telemetry`` is not set.
-        """
+        """Return what NIXL measured of each chunk of a DONE transfer, with option ``telemetry``."""
         self._check_usable()
         found = self._find_transfer(transfer)
         if found.telemetry is None or found.status.state is not State.DONE:
@@ -128,11 +126,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # Memory.
 
     def _register(self, region: Region) -> None:
-        if len(self._registered) >= wire.MAX_REGIONS:
-            raise TransportError(
-                f"{wire.MAX_REGIONS} regions are registered, and an address holds no more: "
-                "deregister some, or register what they lie in"
-            )
         in_use: set[Region] = set()
         for record in self._transfers.values():
             if not record.final:
@@ -164,7 +157,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                 f"{theirs.name} has NIXL backend {theirs.backend}, and this side {backend}: both "
                 "need the same (driver_options: backend)"
             )
-        regions = wire.regions_of(theirs)
+        regions = frozenset(decode_regions(theirs.name, theirs.regions))
         itself = theirs.name == self.name
         return NixlPeer(
             name=theirs.name,
@@ -402,5 +395,4 @@ def _flush(devices: Iterable[int]) -> None:
     if cuda is None:  # a GPU of AMD's
         return
     for device in devices:
-        if cuda.needs_flush(device):
-            cuda.flush(device)
+        cuda.flush(device)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import Annotated, Literal, NewType
 
 import msgspec
 
-from kvferry.core.errors import ConnectError, LayoutError
-from kvferry.core.memory import ADDRESS_LIMIT, Region
-from kvferry.core.side_channel_messages import DECODE_ERRORS
+from kvferry.core.errors import ConnectError
+from kvferry.core.memory import Region
 from kvferry.core.transport import procfs
+from kvferry.core.transport.addresses import (
+    Device,
+    Instance,
+    Kind,
+    Name,
+    Pid,
+    Word,
+    check_digest,
+    decode_address,
+    digest_of,
+)
 from kvferry.drivers.ucx.ucp import MAX_PACKED_KEY, MAX_WORKER_ADDRESS
 from kvferry.drivers.ucx.ucp_structs import MEMORY
 from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
@@ -19,18 +28,12 @@ from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_addr
 MAX_ADDRESS_BYTES = 4 << 20
 MAX_REGIONS = 1 << 14
 
-_DIGEST_BYTES = 16
-
 KeyId = NewType("KeyId", int)
 """The number of a registration; a transport never uses a number twice."""
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 WorkerAddress = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_WORKER_ADDRESS)]
 Identity = tuple[Instance, WorkerAddress]
 """What distinguishes a transport from others: its instance, and the worker that serves peers."""
-
-Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -38,10 +41,14 @@ class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
 
     address: Word
     nbytes: Word
-    kind: Annotated[str, msgspec.Meta(max_length=16)]
-    device: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    kind: Kind
+    device: Device
     key: Word
     packed: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_PACKED_KEY)]
+
+    def region(self) -> Region:
+        """Return the region; raise ``LayoutError`` if none can be so."""
+        return Region(address=self.address, nbytes=self.nbytes, kind=self.kind, device=self.device)
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
@@ -49,7 +56,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
 
     boot: Annotated[str, msgspec.Meta(max_length=64)]  # random, made when the kernel starts
     namespace: Word  # the inode of the pid namespace
-    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+    pid: Pid
     start_time: Word  # in clock ticks since boot; another process of this pid has another
 
     @classmethod
@@ -96,45 +103,17 @@ _decoder = msgspec.msgpack.Decoder(UcxAddress)
 
 def encode(address: UcxAddress) -> bytes:
     """Return an address as the bytes that peers get, with its digests computed."""
-    return msgspec.msgpack.encode(
-        msgspec.structs.replace(
-            address, digest=_digest(address), full_digest=_full_digest(address)
-        ),
-    )
+    digests = {"digest": digest_of(*_packed(address)), "full_digest": digest_of(_all(address))}
+    return msgspec.msgpack.encode(msgspec.structs.replace(address, **digests))
 
 
 def decode(data: bytes) -> UcxAddress:
     """Parse an untrusted address; raise ``ConnectError`` if it is another driver's or damaged."""
-    if len(data) > MAX_ADDRESS_BYTES:
-        raise ConnectError(
-            f"an address of {len(data)} bytes; one of the ucx driver has at most "
-            f"{MAX_ADDRESS_BYTES}"
-        )
-    try:
-        address = _decoder.decode(data)
-    except DECODE_ERRORS as exc:
-        raise ConnectError(
-            f"not an address of the ucx driver ({exc}): both sides must use the same driver"
-        ) from exc
-    if address.digest != _digest(address) or address.full_digest not in (
-        b"",
-        _full_digest(address),
-    ):
-        raise ConnectError(
-            f"the address of {address.name[:64]} was damaged on its way: its digest is another"
-        )
+    address = decode_address("ucx", _decoder, data, MAX_ADDRESS_BYTES)
+    check_digest(address.name, address.digest, *_packed(address))
+    if address.full_digest:
+        check_digest(address.name, address.full_digest, _all(address))
     return address
-
-
-def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
-    """Return the regions that an address names; raise ``ConnectError`` if one is not valid."""
-    try:
-        return {
-            Region(address=row.address, nbytes=row.nbytes, kind=row.kind, device=row.device): row
-            for row in address.regions
-        }
-    except LayoutError as exc:
-        raise ConnectError(f"the address of {address.name} names no valid region: {exc}") from exc
 
 
 def check_packed(address: UcxAddress) -> None:
@@ -152,14 +131,12 @@ def check_packed(address: UcxAddress) -> None:
         ) from exc
 
 
-def _digest(address: UcxAddress) -> bytes:
-    digest = hashlib.blake2b(address.worker, digest_size=_DIGEST_BYTES)
-    for region in address.regions:
-        digest.update(region.packed)
-    return digest.digest()
+def _packed(address: UcxAddress) -> list[bytes]:
+    """Return what UCX packed."""
+    return [address.worker, *(region.packed for region in address.regions)]
 
 
-def _full_digest(address: UcxAddress) -> bytes:
+def _all(address: UcxAddress) -> bytes:
     # The fields that existed when the digest was introduced. A later field must stay out of it, or
     # older versions would refuse the address.
     fields = (
@@ -171,4 +148,4 @@ def _full_digest(address: UcxAddress) -> bytes:
         address.withdrawn,
         address.regions,
     )
-    return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=_DIGEST_BYTES).digest()
+    return msgspec.msgpack.encode(fields)

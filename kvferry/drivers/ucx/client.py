@@ -11,9 +11,10 @@ import numpy as np
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.transport import EnterThread
+from kvferry.core.transport.addresses import Instance
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.ucx import ucp as statuses
-from kvferry.drivers.ucx.address import Instance, KeyId, UcxAddress
+from kvferry.drivers.ucx.address import KeyId, UcxAddress
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer, Window
 from kvferry.drivers.ucx.messages import (
     ConnectionId,
@@ -256,12 +257,12 @@ class Client(ProgressTarget):
             self._copy_thread = None
 
     def close(self) -> None:
-        """Close all connections, and destroy the workers."""
-        self.stop()
+        """Begin to close all connections."""
         for connection in self._connections.values():
             connection.close(PeerLostError(f"{self._name} was closed"), say_bye=True)
-        for worker in self._workers:
-            worker.finish()
+
+    def destroy(self) -> None:
+        """Destroy the workers, once ``close`` was called and they have had time to finish."""
         for transfer in self._transfers:
             transfer.advance(time.monotonic(), self._idle_timeout)
         for connection in list(self._connections.values()):

@@ -85,10 +85,7 @@ class UcxConnection:
         """Connect, and ask the server to serve this connection (``Hello``).
 
         ``client`` is the name of this transport, ``index`` 0 for its first connection to the
-        server, 1 for its second. The connection may be broken afterwards.
-
-        Raises:
-            PeerLostError: UCX does not reach the server.
+        server, 1 for its second. Raises ``PeerLostError`` if UCX does not reach the server.
         """
         try:
             self.endpoint, self.endpoint_number = self.worker.connect(self.server.worker)

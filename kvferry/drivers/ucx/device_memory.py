@@ -42,16 +42,11 @@ class LocalDevices:
         return self._wait.quiet
 
     def flush(self, transports: frozenset[str]) -> None:
-        """Make bytes that have arrived visible to new work on the GPUs, if a NIC wrote them.
-
-        ``transports`` may have moved them; empty if unknown. Raise ``TransportError`` if a GPU
-        cannot flush.
-        """
+        """Make what ``transports`` (empty: unknown) have moved visible to new work on the GPUs."""
         if transports and transports <= WITHOUT_NIC:
             return
         for device in self._devices:
-            if self._cuda.needs_flush(device):
-                self._cuda.flush(device)
+            self._cuda.flush(device)
 
 
 def unreachable_memory_error(

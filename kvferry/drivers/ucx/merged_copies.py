@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.core.memory import I64Array, U64Array
-from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.copies import Copies, cut_long, run_starts
 
 MAX_RUN_BYTES = 16 << 20
 """The most bytes of a run: a transfer can end early only between two runs."""
@@ -33,12 +33,7 @@ class MergedCopies:
         """Return the same bytes in runs of at most ``max_bytes`` bytes, by cutting longer runs."""
         if not len(self) or int(self.nbytes.max()) <= max_bytes:
             return self
-        pieces = (self.nbytes.astype(np.int64) + max_bytes - 1) // max_bytes
-        index = np.repeat(np.arange(len(self)), pieces)
-        # Where each piece begins in its run: its index among the pieces of the run, times the
-        # length of a piece.
-        within = (np.arange(len(index)) - np.repeat(pieces.cumsum() - pieces, pieces)) * max_bytes
-        offset = within.astype(np.uint64)
+        index, offset = cut_long(self.nbytes, max_bytes)
         return _merged(
             self.local[index] + offset,
             self.remote[index] + offset,
@@ -62,12 +57,8 @@ def merge_copies(copies: Copies) -> MergedCopies:
     if not nbytes.all():
         full = np.flatnonzero(nbytes)
         local, remote, nbytes, segment = local[full], remote[full], nbytes[full], segment[full]
-    # True where a copy does not follow its predecessor on both sides.
-    apart = local[1:] - local[:-1] != nbytes[:-1]
-    apart |= remote[1:] - remote[:-1] != nbytes[:-1]
-    apart |= segment[1:] != segment[:-1]
-    first = np.concatenate(([0], np.flatnonzero(apart) + 1))[: len(nbytes)]
-    merged = np.add.reduceat(nbytes, first) if len(first) else nbytes
+    first = run_starts(local, remote, nbytes, segment)
+    merged = np.add.reduceat(nbytes, first)
     return _merged(local[first], remote[first], merged, segment[first]).split(MAX_RUN_BYTES)
 
 

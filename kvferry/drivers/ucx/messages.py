@@ -14,7 +14,8 @@ from typing import Annotated
 import msgspec
 
 from kvferry.core.side_channel_messages import DECODE_ERRORS
-from kvferry.drivers.ucx.address import Instance, Name, Word, WorkerAddress
+from kvferry.core.transport.addresses import Instance, Name, Word
+from kvferry.drivers.ucx.address import WorkerAddress
 
 MAX_NOTIFICATION = 4096
 """The most bytes of a payload. All of UCX's transports send that in one piece, and so in order."""

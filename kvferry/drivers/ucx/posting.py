@@ -15,13 +15,9 @@ from kvferry.drivers.ucx.ucp_structs import Code
 
 
 class Poster:
-    """Posts many reads and collects them, by loops in Python; ``compiled_loops`` has faster ones.
+    """Posts many reads and collects them, by loops in Python; see ``compiled_loops``."""
 
-    Attributes:
-        compiled: whether the loops are compiled, and so run without the interpreter's lock.
-    """
-
-    compiled = False
+    compiled = False  # if True, the loops run without the interpreter's lock
 
     def __init__(self, ucp: Ucp) -> None:
         self._ucp = ucp

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
-from kvferry.drivers.ucx.address import Instance, KeyId
+from kvferry.core.transport.addresses import Instance
+from kvferry.drivers.ucx.address import KeyId
 from kvferry.drivers.ucx.message_transfer import check_rows, consecutive
 from kvferry.drivers.ucx.messages import (
     MAX_BACKLOG,
@@ -151,11 +152,9 @@ class Server(ProgressTarget):
             self._close(connection)
 
     def close(self) -> None:
-        """Close all connections, and destroy the worker."""
+        """Begin to close all connections."""
         for connection in list(self._by_endpoint.values()):
             self._close(connection)
-        self.worker.finish()
-        self.worker.destroy()
 
     def _unconfirmed(self, number: int) -> list[ClientConnection]:
         # A copy, since ``is_confirmed`` is called without the lock.

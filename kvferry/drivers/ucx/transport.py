@@ -31,6 +31,7 @@ from kvferry.core.transport import (
     enter_nothing,
     parse_options,
 )
+from kvferry.core.transport.addresses import decode_regions
 from kvferry.drivers.cuda import find_cuda
 from kvferry.drivers.ucx import address as wire
 from kvferry.drivers.ucx import library
@@ -48,7 +49,7 @@ from kvferry.drivers.ucx.progress import ProgressDriver, ProgressTarget, Progres
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.transfer import UcxTransfer
 from kvferry.drivers.ucx.ucp import BRIEF_BYTES, Memory, Ucp
-from kvferry.drivers.ucx.worker import Worker
+from kvferry.drivers.ucx.worker import Worker, finish
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
 
     interface_version: ClassVar[tuple[int, int]] = (2, 0)
     grace_seconds: ClassVar[float] = _END_SECONDS + _BREAK_SECONDS
+    max_regions: ClassVar[int] = wire.MAX_REGIONS
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
         self._enter = enter
@@ -163,11 +165,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     # Memory.
 
     def _register(self, region: Region) -> Registration:
-        if len(self._registered) >= wire.MAX_REGIONS:
-            raise TransportError(
-                f"{wire.MAX_REGIONS} regions are registered, and an address holds no more: "
-                "deregister some, or register what they lie in"
-            )
         memory, packed = self._ucp.register(self._context, region)
         key = next(self._keys)
         registration = Registration(
@@ -223,14 +220,14 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         return address.identity
 
     def _connect(self, address: UcxAddress) -> UcxPeer:
-        regions = wire.regions_of(address)
+        regions = decode_regions(address.name, address.regions)
         with self._client.lock:
             connection = self._client.open_connection(address)
         self._wait_ready(connection)
         return UcxPeer(address=address, regions=regions, connection=connection)
 
     def _refresh(self, connection: UcxPeer, address: UcxAddress) -> None:
-        regions = wire.regions_of(address)
+        regions = decode_regions(address.name, address.regions)
         with self._client.lock:
             before = connection.address, connection.regions
             if address.constants != connection.address.constants:
@@ -388,6 +385,9 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         with self._client.lock, self._server.lock:
             self._client.close()
             self._server.close()
+            finish([*self._client.workers, self._server.worker])
+            self._client.destroy()
+            self._server.worker.destroy()
             for registration in self._registered.values():
                 with suppress(TransportError):
                     self._ucp.unmap(self._context, registration.memory)

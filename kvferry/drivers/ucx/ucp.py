@@ -85,8 +85,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 class Ucp:
     """A loaded libucp (or a test's substitute), whose methods raise ``TransportError``.
 
-    Raises:
-        DriverError: the library lacks a function, or was built without support for threads.
+    Raises ``DriverError`` if it lacks a function, or was built without support for threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -118,8 +117,7 @@ class Ucp:
     ) -> Context:
         """Create a context; the user's ``settings`` override ``defaults``, both without ``UCX_``.
 
-        Raises:
-            DriverError: UCX does not take one of the user's settings, or does not start.
+        Raises ``DriverError`` if UCX does not take one of the user's settings, or does not start.
         """
         config = self._new("ucp_config_read", None, None, trouble="UCX reads no configuration")
         params = structs.ContextParams.of(
@@ -198,14 +196,24 @@ class Ucp:
         params = structs.WorkerParams.of(
             thread_mode=structs.SERIALIZED, events=structs.WAKE_FOR, flags=1
         )
-        created = self._new("ucp_worker_create", context, params, trouble="cannot create a worker")
+        worker = WorkerHandle(
+            self._new("ucp_worker_create", context, params, trouble="cannot create a worker")
+        )
+        try:
+            address, descriptor = self._prepare_worker(worker, on_message)
+        except (TransportError, DriverError):
+            self.destroy_worker(worker)
+            raise
+        return worker, address, descriptor
+
+    def _prepare_worker(self, worker: WorkerHandle, on_message: Any) -> tuple[bytes, int]:  # noqa: ANN401
         handler = structs.HandlerParams.of(
             id=_MESSAGE_ID, flags=structs.WHOLE_MESSAGES, cb=on_message
         )
         name = "ucp_worker_set_am_recv_handler"
-        self._try(name, created, handler, trouble="cannot receive messages")
+        self._try(name, worker, handler, trouble="cannot receive messages")
         found = structs.WorkerAttributes.asking("address", "thread_mode")
-        self._try("ucp_worker_query", created, found, trouble="UCX does not answer")
+        self._try("ucp_worker_query", worker, found, trouble="UCX does not answer")
         if found.thread_mode < structs.SERIALIZED or not (
             0 < found.address_length <= MAX_WORKER_ADDRESS and found.address
         ):
@@ -215,11 +223,11 @@ class Ucp:
                 "those that are known"
             )
         address = ctypes.string_at(found.address, found.address_length)
-        self._library.ucp_worker_release_address(created, found.address)
+        self._library.ucp_worker_release_address(worker, found.address)
         event = _INT()
         name = "ucp_worker_get_efd"
-        self._try(name, created, ctypes.byref(event), trouble="no event descriptor")
-        return WorkerHandle(created), address, event.value
+        self._try(name, worker, ctypes.byref(event), trouble="no event descriptor")
+        return address, event.value
 
     def destroy_worker(self, worker: WorkerHandle) -> None:
         """Destroy a worker and its endpoints."""
@@ -271,11 +279,7 @@ class Ucp:
         return answer
 
     def send(self, endpoint: Endpoint, head: bytes, body: bytes | int, nbytes: int) -> int:
-        """Send a message; return the answer for when UCP needs its data no longer.
-
-        UCP copies the head, which may be empty; the caller keeps the body (or the data at its
-        address) alive.
-        """
+        """Send a message; return the answer. Until then, the caller keeps the body's data alive."""
         library = self._library if nbytes > BRIEF_BYTES else self._brief
         params = ctypes.byref(self._eager)
         answer: int = library.ucp_am_send_nbx(

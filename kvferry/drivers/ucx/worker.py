@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,10 @@ Buffer = npt.NDArray[np.uint8]
 """Memory for the body of a message, (MAX_RELAY_BYTES,)."""
 
 OnBody = Callable[[Message, int, int], None]
-"""Handles a message that has a body: the message, the body's address, and its length in bytes."""
+"""Handles a message that has a body: the message, the body's address, and its length in bytes.
+
+It is called while UCP works: it must not raise or call UCP. The body is valid during the call.
+"""
 
 _endpoint_numbers = itertools.count(1)
 
@@ -41,26 +44,18 @@ _endpoint_numbers = itertools.count(1)
 class Worker:
     """A UCP worker. Two threads must not use it at once: the client or server side has a lock.
 
-    Attributes:
-        on_body: called while UCP works; it must not raise or call UCP, and the body is valid only
-            during the call. Without it, messages are taken without their bodies.
-        closing: the requests of endpoints that are being closed.
-        lingering: endpoints that are closed as soon as everything on them has left, by their flush
-            requests.
-        sending: the messages that are being sent, by UCP's requests: the endpoint, the bytes to
-            keep until the request has completed, and how many bytes they are.
-
-    Raises:
-        TransportError: UCX cannot make a worker.
-        DriverError: UCX's structures differ from those in ``ucp_structs``.
+    Raises ``TransportError`` if UCX cannot make one, ``DriverError`` as ``Ucp.create_worker``.
     """
 
     def __init__(self, ucp: Ucp, context: Context, poster: Poster) -> None:
         self.ucp = ucp
         self.poster = poster
+        # Without it, messages are taken without their bodies.
         self.on_body: OnBody | None = None
-        self.closing: list[int] = []
+        self.closing: list[int] = []  # the requests of endpoints that are being closed
+        # The endpoints to close when everything on them has left, by their flush requests.
         self.lingering: dict[int, Endpoint] = {}
+        # By UCP's request: the endpoint, what to keep until it has completed, and its bytes.
         self.sending: dict[int, tuple[Endpoint, bytes | Buffer, int]] = {}
         self._free_buffers: list[Buffer] = []
         self._arrived: deque[Message] = deque()
@@ -192,14 +187,10 @@ class Worker:
         while self._failed:
             yield self._failed.popleft()
 
-    def finish(self) -> None:
-        """Finish sending messages and closing endpoints, for 0.5 s at most."""
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while self.closing or self.lingering or self.sending:
-            if time.monotonic() > deadline:
-                return
-            if not self.run_once():
-                time.sleep(_PAUSE_SECONDS)
+    @property
+    def finished(self) -> bool:
+        """Whether all messages have been sent, and all closed endpoints are closed."""
+        return not (self.closing or self.lingering or self.sending)
 
     def destroy(self) -> None:
         """Destroy the worker with its endpoints."""
@@ -251,3 +242,12 @@ class Worker:
     def _on_error(self, number: int | None, endpoint: int | None, code: int) -> None:
         del endpoint
         self._failed.append((number or 0, code))
+
+
+def finish(workers: Sequence[Worker]) -> None:
+    """Let workers send their messages and close their endpoints, for 0.5 s at most."""
+    # All at once: one may be connected to another.
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    while not all(worker.finished for worker in workers) and time.monotonic() < deadline:
+        if not any([worker.run_once() for worker in workers]):
+            time.sleep(_PAUSE_SECONDS)

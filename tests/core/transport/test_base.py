@@ -171,6 +171,20 @@ def test_a_region_that_an_unfinished_transfer_uses_is_not_deregistered() -> None
 # Connections.
 
 
+def test_as_many_regions_are_registered_as_an_address_holds() -> None:
+    class Narrow(RecordingTransport):
+        max_regions = 1
+
+    books = Narrow()
+    for _ in range(2):
+        books.register(HERE)
+    with pytest.raises(TransportError, match="1 regions are registered, and an address holds no"):
+        books.register(MORE)
+    books.deregister(HERE)
+    books.register(MORE)
+    assert books.of("register") == [(HERE,), (MORE,)]
+
+
 def test_addresses_of_equal_identity_are_one_peer() -> None:
     transport = RecordingTransport()
     first, other = transport.connect(b"a1"), transport.connect(b"b1")

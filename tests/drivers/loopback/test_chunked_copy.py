@@ -72,26 +72,9 @@ def test_adjacent_copies_are_merged_in_any_order() -> None:
     np.testing.assert_array_equal(target, source)
 
 
-def test_copies_adjacent_on_one_side_only_are_not_merged() -> None:
-    memory = np.zeros(SIZE, np.uint8)
-    region = region_of(memory)
-    runs = CopyRuns(batch(region, region, [0, 8, 16], [100, 108, 120], [8, 8, 8]))
-    assert runs.count == 2
-
-
 def test_chunk_leaves_two_of_1024_iovecs_for_the_registry() -> None:
     source, target = pattern(SIZE, 6), np.zeros(SIZE, np.uint8)
     odd = np.arange(1, SIZE, 2)
     runs = CopyRuns(batch(region_of(target), region_of(source), odd - 1, odd, np.ones(len(odd))))
     assert move(runs, SIZE) == [1022, 1022, 4]
     np.testing.assert_array_equal(target[::2], source[1::2])
-
-
-def test_arrays_of_the_batch_may_be_overwritten() -> None:
-    source, target = pattern(SIZE, 7), np.zeros(SIZE, np.uint8)
-    copies = batch(region_of(target), region_of(source), [0, 128], [0, 128], [64, 64])
-    runs = CopyRuns(copies)
-    for array in (copies.local, copies.remote, copies.nbytes):
-        array[:] = 0
-    assert move(runs, SIZE) == [2]
-    np.testing.assert_array_equal(target[128:192], source[128:192])

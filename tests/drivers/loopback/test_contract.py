@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvferry.testing import (
-    ConcurrentConnectTests,
     InFlightTests,
     NotificationTests,
     StateMachineTests,
@@ -19,9 +18,7 @@ class TestLoopback(TransportContract):
     lasting_bytes = LASTING
 
 
-class TestLoopbackOnThreads(
-    TransferTests, NotificationTests, InFlightTests, ConcurrentConnectTests, StateMachineTests
-):
+class TestLoopbackOnThreads(TransferTests, NotificationTests, InFlightTests, StateMachineTests):
     factory = "kvferry.drivers.loopback:LoopbackTransport"
     options = {"inline_bytes": 0, "chunk_bytes": 4096, "threads": 3}  # noqa: RUF012
     lasting_bytes = LASTING

@@ -53,18 +53,6 @@ def test_killed_peer_is_lost_and_leaves_no_socket(transport: LoopbackTransport, 
         transport.connect(address)
 
 
-def test_closed_peer_is_lost(
-    transport: LoopbackTransport, remote: LoopbackTransport | Peer
-) -> None:
-    pair, address = paired(transport, remote), remote.address()
-    remote.close()
-    for _ in range(3):
-        transport.notify(pair.peer, b"hello?")
-    assert lost(pair)
-    with pytest.raises(ConnectError, match="closed"):
-        transport.connect(address)
-
-
 def test_stopped_peer_can_be_connected_to_and_read(
     transport: LoopbackTransport, peer: Peer
 ) -> None:
@@ -92,13 +80,6 @@ def test_peer_that_executed_another_program_is_lost(
     assert until(lambda: command.read_bytes().startswith(b"/bin/sleep"))
     assert procfs.start_time(peer.process.pid) is not None
     assert lost(pair)
-
-
-def test_local_peer_may_end_during_a_read(transport: LoopbackTransport, make: Make) -> None:
-    pair = paired(transport, make())
-    transfer = pair.lasting()
-    pair.other.close()
-    assert isinstance(pair.final(transfer).error, PeerLostError)
 
 
 def test_disconnect_releases_descriptors(transport: LoopbackTransport, shared_peer: Peer) -> None:

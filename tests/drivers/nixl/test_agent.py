@@ -1,4 +1,4 @@
-"""How NIXL's native agent is made, on a stand-in for NIXL's bindings."""
+"""How NIXL's native agent is made, on a stand-in for NIXL's bindings; the memory that it claims."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import DriverError
+from kvferry.drivers.cuda import CudaDriver
+from kvferry.drivers.nixl import agent as module
 from kvferry.drivers.nixl.agent import Agent
 from kvferry.drivers.nixl.library import NixlLibrary
 from kvferry.drivers.nixl.options import NixlOptions
+from tests.gpu.driver_api import StandInCuda
+
+CUDA = CudaDriver(StandInCuda())
 
 
 class StandInAgent:
@@ -98,3 +103,27 @@ def fail(*_: object) -> None:
 def test_backend_that_cannot_be_used_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(DriverError, match=said):
         Agent(library(**changes), "ours", NixlOptions())
+
+
+@pytest.mark.parametrize(
+    ("libraries", "cuda", "kinds"),
+    [
+        ([], None, set()),
+        (["libcuda.so.1"], CUDA, {"cuda"}),
+        (["libcuda.so.1"], None, set()),  # no GPU
+        (["libhsa-runtime64.so.1"], None, {"cuda"}),
+        (["libze_loader.so.1"], None, {"xpu"}),
+        (["libhl-thunk.so"], None, {"hpu"}),
+    ],
+)
+def test_kind_is_claimed_with_its_driver_library(
+    monkeypatch: pytest.MonkeyPatch, libraries: list[str], cuda: CudaDriver | None, kinds: set[str]
+) -> None:
+    def load(name: str) -> str:
+        if name not in libraries:
+            raise OSError(f"{name}: cannot open shared object file")
+        return name
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    monkeypatch.setattr(module, "find_cuda", lambda: cuda)
+    assert module.accelerators() == kinds

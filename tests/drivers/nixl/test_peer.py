@@ -1,24 +1,27 @@
-"""Loading the metadata of a peer into NIXL, and metadata that NIXL refuses."""
+"""Peers: loading their metadata into NIXL, which keeps it after they were disconnected."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from kvferry.core.errors import ConnectError
-from kvferry.drivers.nixl.peer import NixlPeer
+from kvferry.drivers.nixl.peer import MAX_IDLE, IdlePeers, NixlPeer
 from tests.drivers.nixl.fake_agent import FakeAgent
 
 
-def peer(name: str, metadata: bytes) -> NixlPeer:
-    return NixlPeer(name=name, itself=False, metadata=metadata, keys=frozenset({1}))
+def peer(name: str, *keys: int) -> NixlPeer:
+    return NixlPeer(name=name, itself=False, metadata=name.encode(), keys=frozenset(keys))
 
 
 def test_metadata_under_another_name_removes_no_agent() -> None:
     agent = FakeAgent()
-    honest = peer("honest", b"honest")
+    honest = peer("honest", 1)
     honest.load_metadata(agent)
     with pytest.raises(ConnectError, match="an address of other that holds NIXL's metadata of"):
-        peer("other", b"honest").load_metadata(agent)
+        replace(honest, name="other", loaded={}).load_metadata(agent)
     assert b"honest" in agent.known
 
 
@@ -26,9 +29,79 @@ def test_refused_peer_is_removed_unless_it_was_known() -> None:
     """Transfers from a known one may be under way: the caller decides what happens to it."""
     agent = FakeAgent()
     agent.refuses_metadata = True
-    some = peer("one", b"one")
+    some = peer("one", 1)
     for known in ([], [b"one"]):
         with pytest.raises(ConnectError, match="its second half is wrong"):
             some.load_metadata(agent)
         assert agent.known == known
         some.loaded[agent] = frozenset()
+
+
+def connect_and_disconnect(idle: IdlePeers, agent: FakeAgent, some: NixlPeer) -> None:
+    idle.connect(some, agent)
+    idle.add(some)
+
+
+def test_returning_peer_with_same_memory_is_loaded_without_removal() -> None:
+    idle, agent = IdlePeers(), FakeAgent()
+    connect_and_disconnect(idle, agent, peer("a", 1))
+    again = peer("a", 1, 2)
+    idle.connect(again, agent)
+    assert agent.known == [b"a", b"a"]
+    again.remove_remote()
+    assert agent.known == []
+
+
+def test_returning_peer_with_less_memory_is_removed_first() -> None:
+    idle, agent = IdlePeers(), FakeAgent()
+    connect_and_disconnect(idle, agent, peer("a", 1, 2))
+    idle.connect(peer("a", 2, 3), agent)
+    assert agent.known == [b"a"]
+
+
+def test_removal_applies_to_both_agents() -> None:
+    idle, agent, second = IdlePeers(), FakeAgent(), FakeAgent()
+    first = peer("a", 1)
+    idle.connect(first, agent)
+    first.load_metadata(second)
+    idle.add(first)
+    again = peer("a", 1)
+    idle.connect(again, agent)
+    again.remove_remote()
+    assert (agent.known, second.known) == ([], [])
+
+
+def test_only_most_recent_idle_peers_are_kept() -> None:
+    idle, agent = IdlePeers(), FakeAgent()
+    for number in range(MAX_IDLE + 2):
+        connect_and_disconnect(idle, agent, peer(str(number), 1))
+    assert len(agent.known) == MAX_IDLE
+    assert agent.known[0] == b"2"
+    idle.clear()
+    assert agent.known == []
+
+
+def test_returning_peer_refused_by_nixl_is_removed() -> None:
+    idle, agent = IdlePeers(), FakeAgent()
+    connect_and_disconnect(idle, agent, peer("a", 1))
+    agent.refuses_metadata = True
+    with pytest.raises(ConnectError, match="its second half is wrong"):
+        idle.connect(peer("a", 1), agent)
+    assert agent.known == []
+
+
+def test_concurrently_connected_peer_is_never_removed() -> None:
+    """Many threads connect more peers than are kept idle."""
+    idle, agent = IdlePeers(), FakeAgent()
+
+    def connect_repeatedly(seed: int) -> bool:
+        known = True
+        for turn in range(200):
+            some = peer(f"{seed}-{(seed * turn) % 20}", 1)
+            idle.connect(some, agent)
+            known = known and some.metadata in agent.known
+            idle.add(some)
+        return known
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(connect_repeatedly, range(1, 9)))

@@ -156,10 +156,9 @@ def test_wheel_is_found_by_its_files(wheel: Path) -> None:
     assert not found.rdma
 
 
-@pytest.mark.parametrize("text", ["1.9.0", "2.1.0"])
-def test_wheel_of_unsupported_version_is_refused(wheel: Path, text: str) -> None:
-    (wheel.parents[1] / "UCX_WHEEL_VERSION.txt").write_text(text)
-    with pytest.raises(DriverError, match=text):
+def test_wheel_of_unsupported_version_is_refused(wheel: Path) -> None:
+    (wheel.parents[1] / "UCX_WHEEL_VERSION.txt").write_text("1.9.0")
+    with pytest.raises(DriverError, match=r"1\.9\.0"):
         find()
 
 
@@ -186,17 +185,15 @@ def test_system_library_is_preferred_to_wheel(
 
 
 @fake_libraries.NEEDS_COMPILER
-@pytest.mark.parametrize("version", [(1, 18, 0), (1, 20, 9)])
 def test_wheel_is_found_when_system_library_is_too_old(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     wheel: Path,
     caplog: pytest.LogCaptureFixture,
-    version: library.Version,
 ) -> None:
     """A warning names the library of the system and the RDMA that it would give."""
     path = install_system_library(
-        monkeypatch, fake_libraries.with_rdma(fake_libraries.ucp(tmp_path / "system", version))
+        monkeypatch, fake_libraries.with_rdma(fake_libraries.ucp(tmp_path / "system", (1, 18, 0)))
     )
     found = find()
     assert (found.path, found.source) == (str(wheel), "the wheel libucx")

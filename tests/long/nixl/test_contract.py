@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.testing.contract import (
+    ClosingTests,
     InFlightTests,
     NotificationTests,
     PeerTests,
@@ -11,6 +14,7 @@ from kvferry.testing.contract import (
     StoppedPeerTests,
     TransferTests,
 )
+from kvferry.testing.contract.workbench import Workbench
 from tests.nixl.test_contract import FACTORY
 
 
@@ -28,6 +32,16 @@ class TestNixlWithoutProgressThread(TransferTests, NotificationTests, PeerTests,
     test_a_stopped_peer_ends_by_the_deadline = None  # type: ignore[assignment]
 
 
-class TestNixlWithLongTransfers(InFlightTests, QuiescenceTests, StoppedPeerTests, ProcessTests):
+class TestNixlWithLongTransfers(
+    InFlightTests, QuiescenceTests, ClosingTests, StoppedPeerTests, ProcessTests
+):
     factory = FACTORY
     lasting_bytes = 4 << 30
+
+    @pytest.mark.xfail(
+        strict=True,
+        reason="each thread that UCX has beside its progress thread keeps a socket of a peer that "
+        "is gone, until a large transfer wakes it or the transport is closed",
+    )
+    def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
+        super().test_close_gives_threads_and_descriptors_back(lab)
