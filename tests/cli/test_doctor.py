@@ -16,7 +16,7 @@ import pytest
 from kvferry.cli import doctor
 from kvferry.cli.doctor import DoctorError, channel, devices, kernel, run, software, worst
 from kvferry.cli.doctor.finding import FindingLevel, bad, ok, warn
-from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx
+from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx, probe
 from kvferry.cli.keys import keys_of
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.security import Access, generate
@@ -87,7 +87,7 @@ def test_driver_that_kills_its_process_is_bad(
 ) -> None:
     environment = install_drivers(tmp_path, DYING_CODE, deadly="Driver")
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
-    (finding,) = software.drivers(doctor.probe())
+    (finding,) = software.drivers(probe())
     check(finding, BAD, "status 3: segmentation fault, say")
 
 
