@@ -72,6 +72,19 @@ def multi(*children: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": extra}
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"driver": "loopback", "driver_options": {"threads": 1}},
+        transfer(kv_connector_module_path=None, kv_load_failure_policy="recompute", kv_rank=0),
+        multi(transfer(), {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}),
+    ],
+)
+def test_accepted(checked: Checker, given: object) -> None:
+    assert checked(given).status == 0
+
+
 def test_all_problems_are_listed_at_once(checked: Checker) -> None:
     extra = {
         "drvier": "nixl",
@@ -187,9 +200,6 @@ def turns(policy: str | None) -> dict[str, Any]:
     ("given", "words"),
     [
         (transfer(), []),
-        (transfer(kv_connector_module_path=None, kv_load_failure_policy="recompute"), []),
-        (multi(transfer(), {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}), []),
-        ({"driver": "loopback", "driver_options": {"threads": 1}}, []),
         ({}, [NO_DRIVER]),
         (transfer(kv_connector_extra_config={}), [NO_DRIVER]),
         (NIXL, [ONE_HOST]),

@@ -7,6 +7,7 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.cli import hybrid_configs as configs
@@ -220,6 +221,13 @@ def test_single_layout_is_an_engine_of_one_rank(plan: PlanCommand) -> None:
     Path(prefill).write_text(whole[whole.index("[") + 1 : whole.index('],"coordinates"')])
     [rank] = plan.json(None, prefill, decode)["prefill"]
     assert (rank["rank"], rank["coordinates"]) == (0, None)
+
+
+def test_ranks_of_unknown_coordinates_are_numbered(plan: PlanCommand) -> None:
+    prefill, decode = plan.layouts(TINY, "tp=2")
+    ranks = msgspec.json.decode(Path(prefill).read_bytes())["ranks"]
+    Path(prefill).write_bytes(msgspec.json.encode({"ranks": ranks}))
+    assert " 1 layers 0-3, heads 2-3 " in plan.text(None, prefill, decode)
 
 
 def test_engines_of_different_models_are_refused(plan: PlanCommand) -> None:

@@ -48,6 +48,7 @@ WRONG_MODELS = [
         TINY | {"layer_types": ["full_attention", "rwkv"] * 2},
         "layers 1, 3 are 'rwkv', and known are",
     ),
+    (TINY | {"layer_group_size": 8}, "has 'layer_group_size', so the model has states"),
     (TINY | {"mamba_d_conv": 4}, "has 'mamba_d_conv', so the model has states"),
     (TINY | {"index_topk": 2048}, "has 'index_topk', an index in every layer, which is drawn for"),
     (TINY | {"is_encoder_decoder": True}, "only decoders are drawn"),
@@ -167,6 +168,7 @@ def test_refusals_are_errors_of_the_command(plan: PlanCommand) -> None:
         ({"a": 1}, "tp=1", "does not say what a KV cache is made of"),
         (TINY, "tq=2", "kvferry: --decode: unknown setting 'tq': did you mean 'tp'?"),
         (TINY, "tp=3", "tp=3 does not divide the 8 attention heads"),
+        (SMALL_STATES, "kernel_block=12,block_size=24", "kvferry: --decode: kernel_block=12 does"),
         (TINY, "nowhere.json", "nowhere.json cannot be read: No such file"),
         (None, "tp=1", "name the model's config.json first"),
     ):
