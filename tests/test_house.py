@@ -43,13 +43,6 @@ def run_python(code: str) -> str:
     return run.stdout
 
 
-def loaded_by(code: str) -> set[str]:
-    """Return the top-level modules in ``sys.modules`` after ``code`` ran."""
-    names = "{name.partition('.')[0] for name in sys.modules}"
-    printed = run_python(f"import sys\n{code}\nprint(*{names})")
-    return set(printed.splitlines()[-1].split())
-
-
 def modules() -> list[str]:
     """Return the modules of kvferry that have to work without vLLM, torch and Ray."""
     package = ROOT / "kvferry"
@@ -73,22 +66,34 @@ def tracked_texts() -> list[tuple[Path, str]]:
     return [(p, p.read_text()) for p in present if b"\0" not in p.read_bytes()]
 
 
-def test_help_imports_no_heavy_module() -> None:
-    code = """
-sys.argv = ["kvferry", "--help"]
+def test_help_and_plan_import_no_heavy_module(tmp_path: Path) -> None:
+    model = tmp_path / "config.json"
+    model.write_text('{"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}')
+    code = f"""
+import sys
 from kvferry.cli import main
-try:
-    main()
-except SystemExit as exit:
-    if exit.code:
-        raise
+for arguments in (["--help"], ["plan", {str(model)!r}, "--prefill=tp=1", "--decode=tp=1"]):
+    sys.argv = ["kvferry", *arguments]
+    try:
+        main()
+    except SystemExit as exit:
+        if exit.code:
+            raise
+    print("loaded", *sys.modules)
 """
-    assert loaded_by(code).isdisjoint(HEAVY)
+    helped, planned = (
+        line.split() for line in run_python(code).splitlines() if line.startswith("loaded ")
+    )
+    needless = {"matplotlib", "numpy", "rich.table", "stevedore", "zmq"}
+    assert needless.union(HEAVY).isdisjoint(helped)
+    assert {"matplotlib", *HEAVY}.isdisjoint(planned)
 
 
-def test_every_module_imports_without_torch_and_vllm() -> None:
+def test_every_module_and_export_works_without_torch_nixl_and_vllm() -> None:
     imports = "\n".join(f"import {name}" for name in modules())
-    run_python(BLOCK_HEAVY + imports)
+    exported = ", ".join(kvferry.__all__)
+    checked = "kvferry.cli.check_config.run('{}')"
+    run_python(f"{BLOCK_HEAVY}\nfrom kvferry import *\nprint({exported})\n{imports}\n{checked}")
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

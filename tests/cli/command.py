@@ -1,16 +1,64 @@
-"""Run the ``kvferry`` command in a process of its own, with drivers that a test installs."""
+"""Run the ``kvferry`` command: in this process, or in one of its own with drivers of a test."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
 
 import kvferry
+from kvferry.cli import main
 
 ROOT = Path(kvferry.__file__).parents[1]
 COMMAND = [sys.executable, "-W", "error", "-c", "from kvferry.cli import main; main()"]
+
+
+class CommandResult(NamedTuple):
+    """The exit status and output of a run of the command."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        """The printed words, independent of the width of the terminal."""
+        return " ".join((self.out + self.err).split())
+
+
+class ProcessLeftError(BaseException):
+    """The command has called ``os._exit``."""
+
+
+def leave(status: int) -> NoReturn:
+    raise ProcessLeftError(status)
+
+
+@dataclass(frozen=True)
+class Command:
+    """The ``kvferry`` command in this process."""
+
+    capsys: pytest.CaptureFixture[str]
+
+    def run(self, *arguments: str, width: int = 200) -> CommandResult:
+        """Run the command with these arguments, in a terminal of this width."""
+        status: Any = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["kvferry", *arguments])
+            patch.setattr(os, "_exit", leave)
+            patch.setenv("COLUMNS", str(width))
+            try:
+                main()
+            except SystemExit as exc:
+                status = exc.code or 0
+            except ProcessLeftError as exc:
+                [status] = exc.args
+        return CommandResult(status, *self.capsys.readouterr())
 
 
 def install_drivers(folder: Path, code: str, **drivers: str) -> dict[str, str]:
@@ -28,19 +76,13 @@ def install_drivers(folder: Path, code: str, **drivers: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "COLUMNS": "200", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run_kvferry(
-    environment: dict[str, str],
-    *arguments: str,
-    timeout: float = 100.0,
-    folder: str | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process, in a folder, and return its result and output."""
+def run_kvferry(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process, and return its result and output."""
     return subprocess.run(
         [*COMMAND, *arguments],
         env=environment,
-        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        timeout=timeout,
+        timeout=100.0,
     )

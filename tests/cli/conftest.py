@@ -1,4 +1,4 @@
-"""The command ``kvferry plan`` as a fixture."""
+"""The command as a fixture."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.command import Command
 from tests.cli.plan_command import PlanCommand
 
 
 @pytest.fixture
-def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> PlanCommand:
-    return PlanCommand(tmp_path, capsys)
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, command: Command) -> PlanCommand:
+    return PlanCommand(tmp_path, command)

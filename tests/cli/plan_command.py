@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
-
-from kvferry.cli import main
+from tests.cli.command import Command, CommandResult
 
 Config = dict[str, Any]
 
@@ -30,19 +27,6 @@ WINDOWS: Config = TINY | {
 }
 
 
-class CommandResult(NamedTuple):
-    """The exit status and output of a run of the command."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def words(self) -> str:
-        """The printed words, independent of the width of the terminal."""
-        return " ".join((self.out + self.err).split())
-
-
 def write_config(folder: Path, content: object) -> str:
     """Write a config file and return its path."""
     file = folder / "config.json"
@@ -55,19 +39,11 @@ class PlanCommand:
     """``kvferry plan``, with files in a folder. Arguments that are empty are left out."""
 
     folder: Path
-    capsys: pytest.CaptureFixture[str]
+    command: Command
 
     def run(self, *arguments: str, width: int = 200) -> CommandResult:
         """Run the command with these arguments."""
-        status: Any = 0
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["kvferry", "plan", *arguments])
-            patch.setenv("COLUMNS", str(width))
-            try:
-                main()
-            except SystemExit as exc:
-                status = exc.code or 0
-        return CommandResult(status, *self.capsys.readouterr())
+        return self.command.run("plan", *arguments, width=width)
 
     def between(self, model: Config | None, prefill: str, decode: str, *more: str) -> CommandResult:
         """Run the command for a model's config and two engines."""

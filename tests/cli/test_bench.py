@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from ctypes import memmove
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,89 +21,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.bench import run
+from kvferry.cli import bench as bench_command
+from kvferry.cli.bench import measure, run
 from kvferry.cli.bench.grid import BenchError, Case, options_of, sizes_of
-from kvferry.cli.bench.measure import Result
-from kvferry.core.errors import KVFerryError
+from kvferry.cli.bench.measure import Bench, Result, far_process, near_buffer
+from kvferry.core.errors import KVFerryError, TransportError
 from kvferry.core.memory import Region
-from tests.cli.command import COMMAND, install_drivers, run_kvferry
+from kvferry.core.transport import Capabilities, PeerId, State, Status, TransferId, Transport
+from kvferry.core.transport.copies import Copies
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing.peers import Process
+from tests.cli.command import COMMAND, Command, install_drivers
 
 SMALL_GRID = ("--size", "8K,64K", "--block", "4K,64K", "--seconds", "0.1")
 
-DRIVERS_CODE = """
-import os
-import sys
-from ctypes import memmove
-from dataclasses import replace
 
-from kvferry.core.errors import TransportError
-from kvferry.core.transport import State, Status
-from kvferry.drivers.loopback import LoopbackTransport
-
-
-class Flipping(LoopbackTransport):
-    '''Changes the first byte that it reads.'''
-
-    def read(self, peer, copies, notify=None):
-        transfer = super().read(peer, copies, notify)
-        memmove(int(copies.local[0]), b"\\x00", 1)
-        return transfer
-
-
-class Swapping(LoopbackTransport):
-    '''Reads blocks from the wrong places.'''
-
-    def read(self, peer, copies, notify=None):
-        return super().read(peer, replace(copies, remote=copies.remote[::-1].copy()), notify)
-
-
-class Endless(LoopbackTransport):
-    '''Prints its pid and its first read to stderr, and never ends a transfer.'''
-
-    def __init__(self):
-        super().__init__()
-        print(os.getpid(), file=sys.stderr, flush=True)
-
-    def read(self, peer, copies, notify=None):
-        print("reading", file=sys.stderr, flush=True)
-        return super().read(peer, copies, notify)
-
-    def poll(self, transfers):
-        return [Status(state=State.PENDING) for _ in transfers]
-
-
-class Failing(LoopbackTransport):
-    '''Fails every transfer.'''
-
-    def poll(self, transfers):
-        return [Status(state=State.FAILED, error=TransportError("no luck")) for _ in transfers]
-
-
-class Elsewhere(LoopbackTransport):
-    '''Does not reach CPU memory.'''
-
-    @property
-    def capabilities(self):
-        return replace(super().capabilities, memory=frozenset({"cuda"}))
-"""
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    names = ("Flipping", "Swapping", "Endless", "Failing", "Elsewhere")
-    return install_drivers(tmp_path, DRIVERS_CODE, **{name.lower(): name for name in names})
-
-
-def bench(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_kvferry(environment, "bench", *arguments)
-
-
-def test_every_case_is_measured_and_plotted(environment: dict[str, str], tmp_path: Path) -> None:
+def test_every_case_is_measured_and_plotted(command: Command, tmp_path: Path) -> None:
     picture = tmp_path / "speed.svg"
     plot = ("--plot", str(picture)) if find_spec("matplotlib") else ()
-    ran = bench(environment, "loopback", *SMALL_GRID, "--json", *plot)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    record = json.loads(ran.stdout)
+    ran = command.run("bench", "loopback", *SMALL_GRID, "--json", *plot)
+    assert (ran.status, ran.err) == (0, "")
+    record = json.loads(ran.out)
     assert record["conditions"]["driver"] == "loopback"
     rows: list[dict[str, Any]] = record["results"]
     found = [(r["size"] >> 10, r["block"] >> 10, r["scattered"]) for r in rows]
@@ -117,33 +56,88 @@ def test_every_case_is_measured_and_plotted(environment: dict[str, str], tmp_pat
         assert {"scattered", "in a row", "8 KiB", "64 KiB"} <= texts
 
 
-def test_table_fits_80_columns(environment: dict[str, str]) -> None:
-    narrow = environment | {"COLUMNS": "80"}
-    ran = bench(narrow, "loopback", *SMALL_GRID, "--option", "threads=1")
-    assert (ran.returncode, ran.stderr) == (0, "")
-    lines = ran.stdout.splitlines()
+def test_table_fits_80_columns(command: Command) -> None:
+    ran = command.run("bench", "loopback", *SMALL_GRID, "--option", "threads=1", width=80)
+    assert (ran.status, ran.err) == (0, "")
+    lines = ran.out.splitlines()
     assert lines[0].split()[:4] == ["order", "size", "block", "copies"]
     assert lines[1].split()[:6] == ["scattered", "8", "KiB", "4", "KiB", "2"]
     assert max(map(len, lines)) <= 80
-    assert "options: {'threads': 1}" in ran.stdout
+    assert "options: {'threads': 1}" in ran.out
+
+
+class Flipping(LoopbackTransport):
+    """Changes the first byte that it reads."""
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        memmove(int(copies.local[0]), b"\x00", 1)
+        return transfer
+
+
+class Swapping(LoopbackTransport):
+    """Reads blocks from the wrong places."""
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return super().read(peer, replace(copies, remote=copies.remote[::-1].copy()), notify)
+
+
+class Failing(LoopbackTransport):
+    """Fails every transfer."""
+
+    def poll(self, transfers: Any) -> list[Status]:
+        return [Status(state=State.FAILED, error=TransportError("no luck")) for _ in transfers]
+
+
+class Pending(LoopbackTransport):
+    """Never ends a transfer."""
+
+    def poll(self, transfers: Any) -> list[Status]:
+        return [Status(state=State.PENDING) for _ in transfers]
+
+
+class Elsewhere(LoopbackTransport):
+    """Does not reach CPU memory."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, memory=frozenset({"cuda"}))
+
+
+@pytest.fixture(scope="module")
+def far() -> Iterator[Process]:
+    """The second process, over loopback."""
+    with far_process("loopback", {}, "cpu", 8192) as process:
+        yield process
 
 
 @pytest.mark.parametrize(
     ("driver", "words"),
     [
-        ("flipping", "bytes are wrong after a read"),
-        ("swapping", "bytes are wrong after a read"),
-        ("failing", "failed: no luck"),
-        ("elsewhere", "reaches cuda memory here, and asked for is cpu"),
+        (Flipping, "bytes are wrong after a read"),
+        (Swapping, "bytes are wrong after a read"),
+        (Failing, "failed: no luck"),
+        (Pending, "has not ended after 0 s"),
     ],
 )
 def test_wrong_bytes_and_failures_are_reported(
-    environment: dict[str, str], driver: str, words: str
+    far: Process, monkeypatch: pytest.MonkeyPatch, driver: Callable[[], Transport], words: str
 ) -> None:
-    ran = bench(environment, driver, *SMALL_GRID)
-    assert ran.returncode == 1
-    assert words in ran.stderr
-    assert "Traceback" not in ran.stderr
+    monkeypatch.setattr(measure, "DEADLINE_SECONDS", 0.01)
+    near = near_buffer("cpu", 8192)
+    transport = driver()
+    try:
+        measured = Bench(transport, far, near, lambda _: None)
+        with pytest.raises(BenchError, match=words):
+            measured.measure(Case(size=8192, block=4096, scattered=True), 0.0)
+    finally:
+        transport.close()
+
+
+def test_memory_that_the_driver_does_not_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_command, "create", lambda *_, **__: Elsewhere())
+    with pytest.raises(BenchError, match="reaches cuda memory here, and asked for is cpu"):
+        run(driver="loopback")
 
 
 @pytest.mark.parametrize(
@@ -175,9 +169,44 @@ def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch
         run(driver="loopback", plot=Path("picture.svg"))
 
 
+ENDLESS = """
+import os
+import sys
+
+from kvferry.core.transport import State, Status
+from kvferry.drivers.loopback import LoopbackTransport
+
+
+class Endless(LoopbackTransport):
+    '''Prints its pid and its first read to stderr, and never ends a transfer.'''
+
+    def __init__(self):
+        super().__init__()
+        print(os.getpid(), file=sys.stderr, flush=True)
+
+    def read(self, peer, copies, notify=None):
+        print("reading", file=sys.stderr, flush=True)
+        return super().read(peer, copies, notify)
+
+    def poll(self, transfers):
+        return [Status(state=State.PENDING) for _ in transfers]
+"""
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_ends_both_processes(environment: dict[str, str], signum: signal.Signals) -> None:
-    with endless_run(environment) as (process, far):
+def test_a_signal_ends_both_processes(tmp_path: Path, signum: signal.Signals) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "bench", "endless", *SMALL_GRID],
+        env=install_drivers(tmp_path, ENDLESS, endless="Endless"),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        pids = {int(process.stderr.readline()) for _ in range(2)}
+        (other,) = pids - {process.pid}
+        far = os.pidfd_open(other)
+        assert process.stderr.readline() == "reading\n"
         if signum == signal.SIGKILL:
             process.kill()
         else:
@@ -185,33 +214,10 @@ def test_a_signal_ends_both_processes(environment: dict[str, str], signum: signa
         _, said = process.communicate(timeout=60)
         assert "Traceback" not in said
         assert select.select([far], [], [], 60)[0]
+        os.close(far)
     if signum == signal.SIGINT:
         assert process.returncode == 130
         assert "both processes have been ended" in said
-
-
-@contextmanager
-def endless_run(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Yield the process of a run that does not end, and a pidfd of its other process."""
-    process = subprocess.Popen(
-        [*COMMAND, "bench", "endless", *SMALL_GRID],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-    pids = {int(process.stderr.readline()) for _ in range(2)}
-    (other,) = pids - {process.pid}
-    far = os.pidfd_open(other)
-    try:
-        assert process.stderr.readline() == "reading\n"
-        yield process, far
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-        os.close(far)
 
 
 def test_size_suffixes_are_binary() -> None:

@@ -13,27 +13,25 @@ from typing import Any
 
 import pytest
 
+from kvferry.cli import doctor
 from kvferry.cli.doctor import DoctorError, channel, devices, kernel, run, software, worst
-from kvferry.cli.doctor.finding import Finding, FindingLevel, bad, ok, warn
-from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx
+from kvferry.cli.doctor.finding import FindingLevel, bad, ok, warn
+from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx, probe
 from kvferry.cli.keys import keys_of
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.security import Access, generate
 from kvferry.core.side_channel import HandshakeServer
-from tests.cli.command import install_drivers, run_kvferry
+from tests.cli.command import Command, install_drivers, run_kvferry
 from tests.cli.findings import BAD, OK, WARN, check, write_files
 from tests.core.messages import encoded, payload
 
-MISSING_LIBRARY_CODE = """
-import a_library_that_is_missing
-"""
-CRASH_AT_EXIT_CODE = """
+DRIVERS_CODE = """
 import ctypes
 
 from kvferry.drivers.loopback import LoopbackTransport
 
 
-class Driver(LoopbackTransport):
+class Odd(LoopbackTransport):
     '''Uses a library that prints, and crashes in its exit handlers.'''
 
     library = "libcrash 7"
@@ -43,6 +41,11 @@ class Driver(LoopbackTransport):
         print("INFO: here I am", flush=True)
         libc = ctypes.CDLL(None)
         libc.on_exit(libc.abort, None)
+
+
+class Needy(LoopbackTransport):
+    def __init__(self):
+        import a_library_that_is_missing
 """
 DYING_CODE = """
 import os
@@ -61,44 +64,42 @@ def findings_of(ran: subprocess.CompletedProcess[str]) -> dict[str, dict[str, An
 
 
 def test_findings_of_this_machine(tmp_path: Path) -> None:
-    ran = run_kvferry(
-        install_drivers(tmp_path, MISSING_LIBRARY_CODE, needy="Driver"), "doctor", "--json"
-    )
+    """A driver that does not work is no failure, nor one that prints, and crashes at exit."""
+    environment = install_drivers(tmp_path, DRIVERS_CODE, odd="Odd", needy="Needy")
+    ran = run_kvferry(environment, "doctor", "--json")
     found = findings_of(ran)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["verdict"] == "warn"
-    for name in ("driver loopback", "reading processes", "side channel at 127.0.0.1"):
+    for name in ("driver loopback", "driver odd", "reading processes", "side channel at 127.0.0.1"):
         assert found[name]["verdict"] == "ok"
+    assert found["driver odd"]["found"] == "kvferry-fake 1.2 (libcrash 7): cpu memory"
     needy = found["driver needy"]
     assert needy["verdict"] == "warn"
     assert "a_library_that_is_missing" in needy["found"]
-    assert needy["remedy"]
     assert all(f["remedy"] for f in found.values() if f["verdict"] != "ok")
     assert {"python", "kvferry", "vllm", "GPU", "RDMA", "locked memory"} <= set(found)
-
-
-def test_driver_that_prints_and_crashes_at_exit_is_fine(tmp_path: Path) -> None:
-    environment = install_drivers(tmp_path, CRASH_AT_EXIT_CODE, odd="Driver")
-    ran = run_kvferry(environment, "doctor")
-    words = " ".join(ran.stdout.split())
-    assert "driver odd kvferry-fake 1.2 (libcrash 7): cpu memory" in words
-    assert (ran.returncode, "0 bad" in words) == (0, True)
     listed = run_kvferry(environment, "drivers", "--json")
     assert (listed.returncode, '"library": "libcrash 7"' in listed.stdout) == (0, True)
 
 
-def test_driver_that_kills_its_process_is_bad(tmp_path: Path) -> None:
-    ran = run_kvferry(install_drivers(tmp_path, DYING_CODE, deadly="Driver"), "doctor", "--json")
-    found = findings_of(ran)
-    assert ran.returncode == 1
-    assert "status 3: segmentation fault, say" in found["drivers"]["found"]
-    assert found["reading processes"]["verdict"] == "ok"
+def test_driver_that_kills_its_process_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = install_drivers(tmp_path, DYING_CODE, deadly="Driver")
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    (finding,) = software.drivers(probe())
+    check(finding, BAD, "status 3: segmentation fault, say")
 
 
-def test_unreachable_engine_is_bad(tmp_path: Path) -> None:
-    ran = run_kvferry(install_drivers(tmp_path, ""), "doctor", "--host", "127.0.0.1", "--port", "1")
-    assert ran.returncode == 1
-    assert "nobody listens there" in " ".join(ran.stdout.split())
+def test_unreachable_engine_is_bad_in_the_table(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lame = Driver(name="lame", distribution="lame 1", library="", memory=["cpu"], reason=None)
+    monkeypatch.setattr(doctor, "probe", lambda: Probed(drivers=[lame]))
+    ran = command.run("doctor", "--host", "127.0.0.1", "--port", "1")
+    assert (ran.status, ran.err) == (1, "")
+    for part in ("✓ driver lame lame 1: cpu memory", "nobody listens there", "→ ", " 1 bad, "):
+        assert part in f" {ran.words}"
 
 
 @pytest.mark.parametrize("arguments", [{"host": "here"}, {"port": 1}, {"engine": "prefill"}])
@@ -222,35 +223,27 @@ def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_p
     check(kernel.shared_memory(tmp_path / "missing"), WARN)
 
 
-def rdma_finding(root: Path, state: str, *, usable: bool = True) -> Finding:
-    facts = {"state": state, "rate": "400 Gb/sec (4X NDR)\n", "link_layer": "InfiniBand\n"}
-    port = "sys__class__infiniband__mlx5_0__ports__1__"
-    write_files(root, **{port + name: text for name, text in facts.items()})
-    if usable:
-        write_files(root, dev__infiniband__uverbs0="")
-    return devices.rdma(root)
-
-
-def test_active_nic_is_fine(tmp_path: Path) -> None:
-    finding = rdma_finding(tmp_path, "4: ACTIVE\n")
-    check(finding, OK)
-    assert finding.found == "mlx5_0:1 InfiniBand, 400 Gb/sec (4X NDR), 4: ACTIVE"
-    assert devices.active_nics(tmp_path) == ["mlx5_0"]
-
-
-def test_inactive_nic_is_a_warning(tmp_path: Path) -> None:
-    check(rdma_finding(tmp_path, "1: DOWN\n"), WARN)
-    assert (devices.nics(tmp_path), devices.active_nics(tmp_path)) == (["mlx5_0"], [])
-
-
-def test_nic_without_device_files_is_a_warning(tmp_path: Path) -> None:
-    finding = rdma_finding(tmp_path, "4: ACTIVE\n", usable=False)
-    check(finding, WARN, "", "--device=/dev/infiniband")
-
-
-def test_missing_nic_is_fine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("state", "usable", "verdict", "remedy"),
+    [
+        ("4: ACTIVE\n", True, OK, ""),
+        ("1: DOWN\n", True, WARN, ""),
+        ("4: ACTIVE\n", False, WARN, "--device=/dev/infiniband"),
+    ],
+    ids=["active", "down", "no device files"],
+)
+def test_nic(tmp_path: Path, state: str, usable: bool, verdict: FindingLevel, remedy: str) -> None:
     check(devices.rdma(tmp_path), OK)
     assert devices.nics(tmp_path) == []
+    facts = {"state": state, "rate": "400 Gb/sec (4X NDR)\n", "link_layer": "InfiniBand\n"}
+    port = "sys__class__infiniband__mlx5_0__ports__1__"
+    write_files(tmp_path, **{port + name: text for name, text in facts.items()})
+    if usable:
+        write_files(tmp_path, dev__infiniband__uverbs0="")
+    finding = devices.rdma(tmp_path)
+    check(finding, verdict, f"mlx5_0:1 InfiniBand, 400 Gb/sec (4X NDR), {state.strip()}", remedy)
+    assert devices.nics(tmp_path) == ["mlx5_0"]
+    assert devices.active_nics(tmp_path) == ["mlx5_0"] * ("ACTIVE" in state)
 
 
 def test_gpus_found_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -75,15 +75,6 @@ def pid_namespace(root: Path, number: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "module"),
-    [(OPEN, "open 580.95.05"), (PROPRIETARY, "proprietary 535.104.05"), ("", "")],
-)
-def test_kernel_module(tmp_path: Path, text: str, module: str) -> None:
-    write_files(tmp_path, proc__driver__nvidia__version=text)
-    assert devices.kernel_module(tmp_path) == module
-
-
-@pytest.mark.parametrize(
     ("library", "answers", "verdict", "found", "remedy"),
     [
         (LIBC, True, OK, "NVIDIA H200; kernel module open 580.95.05", ""),

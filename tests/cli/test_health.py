@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.security import Access, generate
 from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
-from tests.cli.command import run_kvferry
+from tests.cli.command import Command
 from tests.core.messages import payload
 
 HEAVY = {
@@ -131,14 +130,17 @@ def keyed_server() -> Iterator[HandshakeServer]:
         yield server
 
 
-def test_options_have_the_names_of_the_settings(keyed_server: HandshakeServer) -> None:
+def test_options_have_the_names_of_the_settings(
+    command: Command, keyed_server: HandshakeServer
+) -> None:
     keys = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
-    address = [keyed_server.host, str(keyed_server.port)]
-    asked = ["health", *address, "--timeout", "60", *keys]
-    result = CliRunner().invoke(app, asked)
+    asked = ["health", keyed_server.host, str(keyed_server.port), "--timeout", "60"]
+    result = CliRunner().invoke(app, [*asked, *keys])
     assert (result.exit_code, result.output) == (0, HEALTHY)
-    probed = run_kvferry(dict(os.environ), *asked)
-    assert (probed.returncode, probed.stdout, probed.stderr) == (0, HEALTHY, "")
+    assert command.run(*asked, *keys) == (0, HEALTHY, "")
+    refused = command.run(*asked)
+    assert (refused.status, refused.out) == (1, "")
+    assert "encrypted: ask with --curve-secret-key and --curve-peer" in refused.err
 
 
 def test_probe_and_typer_have_the_same_options() -> None:
@@ -179,21 +181,11 @@ def test_arguments(arguments: list[str], parsed: object) -> None:
     assert parse(arguments) == parsed
 
 
-def test_help_and_usage_are_those_of_typer() -> None:
-    result = run_kvferry(dict(os.environ), "health", "--help")
-    assert result.returncode == 0
-    assert "--curve-secret-key" in result.stdout
-    result = run_kvferry(dict(os.environ), "health", "localhost")
-    assert result.returncode == 2
-    assert "Missing argument" in result.stderr
-
-
-def test_error_names_the_options(keyed_server: HandshakeServer) -> None:
-    result = run_kvferry(
-        dict(os.environ), "health", keyed_server.host, str(keyed_server.port), "--timeout", "60"
-    )
-    assert result.returncode == 1
-    assert "encrypted: ask with --curve-secret-key and --curve-peer" in result.stderr
+def test_help_and_usage_are_those_of_typer(command: Command) -> None:
+    helped = command.run("health", "--help")
+    assert (helped.status, "--curve-secret-key" in helped.out) == (0, True)
+    wrong = command.run("health", "localhost")
+    assert (wrong.status, "Missing argument" in wrong.err) == (2, True)
 
 
 def test_probe_imports_little(keyed_server: HandshakeServer) -> None:

@@ -58,21 +58,16 @@ def test_printed_settings_work(tmp_path: Path) -> None:
     assert answer == 7
 
 
-def test_files_are_private_to_their_owner(tmp_path: Path) -> None:
+def test_files_are_private_and_secrets_are_not_printed(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "keys"
-    keygen(folder)
+    output = keygen(folder)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     names = {
         f"{engine}.{kind}" for engine in ("prefill", "decode") for kind in ("secret", "public")
     }
     assert modes == dict.fromkeys(names | {"ticket.secret"}, 0o600)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_secrets_are_not_printed(tmp_path: Path) -> None:
-    output = keygen(tmp_path)
-    secrets = [path.read_text().strip() for path in tmp_path.glob("*.secret")]
-    assert len(secrets) == 3
+    secrets = [path.read_text().strip() for path in folder.glob("*.secret")]
     assert [secret for secret in secrets if secret in output] == []
 
 
@@ -112,16 +107,22 @@ def test_a_probe_gets_the_options_of_a_command(tmp_path: Path) -> None:
     assert f"--curve-peer=file:{tmp_path}/ENGINE.public" in output
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a/b", "ticket", ".hidden", "a" * 65, "a b"])
-def test_name_that_cannot_be_a_file_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(SecretError, match="cannot be the name of an engine's files"):
-        keygen(tmp_path / "keys", name)
+NAMES = ("", "../x", "a/b", "ticket", ".hidden", "a" * 65, "a b")
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        *(((name,), "cannot be the name of an engine's files") for name in NAMES),
+        (("a", "a"), "named twice"),
+    ],
+)
+def test_names_that_cannot_be_files_are_refused(
+    tmp_path: Path, names: tuple[str, ...], why: str
+) -> None:
+    with pytest.raises(SecretError, match=why):
+        keygen(tmp_path / "keys", *names)
     assert not (tmp_path / "keys").exists()
-
-
-def test_repeated_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SecretError, match="named twice"):
-        keygen(tmp_path, "a", "a")
 
 
 def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:

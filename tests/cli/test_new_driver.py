@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 import kvferry
-from tests.cli.command import ROOT, run_kvferry
+from kvferry.cli import new_driver
+from kvferry.core.errors import DriverError
+from tests.cli.command import ROOT, Command
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The distribution of a new driver ``my_nic``."""
-    wrote = run_kvferry(dict(os.environ), "new-driver", "my_nic", folder=str(tmp_path))
-    assert (wrote.returncode, wrote.stderr) == (0, "")
-    assert "pip install --editable 'kvferry-my-nic[test]'" in wrote.stdout
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The distribution of a new driver ``my_nic``, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    new_driver.run("my_nic")
     return tmp_path / "kvferry-my-nic"
 
 
@@ -57,23 +58,30 @@ def test_some_tests_of_the_suite_pass_as_written(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "My", "1st", "a-b", "../x", "class", "a" * 33])
-def test_name_that_cannot_be_a_drivers_is_refused(tmp_path: Path, name: str) -> None:
-    ran = run_kvferry(dict(os.environ), "new-driver", name, folder=str(tmp_path))
-    assert ran.returncode == 1
-    assert f"{name!r} cannot be the name of a driver here" in ran.stderr
+def test_name_that_cannot_be_a_drivers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DriverError, match=f"{name!r} cannot be the name of a driver here"):
+        new_driver.run(name)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_name_of_an_installed_driver_is_refused(tmp_path: Path) -> None:
-    ran = run_kvferry(dict(os.environ), "new-driver", "loopback", folder=str(tmp_path))
-    assert ran.returncode == 1
-    assert "'loopback' is installed already" in ran.stderr
+def test_name_of_an_installed_driver_is_refused() -> None:
+    with pytest.raises(DriverError, match="'loopback' is installed already"):
+        new_driver.run("loopback")
 
 
-def test_nothing_is_overwritten(folder: Path) -> None:
-    project = folder / "pyproject.toml"
+def test_command_says_what_comes_next_and_overwrites_nothing(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrote = command.run("new-driver", "my_nic")
+    assert (wrote.status, wrote.err) == (0, "")
+    assert "pip install --editable 'kvferry-my-nic[test]'" in wrote.out
+    project = tmp_path / "kvferry-my-nic" / "pyproject.toml"
     project.write_text("mine")
-    again = run_kvferry(dict(os.environ), "new-driver", "my_nic", folder=str(folder.parent))
-    assert again.returncode == 1
-    assert "kvferry-my-nic cannot be written (File exists)" in again.stderr
+    again = command.run("new-driver", "my_nic")
+    assert again.status == 1
+    assert "kvferry-my-nic cannot be written (File exists)" in again.err
     assert project.read_text() == "mine"

@@ -73,9 +73,7 @@ def both(first: str, second: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(TINY, id="attention"),
         pytest.param(WINDOWS, id="windows"),
-        pytest.param(configs.QWEN3_5, id="states"),
         pytest.param(configs.FALCON_H1, id="attention and state in a layer"),
     ],
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.cli.plan.engines import EngineError, SettingsError, make_engine, parse
+from kvferry.cli.plan.model import ModelError, read_model
 from tests.cli import hybrid_configs as configs
-from tests.cli.plan_command import LATENT, TINY, WINDOWS, Config, PlanCommand
+from tests.cli.plan_command import LATENT, TINY, WINDOWS, Config, PlanCommand, write_config
 
 SMALL_STATES = configs.LFM2 | {"num_key_value_heads": 1, "conv_dim": 1024}
 
@@ -27,10 +30,6 @@ WRONG_MODELS = [
     (
         TINY | {"layer_types": ["sliding_attention"] * 4},
         "has 'sliding_attention', and the file has no 'sliding_window'",
-    ),
-    (
-        TINY | {"attn_type_list": [0, 1] * 2},
-        "layers 0, 2 are 'linear_attention', which have states",
     ),
     (
         TINY | {"model_type": "llama4", "no_rope_layers": [1, 0]},
@@ -53,18 +52,17 @@ WRONG_MODELS = [
     (TINY | {"mamba_d_conv": 4}, "has 'mamba_d_conv', so the model has states"),
     (TINY | {"index_topk": 2048}, "has 'index_topk', an index in every layer, which is drawn for"),
     (TINY | {"is_encoder_decoder": True}, "only decoders are drawn"),
-    (LATENT | {"is_encoder_decoder": True}, "an encoder and a decoder ('is_encoder_decoder')"),
     (TINY | {"hidden_size": 4}, "hidden_size=4 is less than num_attention_heads=8"),
-    (TINY | {"num_kv_shared_layers": 4}, "no layer has a cache of its own"),
     (TINY | {"ssm_cfg": {"layer": 1}}, "describe both engines as JSON layouts instead"),
-    (TINY | {"sliding_window": 20}, "not known for model_type '': add 'layer_types'"),
     (
         TINY | {"sliding_window": 20, "model_type": "new"},
         "not known for model_type 'new': add 'layer_types'",
     ),
     (TINY | {"cross_attention_layers": [3, 8]}, "layers that keep entries of images"),
-    ({"text_config": {"model_type": "llama"}}, "missing required field `num_hidden_layers`"),
-    ({"text_config": {"model_type": "llama"}}, "to_json_file(FILE, use_diff=False)"),
+    (
+        {"text_config": {"model_type": "llama"}},
+        "missing required field `num_hidden_layers`. If the file leaves this key to the defaults",
+    ),
     (
         configs.NEMOTRON_H | {"hybrid_override_pattern": "MX" * 26},
         "'hybrid_override_pattern' has the letter 'X'; known are M, *, -, E",
@@ -72,18 +70,6 @@ WRONG_MODELS = [
     (
         configs.NEMOTRON_H | {"hybrid_override_pattern": "M*"},
         "'hybrid_override_pattern' has 2 entries for 52 layers",
-    ),
-    (
-        configs.NEMOTRON_H_BY_TYPES | {"layers_block_type": ["mamba", "attention"]},
-        "'layers_block_type' has 2 entries for 52 layers",
-    ),
-    (
-        configs.JAMBA | {"hidden_size": 4, "num_attention_heads": 8},
-        "hidden_size=4 is less than num_attention_heads=8",
-    ),
-    (
-        configs.JAMBA | {"mamba_expand": 0.0001},
-        "mamba_expand=0.0001 and hidden_size=4096 give 0 channels",
     ),
     (
         configs.GRANITE | {"mamba_expand": 0.0001},
@@ -100,41 +86,33 @@ WRONG_MODELS = [
     (configs.QWEN3_NEXT | {"linear_key_head_dim": None}, "`linear_key_head_dim`"),
     (configs.QWEN3_NEXT | {"full_attention_interval": 0}, "`$.full_attention_interval`"),
     (configs.GRANITE | {"mamba_d_head": "any"}, "`$.mamba_d_head`"),
-    (configs.QWEN3_5 | {"text_config": {"mamba_ssm_dtype": "int4"}}, "num_hidden_layers"),
     (configs.QWEN3_NEXT | {"mamba_ssm_dtype": "int4"}, "unknown element type 'int4'"),
     (configs.KIMI_LINEAR | {"linear_attn_config": {"num_heads": 2}}, "linear_attn_config"),
 ]
 
 
 @pytest.mark.parametrize(("model", "said"), WRONG_MODELS, ids=[said for _, said in WRONG_MODELS])
-def test_unsupported_models_are_refused(plan: PlanCommand, model: Config, said: str) -> None:
-    assert said in plan.refusal(model)
+def test_unsupported_models_are_refused(tmp_path: Path, model: Config, said: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(said)):
+        read_model(Path(write_config(tmp_path, model)))
 
 
-def test_packed_latents_beside_an_index_are_refused(plan: PlanCommand) -> None:
+def test_packed_latents_beside_an_index_are_refused(tmp_path: Path) -> None:
     model = LATENT | {"model_type": "deepseek_v32", "index_topk": 64, "index_head_dim": 128}
-    said = plan.refusal(model, "tp=1", "tp=1", "--dtype=fp8")
-    assert "float8_e4m3fn latents beside an index" in said
+    with pytest.raises(ModelError, match="float8_e4m3fn latents beside an index"):
+        read_model(Path(write_config(tmp_path, model)), "fp8")
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "is not the config of a model"),
-        (b"[1]", "is not the config of a model"),
-        (b"\xff\xfe{}", "is not the config of a model"),
-        (b"[" * 100_000, "is not the config of a model"),
-        (b"{}", "does not say what a KV cache is made of"),
-    ],
-)
-def test_malformed_config_files_are_refused(plan: PlanCommand, content: bytes, said: str) -> None:
-    (plan.folder / "config.json").write_bytes(content)
-    assert said in plan.refusal(None, "tp=1", "tp=1", str(plan.folder))
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff\xfe{}", b"[" * 100_000])
+def test_malformed_config_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match="is not the config of a model"):
+        read_model(tmp_path)
 
 
 WRONG_SETTINGS = [
-    (TINY, "tq=2", "unknown setting 'tq': did you mean 'tp'?"),
-    (TINY, "blocksize=2", "did you mean 'block_size'?"),
+    (TINY | {"num_kv_shared_layers": 4}, "tp=1", "no layer has a cache of its own"),
+    (TINY, "tq=2", "--decode: unknown setting 'tq': did you mean 'tp'?"),
     (TINY, "layout=HNDD", "unknown layout 'HNDD': did you mean 'HND'?"),
     (TINY, "layout=XYZ", "unknown layout 'XYZ'; allowed are LBHNC, LBNHC, LHBNC"),
     (TINY, "tp=0", "tp=0 must be a number in 1 to 1024"),
@@ -154,7 +132,6 @@ WRONG_SETTINGS = [
     (TINY, "kernel_block=5", "kernel_block=5 does not divide block_size=16"),
     (TINY, "kernel_block=8,layout=BLHNC", "so kernels cannot cut them: use block_size=8 or"),
     (TINY, "tp=1024,pp=1024", "more than 4096 ranks"),
-    (TINY, "nowhere.json", "nowhere.json cannot be read: No such file"),
     (
         configs.NEMOTRON_H,
         "tp=16",
@@ -172,12 +149,6 @@ WRONG_SETTINGS = [
         "kernel_block=12,block_size=24",
         "kernel_block=12 does not divide block_size=32 (vLLM enlarges block_size=24 to 32",
     ),
-    (
-        SMALL_STATES,
-        "interleave=24,block_size=24",
-        "interleave=24 does not divide block_size=32 (vLLM enlarges block_size=24 to 32",
-    ),
-    (None, "tp=1", "name the model's config.json first"),
 ]
 
 
@@ -185,13 +156,28 @@ WRONG_SETTINGS = [
     ("model", "settings", "said"), WRONG_SETTINGS, ids=[said for *_, said in WRONG_SETTINGS]
 )
 def test_invalid_settings_are_refused(
-    plan: PlanCommand, model: Config | None, settings: str, said: str
+    tmp_path: Path, model: Config, settings: str, said: str
 ) -> None:
-    assert said in plan.refusal(model, "tp=1", settings)
+    found = read_model(Path(write_config(tmp_path, model)))
+    with pytest.raises((SettingsError, EngineError), match=re.escape(said)):
+        make_engine(found, parse(settings, "--decode"), 4096)
 
 
-def test_settings_accept_dashes_and_lower_case(plan: PlanCommand) -> None:
-    assert "block_size=32,layout=LBNHC" in plan.text(TINY, "block-size=32,layout=nhd")
+def test_refusals_are_errors_of_the_command(plan: PlanCommand) -> None:
+    for model, settings, said in (
+        ({"a": 1}, "tp=1", "does not say what a KV cache is made of"),
+        (TINY, "tq=2", "kvferry: --decode: unknown setting 'tq': did you mean 'tp'?"),
+        (TINY, "tp=3", "tp=3 does not divide the 8 attention heads"),
+        (SMALL_STATES, "kernel_block=12,block_size=24", "kvferry: --decode: kernel_block=12 does"),
+        (TINY, "nowhere.json", "nowhere.json cannot be read: No such file"),
+        (None, "tp=1", "name the model's config.json first"),
+    ):
+        assert said in plan.refusal(model, "tp=1", settings)
+
+
+def test_settings_accept_dashes_and_lower_case() -> None:
+    found = parse("block-size=32,layout=nhd", "--decode")
+    assert (found.block_size, found.layout) == (32, "LBNHC")
 
 
 # Files with layouts.

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from kvferry.cli.plan.engines import PlanSettings, make_engine
+from kvferry.cli.plan.engines import PlanSettings, fit_states, make_engine, parse
+from kvferry.cli.plan.estimate import ByteCounts, estimate_reads
 from kvferry.cli.plan.model import read_model
 from kvferry.cli.plan.running import with_keys_of
 from tests.cli import hybrid_configs as configs
@@ -19,10 +20,19 @@ BYTES_PER_TOKEN = 4 * 4 * 32
 VISION: Config = {"num_hidden_layers": 27, "num_attention_heads": 16, "hidden_size": 1152}
 
 
-def total_bytes(plan: PlanCommand, model: Config, *options: str) -> int:
-    """Return the bytes of a request of 16 tokens."""
-    found: int = plan.json(model, "tp=1", "tp=1", "--tokens=16", *options)["total"]["bytes"]
-    return found
+def copies_of(
+    folder: Path,
+    config: Config,
+    prefill: str = "tp=1",
+    decode: str = "tp=1",
+    *,
+    tokens: int = 16,
+    dtype: str | None = None,
+) -> ByteCounts:
+    """Return the copies of a request between two engines of the model of a config file."""
+    model = read_model(Path(write_config(folder, config)), dtype)
+    one, other = (make_engine(model, parse(side, ""), tokens) for side in (prefill, decode))
+    return estimate_reads(one, other, tokens).sizes
 
 
 def test_folder_stands_for_its_config_file(plan: PlanCommand) -> None:
@@ -66,13 +76,14 @@ EQUIVALENT: dict[str, Config] = {
 
 
 @pytest.mark.parametrize("model", EQUIVALENT.values(), ids=EQUIVALENT)
-def test_equivalent_config_files_give_the_same_bytes(plan: PlanCommand, model: Config) -> None:
-    assert total_bytes(plan, model) == 16 * BYTES_PER_TOKEN
+def test_equivalent_config_files_give_the_same_bytes(tmp_path: Path, model: Config) -> None:
+    assert copies_of(tmp_path, model).total == 16 * BYTES_PER_TOKEN
 
 
-def test_element_types_set_the_bytes(plan: PlanCommand) -> None:
-    for name, nbytes in (("fp8", 1), ("auto", 2), ("torch.float32", 4)):
-        assert total_bytes(plan, TINY, f"--dtype={name}") == 16 * BYTES_PER_TOKEN * nbytes // 2
+@pytest.mark.parametrize(("name", "nbytes"), [("fp8", 1), ("auto", 2), ("torch.float32", 4)])
+def test_element_types_set_the_bytes(tmp_path: Path, name: str, nbytes: int) -> None:
+    found = copies_of(tmp_path, TINY, dtype=name)
+    assert found.total == 16 * BYTES_PER_TOKEN * nbytes // 2
 
 
 def test_assumed_heads_are_reported(plan: PlanCommand) -> None:
@@ -102,10 +113,9 @@ WINDOW: Config = {"sliding_window": 20}
         ({"attention_chunk_size": 48, "model_type": "llama4_text"}, 3 * 1 + 4),
     ],
 )
-def test_windows_read_only_their_pages(plan: PlanCommand, content: Config, copies: int) -> None:
+def test_windows_read_only_their_pages(tmp_path: Path, content: Config, copies: int) -> None:
     # A window of 20 tokens before token 64 has tokens 45 to 63, in 2 of the 4 pages.
-    found = plan.json(TINY | content, "tp=1", "tp=1", "--tokens=64")
-    assert found["total"]["copies"] == copies
+    assert copies_of(tmp_path, TINY | content, tokens=64).copies == copies
 
 
 GEMMA_3_27B: Config = {
@@ -153,11 +163,11 @@ INDEXED = LATENT | {"model_type": "deepseek_v32", "index_topk": 64, "index_head_
     ("layout", "kernel"),
     [("LBNHC", 0), ("LBNHC", 8), ("LBHNC", 8), ("LHBNC", 0), ("BLHNC", 0), ("BHLNC", 0)],
 )
-def test_indexes_are_moved_with_latents(plan: PlanCommand, layout: str, kernel: int) -> None:
+def test_indexes_are_moved_with_latents(tmp_path: Path, layout: str, kernel: int) -> None:
     side = f"layout={layout}" + f",kernel_block={kernel}" * bool(kernel)
     model = INDEXED | {"index_topk_pattern": "FSSF"}
-    found = plan.json(model, f"tp=2,{side}", side, "--tokens=64")
-    assert found["total"]["bytes"] == 64 * (4 * 64 + 2 * 132)
+    found = copies_of(tmp_path, model, f"tp=2,{side}", side, tokens=64)
+    assert found.total == 64 * (4 * 64 + 2 * 132)
 
 
 def test_layers_with_an_index_are_named(plan: PlanCommand) -> None:
@@ -198,7 +208,7 @@ HYBRIDS = [
 @pytest.mark.parametrize(("model", "attending", "token", "stateful", "state"), HYBRIDS)
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
 def test_bytes_of_hybrids(
-    plan: PlanCommand,
+    tmp_path: Path,
     model: Config,
     attending: int,
     token: int,
@@ -210,10 +220,10 @@ def test_bytes_of_hybrids(
     step = 128 if model is configs.KIMI_LINEAR else 16
     block = step * -(-state // (step * token))
     side = f"layout={layout}"
-    found = plan.json(model, side, side, f"--tokens={block}")
-    assert found["total"]["bytes"] == attending * block * token + stateful * state
-    enlarged = [f"have {block:,} tokens instead of 16" in note for note in found["notes"]]
-    assert enlarged == [True, True] * (block > 16)
+    found = copies_of(tmp_path, model, side, side, tokens=block)
+    assert found.total == attending * block * token + stateful * state
+    read = read_model(Path(write_config(tmp_path, model)))
+    assert fit_states(read, parse(side, "")).block_size == block
 
 
 def test_table_names_the_states(plan: PlanCommand) -> None:

@@ -16,8 +16,6 @@ from docs.tools.reference import attributes, commands, settings
 from kvferry.cli import app
 from kvferry.integrations.vllm.config import Config
 
-ROOT = Path(__file__).parents[2]
-
 
 @dataclass
 class Sample:
@@ -116,10 +114,6 @@ def test_docstring_counts_where_the_name_is_defined(tmp_path: Path) -> None:
         one='A = 1\n\ndef f() -> None:\n    """Do nothing."""\n',
     )
     assert found == ["kvferry: A is exported and has no docstring"]
-
-
-def test_all_exported_names_have_docstrings() -> None:
-    assert list(undocumented(ROOT)) == []
 
 
 def test_private_docstring_of_two_lines_is_found(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import itertools
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,18 +61,15 @@ def test_every_alert_is_tested_to_fire_and_not_to_fire() -> None:
     assert {case["alertname"] for case in tested if not case["exp_alerts"]} == alerts
 
 
-def test_every_alert_leads_to_a_section_of_the_documentation() -> None:
+def test_every_alert_has_a_name_and_a_section_of_the_documentation() -> None:
+    alerts = [rule["alert"] for rule in example.rules()]
+    assert len(alerts) == len(set(alerts))
     for rule in example.rules():
+        assert re.fullmatch(r"KVFerry[A-Z]\w+", rule["alert"])
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert set(rule["annotations"]) == {"summary", "runbook"}
         page, anchor = rule["annotations"]["runbook"].split("#")
         assert anchor in anchors((ROOT / page).read_text()), rule["alert"]
-
-
-def test_names_of_alerts_are_unique() -> None:
-    alerts = [rule["alert"] for rule in example.rules()]
-    assert len(alerts) == len(set(alerts))
-    assert all(re.fullmatch(r"KVFerry[A-Z]\w+", alert) for alert in alerts)
 
 
 def test_every_metric_and_label_exists() -> None:
@@ -88,17 +84,13 @@ def test_every_metric_and_label_exists() -> None:
         assert example.grouping_labels(expression) <= known, expression
 
 
-def test_every_label_of_a_legend_is_in_the_result() -> None:
+def test_every_label_of_a_legend_and_an_annotation_is_in_the_result() -> None:
     for title, expression, legend in example.panel_expressions():
         labels = set(re.findall(r"\{\{(\w+)\}\}", legend))
         assert labels <= example.grouping_labels(expression) - {"le"}, title
         assert legend, title
-
-
-def test_every_label_of_an_annotation_is_in_the_result() -> None:
     for rule in example.rules():
-        summary = rule["annotations"]["summary"]
-        labels = set(re.findall(r"\$labels\.(\w+)", summary))
+        labels = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
         known = example.grouping_labels(rule["expr"])
         assert labels <= (known or example.TARGET_LABELS), rule["alert"]
 
@@ -120,21 +112,22 @@ def test_dashboard_can_be_imported() -> None:
     assert len(ids) == len(set(ids))
 
 
-@pytest.mark.parametrize("panel", example.panels(), ids=lambda panel: panel["title"])
-def test_panel_says_what_it_shows(panel: dict[str, Any]) -> None:
-    assert panel["title"]
-    assert panel["description"].endswith(".")
-    assert panel["fieldConfig"]["defaults"]["unit"]
-    assert panel["targets"]
-    for part in (panel, *panel["targets"]):
-        assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    references = [target["refId"] for target in panel["targets"]]
-    assert len(references) == len(set(references))
+def test_every_panel_says_what_it_shows() -> None:
+    for panel in example.panels():
+        title = panel["title"]
+        assert panel["description"].endswith("."), title
+        assert panel["fieldConfig"]["defaults"]["unit"], title
+        assert panel["targets"], title
+        for part in (panel, *panel["targets"]):
+            assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, title
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(references) == len(set(references)), title
 
 
 def test_titles_are_unique_and_no_panels_overlap() -> None:
     found = example.dashboard()["panels"]
     titles = [panel["title"] for panel in found]
+    assert all(titles)
     assert len(titles) == len(set(titles))
     for one, other in itertools.combinations((panel["gridPos"] for panel in found), 2):
         beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from kvferry.drivers.ucx import library as ucx
 from tests.cli.command import install_drivers, run_kvferry
-from tests.cli.test_bench import SMALL_GRID, bench, environment
+from tests.cli.test_bench import SMALL_GRID
 from tests.cli.test_doctor import findings_of
-
-__all__ = ["environment"]
 
 
 def test_drivers_and_their_ucx_are_reported(tmp_path: Path) -> None:
@@ -33,9 +31,10 @@ def test_drivers_and_their_ucx_are_reported(tmp_path: Path) -> None:
     assert libraries["nixl"].endswith(", UCX")
 
 
-def test_bench_over_nixl(environment: dict[str, str]) -> None:
+def test_bench_over_nixl(tmp_path: Path) -> None:
     threads = ("--option", 'backend_options={"num_threads": 1}')
-    ran = bench(environment, "nixl", *SMALL_GRID, "--json", *threads)
+    environment = install_drivers(tmp_path, "")
+    ran = run_kvferry(environment, "bench", "nixl", *SMALL_GRID, "--json", *threads)
     assert ran.returncode == 0, ran.stderr
     record = json.loads(ran.stdout)
     assert "UCX" in record["conditions"]["library"]
