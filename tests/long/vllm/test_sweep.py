@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-from tests.vllm.geometry import MARKS
 from tests.vllm.geometry.test_sweep import (
     SEARCH,
     any_pair,
@@ -13,8 +12,6 @@ from tests.vllm.geometry.test_sweep import (
     check_pair,
     check_traffic,
 )
-
-pytestmark = MARKS
 
 test_any_pair = settings(SEARCH, max_examples=200)(any_pair(check_pair))
 test_any_traffic = settings(SEARCH, max_examples=75)(any_traffic(check_traffic))
