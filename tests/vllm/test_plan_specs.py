@@ -129,7 +129,7 @@ def specs() -> list[Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     found: list[Any] = json.loads(run.stdout.splitlines()[-1])
@@ -152,7 +152,7 @@ def caches(model: Model) -> dict[str, list[list[Any]]]:
     return {str(n): sorted(found[n]) for n in sorted(found)}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_caches_of_layers_match_vllm(tmp_path: Path) -> None:
     read = [caches(read_model(Path(write_config(tmp_path, config)))) for config in CONFIGS]
     wrong = [

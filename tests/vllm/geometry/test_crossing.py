@@ -107,7 +107,7 @@ def test_blocks(there: int, here: int) -> None:
     both_ways(layers, Shape(block=there), Shape(block=here, tp=2), 15, 48, 65, 200)
 
 
-@pytest.mark.parametrize(("there", "here"), zip(ORDERS[::2], ORDERS[1::2], strict=True))
+@pytest.mark.parametrize(("there", "here"), list(itertools.pairwise(ORDERS))[::2])
 def test_orders(there: str, here: str) -> None:
     check_orders(there, here)
 
