@@ -17,8 +17,6 @@ from kvferry.integrations.vllm.compatibility import (
 )
 from kvferry.integrations.vllm.config import Config
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
-
 
 @pytest.fixture(autouse=True)
 def version(monkeypatch: pytest.MonkeyPatch) -> None:

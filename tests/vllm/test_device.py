@@ -19,8 +19,6 @@ from kvferry.integrations.vllm.device import (
 )
 from tests.gpu.torch_module import StandInDevices
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:

@@ -28,7 +28,6 @@ from kvferry.integrations.vllm.host_pool import HostPool
 from tests.gpu import openreg
 from tests.gpu.torch_module import StandInDevices
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 BLOCKS, PAGES = 9, 6
 SECONDS = 60.0
 OPENREG = pytest.param("openreg", marks=openreg.NEEDED)

@@ -24,8 +24,6 @@ from kvferry.core.layout import Field, axis_length
 from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import write_config
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
-
 BLOCKS, LAYERS, HEADS, TOKENS, HEAD, KERNEL = 5, 3, 2, 16, 8, 4
 """The same as in ``vllm_facts.py``, and the block size of kernels."""
 

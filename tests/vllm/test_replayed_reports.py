@@ -14,13 +14,8 @@ import pytest
 
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.silent_holds import Silence
-from tests.integrations.vllm.test_scheduler_half import PREFILL, blocks, request
+from tests.integrations.vllm.halves import PREFILL, blocks, request
 from tests.integrations.vllm.test_scheduler_hooks import OUTPUT, RANKS, configured, serving
-
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
 
 
 @pytest.fixture

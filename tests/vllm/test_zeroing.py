@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +17,6 @@ from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.integrations.vllm.device import HighPriorityStream
 from kvferry.integrations.vllm.zeroing import device_zero_function, zero_function
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 NBYTES = 4099
 POISON = 0xAB
 

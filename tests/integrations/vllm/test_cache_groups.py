@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.integrations.vllm.cache_groups import CacheGroup
-from tests.integrations.vllm.test_scheduler_half import listed
+from tests.integrations.vllm.halves import listed
 
 FULL = CacheGroup(index=0, tokens=16)
 WINDOW = CacheGroup(index=1, tokens=16, window=20)

@@ -11,7 +11,10 @@ import pytest
 def test_import_loads_neither_vllm_nor_torch() -> None:
     """vLLM's plugin loader imports the plugin everywhere, also where no engine starts."""
     code = (
-        "import sys, kvferry.integrations.vllm, kvferry.integrations.vllm.plugin\n"
+        "import sys, kvferry.integrations.vllm\n"
+        "from importlib.metadata import entry_points\n"
+        "[plugin] = entry_points(group='vllm.general_plugins', name='kvferry')\n"
+        "assert callable(plugin.load())\n"
         "print({'vllm', 'torch', 'zmq'} & set(sys.modules))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
-from kvferry.core.lifecycle.silent_holds import Silence
+from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
@@ -21,9 +20,9 @@ from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.side_channel import EngineSideChannel
-from kvferry.integrations.vllm.ticket_params import KEY, ParallelSizes, read_ticket
-from tests.integrations.vllm import test_scheduler_half as halves
-from tests.integrations.vllm.test_scheduler_half import TICKET_KEY, blocks, image, request
+from kvferry.integrations.vllm.ticket_params import KEY, read_ticket
+from tests.integrations.vllm import halves
+from tests.integrations.vllm.halves import TICKET_KEY, blocks, image, request
 
 TTL = 480.0
 DECODE = EngineSideChannel(engine="decode", incarnation=6, host="10.0.0.2", port=5700)
@@ -223,16 +222,7 @@ class TestAnswers:
 
     def test_states_are_not_held_where_drafts_are_computed(self) -> None:
         """A drafter, too, advances a state beyond the tokens that are verified."""
-        made = Producer(
-            STATE,
-            metrics=Metrics(driver="loopback"),
-            slots=8,
-            lease=30.0,
-            conversation_ttl=TTL,
-            backoff=1,
-            computed=False,
-            sizes=ParallelSizes(),
-        )
+        made = producer(tail=1, groups=STATE, computed=False)
         assert finished(made, answered(40, 9, 48), [[7]]) is None
 
     @pytest.mark.parametrize("end", list(HoldEnd))
@@ -245,77 +235,59 @@ class TestAnswers:
         assert metrics.take() == {"conversation_holds": {"loopback": {"made": 1, end.value: 1}}}
 
 
-class Passes:
-    """An engine of one rank that holds four answers and a prompt, of two blocks each."""
+class Passes(halves.Passes):
+    """An engine of one rank that holds four answers and a prompt."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.now = 100.0
-        self.metrics = Metrics(driver="loopback")
-        common = {"metrics": self.metrics, "clock": lambda: self.now}
-        self.producer = producer(**common, **settings)
-        self.producer.set_rank_count(1)
-        self.names: dict[Hold, str] = {}
+    def __init__(self) -> None:
+        super().__init__(1, producer)
         for number in range(4):
             self.hold(answered(31, 2, 32, name=f"a{number}"), 2 * number + 1)
         self.hold(request(32, halves.PREFILL, name="p"), 9)
 
-    def hold(self, each: Any, block: int) -> None:
-        assert finished(self.producer, each, [[block, block + 1]])
-        [(name, hold)] = self.producer.drain().take_ons
-        self.names[hold] = name
-
-    def lack(self, tokens: int = 40) -> bool:
+    def lack_twice(self, tokens: int) -> bool:
         """Two passes in which a request gets no blocks; whether the ranks are asked."""
-        return self.lack_once(tokens) | self.lack_once(tokens)
-
-    def lack_once(self, tokens: int, name: str = "new") -> bool:
-        """One pass in which a request gets no blocks."""
-        self.producer.allocation_attempted(request(tokens, name=name), 0)
-        return self.producer.relieve_block_pressure()
-
-    def ended(self) -> list[str]:
-        return [self.names[hold] for hold in self.producer.drain().ends]
+        return self.lack(tokens) | self.lack(tokens)
 
 
 class TestBlocksAreLacking:
     def test_answers_go_at_once_the_oldest_first(self) -> None:
         passes = Passes()
-        assert not passes.lack(48)  # three blocks, but 1/16 of the cache at least, which is four
+        assert not passes.lack_twice(
+            48
+        )  # three blocks, but 1/16 of the cache at least, which is four
         assert passes.ended() == ["a0", "a1"]
 
     def test_no_more_go_before_these_blocks_are_back(self) -> None:
         passes = Passes()
-        passes.lack(48)
+        passes.lack_twice(48)
         passes.ended()
-        assert not passes.lack(48)
+        assert not passes.lack_twice(48)
         assert passes.ended() == []
         passes.producer.sends_finished(["a0"])
-        assert not passes.lack(48)
+        assert not passes.lack_twice(48)
         assert passes.ended() == []
         passes.producer.sends_finished(["a1"])
-        passes.lack(64 * 16)
+        passes.lack_twice(64 * 16)
         assert passes.ended() == ["a2", "a3"]
 
     def test_prompts_go_only_if_no_answers_are_left(self) -> None:
         passes = Passes()
-        [hold] = [hold for hold, name in passes.names.items() if name == "p"]
-        silent = {0: [Silence(request=RequestId("p"), hold=hold, age=9.0)]}
-        passes.producer.silence_reported(silent)
-        assert not passes.lack(1000)
+        passes.answer({"p": 9.0})
+        assert not passes.lack_twice(1000)
         assert passes.ended() == ["a0", "a1", "a2", "a3"]
         passes.producer.sends_finished(["a0", "a1", "a2", "a3"])
-        assert passes.lack(1000)
-        passes.producer.silence_reported(silent)
-        passes.lack(1000)
+        assert passes.lack_twice(1000)
+        passes.answer({"p": 9.0})
+        passes.lack_twice(1000)
         assert passes.ended() == ["p"]
 
     def test_nothing_goes_for_a_request_that_waits_once(self) -> None:
         """vLLM may pass over a request for other reasons than blocks."""
         passes = Passes()
-        assert not passes.lack_once(48)
-        assert not passes.lack_once(48, name="another")
+        assert not passes.lack(48)
+        assert not passes.lack(48, name="another")
         assert not passes.producer.relieve_block_pressure()
-        assert not passes.lack_once(48, name="another")
+        assert not passes.lack(48, name="another")
         assert passes.ended() == []
 
     def test_running_request_is_not_preempted_while_answers_go(self) -> None:
@@ -332,7 +304,7 @@ class TestBlocksAreLacking:
 
     def test_reclaimed_answers_are_counted(self) -> None:
         passes = Passes()
-        passes.lack(48)
+        passes.lack_twice(48)
         passes.producer.sends_finished(["a0", "a1"])
         assert counted(passes.metrics, "conversation_holds") == {"made": 4, "reclaimed": 2}
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.integrations.vllm import dynamo
+from kvferry.integrations.vllm import dynamo, plugin
 from kvferry.integrations.vllm.transfer_config import NAME
 from tests.engines.engines import PREFILL, ROOT
 
@@ -97,12 +97,19 @@ class TestAnotherDynamo:
         assert not caplog.records
 
     def test_a_table_with_nixl_connector(
-        self, install: Install, caplog: pytest.LogCaptureFixture
+        self,
+        install: Install,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
+        """The plugin that vLLM loads, often twice, adds the connector."""
+        factory = SimpleNamespace(register_connector=lambda *_: None)
+        name = "vllm.distributed.kv_transfer.kv_connector.factory"
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(KVConnectorFactory=factory))
         text = "KV_CONNECTOR_PROTOCOLS = {'NixlConnector': 'by a ticket', 'Other': 'otherwise'}"
         install(**{"vllm/__init__": "", "vllm/kv_connector_protocols": text})
         for _ in range(2):
-            dynamo.register(NAME)
+            plugin.register()
             assert table() == {
                 "NixlConnector": "by a ticket",
                 "Other": "otherwise",

@@ -21,7 +21,7 @@ from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import prompt_digest
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.ticket_params import Part, read_part
-from tests.integrations.vllm.test_scheduler_half import (
+from tests.integrations.vllm.halves import (
     KEYED,
     SECRETS,
     SERVING,

@@ -20,7 +20,7 @@ from kvferry.integrations.vllm.launch import (
     engines_here,
     launches_here,
 )
-from tests.integrations.vllm.test_support import engine
+from tests.integrations.vllm.halves import engine
 from tests.own_host import OWN_HOST
 
 
@@ -56,22 +56,11 @@ def child(**extra: object) -> dict[str, Any]:
     }
 
 
-def parallel(**changes: object) -> Any:
-    """vLLM's ``ParallelConfig``, as far as it is looked at."""
-    defaults = {
-        "data_parallel_index": 0,
-        "data_parallel_size_local": 1,
-        "data_parallel_backend": "mp",
-        "distributed_executor_backend": "mp",
-        "node_rank_within_dp": 0,
-        "prefill_context_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-    }
-    return SimpleNamespace(**defaults | changes)
+def parallel(**changes: Any) -> Any:
+    return engine(**changes).parallel_config
 
 
 def launched(transfer: object, **changes: Any) -> Any:
-    changes.setdefault("parallel_config", parallel())
     return engine(kv_transfer_config=transfer, **changes)
 
 
@@ -143,7 +132,7 @@ def test_port_of_each_engine_of_this_host_is_tried(monkeypatch: pytest.MonkeyPat
                 check_launch(
                     launched(
                         ferry(side_channel_host=OWN_HOST, side_channel_port=first, drain_timeout=0),
-                        parallel_config=parallel(data_parallel_size_local=count),
+                        data_parallel_size_local=count,
                     )
                 )
     check_launch(launched(ferry(side_channel_host=OWN_HOST, side_channel_port=port)))
@@ -176,7 +165,7 @@ def test_port_of_an_engine_that_ends_is_waited_for(
 def test_host_without_engines_needs_no_driver_and_no_keys(elsewhere: dict[str, object]) -> None:
     transfer = ferry(driver="unheard-of", curve_secret_key="file:/missing")
     assert not launches_here(parallel(**elsewhere))
-    check_launch(launched(transfer, parallel_config=parallel(**elsewhere)))
+    check_launch(launched(transfer, **elsewhere))
     with pytest.raises(ConfigError, match="did you mean 'driver'"):
         check_transfer(ferry(drvier=1), here=False)
 

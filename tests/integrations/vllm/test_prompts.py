@@ -15,7 +15,7 @@ from kvferry.integrations.vllm.prompts import (
     prompt_digest,
     truncate_prompt,
 )
-from tests.integrations.vllm.test_scheduler_half import image, request
+from tests.integrations.vllm.halves import image, request
 
 FULL = CacheGroup(index=0, tokens=16)
 WINDOW = CacheGroup(index=1, tokens=16, window=32)
@@ -49,6 +49,8 @@ def test_without_more_it_is_that_of_the_token_ids() -> None:
         ({"mm_features": [image(3, name="\ud800")]}, {"mm_features": [image(3, name="\ud801")]}),
         ({"mm_features": [image(29)]}, {"mm_features": []}),
         ({"prompt_is_token_ids": [True] * 40}, {"prompt_is_token_ids": [True] * 29 + [False] * 11}),
+        ({"prompt_is_token_ids": [True] * 40}, {}),
+        ({"prompt_is_token_ids": [False] * 40}, {}),
     ],
 )
 def test_what_makes_it_another(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -16,9 +16,7 @@ import pytest
 from kvferry.core.errors import PeerLostError
 from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
-from tests.integrations.vllm.test_adapter_files import content, write
-from tests.integrations.vllm.test_early_half import DECODE, Follower, Prefilling
-from tests.integrations.vllm.test_scheduler_half import (
+from tests.integrations.vllm.halves import (
     PREFILL,
     SERVING,
     blocks,
@@ -26,6 +24,8 @@ from tests.integrations.vllm.test_scheduler_half import (
     producer,
     request,
 )
+from tests.integrations.vllm.test_adapter_files import content, write
+from tests.integrations.vllm.test_early_half import DECODE, Follower, Prefilling
 from tests.integrations.vllm.test_scheduler_hooks import IDLE, adapters_heard, configured
 from tests.integrations.vllm.test_staging_half import pages
 

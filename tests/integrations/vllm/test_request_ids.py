@@ -44,7 +44,8 @@ def test_index_of_a_prompt_in_a_list(request_id: str, index: int) -> None:
 
 def test_samples_and_suffixes() -> None:
     assert is_sample("0_cmpl-a-0-89b15765")
-    assert not is_sample("cmpl-0_a-0-89b15765")
+    for other in ("cmpl-0_a-0-89b15765", "cmpl-7", "a0_b", "0-7", "_7", ""):
+        assert not is_sample(other)
     assert without_sample("10_cmpl-0_a-0-89b15765") == "cmpl-0_a-0-89b15765"
     assert without_sample("cmpl-0_a-0-89b15765") == "cmpl-0_a-0-89b15765"
     assert without_suffix("cmpl-a-0-89b15765") == "cmpl-a-0"

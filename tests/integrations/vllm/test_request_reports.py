@@ -24,7 +24,7 @@ from kvferry.integrations.vllm.request_reports import (
 )
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from kvferry.integrations.vllm.tracing import Headers
-from tests.integrations.vllm.test_scheduler_half import (
+from tests.integrations.vllm.halves import (
     PREFILL,
     SERVING,
     blocks,

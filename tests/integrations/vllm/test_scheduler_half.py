@@ -3,81 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
-from kvferry.core.lifecycle.silent_holds import ASK_SECONDS, Silence
+from kvferry.core.lifecycle.silent_holds import ASK_SECONDS
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
-from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
+from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import check
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.security import SecuritySettings
-from kvferry.integrations.vllm.side_channel import EngineSideChannel
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, read_ticket
-
-SERVING = EngineSideChannel(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
-PREFILL = {"do_remote_decode": True}
-SECRETS = TicketSecrets.of(["the secret of both engines"])
-PEER, STRANGER = bytes([1]) * 32, bytes([2]) * 32
-KEYED = Access(own=generate(), peers=frozenset({PEER}))
-
-
-def request(
-    tokens: int = 40,
-    params: dict[str, Any] | None = None,
-    *,
-    computed: int | None = None,
-    status: str = "FINISHED_LENGTH_CAPPED",
-    name: str = "r",
-) -> Any:
-    """A ``Request``."""
-    return SimpleNamespace(
-        request_id=name,
-        prompt_token_ids=list(range(tokens)),
-        prompt_embeds=None,
-        prompt_is_token_ids=None,
-        _all_token_ids=list(range(tokens)),
-        num_prompt_tokens=tokens,
-        num_computed_tokens=tokens if computed is None else computed,
-        num_tokens=tokens,
-        max_tokens=9,
-        num_preemptions=0,
-        kv_transfer_params=params,
-        lora_request=None,
-        mm_features=[],
-        cache_salt=None,
-        skip_reading_prefix_cache=False,
-        abort_immediately=False,
-        trace_headers=None,
-        status=SimpleNamespace(name=status),
-    )
-
-
-def image(offset: int, length: int = 2, name: str = "image") -> Any:
-    """A ``MultiModalFeatureSpec``."""
-    return SimpleNamespace(
-        identifier=name, mm_position=SimpleNamespace(offset=offset, length=length)
-    )
-
-
-def step(**tokens: int) -> Any:
-    """A ``SchedulerOutput`` that computes some tokens of each request."""
-    return SimpleNamespace(
-        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
-    )
-
-
-def full(groups: int = 1) -> tuple[CacheGroup, ...]:
-    """Groups of full attention in pages of 16 tokens."""
-    return tuple(CacheGroup(index=index, tokens=16) for index in range(groups))
+from kvferry.integrations.vllm.ticket_params import read_ticket
+from tests.integrations.vllm.halves import (
+    KEYS,
+    PEER,
+    PREFILL,
+    SECRETS,
+    SERVING,
+    SIGNS,
+    STRANGER,
+    Passes,
+    allocate,
+    arrive,
+    blocks,
+    consumer,
+    finish,
+    full,
+    image,
+    keyed,
+    producer,
+    request,
+    step,
+    ticket,
+)
 
 
 def not_made(reason: str, count: int = 1) -> dict[str, Any]:
@@ -88,93 +50,6 @@ def not_made(reason: str, count: int = 1) -> dict[str, Any]:
     }
 
 
-TICKET_KEY = TicketKey()
-
-
-def producer(
-    tail: int = 0,
-    groups: Sequence[CacheGroup] = full(),
-    secrets: TicketSecrets | None = None,
-    max_held: int | None = None,
-    metrics: Metrics | None = None,
-    ticket_key: TicketKey | None = TICKET_KEY,
-    slots: int = 64,
-    **settings: Any,
-) -> Producer:
-    return Producer(
-        groups,
-        metrics=metrics or Metrics(driver="loopback"),
-        slots=slots,
-        lease=30.0,
-        backoff=tail,
-        computed=True,
-        sizes=ParallelSizes(tp=2, pp=3),
-        secrets=secrets,
-        max_held=max_held,
-        ticket_key=ticket_key,
-        **settings,
-    )
-
-
-def consumer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Consumer:
-    common: dict[str, Any] = {"engine": "decode", "may_load": True, "verify_prompt": True}
-    common["metrics"] = Metrics(driver="loopback")
-    return Consumer(groups, **({"backoff": 0} | common | settings))
-
-
-def blocks(*ids: int, cached: int = 0) -> Any:
-    """``KVCacheBlocks`` of one group, the first ones in the prefix cache."""
-    return SimpleNamespace(blocks=[listed(*ids, cached=cached)])
-
-
-def mask(repeated: str | None) -> list[bool] | None:
-    """Which of 40 positions are token ids, a fifth of them at a time."""
-    if repeated is None:
-        return None
-    return [digit == "1" for digit in repeated for _ in range(8)]
-
-
-def listed(*ids: int, cached: int = 0) -> list[Any]:
-    """``KVCacheBlock``s."""
-    hashes = [b"hash"] * cached + [None] * (len(ids) - cached)
-    return [
-        SimpleNamespace(block_id=each, is_null=each == 0, block_hash=known)
-        for each, known in zip(ids, hashes, strict=True)
-    ]
-
-
-def finish(made: Producer, each: Any, *ids: int) -> Any:
-    """Compute a request in these blocks; its ticket, if it gets one."""
-    made.take_on(each)
-    return made.request_finished(each, [list(ids or (1, 2, 3))], SERVING)
-
-
-def ticket(
-    tokens: int = 40, secrets: TicketSecrets | None = None, serving: EngineSideChannel = SERVING
-) -> dict[str, Any]:
-    made, each = producer(secrets=secrets), request(tokens, PREFILL)
-    made.take_on(each)
-    params = made.request_finished(each, [list(range(1, 5))], serving)
-    assert params is not None
-    return params
-
-
-def arrive(
-    made: Consumer, params: dict[str, Any] | None = None, tokens: int = 40, **changes: Any
-) -> Any:
-    """A request that has come with a ticket; changes are of its attributes."""
-    each = request(tokens, ticket() if params is None else params, name=changes.pop("name", "r"))
-    vars(each).update(changes)
-    made.on_new_request(each)
-    return each
-
-
-def allocate(made: Consumer, *requests: Any) -> None:
-    """Blocks for requests of which nothing is cached here."""
-    for one in requests:
-        made.blocks_allocated(one, blocks(21, 22, 23), 40)
-
-
 def scored(made: Producer, tokens: int = 40) -> Any:
     """A request that asks for ``prompt_logprobs``."""
     each = request(tokens, dict(PREFILL))
@@ -183,13 +58,12 @@ def scored(made: Producer, tokens: int = 40) -> Any:
     return each
 
 
-def keyed(key: bytes) -> dict[str, Any]:
-    """A ticket of an engine with a key."""
-    return ticket(serving=replace(SERVING, key=key))
-
-
-SIGNS = {"security": SecuritySettings(secrets=SECRETS)}
-KEYS = {"security": SecuritySettings(access=KEYED)}
+def pressed() -> Passes:
+    """An engine of two ranks that holds eight requests."""
+    passes = Passes(2)
+    for number in range(8):
+        passes.hold(request(32, PREFILL, name=f"r{number}"), 2 * number + 1)
+    return passes
 
 
 class TestProducer:
@@ -470,100 +344,37 @@ class TestProducer:
         assert metrics.take() == not_made("role")
 
 
-class Passes:
-    """Scheduling passes of an engine of two ranks that holds eight requests of two blocks each."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.metrics = Metrics(driver="loopback")
-        self.producer = producer(metrics=self.metrics, clock=lambda: self.now)
-        self.producer.set_rank_count(2)
-        for number in range(8):
-            each = request(32, PREFILL, name=f"r{number}")
-            self.producer.take_on(each)
-            assert self.producer.request_finished(each, [[2 * number + 1, 2 * number + 2]], SERVING)
-        self.holds = dict(self.producer.drain().take_ons)
-
-    def lack(self, tokens: int = 40) -> bool:
-        """A pass in which a request gets no blocks; whether the ranks are asked."""
-        self.producer.allocation_attempted(request(tokens, name="new"), 0)
-        return self.producer.relieve_block_pressure()
-
-    def answer(self, first: dict[str, float], second: dict[str, float], *engines: str) -> None:
-        """Both ranks say which requests are silent, and for how long."""
-        self.producer.silence_reported(
-            {
-                rank: tuple(
-                    Silence(
-                        request=RequestId(name),
-                        hold=self.holds[RequestId(name)],
-                        age=age,
-                        engines=engines,
-                    )
-                    for name, age in report.items()
-                )
-                for rank, report in enumerate((first, second))
-            }
-        )
-
-    def ended(self) -> list[str]:
-        """Whose holds the workers are to end."""
-        names = {hold: name for name, hold in self.holds.items()}
-        return [names[hold] for hold in self.producer.drain().ends]
-
-
 class TestBlocksAreLacking:
     def test_ranks_are_asked_while_a_request_waits_and_not_too_often(self) -> None:
-        passes = Passes()
+        passes = pressed()
         assert not passes.producer.relieve_block_pressure()
         assert passes.lack()
         assert not passes.lack()
         passes.now += ASK_SECONDS
-        assert passes.lack()
-
-    def test_a_request_that_got_its_blocks_waits_no_more(self) -> None:
-        passes = Passes()
         each = request(40, name="new")
         passes.producer.allocation_attempted(each, 0)
         passes.producer.blocks_allocated(each, blocks(1, 2, 3))
-        assert not passes.producer.relieve_block_pressure()
+        passes.answer({"r1": 9.0}, {"r1": 9.0})
+        assert not passes.producer.relieve_block_pressure(), "it has its blocks"
+        assert passes.producer.relieve_block_pressure(request_waits=True)
+        assert passes.ended() == [], "an answer counts for one pass"
 
     def test_as_many_go_as_are_waited_for_the_oldest_first(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        passes = Passes()
+        passes = pressed()
         passes.lack()
         ages = {f"r{number}": 3.0 + number for number in range(6)}
-        passes.answer(ages, ages, "decode-7")
+        passes.answer(ages | {"r7": 9.0}, ages, engines=("decode-7",))  # one rank hears of r7
         passes.lack(tokens=40 + 48)
         assert passes.ended() == ["r5", "r4", "r3"]
         [line] = [each for each in caplog.messages if "cause orphaned" in each]
         assert "the pages of 3 requests" in line
         assert "3 were claimed by engine decode-7" in line
         assert "6.0 to 8.0 s" in line
-        counted = passes.metrics.take()
-        assert counted is not None
-
-    def test_a_hold_that_one_rank_hears_of_stays(self) -> None:
-        passes = Passes()
-        passes.lack()
-        passes.answer({"r1": 9.0, "r2": 5.0}, {"r2": 4.0})
-        passes.lack(tokens=1000)
-        assert passes.ended() == ["r2"]
-
-    def test_a_request_that_vllm_tries_no_allocation_for_waits_like_others(self) -> None:
-        assert Passes().producer.relieve_block_pressure(request_waits=True)
-
-    def test_nothing_goes_when_nobody_waits_any_more(self) -> None:
-        passes = Passes()
-        passes.lack()
-        passes.answer({"r1": 9.0}, {"r1": 9.0})
-        assert not passes.producer.relieve_block_pressure()
-        passes.lack()
-        assert passes.ended() == []
 
     def test_running_requests_are_not_preempted_while_blocks_come_back(self) -> None:
-        passes = Passes()
+        passes = pressed()
         assert not passes.producer.has_pending_block_frees()
         assert passes.producer.relieve_block_pressure()
         passes.answer({"r1": 9.0}, {"r1": 9.0})
@@ -791,22 +602,6 @@ class TestConsumer:
         assert f"than this one of 40 tokens{said}" in caplog.text
         assert made.drain().prepare == ()
 
-    @pytest.mark.parametrize("there", [None, "11111", "00000", "11100"])
-    @pytest.mark.parametrize("here", [None, "11111", "00000", "11100"])
-    def test_prompt_that_mixes_token_ids_and_embeddings(
-        self, there: str | None, here: str | None, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """The same ids and embeddings are another prompt where other positions are ids."""
-        torch = pytest.importorskip("torch")
-        each = request(40, PREFILL)
-        each.prompt_embeds = torch.ones(40, 8)
-        each.prompt_is_token_ids = mask(there)
-        params = finish(producer(), each)
-        taker = consumer()
-        arrive(taker, params, prompt_embeds=torch.ones(40, 8), prompt_is_token_ids=mask(here))
-        assert len(taker.drain().prepare) == (there == here)
-        assert ("it was made for another prompt" in caplog.text) == (there != here)
-
     def test_unverified_prompt(self) -> None:
         made = consumer(verify_prompt=False)
         arrive(made, prompt_token_ids=[7] * 40)
@@ -834,13 +629,6 @@ def said(made: Consumer) -> list[str]:
 class TestSharedHolds:
     """Several requests of this engine with one ticket."""
 
-    def test_the_only_one_says_done_itself(self) -> None:
-        made = consumer()
-        allocate(made, *arrived(made, ticket(), "a"))
-        assert said(made) == ["it"]
-        made.loads_finished(["a"])
-        assert not made.pending
-
     def test_known_ones_share_and_done_is_ordered_after_the_last(self) -> None:
         made = consumer()
         allocate(made, *arrived(made, ticket(), "a", "b", "c"))
@@ -851,18 +639,6 @@ class TestSharedHolds:
         assert made.pending, "an engine with nothing to run has to step"
         [load] = made.drain().loads
         assert (load.shared, load.reads, load.report) == (False, False, False)
-        assert not made.pending
-
-    def test_the_last_one_says_done_itself_if_it_comes_to_its_turn_late(self) -> None:
-        """It waited for blocks while the first was loaded."""
-        made, first, second = pair()
-        allocate(made, first)
-        assert said(made) == ["nobody"]
-        made.loads_finished(["a"])
-        assert not made.pending
-        allocate(made, second)
-        assert said(made) == ["it"]
-        made.loads_finished(["b"])
         assert not made.pending
 
     def test_one_that_is_given_up_before_it_has_blocks(self) -> None:
@@ -884,16 +660,6 @@ class TestSharedHolds:
         made.loads_finished(["b"])
         assert not made.pending
         made.loads_finished(["a"], failed={"a"})
-        assert said(made) == ["it"]
-
-    def test_one_that_ended_after_its_load(self) -> None:
-        made, first, second = pair()
-        allocate(made, first, second)
-        made.drain()
-        made.loads_finished(["a"])
-        made.request_finished(first)
-        assert not made.pending
-        made.loads_finished(["b"])
         assert said(made) == ["it"]
 
     def test_all_that_are_given_up(self) -> None:
@@ -941,14 +707,6 @@ class TestSharedHolds:
         made.loads_finished(["1_cmpl-7-a1b2"])
         assert said(made) == ["it"]
 
-    def test_done_that_is_due_waits_for_who_comes_before_it_is_ordered(self) -> None:
-        made, params = consumer(), ticket()
-        allocate(made, *arrived(made, params, "a", "b"))
-        made.drain()
-        made.loads_finished(["a", "b"])
-        allocate(made, *arrived(made, params, "c"))
-        assert said(made) == ["it"]
-
     def test_done_is_ordered_with_the_ticket_that_was_good(self) -> None:
         """Not with one that names the same hold, and another address."""
         made, params = consumer(), ticket()
@@ -960,12 +718,6 @@ class TestSharedHolds:
         made.loads_finished(["b"], failed={"b"})
         [load] = made.drain().loads
         assert load.ticket.host == "10.0.0.1"
-
-    @pytest.mark.parametrize("name", ["cmpl-7", "a0_b", "0-7", "_7", ""])
-    def test_other_ids_are_no_samples(self, name: str) -> None:
-        made = consumer()
-        allocate(made, *arrived(made, ticket(), name))
-        assert said(made) == ["it"]
 
     def test_every_prepared_ticket_is_followed_by_one_load(self) -> None:
         """Before the "done" that stands alone: what counts the waits must not count that."""

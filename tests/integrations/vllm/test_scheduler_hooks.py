@@ -26,8 +26,8 @@ from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
 from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
+from tests.integrations.vllm.halves import PREFILL, blocks, engine, request, ticket
 from tests.integrations.vllm.test_adapter_files import write
-from tests.integrations.vllm.test_scheduler_half import PREFILL, blocks, request, ticket
 
 OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
 IDLE = SimpleNamespace(total_num_scheduled_tokens=0)
@@ -41,32 +41,10 @@ def vllm() -> Iterator[Any]:
         yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
 
-def configured(
-    role: str = "kv_both", *, drafts: bool = False, lookahead: int = 0, **extra: Any
-) -> Any:
-    """A ``VllmConfig``."""
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            engine_id="decode",
-            kv_role=role,
-            is_kv_consumer=role != "kv_producer",
-            is_kv_producer=role != "kv_consumer",
-            kv_connector_extra_config=extra,
-            kv_buffer_device="cpu",
-        ),
-        device_config=SimpleNamespace(device_type="cpu"),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=2,
-            pipeline_parallel_size=3,
-            decode_context_parallel_size=1,
-            data_parallel_index=0,
-        ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True),
-        speculative_config=object() if drafts else None,
-        lora_config=None,
-        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
-        num_prefill_lookahead_tokens=lookahead,
-    )
+def configured(role: str = "kv_both", **extra: Any) -> Any:
+    """An engine with prefix caching; ``extra`` is its ``kv_connector_extra_config``."""
+    parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    return engine(role, kv_connector_extra_config=extra, enable_prefix_caching=True, **parallel)
 
 
 @pytest.fixture
@@ -76,13 +54,14 @@ def make(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     groups = [CacheGroup(index=0, tokens=16)]
     monkeypatch.setattr(vllm.scheduler, "cache_groups", lambda *_: tuple(groups))
 
-    def build(*, bounded: bool = False, **settings: Any) -> Any:
+    def build(
+        *, bounded: bool = False, drafts: bool = False, lookahead: int = 0, **settings: Any
+    ) -> Any:
         groups[:] = [CacheGroup(index=0, tokens=16, window=32 if bounded else 0)]
-        made.append(
-            vllm.scheduler.FerryScheduler(
-                configured(**settings), SimpleNamespace(num_blocks=settings.get("blocks", 100))
-            )
-        )
+        config = configured(**settings)
+        config.speculative_config = object() if drafts else None
+        config.num_prefill_lookahead_tokens = lookahead
+        made.append(vllm.scheduler.FerryScheduler(config, SimpleNamespace(num_blocks=100)))
         return made[-1]
 
     yield build

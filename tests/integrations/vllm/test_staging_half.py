@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,18 +21,18 @@ from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.support import check_engine, check_siblings
 from kvferry.integrations.vllm.ticket_params import read_ticket
-from tests.integrations.vllm.test_scheduler_half import (
+from tests.integrations.vllm.halves import (
     PREFILL,
     SERVING,
     arrive,
     blocks,
     consumer,
+    engine,
     full,
     producer,
     request,
     step,
 )
-from tests.integrations.vllm.test_support import engine
 
 PATIENCE = 10.0
 
@@ -269,13 +268,7 @@ class TestConsumer:
 
 
 def transfer(role: str = "kv_both", device: str = "cpu") -> Any:
-    return SimpleNamespace(
-        kv_role=role,
-        is_kv_producer=role != "kv_consumer",
-        is_kv_consumer=role != "kv_producer",
-        kv_buffer_device=device,
-        kv_connector_extra_config={},
-    )
+    return engine(role, kv_buffer_device=device).kv_transfer_config
 
 
 @pytest.mark.parametrize(

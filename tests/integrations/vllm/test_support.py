@@ -13,38 +13,7 @@ from kvferry.integrations.vllm.support import (
     check_groups,
     check_siblings,
 )
-
-
-def engine(role: str = "kv_both", **changes: object) -> Any:
-    """A configuration, as far as it is looked at; a change names a setting of any part of it."""
-    parts: dict[str, dict[str, object]] = {
-        "model_config": {
-            "model": "tiny",
-            "enable_sleep_mode": False,
-            "is_encoder_decoder": False,
-            "runner_type": "generate",
-            "multimodal_config": None,
-        },
-        "cache_config": {"enable_prefix_caching": False, "mamba_cache_mode": "align"},
-        "attention_config": {"hisparse_config": None},
-        "aux_output_config": {"enabled": False},
-        "kv_transfer_config": {
-            "kv_role": role,
-            "is_kv_consumer": role != "kv_producer",
-            "enable_permute_local_kv": False,
-            "kv_buffer_device": "cpu",
-            "kv_connector_extra_config": {},
-        },
-        "device_config": {"device_type": "cpu"},
-        "parallel_config": {
-            "prefill_context_parallel_size": 1,
-            "decode_context_parallel_size": 1,
-        },
-    }
-    for settings in parts.values():
-        settings.update({name: changes.pop(name) for name in list(changes) if name in settings})
-    built = {name: SimpleNamespace(**settings) for name, settings in parts.items()}
-    return SimpleNamespace(**{"lora_config": None, **built, **changes})
+from tests.integrations.vllm.halves import engine
 
 
 def media(**settings: object) -> Any:

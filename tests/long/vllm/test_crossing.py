@@ -6,10 +6,7 @@ import itertools
 
 import pytest
 
-from tests.vllm.geometry import MARKS
 from tests.vllm.geometry.test_crossing import ORDERS, check_orders
-
-pytestmark = MARKS
 
 
 @pytest.mark.parametrize(("there", "here"), itertools.combinations_with_replacement(ORDERS, 2))

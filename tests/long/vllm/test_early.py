@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.geometry import MARKS
 from tests.vllm.geometry.test_early import check_aborts, check_preemption
-
-pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
 
 
 @pytest.mark.parametrize("chunks", range(1, 6))

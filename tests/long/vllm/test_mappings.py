@@ -11,13 +11,10 @@ import pytest
 
 from tests.vllm.mappings.test_mappings import FAMILIES, compare
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-]
 PAGE = Path(__file__).parents[3] / "docs" / "primitives.md"
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_rank_reads_in_the_same_way(name: str) -> None:
     assert compare(FAMILIES[name](), range).row(name) in PAGE.read_text().splitlines()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.geometry import MARKS
 from tests.vllm.geometry.test_prefix_hits import (
     GAPS,
     KINDS,
@@ -16,8 +15,6 @@ from tests.vllm.geometry.test_prefix_hits import (
     check_prompts_after_a_load,
     check_turns,
 )
-
-pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
 
 
 @pytest.mark.parametrize("sizes", SIZES)

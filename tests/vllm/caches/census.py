@@ -49,6 +49,7 @@ class Backend:
     state: bool
 
 
+@functools.cache
 def backends(root: Path | None = None) -> tuple[Backend, ...]:
     """By name. Base classes that have no name of their own, and no heir's, are left out."""
     root = root or installed()

@@ -17,11 +17,6 @@ from tests.vllm.caches import views
 from tests.vllm.caches.layers import ORDERS, TWO, full, mla, planes
 from tests.vllm.caches.views import Rank, group, read
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-]
-
 
 def _copies(
     spec: Any, order: str, backend: str, tokens: int, ids: list[int], theirs: list[int]

@@ -15,11 +15,6 @@ from tests.vllm.caches import census, views
 from tests.vllm.caches.layers import ORDERS, TWO, full, mla, planes, uniform
 from tests.vllm.caches.views import Rank, Reading, group
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-]
-
 HALVES = [name for name, known in PACKINGS.items() if known is PACKINGS["FLASHINFER"]]
 PLANES = [name for name, known in PACKINGS.items() if known is PACKINGS["B12X"]]
 ROWS = [name for name, known in PACKINGS.items() if known is PACKINGS["TRITON_MLA"]]

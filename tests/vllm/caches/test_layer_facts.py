@@ -12,8 +12,6 @@ from kvferry.integrations.vllm.caches.pages import ShardPosition
 from tests.vllm.caches.layers import full
 from tests.vllm.caches.views import group
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-
 KV_HEADS = 8
 """Of the model."""
 

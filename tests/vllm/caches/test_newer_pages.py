@@ -15,11 +15,6 @@ from tests.vllm.caches import recurrent, views
 from tests.vllm.caches.layers import ORDERS, TWO, full, mla, planes
 from tests.vllm.caches.views import Rank, Reading, group
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-]
-
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:

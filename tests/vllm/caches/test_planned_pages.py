@@ -14,11 +14,6 @@ from tests.cli.plan_command import TINY, write_config
 from tests.vllm.caches.layers import mla, uniform
 from tests.vllm.caches.views import Rank, group
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-]
-
 MODEL: dict[str, Any] = TINY | {
     "model_type": "deepseek_v32",
     "num_hidden_layers": 2,

@@ -10,7 +10,6 @@ from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, Shar
 from kvferry.integrations.vllm.caches.quantization import Scales, cache_format, with_encodings
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 
 
 def layer(dtype: str, key: object = 1.0, value: object = 1.0) -> SimpleNamespace:

@@ -19,11 +19,6 @@ from kvferry.core.planner.plan import make_plan
 from kvferry.integrations.vllm.caches.pages import ShardPosition
 from tests.vllm.caches.recurrent import KINDS, Model, Rank, Setup, Truth
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
-
 OURS, THEIRS = 1, 3
 """The pages that a request has on either side."""
 
@@ -92,9 +87,12 @@ def _models(draw: st.DrawFn) -> Model:
 
 
 @given(_models(), _setups(), _setups())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=15)
+@example(Model(kind="mamba1"), Setup(ranks=3), Setup(ranks=2, padding=8))
 @example(Model(kind="mamba2"), Setup(ranks=2), Setup(ranks=4, channels_first=True, drafts=2))
-@example(Model(kind="delta", groups=12), Setup(ranks=3, device="cuda"), Setup(ranks=2))
+@example(Model(kind="delta"), Setup(ranks=3, device="cuda"), Setup(ranks=2))
+@example(Model(kind="kda"), Setup(ranks=2, drafts=1), Setup(ranks=3, channels_first=True))
+@example(Model(kind="short"), Setup(channels_first=True), Setup(ranks=2))
 def test_any_split_to_any_other(model: Model, here: Setup, there: Setup) -> None:
     """Either layout of the convolution, with and without speculation, padded, on any ranks."""
     if model.kind in ("delta", "kda"):
@@ -105,9 +103,9 @@ def test_any_split_to_any_other(model: Model, here: Setup, there: Setup) -> None
 @pytest.mark.parametrize(
     ("groups", "here", "there"),
     [
-        *[(1, *sizes) for sizes in ((1, 8), (8, 1), (2, 4), (4, 4))],
-        *[(2, *sizes) for sizes in ((1, 2), (2, 1))],  # vLLM splits no 2 groups among 4 ranks
-        *[(8, *sizes) for sizes in ((1, 8), (8, 1), (2, 4), (4, 2), (8, 8))],
+        *[(1, *sizes) for sizes in ((8, 1), (2, 4), (4, 4))],
+        (2, 2, 1),  # vLLM splits no 2 groups among 4 ranks
+        *[(8, *sizes) for sizes in ((1, 8), (4, 2))],
     ],
 )
 def test_groups(groups: int, here: int, there: int) -> None:
@@ -116,7 +114,7 @@ def test_groups(groups: int, here: int, there: int) -> None:
     _check(model, Setup(ranks=here), Setup(ranks=there))
 
 
-@pytest.mark.parametrize(("here", "there"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("here", "there"), [(1, 1), (1, 3), (3, 2)])
 def test_matrices_of_linear_attention(here: int, there: int) -> None:
     setups = Setup(ranks=here, device="cuda"), Setup(ranks=there, device="cuda", padding=8)
     _check(Model(kind="linear"), *setups)
@@ -124,13 +122,12 @@ def test_matrices_of_linear_attention(here: int, there: int) -> None:
 
 @pytest.mark.parametrize("channels_first", [False, True])
 @pytest.mark.parametrize("kind", DESCRIBED_ON_CPU)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_equal_layouts_are_one_copy_a_page(kind: str, ranks: int, channels_first: bool) -> None:
-    setup = Setup(ranks=ranks, channels_first=channels_first)
+def test_equal_layouts_are_one_copy_a_page(kind: str, channels_first: bool) -> None:
+    setup = Setup(ranks=2, channels_first=channels_first)
     model = Model(kind=kind, groups=2)
     [group] = Rank(model, setup, 0, 0).layout().groups
     assert (group.kind, group.block_tokens) == (GroupKind.STATE, 0)
-    assert _check(model, setup, replace(setup, padding=40)) == ranks
+    assert _check(model, setup, replace(setup, padding=40)) == 2
 
 
 @pytest.mark.parametrize("drafts", [(2, 2), (0, 2), (3, 0)])

@@ -24,7 +24,7 @@ from tests.vllm.geometry.model import Bytes, Layer, Part, Steps
 from tests.vllm.geometry.rank import SECONDS, Extent, Rank
 
 
-class _Plain(SimpleNamespace):
+class Plain(SimpleNamespace):
     """A configuration that has nothing but what is named."""
 
     def __getattr__(self, name: str) -> bool:
@@ -382,7 +382,7 @@ def _vllm_config(made: Engine, batch: int, reserve: bool, two_way: bool) -> Any:
         ),
         device_config=DeviceConfig("cpu"),
     )
-    config.model_config = _Plain(max_model_len=LONGEST, runner_type="generate")
+    config.model_config = Plain(max_model_len=LONGEST, runner_type="generate")
     # Not supported by the model runner of a CPU.
     config.parallel_config.prefill_context_parallel_size = shape.pcp
     config.cache_config.num_gpu_blocks = shape.blocks

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.geometry import MARKS
 from tests.vllm.geometry.engine_of_ranks import Shape
 from tests.vllm.geometry.model import (
     Attention,
@@ -29,9 +28,6 @@ from tests.vllm.geometry.model import (
 from tests.vllm.geometry.rank import SECONDS
 from tests.vllm.geometry.scheduled import PREFILL, Server, Text, hand_over, serving
 from tests.vllm.geometry.test_early import CHUNK, both_at_once
-
-pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
-
 
 KINDS: dict[str, list[Layer]] = {
     "full attention": attention(2, size=8),
@@ -61,6 +57,8 @@ GAPS = [
     "states beside windows",
 ]
 """The kinds whose loaded pages may not be whole."""
+PLAIN = ["full attention", "latents", "windows", "windows of two sizes"]
+"""The kinds that ``tests/long/vllm`` has alone; others here have their pages, too."""
 UNLIKE = ["twice", "four times", "larger"]
 """The sizes with which they are not."""
 MIXED = ["windows beside full attention", "states beside windows"]
@@ -116,14 +114,15 @@ def run(server: Server, name: str, *others: Server) -> dict[str, Any] | None:
     return server.params[name]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_after_a_load(kind: str) -> None:
-    check_prompts_after_a_load(kind, "four times")
-
-
-@pytest.mark.parametrize("kind", GAPS)
-def test_prompts_after_a_load_into_pages_that_do_not_divide(kind: str) -> None:
-    check_prompts_after_a_load(kind, "larger")
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *((kind, "four times") for kind in KINDS if kind not in PLAIN),
+        *((kind, "larger") for kind in MIXED),
+    ],
+)
+def test_prompts_after_a_load(kind: str, sizes: str) -> None:
+    check_prompts_after_a_load(kind, sizes)
 
 
 def check_prompts_after_a_load(kind: str, sizes: str) -> None:
@@ -147,7 +146,6 @@ HYBRID = KINDS["windows beside full attention"]
     [
         # Each of several ranks says what it has written of a page.
         (HYBRID, Shape(), Shape(block=64, tp=2, pp=2)),
-        (latents(2), Shape(tp=2, dcp=2), Shape(block=32)),
         (latents(2), Shape(tp=2), Shape(tp=2, dcp=2, interleave=4)),
     ],
 )

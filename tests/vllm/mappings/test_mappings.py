@@ -28,11 +28,6 @@ from tests.vllm.mappings.cases import (
     pairs,
 )
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-]
-
 CONNECTORS = "nixl", "moriio", "mooncake"
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvferry.core.memory import Region
 from kvferry.core.security.proof import FINGERPRINT_BYTES
 from tests.core.messages import encoded, payload
 from tests.engines.engines import CONNECTOR, PREFILL
+from tests.vllm.geometry.scheduled import Plain
 
 BLOCK_TOKENS = 16
 MAX_STEPS = 200
@@ -25,22 +26,18 @@ FINGERPRINT = Region(address=1 << 20, nbytes=FINGERPRINT_BYTES, kind="cpu", devi
 _numbers = itertools.count(1)
 
 
-def configuration(
-    model: Path, *, engine: str | None = None, policy: str = "recompute", **extra: Any
-) -> Any:
+def configuration(*, engine: str | None = None, policy: str = "recompute", **extra: Any) -> Any:
     """Return the ``VllmConfig`` of an engine with prefix caching that computes 64 tokens a step."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
         KVTransferConfig,
-        ModelConfig,
         SchedulerConfig,
         VllmConfig,
     )
 
     length = 1000
-    return VllmConfig(
-        model_config=ModelConfig(model=str(model), dtype="float32", max_model_len=length),
+    config: Any = VllmConfig(
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=64,
@@ -58,6 +55,8 @@ def configuration(
             kv_connector_extra_config=extra,
         ),
     )
+    config.model_config = Plain(max_model_len=length, runner_type="generate")
+    return config
 
 
 def scheduler_of(config: Any, *, blocks: int = 1000) -> Any:
@@ -65,7 +64,6 @@ def scheduler_of(config: Any, *, blocks: int = 1000) -> Any:
     import torch
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
 
     from kvferry.integrations.vllm.metadata import RankHandshake
 
@@ -80,7 +78,7 @@ def scheduler_of(config: Any, *, blocks: int = 1000) -> Any:
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
         ),
-        structured_output_manager=StructuredOutputManager(config),
+        structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),
         block_size=BLOCK_TOKENS,
         log_stats=True,
     )
@@ -134,14 +132,13 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        model: Path,
         engine: str | None = None,
         *,
         blocks: int = 1000,
         policy: str = "recompute",
         **extra: Any,
     ) -> None:
-        config = configuration(model, engine=engine, policy=policy, **extra)
+        config = configuration(engine=engine, policy=policy, **extra)
         self.scheduler = scheduler_of(config, blocks=blocks)
         self._blocks = blocks
         self._answers: dict[str, list[int]] = {}

@@ -19,11 +19,6 @@ import pytest
 from tests.vllm.second_turn import originals, schedulers
 from tests.vllm.second_turn.schedulers import BLOCK_TOKENS, SimulatedEngine, Step
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
-]
-
 AS_IS = "as is"
 FAKES = "left out: it drives workers with a fake NIXL; test_conversations.py runs real engines"
 HALF = "left out: test_scheduler_half.py and test_conversation_half.py have it"
@@ -73,12 +68,12 @@ SecondTurn = Callable[..., Any]
 
 
 @pytest.fixture
-def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
+def make_engine() -> Iterator[MakeEngine]:
     """Make engines with ``bidirectional_kv_xfer``, and close them."""
     made: list[SimulatedEngine] = []
 
     def make(engine: str | None = None, **options: Any) -> SimulatedEngine:
-        made.append(SimulatedEngine(checkpoint, engine, **SETTINGS | options))
+        made.append(SimulatedEngine(engine, **SETTINGS | options))
         return made[-1]
 
     yield make
@@ -118,9 +113,7 @@ def waits(each: Any) -> bool:
 
 class TestAsIs:
     @pytest.fixture(scope="class")
-    def module(
-        self, checkpoint: Path, vllm_source: Path, pytestconfig: pytest.Config
-    ) -> Iterator[ModuleType]:
+    def module(self, vllm_source: Path, pytestconfig: pytest.Config) -> Iterator[ModuleType]:
         """Return vLLM's module."""
         pytestconfig.addinivalue_line("markers", "cpu_test: a marker of vLLM's own tests")
         with pytest.MonkeyPatch.context() as patch:
@@ -131,7 +124,6 @@ class TestAsIs:
         self,
         name: str,
         module: ModuleType,
-        checkpoint: Path,
         first_turn: tuple[SimulatedEngine, SimulatedEngine],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -145,7 +137,7 @@ class TestAsIs:
         originals.replace_helpers(
             module,
             monkeypatch,
-            configuration=lambda **extra: schedulers.configuration(checkpoint, **extra),
+            configuration=schedulers.configuration,
             scheduler=scheduler,
             first_ticket=lambda prompt: schedulers.first_ticket(prefill, "first", prompt),
             conversation_ticket=lambda covered: schedulers.conversation_ticket(

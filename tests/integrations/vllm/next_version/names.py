@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Collection, Iterator
 from importlib import metadata
@@ -188,6 +189,7 @@ def import_section(old: Source, new: Source) -> Section:
     )
 
 
+@functools.cache
 def _imports() -> set[tuple[str, str]]:
     """Return the modules and names that the integration imports of vLLM."""
     return {
@@ -246,6 +248,7 @@ def _attributes(source: Source) -> Iterator[str]:
                     yield node.attr
 
 
+@functools.cache
 def _used_attributes() -> set[str]:
     """Return the names of all attributes that the integration reads."""
     return {

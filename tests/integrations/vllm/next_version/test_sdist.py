@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.integrations.vllm.next_version import sdist
 from tests.integrations.vllm.next_version.sdist import SdistError, configured_indexes, fetch
 
 NOBODY = "http://127.0.0.1:9"
@@ -60,7 +61,7 @@ def index(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     Quiet.served.clear()
     handler = partial(Quiet, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield folder, f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -122,5 +123,6 @@ def test_indexes_are_pip_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     assert configured_indexes() == ["http://a", "http://b", "http://c"]
+    monkeypatch.setattr(sdist, "_pip_settings", lambda: {"index-url": "http://a"})
     monkeypatch.setenv("PIP_INDEX_URL", "http://d")
-    assert configured_indexes() == ["http://d", "http://b", "http://c"]
+    assert configured_indexes() == ["http://d"]

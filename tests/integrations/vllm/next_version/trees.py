@@ -8,7 +8,9 @@ from pathlib import Path
 
 from tests.integrations.vllm.next_version.source import Source
 
+METADATA = "../PKG-INFO"
 FILES = {
+    METADATA: "Requires-Python: >=3.11\nRequires-Dist: torch==1.0; extra\nRequires-Dist: numpy\n",
     "_version.py": '__version__ = version = "1.0"',
     "distributed/kv_transfer/kv_connector/v1/base.py": """
         class KVConnectorBase_V1(ABC):
@@ -74,6 +76,8 @@ FILES = {
         _TEXT_GENERATION_MODELS = {"LlamaForCausalLM": ("llama", "LlamaForCausalLM")}
     """,
     "model_executor/models/llama.py": "layer = Attention(1)",
+    "v1/request.py": "class Request:\n    num_prompt_tokens: int\n    other = 1\n",
+    "platforms/xpu.py": "class XPUPlatform:\n    def swap_out_blocks_to_host(cls): 1\n",
 }
 """A vLLM with one of everything."""
 

@@ -1,0 +1,236 @@
+"""What the tests of the scheduler half have in common: requests, both roles, tickets.
+
+Requests, blocks and configurations are stand-ins for vLLM's, which is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.silent_holds import Silence
+from kvferry.core.metrics import Metrics
+from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
+from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.producer import Producer
+from kvferry.integrations.vllm.security import SecuritySettings
+from kvferry.integrations.vllm.side_channel import EngineSideChannel
+from kvferry.integrations.vllm.ticket_params import ParallelSizes
+
+SERVING = EngineSideChannel(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
+PREFILL = {"do_remote_decode": True}
+TICKET_KEY = TicketKey()
+SECRETS = TicketSecrets.of(["the secret of both engines"])
+PEER, STRANGER = bytes([1]) * 32, bytes([2]) * 32
+KEYED = Access(own=generate(), peers=frozenset({PEER}))
+
+
+def request(
+    tokens: int = 40,
+    params: dict[str, Any] | None = None,
+    *,
+    computed: int | None = None,
+    status: str = "FINISHED_LENGTH_CAPPED",
+    name: str = "r",
+) -> Any:
+    """A ``Request``."""
+    return SimpleNamespace(
+        request_id=name,
+        prompt_token_ids=list(range(tokens)),
+        prompt_embeds=None,
+        prompt_is_token_ids=None,
+        _all_token_ids=list(range(tokens)),
+        num_prompt_tokens=tokens,
+        num_computed_tokens=tokens if computed is None else computed,
+        num_tokens=tokens,
+        max_tokens=9,
+        num_preemptions=0,
+        kv_transfer_params=params,
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+        skip_reading_prefix_cache=False,
+        abort_immediately=False,
+        trace_headers=None,
+        status=SimpleNamespace(name=status),
+    )
+
+
+def image(offset: int, length: int = 2, name: str = "image") -> Any:
+    """A ``MultiModalFeatureSpec``."""
+    return SimpleNamespace(
+        identifier=name, mm_position=SimpleNamespace(offset=offset, length=length)
+    )
+
+
+def step(**tokens: int) -> Any:
+    """A ``SchedulerOutput`` that computes some tokens of each request."""
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+    )
+
+
+def full(groups: int = 1) -> tuple[CacheGroup, ...]:
+    """Groups of full attention in pages of 16 tokens."""
+    return tuple(CacheGroup(index=index, tokens=16) for index in range(groups))
+
+
+def producer(tail: int = 0, groups: Sequence[CacheGroup] = full(), **settings: Any) -> Producer:
+    common: dict[str, Any] = {
+        "metrics": Metrics(driver="loopback"),
+        "slots": 64,
+        "lease": 30.0,
+        "computed": True,
+        "sizes": ParallelSizes(tp=2, pp=3),
+        "ticket_key": TICKET_KEY,
+    }
+    return Producer(groups, backoff=tail, **(common | settings))
+
+
+def consumer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Consumer:
+    common: dict[str, Any] = {"engine": "decode", "may_load": True, "verify_prompt": True}
+    common["metrics"] = Metrics(driver="loopback")
+    return Consumer(groups, **({"backoff": 0} | common | settings))
+
+
+def blocks(*ids: int, cached: int = 0) -> Any:
+    """``KVCacheBlocks`` of one group, the first ones in the prefix cache."""
+    return SimpleNamespace(blocks=[listed(*ids, cached=cached)])
+
+
+def listed(*ids: int, cached: int = 0) -> list[Any]:
+    """``KVCacheBlock``s."""
+    hashes = [b"hash"] * cached + [None] * (len(ids) - cached)
+    return [
+        SimpleNamespace(block_id=each, is_null=each == 0, block_hash=known)
+        for each, known in zip(ids, hashes, strict=True)
+    ]
+
+
+def finish(made: Producer, each: Any, *ids: int) -> Any:
+    """Compute a request in these blocks; its ticket, if it gets one."""
+    made.take_on(each)
+    return made.request_finished(each, [list(ids or (1, 2, 3))], SERVING)
+
+
+def ticket(
+    tokens: int = 40, secrets: TicketSecrets | None = None, serving: EngineSideChannel = SERVING
+) -> dict[str, Any]:
+    made, each = producer(secrets=secrets), request(tokens, PREFILL)
+    made.take_on(each)
+    params = made.request_finished(each, [list(range(1, 5))], serving)
+    assert params is not None
+    return params
+
+
+def arrive(
+    made: Consumer, params: dict[str, Any] | None = None, tokens: int = 40, **changes: Any
+) -> Any:
+    """A request that has come with a ticket; changes are of its attributes."""
+    each = request(tokens, ticket() if params is None else params, name=changes.pop("name", "r"))
+    vars(each).update(changes)
+    made.on_new_request(each)
+    return each
+
+
+def allocate(made: Consumer, *requests: Any) -> None:
+    """Blocks for requests of which nothing is cached here."""
+    for one in requests:
+        made.blocks_allocated(one, blocks(21, 22, 23), 40)
+
+
+def keyed(key: bytes) -> dict[str, Any]:
+    """A ticket of an engine with a key."""
+    return ticket(serving=replace(SERVING, key=key))
+
+
+SIGNS = {"security": SecuritySettings(secrets=SECRETS)}
+KEYS = {"security": SecuritySettings(access=KEYED)}
+
+
+class Passes:
+    """Scheduling passes of an engine whose requests have two blocks each, which are held."""
+
+    def __init__(self, ranks: int, made: Callable[..., Producer] = producer) -> None:
+        self.now = 100.0
+        self.metrics = Metrics(driver="loopback")
+        self.producer = made(metrics=self.metrics, clock=lambda: self.now)
+        self.producer.set_rank_count(ranks)
+        self.holds: dict[str, Hold] = {}
+
+    def hold(self, each: Any, block: int) -> None:
+        self.producer.take_on(each)
+        assert self.producer.request_finished(each, [[block, block + 1]], SERVING)
+        [(name, self.holds[each.request_id])] = self.producer.drain().take_ons
+        assert name == each.request_id
+
+    def lack(self, tokens: int = 40, name: str = "new") -> bool:
+        """A pass in which a request gets no blocks; whether the ranks are asked."""
+        self.producer.allocation_attempted(request(tokens, name=name), 0)
+        return self.producer.relieve_block_pressure()
+
+    def answer(self, *reports: dict[str, float], engines: tuple[str, ...] = ()) -> None:
+        """Each rank says which requests are silent, and for how long."""
+        self.producer.silence_reported(
+            {
+                rank: [
+                    Silence(
+                        request=RequestId(name), hold=self.holds[name], age=age, engines=engines
+                    )
+                    for name, age in report.items()
+                ]
+                for rank, report in enumerate(reports)
+            }
+        )
+
+    def ended(self) -> list[str]:
+        """Whose holds the workers are to end."""
+        names = {hold: name for name, hold in self.holds.items()}
+        return [names[hold] for hold in self.producer.drain().ends]
+
+
+def engine(role: str = "kv_both", **changes: Any) -> Any:
+    """A ``VllmConfig``, as far as it is looked at; a change names a setting of any part of it."""
+    parts: dict[str, dict[str, object]] = {
+        "model_config": {
+            "model": "tiny",
+            "enable_sleep_mode": False,
+            "is_encoder_decoder": False,
+            "runner_type": "generate",
+            "multimodal_config": None,
+        },
+        "cache_config": {"enable_prefix_caching": False, "mamba_cache_mode": "align"},
+        "attention_config": {"hisparse_config": None},
+        "aux_output_config": {"enabled": False},
+        "kv_transfer_config": {
+            "engine_id": "decode",
+            "kv_role": role,
+            "is_kv_consumer": role != "kv_producer",
+            "is_kv_producer": role != "kv_consumer",
+            "enable_permute_local_kv": False,
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": {},
+        },
+        "device_config": {"device_type": "cpu"},
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "data_parallel_index": 0,
+            "data_parallel_size_local": 1,
+            "data_parallel_backend": "mp",
+            "distributed_executor_backend": "mp",
+            "node_rank_within_dp": 0,
+        },
+        "observability_config": {"otlp_traces_endpoint": None},
+    }
+    for settings in parts.values():
+        settings.update({name: changes.pop(name) for name in list(changes) if name in settings})
+    built = {name: SimpleNamespace(**settings) for name, settings in parts.items()}
+    others = {"lora_config": None, "speculative_config": None, "num_prefill_lookahead_tokens": 0}
+    return SimpleNamespace(**{**others, **built, **changes})
