@@ -101,7 +101,7 @@ serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show w
 	@$(BIN)/python examples/serving/serve.py $(SERVE_OPTIONS)
 
 # Both print how long each part took; each part is a target of its own.
-TEST := nixl,faults,types,lint,docs unit,ucx vllm engines
+TEST := nixl,types,lint,docs unit,ucx vllm,faults engines
 LONG := drivers lifecycle planner benchmarks deployments networks routers versions faults ucx nixl vllm engines
 
 test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Everything that has to pass before a change goes in
@@ -134,7 +134,7 @@ engines: $(STAMP) prometheus ## Real vLLM engines that hand over to each other
 	$(PYTEST) --dist loadfile tests/engines
 
 faults: $(STAMP) ## Peers that fail at any stage, over loopback
-	$(PYTEST) tests/faults
+	$(PYTEST) -n 4 tests/faults
 
 ucx: $(STAMP) ## The driver ucx, over shared memory
 	$(PYTEST) tests/ucx

@@ -152,7 +152,7 @@ def test_pages_cross_while_the_next_chunk_is_computed() -> None:
         legs.begin_prefill()
         legs.begin_decode()
         follower = decode.scheduler.connector._scheduler._follower
-        wait(lambda: len(follower._users) == 1, decode)
+        wait(lambda: len(follower._requests) == 1, decode)
         assert not legs.blocks[0]
         for blocks in (0, 2, 4, 6):
             prefill.step()
