@@ -24,7 +24,14 @@ from kvferry.core.endpoint.slot_reads import (
     SlotReads,
     fitting,
 )
-from kvferry.core.endpoint.transfers import Grace, Outcome, Read, SlowPathWarnings, Transfers
+from kvferry.core.endpoint.transfers import (
+    Grace,
+    Outcome,
+    Read,
+    SlowPathWarnings,
+    Throughput,
+    Transfers,
+)
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import (
     CopyError,
@@ -123,7 +130,7 @@ class LoadManager:
             metrics=metrics,
             lost=self._give_up_peer,
         )
-        self._slow_path_warnings = SlowPathWarnings(own.driver, self._peers.path)
+        self._slow_path_warnings = SlowPathWarnings(own.driver)
         self._states: dict[LoadId, LoadState] = {}
         """The loads, in the order in which they began."""
         self._ids = itertools.count(1)
@@ -486,9 +493,17 @@ class LoadManager:
             finished=finished,
             failing=partial(self._on_failing, state, action.rank),
             tags={(action.load, action.rank)},
-            throughput=self._slow_path_warnings.measure(peer, action.rank),
+            throughput=self._throughput(peer, action.rank),
         )
         self._transfers.add(read)
+
+    def _throughput(self, peer: Peer, rank: int) -> Throughput | None:
+        if rank not in peer.throughput:
+            path = partial(self._peers.path, peer)
+            peer.throughput[rank] = self._slow_path_warnings.measure(
+                peer.key.engine, peer.sources[rank], path
+            )
+        return peer.throughput[rank]
 
     def _on_read_ended(self, action: Action, state: LoadState, outcome: Outcome) -> None:
         is_early = action.until is not None

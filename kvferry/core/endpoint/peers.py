@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS, backoff_seconds
 from kvferry.core.directory.news import EncodedReply, ProducerNews
 from kvferry.core.endpoint.connections import BlockingCalls, Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.transfers import Throughput
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     ConnectError,
@@ -54,10 +55,6 @@ from kvferry.core.side_channel.connection import explained
 from kvferry.core.side_channel.dialer import Dialer
 from kvferry.core.side_channel.sockets import place
 from kvferry.core.transport import PeerId, Transport
-
-if TYPE_CHECKING:
-    from kvferry.core.endpoint.slot_reads import FingerprintReads
-    from kvferry.core.endpoint.transfers import Throughput
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +265,16 @@ class _KnownProducer:
         return 0.0 if self.peer is None else self.peer.last_used
 
 
+class FingerprintChecks(Protocol):
+    """Checks that the memory of a connected producer is its own; see ``FingerprintReads``."""
+
+    def check(self, peer: Peer, checked: Callable[[KVFerryError | None], None]) -> None:
+        """Begin to check a producer; ``checked`` is called once."""
+
+    def progress(self, now: float) -> None:
+        """Fail the checks that take too long."""
+
+
 class Peers:
     """Connect to the producers that tickets name, keep the connections, and release them.
 
@@ -280,7 +287,7 @@ class Peers:
         self,
         *,
         transport: Transport,
-        fingerprints: FingerprintReads,
+        fingerprints: FingerprintChecks,
         connections: Connections,
         containment: ErrorContainment,
         post: Callable[[Callable[[], None]], None],

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.error_causes import on_one_line
@@ -27,12 +26,10 @@ from kvferry.core.errors import (
 )
 from kvferry.core.layout import Layout
 from kvferry.core.memory import CPU
+from kvferry.core.planner.plan import Source
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import SMALL_COPY, Copies
 from kvferry.core.transport.paged import PagedCopies
-
-if TYPE_CHECKING:
-    from kvferry.core.endpoint.peers import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -438,39 +435,37 @@ class Throughput:
 class SlowPathWarnings:
     """Warn once per producer when reads of device memory are slow. Endpoint's thread only."""
 
-    def __init__(self, driver: str, path: Callable[[Peer], str]) -> None:
+    def __init__(self, driver: str) -> None:
         self._driver = driver
-        self._path = path
         self._warned: set[str] = set()
         """Ids of engines, which are not warned about again when they are connected anew."""
 
-    def measure(self, peer: Peer, rank: int) -> Throughput | None:
-        """Return what measures the reads from a producer's rank; ``None`` for CPU memory only."""
-        if rank not in peer.throughput:
-            source = peer.sources[rank]
-            regions = (*source.local_layout.regions, *source.remote_layout.regions)
-            is_measured = any(region.kind != CPU for region in regions)
-            slow = partial(self._warn, peer, rank)
-            peer.throughput[rank] = Throughput(slow) if is_measured else None
-        return peer.throughput[rank]
+    def measure(self, engine: str, source: Source, path: Callable[[], str]) -> Throughput | None:
+        """Return what measures the reads from an engine's rank; ``None`` for CPU memory only.
 
-    def _warn(self, peer: Peer, rank: int, sample: Sample) -> None:
-        if peer.key.engine in self._warned:
+        ``path`` returns by which way the bytes go.
+        """
+        regions = (*source.local_layout.regions, *source.remote_layout.regions)
+        if all(region.kind == CPU for region in regions):
+            return None
+        return Throughput(partial(self._warn, engine, source, path))
+
+    def _warn(self, engine: str, source: Source, path: Callable[[], str], sample: Sample) -> None:
+        if engine in self._warned:
             return
-        self._warned.add(peer.key.engine)
-        source = peer.sources[rank]
+        self._warned.add(engine)
         logger.warning(
             "engine %s: reads from its rank %d, of %s into %s memory, run at %.2f GB/s, which is "
             "slow (driver %s, path %s): %d bytes, in copies of %d bytes on average, took %.1f ms; "
             "%sif the driver uses UCX, start this engine once with UCX_PROTO_INFO=y, which prints "
             "what moves the bytes; docs/gpu.md says what to set (logged once per engine)",
-            on_one_line(peer.key.engine),
-            rank,
+            on_one_line(engine),
+            source.remote,
             _kinds(source.remote_layout),
             _kinds(source.local_layout),
             sample.nbytes / sample.seconds / 1e9,
             self._driver,
-            on_one_line(self._path(peer)) or "unknown",
+            on_one_line(path()) or "unknown",
             sample.nbytes,
             sample.nbytes // sample.copies,
             sample.seconds * 1e3,

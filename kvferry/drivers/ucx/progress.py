@@ -15,13 +15,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from kvferry.core.transport import EnterThread, start_thread
 from kvferry.drivers.ucx.worker import Worker
-
-if TYPE_CHECKING:
-    from kvferry.drivers.ucx.client import Client
 
 # While calls of the transport follow each other within this time, they drive a side, and the
 # progress thread does not: the two would only hand the interpreter's lock to each other, which
@@ -167,7 +163,7 @@ class ProgressThread:
 class ProgressDriver:
     """Lets a side make progress within calls of the transport, such as ``poll``."""
 
-    def __init__(self, client: Client, threads: Sequence[ProgressThread]) -> None:
+    def __init__(self, client: ProgressTarget, threads: Sequence[ProgressThread]) -> None:
         self._client = client
         self._threads = threads
 
@@ -200,10 +196,9 @@ class ProgressDriver:
             thread.wake()
 
     def stop(self) -> None:
-        """End the progress threads and the client side's copy thread."""
+        """End the progress threads."""
         for thread in self._threads:
             thread.stop()
-        self._client.stop()
 
 
 class CopyThread:

@@ -379,9 +379,13 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
 
     # The end.
 
+    def _stop_threads(self) -> None:
+        self._progress_driver.stop()
+        self._client.stop()
+
     def _close(self, transfers: Sequence[UcxTransfer]) -> None:
         _open_transports.discard(self)
-        self._progress_driver.stop()
+        self._stop_threads()
         with self._client.lock, self._server.lock:
             self._client.close()
             self._server.close()
@@ -410,4 +414,4 @@ def _stop_all_threads() -> None:
     # UCX must not run while the process ends.
     for transport in list(_open_transports):
         if transport._end():
-            transport._progress_driver.stop()
+            transport._stop_threads()
