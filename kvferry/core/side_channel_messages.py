@@ -281,7 +281,7 @@ def _split_long_reply(data: memoryview) -> Payloads:
         place += size
     if len(data) - place > MAX_SHORT_REPLY_BYTES:
         raise WireError(f"{len(data) - place} bytes after all payloads are too many")
-    head = struct.pack(">BH", MAP16, fields - 2)
+    head = struct.pack(">BH", MAP16, fields - 2)  # without the tag and ``ranks``
     after = decode(_after, head + data[place:], MAX_SHORT_REPLY_BYTES + len(head), "reply")
     return Payloads(ranks=ranks, ticket_key=after.ticket_key)
 

@@ -98,9 +98,8 @@ class Results:
 
     Attributes:
         sent: requests whose pages this rank no longer holds for other engines. The engine may free
-            them once all its ranks have returned the request here. Where the cache is staged, these
-            are the
-            blocks: they are free when they were copied.
+            them once all its ranks have returned the request here. Where the cache is staged, that
+            is when they were copied.
         ended: how the hold of each of these requests ended on this rank. Where the cache is staged,
             these are requests that are over, each once: their host pages, and the slot of their
                 hold, are free once all ranks have returned the request here.
@@ -181,13 +180,17 @@ class Endpoint:
         self._wake = threading.Event()
         self._metrics = Metrics(driver=driver, rank=str(identity.rank))
         self._clock = clock
+        self._containment = ErrorContainment()
         self._copies = (
-            None if copies is None else RunningCopies(copies, metrics=self._metrics, clock=clock)
+            None
+            if copies is None
+            else RunningCopies(
+                copies, containment=self._containment, metrics=self._metrics, clock=clock
+            )
         )
         self._hold_server = HoldServer(
             self._slot_table, identity.incarnation, clock, self._metrics, self._copies
         )
-        self._containment = ErrorContainment()
         self._transfers = Transfers(transport, self._containment, clock)
         self._blocking_calls = BlockingCalls(
             threads=transport.capabilities.concurrent_connect,

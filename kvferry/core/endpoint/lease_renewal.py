@@ -95,7 +95,7 @@ class LeaseRenewal:
         if peer.lease is None:
             return None
         renewal = self._renewals.begin(peer.parties, lease=peer.lease, now=now, at_once=at_once)
-        if not self._targets:  # not at once: most loads are over before
+        if not self._targets:  # most loads are over before the first heartbeat is due
             self._next_heartbeat = now + HEARTBEAT_SECONDS
         self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
         return renewal

@@ -38,9 +38,8 @@ class Load:
             pulls nothing needs no report: it only tells the producer "done".
         shared: whether other requests of this engine may still load under the same hold. Such a
             load sends the producer neither "done" nor "abandon"; a later one that is not shared
-            must. One
-            that pulls nothing and is not reported contacts nobody: it only ends the wait that one
-            ``Endpoint.prepare`` with the ticket began.
+            must. One that pulls nothing and is not reported contacts nobody: it only ends the wait
+            that one ``Endpoint.prepare`` with the ticket began.
         is_early: whether ``ticket`` is a part, of a request that the producer still computes.
             ``ranges`` and ``local`` are those of the whole request. Further parts and the ticket
             itself follow by ``Endpoint.extend``. An early load must not be shared.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvferry.core.endpoint.connections import STUCK_SECONDS
+from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.errors import CopyError, KVFerryError
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.metrics import COPY_SECONDS, CopyDirection, Metrics
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 Passed = Callable[[], bool]
 """Returns whether the device has finished some work; may raise any exception."""
 
-LOST = (
+UNKNOWN_END = (
     "cannot tell whether the copy of the %s is over (stage copy, cause device): its blocks and "
     "host pages are not reused; restart the engine"
 )
@@ -74,7 +76,7 @@ class PageCopies(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Running:
-    """A copy under way; without ``passed``, nobody can tell any more whether it is over (lost)."""
+    """A copy under way; without ``passed``, nobody can tell any more whether it is over."""
 
     what: str
     direction: CopyDirection
@@ -86,8 +88,16 @@ class _Running:
 class RunningCopies:
     """Begin copies, and say when each is over. Only the properties are for any thread."""
 
-    def __init__(self, copies: PageCopies, *, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        copies: PageCopies,
+        *,
+        containment: ErrorContainment,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
         self._copies = copies
+        self._containment = containment
         self._metrics = metrics
         self._clock = clock
         self._running: list[_Running] = []
@@ -98,20 +108,20 @@ class RunningCopies:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a copy is under way and not lost."""
+        """Return whether a copy is under way of which it can be told when it is over."""
         return any(each.passed is not None for each in self._running)
 
     @property
     def problems(self) -> list[str]:
         """Return the problems to report in a health check; empty if all is well."""
         running = list(self._running)
-        lost = [each.what for each in running if each.passed is None]
+        unknown = [each.what for each in running if each.passed is None]
         now = self._clock()
         stuck = [each.what for each in running if now - each.begun > STUCK_SECONDS]
-        if lost:
+        if unknown:
             return [
-                f"{len(lost)} copies between the device and host pages have failed, and may still "
-                f"be under way ({lost[0]}): their pages are not reused; restart the engine"
+                f"{len(unknown)} copies between the device and host pages have failed, and may "
+                f"still be under way ({unknown[0]}): their pages are not reused; restart the engine"
             ]
         if stuck:
             return [
@@ -127,18 +137,18 @@ class RunningCopies:
         copy: PageCopy,
         ended: Callable[[KVFerryError | None], None],
     ) -> None:
-        """Begin a copy; ``ended`` is called when it is over, with its error; not if it is lost."""
+        """Begin a copy; ``ended`` is called, with its error, when it is known to be over."""
         if not copy.blocks:
-            ended(None)
+            self._tell(ended, None)
             return
         begun, passed = self._clock(), None
         try:
             passed = self._call(direction, copy)
         except CopyError as exc:
-            ended(exc)
+            self._tell(ended, exc)
             return
         except Exception:  # a device library may raise any type
-            logger.exception(LOST, what)
+            logger.exception(UNKNOWN_END, what)
         self._running.append(
             _Running(what=what, direction=direction, begun=begun, passed=passed, ended=ended)
         )
@@ -148,6 +158,11 @@ class RunningCopies:
         before = len(self._running)
         self._running = [each for each in self._running if not self._has_ended(each)]
         return len(self._running) < before
+
+    def _tell(
+        self, ended: Callable[[KVFerryError | None], None], error: KVFerryError | None
+    ) -> None:
+        self._containment.run("a copy that has ended", partial(ended, error), ended)
 
     def _call(self, direction: CopyDirection, copy: PageCopy) -> Passed:
         if direction is CopyDirection.TO_HOST:
@@ -161,13 +176,13 @@ class RunningCopies:
             if not copy.passed():
                 return False
         except CopyError as exc:
-            copy.ended(exc)
+            self._tell(copy.ended, exc)
             return True
         except Exception:  # a device library may raise any type
-            logger.exception(LOST, copy.what)
+            logger.exception(UNKNOWN_END, copy.what)
             copy.passed = None
             return False
         seconds = self._clock() - copy.begun
         self._metrics.observe(COPY_SECONDS, seconds, direction=copy.direction.value)
-        copy.ended(None)
+        self._tell(copy.ended, None)
         return True

@@ -49,7 +49,7 @@ class Renewals:
         self._renewed: dict[RenewalId, _Renewed] = {}
         self._ids = itertools.count(1)
         self._soonest = math.inf
-        """No renewal is due earlier than this: saves scanning thousands of holds in each turn."""
+        """No renewal is due earlier than this: saves scanning thousands of holds in each round."""
 
     def __len__(self) -> int:
         return len(self._renewed)
@@ -96,16 +96,16 @@ class Renewals:
         self._soonest = min((each.due for each in self._renewed.values()), default=math.inf)
         return due, overdue
 
-    def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
+    def answered(self, request: RenewalRequest, *, stands: bool) -> bool:
         """Record that a renewal's read has ended; return whether this rank's pages are lost."""
-        found = self._renewed.get(ask.renewal)
+        found = self._renewed.get(request.renewal)
         if found is None:
             return False
-        found.asked.discard(ask.rank)
-        return found.ranks.get(ask.rank, False) and not stands
+        found.asked.discard(request.rank)
+        return found.ranks.get(request.rank, False) and not stands
 
-    def unanswered(self, ask: RenewalRequest) -> None:
+    def unanswered(self, request: RenewalRequest) -> None:
         """Record that a renewal has failed, so that the next can be made when it is due."""
-        found = self._renewed.get(ask.renewal)
+        found = self._renewed.get(request.renewal)
         if found is not None:
-            found.asked.discard(ask.rank)
+            found.asked.discard(request.rank)

@@ -138,7 +138,7 @@ class WorkerHolds:
         """By slot, which the scheduler half gives out again when the hold was reported."""
         self._ticketed: set[int] = set()
         self._soonest = math.inf
-        """No lease expires earlier than this: saves scanning thousands of holds in each turn."""
+        """No lease expires earlier than this: saves scanning thousands of holds in each round."""
         self._copies: list[HoldCopy] = []
         self._sent: list[RequestId] = []
         self._ended: list[EndedHold] = []

@@ -115,10 +115,13 @@ def _answer(
     engine: str,
     known: Mapping[Hashable, EngineShape],
     limits: ReplyLimits,
-    held: ExitStack,
+    places: ExitStack,
     deadline: float,
 ) -> Steps[Payloads | PayloadHeads]:
-    """Return an engine's answer, maybe without a known shape; a long one counts until ``held``."""
+    """Return an engine's answer, perhaps with its known shape left out.
+
+    A long answer takes one of the places of ``limits`` until ``places`` is closed.
+    """
     # The first connection accepts a short answer only, and is closed if the answer is long. Then
     # the request is sent again on a second connection, once a long answer may be received.
     try:
@@ -139,7 +142,7 @@ def _answer(
         # Keep only the text: the traceback would keep all that was decoded from the answer alive
         # until a garbage collection, which would stop all threads while it frees it.
         closed = str(exc)
-    yield from limits.wait_to_receive(deadline, held)
+    yield from limits.wait_to_receive(deadline, places)
     dialer.longest = MAX_REPLY_BYTES
     try:
         return _whole((yield from asked(dialer, _request(engine), deadline)))

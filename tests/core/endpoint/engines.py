@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
+
 from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
@@ -126,3 +128,18 @@ def until(endpoint: Endpoint, holds: Callable[[Results], bool], seconds: float =
         if holds(results):
             return results
     raise AssertionError("the endpoint never reported what was waited for")
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
+    """Let the next call of a method raise, also of one that was looked up meanwhile."""
+    real: Callable[..., None] = getattr(owner, method)
+    has_failed = False
+
+    def fails(*args: object) -> None:
+        nonlocal has_failed
+        if has_failed:
+            return real(*args)
+        has_failed = True
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(owner, method, fails)

@@ -27,7 +27,7 @@ from kvferry.core.lifecycle.ticket import page_limits
 from kvferry.core.messages import Release
 from kvferry.core.metrics import IGNORED
 from kvferry.core.side_channel_messages import encode
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, fail_once
 from tests.core.endpoint.loads import TOKENS, load, outcome, outcomes, pull
 from tests.core.endpoint.metric_totals import MetricTotals
 from tests.core.endpoint.transports import PENDING, ScriptedTransport
@@ -158,17 +158,6 @@ def test_malformed_notifications_are_dropped_and_the_producer_goes_on(
         assert prefill.endpoint.healthy
         assert load(prefill, decode, 1) is None
         prefill.released("p-1")
-
-
-def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
-    """Let the next call of a method raise."""
-    real: Callable[..., None] = getattr(owner, method)
-
-    def fails(*args: object) -> None:
-        monkeypatch.setattr(owner, method, real)
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(owner, method, fails)
 
 
 def test_an_exception_in_handling_one_note_loses_only_that_note(

@@ -13,11 +13,13 @@ from kvferry.core.endpoint import endpoint as endpoint_module
 from kvferry.core.endpoint.connections import STUCK_SECONDS
 from kvferry.core.errors import Cause, CopyError, StaleError
 from kvferry.core.lifecycle.holds import HoldEnd, RequestId
+from kvferry.core.lifecycle.loads import LoadMachine
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
 from kvferry.testing.engines import CacheShape, EngineRank
-from tests.core.endpoint.engines import Clock, Engine, eventually, until
+from tests.core.endpoint.engines import Clock, Engine, eventually, fail_once, until
 from tests.core.endpoint.late_device import LateDevice, failed_copy
 from tests.core.endpoint.metric_totals import MetricTotals
 from tests.core.endpoint.staged_engines import StagedEngine, staged_engine
@@ -200,6 +202,21 @@ def test_a_load_fails_whose_copy_fails(when: str) -> None:
         assert error.cause is Cause.COPY
         totals = MetricTotals(decode.engine)
         assert totals.of(FAILURES) == {("prefill", Stage.COPY, Cause.COPY): 1}
+        assert decode.endpoint.healthy
+
+
+def test_an_exception_at_a_copys_end_costs_its_request_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pair() as (prefill, decode):
+        fail_once(monkeypatch, LoadMachine, "copied")
+        error = decode.load("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
+        assert "unexpected ZeroDivisionError: a bug" in str(error)
+        fail_once(monkeypatch, WorkerHolds, "copied")
+        error = decode.load("d-2", prefill.serve("p-2", [5, 6], TOKENS), [3, 4])
+        assert isinstance(error, StaleError)
+        assert decode.load("d-3", prefill.serve("p-3", [5, 6], TOKENS), [3, 4]) is None
+        assert prefill.endpoint.healthy
         assert decode.endpoint.healthy
 
 

@@ -19,6 +19,7 @@ import tarfile
 import urllib.error
 import urllib.parse
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def _pip_settings() -> dict[str, str]:
 
 def _default_index() -> str:
     """Return the index that pip uses where none is configured."""
-    from pip._internal.models.index import PyPI  # type: ignore[import-untyped, unused-ignore]
+    with warnings.catch_warnings(action="ignore"):  # of setuptools, if others imported distutils
+        from pip._internal.models.index import PyPI  # type: ignore[import-untyped, unused-ignore]
 
     return str(PyPI.simple_url)
 
