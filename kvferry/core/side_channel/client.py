@@ -118,10 +118,7 @@ def _answer(
     places: ExitStack,
     deadline: float,
 ) -> Steps[Payloads | PayloadHeads]:
-    """Return an engine's answer, perhaps with its known shape left out.
-
-    A long answer takes one of the places of ``limits`` until ``places`` is closed.
-    """
+    """Return an engine's answer, perhaps less its shape; a long one takes one of ``places``."""
     # The first connection accepts a short answer only, and is closed if the answer is long. Then
     # the request is sent again on a second connection, once a long answer may be received.
     try:
