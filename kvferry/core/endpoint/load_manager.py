@@ -233,21 +233,23 @@ class LoadManager:
         early = [state for state in self._loads_of(request) if state.machine.early]
         if not early:
             return
-        state, machine, peer = early[-1], early[-1].machine, early[-1].peer
-        try:
-            check_same_engine(state.load.ticket, part)
+        extend = partial(self._extend, early[-1], part, is_last=is_last)
+        # A load that misses its last part would never end.
+        self._containment.run("a part of a ticket", extend, early[-1].machine.abort)
+
+    def _extend(self, state: LoadState, part: Ticket, *, is_last: bool) -> None:
+        peer = state.peer
+        check_same_engine(state.load.ticket, part)
+        if peer is not None:
+            peer.check(part)
+        state.extend(part, is_last=is_last)
+        deadline = self._clock() + self._options.load_timeout
+        if is_last:
             if peer is not None:
-                peer.check(part)
-            state.extend(part, is_last=is_last)
-            deadline = self._clock() + self._options.load_timeout
-            if is_last:
-                if peer is not None:
-                    self._renew(state, peer)
-                machine.finish(part.hold, computed=part.computed, deadline=deadline)
-            else:
-                machine.extend(part.hold, part.tokens, deadline)
-        except Exception as exc:  # noqa: BLE001  a load that misses its last part would never end
-            machine.abort(as_ours(exc))
+                self._renew(state, peer)
+            state.machine.finish(part.hold, computed=part.computed, deadline=deadline)
+        else:
+            state.machine.extend(part.hold, part.tokens, deadline)
 
     def abort(self, request: RequestId) -> None:
         """Fail the loads of a request that read anything; "done" alone is still sent."""
@@ -436,11 +438,9 @@ class LoadManager:
         """Go on with a load: the device has finished its earlier work on what the load writes."""
         if state.load.copy is None:
             state.begun = time.perf_counter()  # its figures do not count the device's time
-            try:
-                if state.peer is not None:
-                    self._zero_unwritten(state, state.peer)
-            except Exception as exc:  # noqa: BLE001  zeroing may raise any type
-                state.machine.abort(as_ours(exc))
+            if state.peer is not None:
+                zero = partial(self._zero_unwritten, state, state.peer)
+                self._containment.run("zeroing", zero, state.machine.abort)
         state.machine.passed()
 
     def _zero_unwritten(self, state: LoadState, peer: Peer) -> None:

@@ -162,6 +162,7 @@ class RunningCopies:
     def _tell(
         self, ended: Callable[[KVFerryError | None], None], error: KVFerryError | None
     ) -> None:
+        # Told of the exception instead: whoever waits for the copy would wait for ever.
         self._containment.run("a copy that has ended", partial(ended, error), ended)
 
     def _call(self, direction: CopyDirection, copy: PageCopy) -> Passed:

@@ -103,12 +103,14 @@ def _outside(
     side: str, segments: list[Segment], address: U64Array, nbytes: U64Array
 ) -> TransportUsageError:
     """Return the error that names the first copy which leaves its segment's region."""
-    index, region = next(
-        (index, region)
-        for segment in segments
-        for region in [getattr(segment, side)]
-        for index in range(segment.start, segment.stop)
-        if not region.address <= int(address[index]) <= region.end - int(nbytes[index])
+    counts = [segment.stop - segment.start for segment in segments]
+    regions: list[Region] = [getattr(segment, side) for segment in segments]
+    base = np.repeat(np.array([region.address for region in regions], np.uint64), counts)
+    size = np.repeat(np.array([region.nbytes for region in regions], np.uint64), counts)
+    offset = address - base  # of an address below its region: too large
+    index = int(np.argmax((offset > size) | (nbytes > size - offset)))
+    region = next(
+        region for region, segment in zip(regions, segments, strict=True) if index < segment.stop
     )
     return TransportUsageError(
         f"copy {index} leaves its {side} region: {nbytes[index]} bytes at "
