@@ -192,11 +192,11 @@ prometheus:
 		dpkg -x prometheus_*.deb .; \
 	} >/dev/null 2>&1 || true
 
-# Not part of 'test': Dynamo takes 360 MB, and another vLLM than most tests. Three minutes.
+# Dynamo takes 360 MB, and another vLLM than most tests. Three minutes.
 dynamo: $(STAMP) $(DYNAMO_STAMP) ## Hand over between workers of NVIDIA Dynamo, behind its frontend
 	$(BIN)/python -m tests.long.dynamo $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/bin/python $(DYNAMO)
 
-# Not part of 'test': Ray needs 480 MB more, and its engines six minutes.
+# Ray needs 480 MB more, and its engines six minutes.
 ray: $(RAY_STAMP) ## Prefill and decode as deployments of Ray Serve, with real engines
 	$(RAY_ENV)/bin/python -m pytest tests/ray
 
