@@ -73,6 +73,7 @@ def test_two_engines_with_one_address_share_a_connection(
             assert load_by_name(decode, real, alias) is None
             assert len(driver.connected) == links, "they share one connection"
             clock.skip(601.0)
+            decode.directory.step()  # not only when it is asked again
             eventually(lambda: driver.open_connections == 0, "both are idle")
             assert len(driver.disconnected) == links
         eventually(lambda: decode.endpoint.healthy, "a round has run since the skip")
