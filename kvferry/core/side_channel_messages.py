@@ -266,36 +266,36 @@ def _split_long_reply(data: memoryview) -> Payloads:
             f"not a reply of this protocol: it has {len(data)} bytes, and does not begin with the "
             "payloads of ranks"
         )
-    count, place = _length(data, first, ARRAYS)
+    count, offset = _length(data, first, ARRAYS)
     if not 1 <= count <= MAX_RANKS:
         raise WireError(f"payloads of {count} ranks; 1 to {MAX_RANKS} are allowed")
     ranks = []
     for rank in range(count):
-        size, place = _length(data, place, BINARIES)
-        if size > min(MAX_PAYLOAD_BYTES, len(data) - place):
+        size, offset = _length(data, offset, BINARIES)
+        if size > min(MAX_PAYLOAD_BYTES, len(data) - offset):
             raise WireError(
                 f"the payload of rank {rank} takes {size} bytes; {MAX_PAYLOAD_BYTES} are allowed, "
-                f"and {len(data) - place} are left"
+                f"and {len(data) - offset} are left"
             )
-        ranks.append(bytes(data[place : place + size]))
-        place += size
-    if len(data) - place > MAX_SHORT_REPLY_BYTES:
-        raise WireError(f"{len(data) - place} bytes after all payloads are too many")
+        ranks.append(bytes(data[offset : offset + size]))
+        offset += size
+    if len(data) - offset > MAX_SHORT_REPLY_BYTES:
+        raise WireError(f"{len(data) - offset} bytes after all payloads are too many")
     head = struct.pack(">BH", MAP16, fields - 2)  # without the tag and ``ranks``
-    after = decode(_after, head + data[place:], MAX_SHORT_REPLY_BYTES + len(head), "reply")
+    after = decode(_after, head + data[offset:], MAX_SHORT_REPLY_BYTES + len(head), "reply")
     return Payloads(ranks=ranks, ticket_key=after.ticket_key)
 
 
-def _length(data: memoryview, place: int, forms: Mapping[int, str]) -> tuple[int, int]:
-    """Return the length in the msgpack head at ``place``, and the index after the head."""
-    if place >= len(data):
+def _length(data: memoryview, offset: int, forms: Mapping[int, str]) -> tuple[int, int]:
+    """Return the length in the msgpack head at ``offset``, and the index after the head."""
+    if offset >= len(data):
         raise struct.error
-    if forms is ARRAYS and data[place] >> 4 == FIXED_ARRAY:
-        return data[place] & 0xF, place + 1
-    form = forms.get(data[place])
+    if forms is ARRAYS and data[offset] >> 4 == FIXED_ARRAY:
+        return data[offset] & 0xF, offset + 1
+    form = forms.get(data[offset])
     if form is None:
         raise WireError("not a reply of this protocol: its ranks are no list of payloads")
-    return struct.unpack_from(form, data, place + 1)[0], place + 1 + struct.calcsize(form)
+    return struct.unpack_from(form, data, offset + 1)[0], offset + 1 + struct.calcsize(form)
 
 
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

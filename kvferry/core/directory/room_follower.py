@@ -19,7 +19,7 @@ from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError, kep
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import EndpointOptions
-from kvferry.core.side_channel.sockets import place
+from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import RoomNews
 
 MAX_PRODUCERS = 1 << 8
@@ -191,8 +191,8 @@ def _check_silent(key: PeerKey, silent: Sequence[PeerKey]) -> None:
         return
     host = key.host if at[key.host] >= MAX_SILENT_AT_HOST else at.most_common(1)[0][0]
     raise HandshakeError(
-        f"engine {key.engine!r} at {place(key.host, key.port)} is not asked, since of the prefill "
-        f"engines that requests here name, {len(silent)} have never answered (at most "
+        f"engine {key.engine!r} at {port_at(key.host, key.port)} is not asked, since of the "
+        f"prefill engines that requests here name, {len(silent)} have never answered (at most "
         f"{MAX_SILENT_PRODUCERS}), {at[host]} of them at {host} (at most {MAX_SILENT_AT_HOST} at "
         "one host): look whether a side channel of kvferry listens wherever the router's "
         "remote_bootstrap_addr says, and with that remote_engine_id"
@@ -201,10 +201,10 @@ def _check_silent(key: PeerKey, silent: Sequence[PeerKey]) -> None:
 
 def _displaced(key: PeerKey, seconds: float) -> DeadlineError:
     return DeadlineError(
-        f"engine {key.engine!r} at {place(key.host, key.port)} has said nothing of a request with "
-        f"this transfer_id and prompt for {seconds:.1f} s, and {MAX_REQUESTS} requests wait here, "
-        "which is the most: look whether the router sends both legs of each request, or use more "
-        "decode engines"
+        f"engine {key.engine!r} at {port_at(key.host, key.port)} has said nothing of a request "
+        f"with this transfer_id and prompt for {seconds:.1f} s, and {MAX_REQUESTS} requests wait "
+        "here, which is the most: look whether the router sends both legs of each request, or use "
+        "more decode engines"
     )
 
 

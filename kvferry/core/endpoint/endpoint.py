@@ -43,7 +43,7 @@ from kvferry.core.options import DEFAULTS, EndpointOptions
 from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security.proof import fingerprint
-from kvferry.core.side_channel.sockets import place
+from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL
 from kvferry.core.transport import EnterThread, Transport, enter_nothing
 
@@ -604,7 +604,7 @@ def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
             "not loaded from" if load.reads else "it needs no pages, which could not be said to",
             on_one_line(load.ticket.request),
             on_one_line(record.engine),
-            on_one_line(place(load.ticket.host, load.ticket.port)),
+            on_one_line(port_at(load.ticket.host, load.ticket.port)),
             record.stage,
             error.cause,
             with_remedy(error),

@@ -53,7 +53,7 @@ from kvferry.core.side_channel import agree
 from kvferry.core.side_channel.compatibility import differing_software, engine_info
 from kvferry.core.side_channel.connection import explained
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.sockets import place
+from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
@@ -628,7 +628,7 @@ class Peers:
             logging.WARNING if peer.loads else logging.DEBUG,
             "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
             on_one_line(peer.key.engine),
-            on_one_line(place(peer.key.host, peer.key.port)),
+            on_one_line(port_at(peer.key.host, peer.key.port)),
             peer.loads,
             error.cause,
             with_remedy(error),

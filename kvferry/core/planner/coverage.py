@@ -137,9 +137,9 @@ def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
                 disagreeing[key] = -len(disagreeing) - 1
     numbers: dict[int, int] = {}
     order: dict[str, int] = {}  # sorts by the new set, then by the first appearance of the field
-    for place, (key, holder_set) in enumerate(holders.items()):
+    for index, (key, holder_set) in enumerate(holders.items()):
         new_set = numbers.setdefault(disagreeing.get(key, holder_set), len(numbers))
-        order[key] = new_set * len(holders) + place
+        order[key] = new_set * len(holders) + index
     for engine, rank, field_set in parts:
         keys = field_set.keys
         indices = sorted(range(len(keys)), key=lambda i: order[keys[i]])

@@ -63,7 +63,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlaps:
-    """One or more overlaps whose fields differ, on each side, only in key, encoding and place."""
+    """One or more overlaps whose fields differ, on each side, only in key, encoding and offset."""
 
     local: FieldSet
     remote: FieldSet

@@ -21,7 +21,7 @@ from kvferry.core.side_channel.connection import answered, asked, explained, une
 from kvferry.core.side_channel.dialer import Dialer, HungUpError
 from kvferry.core.side_channel.poller import Steps, Task, call, running, wait_for
 from kvferry.core.side_channel.shapes import EngineShape
-from kvferry.core.side_channel.sockets import place
+from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import (
     MAX_KNOWN_SHAPES,
     MAX_REPLY_BYTES,
@@ -115,10 +115,10 @@ def _answer(
     engine: str,
     known: Mapping[Hashable, EngineShape],
     limits: ReplyLimits,
-    places: ExitStack,
+    held: ExitStack,
     deadline: float,
 ) -> Steps[Payloads | PayloadHeads]:
-    """Return an engine's answer, perhaps less its shape; a long one takes one of ``places``."""
+    """Return an engine's answer, maybe less its shape; a long one counts while ``held`` is open."""
     # The first connection accepts a short answer only, and is closed if the answer is long. Then
     # the request is sent again on a second connection, once a long answer may be received.
     try:
@@ -131,7 +131,7 @@ def _answer(
             logger.warning(
                 "engine %s at %s left the shape %s of %d ranks out of its answer, which it was not "
                 "told to be known: it is asked for everything",
-                *(engine, place(dialer.host, dialer.port), reply.shape.hex(), len(reply.ranks)),
+                *(engine, port_at(dialer.host, dialer.port), reply.shape.hex(), len(reply.ranks)),
             )
             reply = yield from asked(dialer, _request(engine), deadline)
         return _whole(reply)
@@ -139,7 +139,7 @@ def _answer(
         # Keep only the text: the traceback would keep all that was decoded from the answer alive
         # until a garbage collection, which would stop all threads while it frees it.
         closed = str(exc)
-    yield from limits.wait_to_receive(deadline, places)
+    yield from limits.wait_to_receive(deadline, held)
     dialer.longest = MAX_REPLY_BYTES
     try:
         return _whole((yield from asked(dialer, _request(engine), deadline)))

@@ -18,7 +18,7 @@ from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError,
 from kvferry.core.security import OPEN, Access
 from kvferry.core.side_channel.dialer import ENDINGS, RIGHT_PORT, Dialer, HungUpError
 from kvferry.core.side_channel.poller import Steps, Wait, call
-from kvferry.core.side_channel.sockets import Socket, is_loopback, place, tcp_url
+from kvferry.core.side_channel.sockets import Socket, is_loopback, port_at, tcp_url
 from kvferry.core.side_channel_messages import (
     Condition,
     Health,
@@ -226,7 +226,7 @@ def _polled(channel: Socket) -> tuple[int, int]:
 def explained(engine: str, dialer: Dialer) -> Iterator[None]:
     """Add engine, address and hints to the text of a ``HandshakeError`` of the ``with`` block."""
     who = f"engine {engine!r}" if engine else "the engine"
-    where = f"{who} at {place(dialer.host, dialer.port)}"
+    where = f"{who} at {port_at(dialer.host, dialer.port)}"
     try:
         yield
     except IncompatibleError as exc:

@@ -23,7 +23,7 @@ from kvferry.core.side_channel.sockets import (
     bare,
     make_socket,
     numeric_hosts,
-    place,
+    port_at,
     tcp_url,
 )
 from kvferry.core.side_channel.waiting_follows import WaitingFollows
@@ -331,7 +331,7 @@ def _bind(
 
 
 def _why_not_bound(host: str, port: int, exc: zmq.ZMQError | OSError) -> str:
-    what = f"the side channel cannot listen at {place(host, port)}"
+    what = f"the side channel cannot listen at {port_at(host, port)}"
     if exc.errno == errno.EADDRINUSE:
         return (
             f"{what}: the port is in use. Set side_channel_port to a free port, or to 0 to take "

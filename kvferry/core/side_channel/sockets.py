@@ -139,7 +139,7 @@ def tcp_url(numeric: str, port: int) -> str:
     return f"tcp://[{numeric}]:{port}" if ":" in numeric else f"tcp://{numeric}:{port}"
 
 
-def place(host: str, port: int) -> str:
+def port_at(host: str, port: int) -> str:
     """Return a host and a port as a text for error messages."""
     return f"{bare(host)} port {port}"
 
