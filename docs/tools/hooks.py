@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from elsewhere in the repository, links, and generated tables.
+"""Hooks of mkdocs: pages from elsewhere in the repository, links, generated tables, redirects.
 
 The pages in ``docs`` are written to be read in the repository, too. So their links lead to files of
 the repository, by relative paths. These hooks turn such links into links of the site.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 
 IMPORTED = {
+    "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -30,9 +31,44 @@ IMPORTED = {
 }
 """For each file outside of ``docs`` that is a page of the site: the path of the page."""
 
-SHOWN = {**IMPORTED, "README.md": "index.md", "docs/adr": "adr/README.md"}
+SHOWN = {**IMPORTED, "docs/adr": "adr/README.md"}
 """For each place in the repository that a link may lead to: the path of the page that stands for
 it on the site."""
+
+_API = (
+    "endpoint",
+    "errors",
+    "index",
+    "kvferry",
+    "layout",
+    "lifecycle",
+    "planner",
+    "security",
+    "side_channel",
+)
+REDIRECTS = {
+    "gpu": "drivers.md#gpus-and-nics",
+    "monitoring": "metrics.md#in-a-terminal",
+    "primitives": "planner.md#planning-primitives-without-an-engine",
+    "quickstart": "index.md#see-it-work",
+    "scale": "operations.md#how-many-engines",
+    "serving": "operations.md#serve-a-model",
+    "vllm-0.33": "coverage.md#vllm-033-by-its-source",
+    **{f"reference/api/{name}": "reference/api/core.md" for name in _API},
+    **{f"reference/api/{name}": "reference/api/driver.md" for name in ("testing", "transport")},
+    **{f"reference/api/{name}": "reference/api/integrations.md" for name in ("ray", "vllm")},
+}
+"""For each page that the site had: the page and the heading where its contents are now."""
+
+# A reader who comes with a heading of the old page is led to the heading of that name.
+_REDIRECT = """<!doctype html>
+<meta charset="utf-8">
+<title>Moved</title>
+<link rel="canonical" href="{target}">
+<script>location.replace(location.hash ? "{page}" + location.hash : "{target}")</script>
+<meta http-equiv="refresh" content="0; url={target}">
+<p>This page <a href="{target}">has moved</a>.</p>
+"""
 
 _GENERATED: dict[str, Callable[[str], str]] = {
     "settings": reference.settings,
@@ -55,6 +91,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         content = text if source.endswith(".md") else _listing(source, text)
         files.append(File.generated(config, page, content=content))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write a page in place of each that the site had, which leads to where its contents are."""
+    for old, new in REDIRECTS.items():
+        file = Path(config.site_dir, f"{old}.html")
+        page, mark, heading = new.partition("#")
+        page = relpath(page, PurePosixPath(old).parent).removesuffix(".md") + ".html"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_REDIRECT.format(page=page, target=f"{page}{mark}{heading}"))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
