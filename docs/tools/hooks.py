@@ -35,17 +35,13 @@ SHOWN = {**IMPORTED, "docs/adr": "adr/README.md"}
 """For each place in the repository that a link may lead to: the path of the page that stands for
 it on the site."""
 
-_API = (
-    "endpoint",
-    "errors",
-    "index",
-    "kvferry",
-    "layout",
-    "lifecycle",
-    "planner",
-    "security",
-    "side_channel",
-)
+_API = {
+    "core": ("endpoint", "errors", "index", "kvferry"),
+    "requests": ("lifecycle", "security", "side_channel"),
+    "planning": ("layout", "planner"),
+    "driver": ("testing", "transport"),
+    "integrations": ("ray", "vllm"),
+}
 REDIRECTS = {
     "gpu": "drivers.md#gpus-and-nics",
     "monitoring": "metrics.md#in-a-terminal",
@@ -54,9 +50,7 @@ REDIRECTS = {
     "scale": "operations.md#how-many-engines",
     "serving": "operations.md#serve-a-model",
     "vllm-0.33": "coverage.md#vllm-033-by-its-source",
-    **{f"reference/api/{name}": "reference/api/core.md" for name in _API},
-    **{f"reference/api/{name}": "reference/api/driver.md" for name in ("testing", "transport")},
-    **{f"reference/api/{name}": "reference/api/integrations.md" for name in ("ray", "vllm")},
+    **{f"reference/api/{old}": f"reference/api/{new}.md" for new in _API for old in _API[new]},
 }
 """For each page that the site had: the page and the heading where its contents are now."""
 
@@ -123,13 +117,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _expanded(nav: list[object], folder: Path) -> list[object]:
-    """Return a navigation in which each folder is replaced by its pages, ``README.md`` first.
-
-    Args:
-        nav: entries as in ``mkdocs.yml``: a page, a folder (its path ends with a slash), or a title
-            with a page or with entries of its own.
-        folder: the folder that the paths are relative to.
-    """
+    """Return a navigation in which each folder is replaced by its pages, ``README.md`` first."""
     found: list[object] = []
     for entry in nav:
         if isinstance(entry, str) and entry.endswith("/"):
@@ -150,16 +138,7 @@ def _listing(source: str, text: str) -> str:
 
 
 def _moved(text: str, target: str, source: str, uri: str, repository: str) -> str:
-    """Return a link of a file of the repository as Markdown for the site.
-
-    Args:
-        text: the text of the link.
-        target: where the link leads to, as the file has it: a path or a URL.
-        source: the path of the file in the repository.
-        uri: the path of the page that the file becomes.
-        repository: the URL of the repository, to which links to files lead that are no pages. If it
-            is empty, such links are replaced by their text.
-    """
+    """Return a link of the file ``source`` as Markdown for the page ``uri`` of the site."""
     path, _, anchor = target.partition("#")
     anchor = f"#{anchor}" if anchor else ""
     if not path or re.match(r"[a-z]+:", path):
@@ -168,6 +147,7 @@ def _moved(text: str, target: str, source: str, uri: str, repository: str) -> st
     page = SHOWN.get(found)
     if page is None and found.startswith("docs/") and (ROOT / found).is_file():
         page = found.removeprefix("docs/")
+    # A file that is no page is linked where the repository is, if that is known.
     if page is None and (ROOT / found).exists() and not found.startswith(".."):
         return f"[{text}]({repository.rstrip('/')}/blob/main/{found})" if repository else text
     # A target that does not exist stays as it is, so that mkdocs reports it.

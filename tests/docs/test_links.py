@@ -147,5 +147,5 @@ def test_redirect_leads_from_no_page_to_a_heading(old: str, new: str) -> None:
 def test_redirects_are_pages(tmp_path: Path) -> None:
     hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
     page = (tmp_path / "reference/api/layout.html").read_text()
-    assert 'url=core.html"' in page
+    assert 'url=planning.html"' in page
     assert 'url=drivers.html#gpus-and-nics"' in (tmp_path / "gpu.html").read_text()
