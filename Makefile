@@ -72,9 +72,6 @@ SERVE_OPTIONS ?=
 # Of `make bench`: such as BENCH_OPTIONS='--only drivers --against'; --help lists them.
 BENCH_OPTIONS ?=
 
-# Of `make vllm-next`: --page FILE writes the list into a page of the documentation, too.
-NEXT_OPTIONS ?=
-
 # The versions that `make pythons` tests, beside the one that everything else runs on.
 PYTHONS ?= 3.12 3.13
 
@@ -209,7 +206,7 @@ from:
 
 # Not part of 'test': what differs is for a person to look at. Two minutes.
 vllm-next: version $(STAMP) ## Compare another vLLM with the installed one, by source: VERSION=<version>
-	$(BIN)/python -m tests.integrations.vllm.next_version $(NEXT_OPTIONS) '$(VERSION)'
+	$(BIN)/python -m tests.integrations.vllm.next_version '$(VERSION)'
 
 version:
 	@test -n '$(VERSION)' || $(call hint,VERSION_HINT)

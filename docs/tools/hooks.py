@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from elsewhere in the repository, links, and generated tables.
+"""Hooks of mkdocs: pages from elsewhere in the repository, links, generated tables, redirects.
 
 The pages in ``docs`` are written to be read in the repository, too. So their links lead to files of
 the repository, by relative paths. These hooks turn such links into links of the site.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 
 IMPORTED = {
+    "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -30,9 +31,38 @@ IMPORTED = {
 }
 """For each file outside of ``docs`` that is a page of the site: the path of the page."""
 
-SHOWN = {**IMPORTED, "README.md": "index.md", "docs/adr": "adr/README.md"}
+SHOWN = {**IMPORTED, "docs/adr": "adr/README.md"}
 """For each place in the repository that a link may lead to: the path of the page that stands for
 it on the site."""
+
+_API = {
+    "core": ("endpoint", "errors", "index", "kvferry"),
+    "requests": ("lifecycle", "security", "side_channel"),
+    "planning": ("layout", "planner"),
+    "driver": ("testing", "transport"),
+    "integrations": ("ray", "vllm"),
+}
+REDIRECTS = {
+    "gpu": "drivers.md#gpus-and-nics",
+    "monitoring": "metrics.md#in-a-terminal",
+    "primitives": "planner.md#planning-primitives-without-an-engine",
+    "quickstart": "index.md#see-it-work",
+    "scale": "operations.md#how-many-engines",
+    "serving": "operations.md#serve-a-model",
+    "vllm-0.33": "coverage.md#vllm-033-by-its-source",
+    **{f"reference/api/{old}": f"reference/api/{new}.md" for new in _API for old in _API[new]},
+}
+"""For each page that the site had: the page and the heading where its contents are now."""
+
+# A reader who comes with a heading of the old page is led to the heading of that name.
+_REDIRECT = """<!doctype html>
+<meta charset="utf-8">
+<title>Moved</title>
+<link rel="canonical" href="{target}">
+<script>location.replace(location.hash ? "{page}" + location.hash : "{target}")</script>
+<meta http-equiv="refresh" content="0; url={target}">
+<p>This page <a href="{target}">has moved</a>.</p>
+"""
 
 _GENERATED: dict[str, Callable[[str], str]] = {
     "settings": reference.settings,
@@ -57,6 +87,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write a page in place of each that the site had, which leads to where its contents are."""
+    for old, new in REDIRECTS.items():
+        file = Path(config.site_dir, f"{old}.html")
+        page, mark, heading = new.partition("#")
+        page = relpath(page, PurePosixPath(old).parent).removesuffix(".md") + ".html"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_REDIRECT.format(page=page, target=f"{page}{mark}{heading}"))
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return the Markdown of a page with its generated parts filled in and its links converted."""
     del files
@@ -77,13 +117,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _expanded(nav: list[object], folder: Path) -> list[object]:
-    """Return a navigation in which each folder is replaced by its pages, ``README.md`` first.
-
-    Args:
-        nav: entries as in ``mkdocs.yml``: a page, a folder (its path ends with a slash), or a title
-            with a page or with entries of its own.
-        folder: the folder that the paths are relative to.
-    """
+    """Return a navigation in which each folder is replaced by its pages, ``README.md`` first."""
     found: list[object] = []
     for entry in nav:
         if isinstance(entry, str) and entry.endswith("/"):
@@ -104,16 +138,7 @@ def _listing(source: str, text: str) -> str:
 
 
 def _moved(text: str, target: str, source: str, uri: str, repository: str) -> str:
-    """Return a link of a file of the repository as Markdown for the site.
-
-    Args:
-        text: the text of the link.
-        target: where the link leads to, as the file has it: a path or a URL.
-        source: the path of the file in the repository.
-        uri: the path of the page that the file becomes.
-        repository: the URL of the repository, to which links to files lead that are no pages. If it
-            is empty, such links are replaced by their text.
-    """
+    """Return a link of the file ``source`` as Markdown for the page ``uri`` of the site."""
     path, _, anchor = target.partition("#")
     anchor = f"#{anchor}" if anchor else ""
     if not path or re.match(r"[a-z]+:", path):
@@ -122,6 +147,7 @@ def _moved(text: str, target: str, source: str, uri: str, repository: str) -> st
     page = SHOWN.get(found)
     if page is None and found.startswith("docs/") and (ROOT / found).is_file():
         page = found.removeprefix("docs/")
+    # A file that is no page is linked where the repository is, if that is known.
     if page is None and (ROOT / found).exists() and not found.startswith(".."):
         return f"[{text}]({repository.rstrip('/')}/blob/main/{found})" if repository else text
     # A target that does not exist stays as it is, so that mkdocs reports it.

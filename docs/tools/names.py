@@ -135,15 +135,7 @@ def _private(tree: ast.AST, *, inside: bool) -> Iterator[_Definition]:
 
 
 def _assignments(tree: ast.Module | None) -> Iterator[tuple[str, ast.expr | None, bool]]:
-    """Yield the names that a module assigns at its top level.
-
-    Args:
-        tree: the module; ``None`` yields nothing.
-
-    Yields:
-        The name, the assigned value (``None`` if there is only an annotation), and whether a
-        docstring follows.
-    """
+    """Yield each name that a module assigns, its value, and whether a docstring follows."""
     if tree is None:
         return
     for node, after in pairwise([*tree.body, ast.Pass()]):

@@ -127,14 +127,7 @@ def _type(info: types.Type) -> str:
 
 
 def _bounds(gt: float | None, ge: float | None, lt: float | None, le: float | None) -> str:
-    """Return the bounds of a number in words, after a comma; empty if there are none.
-
-    Args:
-        gt: the number is above this; ``None`` if there is no such bound.
-        ge: the number is at least this, or ``None``.
-        lt: the number is below this, or ``None``.
-        le: the number is at most this, or ``None``.
-    """
+    """Return the bounds of a number in words, after a comma; empty if there are none."""
     low = f"{ge:,}" if ge is not None else f"above {gt:,}" if gt is not None else ""
     high = f"{le:,}" if le is not None else f"below {lt:,}" if lt is not None else ""
     if low and high:
@@ -154,13 +147,7 @@ def _default(field: types.Field) -> str:
 
 
 def _command(command: Command, context: object, title: str) -> str:
-    """Return a command's section: its usage, its help, its parameters, its own commands.
-
-    Args:
-        command: the command.
-        context: the command's context, which typer needs.
-        title: the heading of the section; empty for none.
-    """
+    """Return a command's section: its usage, its help, its parameters, its own commands."""
     usage = command.get_usage(context).removeprefix("Usage: ")
     parts = [f"## {title}"] if title else []
     parts += [f"```\n{' '.join(usage.split())}\n```", *_paragraphs(command.help or "")]

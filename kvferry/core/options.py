@@ -42,8 +42,8 @@ class EndpointOptions:
 DEFAULTS = EndpointOptions()
 """The options of an endpoint that is given none."""
 
-# High, because a deployment may have a thousand producers (docs/scale.md), and one that is released
-# costs a handshake when it is used again.
+# High, because a deployment may have a thousand producers (docs/operations.md), and one that is
+# released costs a handshake when it is used again.
 MAX_PEERS = 1024
 """The most engines that an engine is connected to; fewer if it may open few files."""
 FILES_PER_PEER = 8

@@ -121,7 +121,7 @@ def test_screen_has_every_table_in_100_columns(screen: Screen) -> None:
     assert re.match(r"kvferry top  2 engines, rates over [0-9.]+ s", lines[0])
     for title in ("Engines", "Who pulls from whom", "Held for decode", "What failed"):
         assert any(line.startswith(title) for line in lines)
-    page = (ROOT / "docs" / "monitoring.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
     headings = [line.rstrip() for line in lines if not re.search(r"\d", line)]
     assert [line for line in headings if line not in page] == []
     cells = [line.split() for line in lines]

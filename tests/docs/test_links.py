@@ -1,4 +1,4 @@
-"""Links between pages: the checks of ``make lint``, and how the site rewrites links."""
+"""Links between pages: what ``make lint`` checks; links and redirects of the site."""
 
 from __future__ import annotations
 
@@ -113,9 +113,7 @@ def test_links_to_code_lead_to_the_repository_url() -> None:
 
 
 def test_code_is_not_rewritten() -> None:
-    text = (
-        "`[a](../README.md)` and ![a picture](pictures/load.svg)\n\n```\n[a](../README.md)\n```\n"
-    )
+    text = "`[a](../README.md)` and ![an icon](pictures/icon.svg)\n\n```\n[a](../README.md)\n```\n"
     assert rewritten(text) == text
 
 
@@ -136,3 +134,18 @@ def test_navigation_lists_the_pages_of_a_folder() -> None:
 
 def test_pages_from_outside_docs_exist() -> None:
     assert [file for file in hooks.SHOWN if not (ROOT / file).exists()] == []
+
+
+@pytest.mark.parametrize(("old", "new"), hooks.REDIRECTS.items())
+def test_redirect_leads_from_no_page_to_a_heading(old: str, new: str) -> None:
+    assert not (ROOT / "docs" / f"{old}.md").exists()
+    page, _, heading = new.partition("#")
+    source = next((file for file, own in hooks.IMPORTED.items() if own == page), f"docs/{page}")
+    assert heading in {"", *anchors((ROOT / source).read_text())}
+
+
+def test_redirects_are_pages(tmp_path: Path) -> None:
+    hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
+    page = (tmp_path / "reference/api/layout.html").read_text()
+    assert 'url=planning.html"' in page
+    assert 'url=drivers.html#gpus-and-nics"' in (tmp_path / "gpu.html").read_text()

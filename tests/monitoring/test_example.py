@@ -137,6 +137,6 @@ def test_titles_are_unique_and_no_panels_overlap() -> None:
 
 
 def test_every_panel_and_alert_is_explained() -> None:
-    page = (ROOT / "docs" / "monitoring.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
     assert [panel["title"] for panel in example.panels() if panel["title"] not in page] == []
     assert [rule["alert"] for rule in example.rules() if rule["alert"] not in page] == []

@@ -458,7 +458,7 @@ class SlowPathWarnings:
             "engine %s: reads from its rank %d, of %s into %s memory, run at %.2f GB/s, which is "
             "slow (driver %s, path %s): %d bytes, in copies of %d bytes on average, took %.1f ms; "
             "%sif the driver uses UCX, start this engine once with UCX_PROTO_INFO=y, which prints "
-            "what moves the bytes; docs/gpu.md says what to set (logged once per engine)",
+            "what moves the bytes; docs/drivers.md says what to set (logged once per engine)",
             on_one_line(engine),
             source.remote,
             _kinds(source.remote_layout),

@@ -169,8 +169,8 @@ def test_slow_reads_of_device_memory_are_logged_once_per_engine(
         "GB/s, which is slow (driver loopback, path memcpy): 81920 bytes, in copies of 8192 "
         "bytes on average, took 0.1 ms; copies below 16 KiB are slow on any path, and 'kvferry "
         "plan' says how to get larger ones; if the driver uses UCX, start this engine once with "
-        "UCX_PROTO_INFO=y, which prints what moves the bytes; docs/gpu.md says what to set (logged "
-        "once per engine)"
+        "UCX_PROTO_INFO=y, which prints what moves the bytes; docs/drivers.md says what to set "
+        "(logged once per engine)"
     )
     assert second.startswith("engine another: ")
 

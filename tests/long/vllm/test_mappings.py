@@ -1,6 +1,6 @@
 """What every rank reads of a cache, against what other connectors read.
 
-``docs/primitives.md`` has the numbers of pairs of engines, which are counted here.
+``docs/planner.md`` has the numbers of pairs of engines, which are counted here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from tests.vllm.mappings.test_mappings import FAMILIES, compare
 
-PAGE = Path(__file__).parents[3] / "docs" / "primitives.md"
+PAGE = Path(__file__).parents[3] / "docs" / "planner.md"
 
 
 @pytest.mark.timeout(900)

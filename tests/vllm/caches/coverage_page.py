@@ -7,7 +7,7 @@ source of the installed vLLM. The text between them is written by hand.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def written(found: Sequence[architectures.Architecture]) -> str:
     page = re.sub(r"All \d+ that vLLM \S+ registers", total, page)
     page = with_table(page, ("verdict", "architectures"), _counts(found))
     return with_table(
-        page, ("architecture", "verdict", "caches", "how or why"), _architectures(found)
+        page, ("verdict", "caches", "how or why", "architectures"), _architectures(found)
     )
 
 
@@ -46,8 +46,8 @@ def with_caches(page: str) -> str:
     page = re.sub(r"(?<=the source of vLLM )\d+\.\d+\.\d+", _version(), page)
     for head, rows in (
         (("spec", "handling", "why"), _kinds()),
-        (("backend", "orders", "verdict", "a page holds", "opaque where"), _backends()),
-        (("backend", "verdict", "a page holds"), _states()),
+        (("verdict", "a page holds", "opaque where", "orders", "backends"), _backends()),
+        (("verdict", "a page holds", "backends"), _states()),
     ):
         page = with_table(page, head, rows)
     return page
@@ -77,15 +77,22 @@ def _kinds() -> Iterator[Sequence[str]]:
 
 def _backends() -> Iterator[Sequence[str]]:
     orders = {backend.name: " ".join(backend.orders) for backend in census.backends()}
-    for name, packing in sorted(PACKINGS.items(), key=lambda item: item[0].casefold()):
-        verdict = "opaque" if packing.fields is unknown else "described"
-        offered = orders.get(name.partition("/")[0], "")
-        yield f"`{name}`", offered, verdict, packing.inside, packing.unless
+    about = {
+        name: (
+            "opaque" if packing.fields is unknown else "described",
+            packing.inside,
+            packing.unless,
+            orders.get(name.partition("/")[0], ""),
+        )
+        for name, packing in PACKINGS.items()
+    }
+    return _grouped(sorted(about.items(), key=lambda item: item[1]))
 
 
 def _states() -> Iterator[Sequence[str]]:
-    for name, packing in sorted(STATE_PACKINGS.items()):
-        yield f"`{name}`", "described", packing.inside
+    return _grouped(
+        (name, ("described", STATE_PACKINGS[name].inside)) for name in sorted(STATE_PACKINGS)
+    )
 
 
 def _counts(found: Sequence[architectures.Architecture]) -> Iterator[Sequence[str]]:
@@ -95,9 +102,17 @@ def _counts(found: Sequence[architectures.Architecture]) -> Iterator[Sequence[st
 
 
 def _architectures(found: Sequence[architectures.Architecture]) -> Iterator[Sequence[str]]:
-    for each in found:
-        verdict, why = each.verdict
-        yield f"`{each.name}`", verdict, each.caches, why
+    about = [(each.name, (each.verdict[0], each.caches, each.verdict[1])) for each in found]
+    return _grouped(sorted(about, key=lambda item: (VERDICTS.index(item[1][0]), item[1])))
+
+
+def _grouped(about: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[Sequence[str]]:
+    """Yield a row for all names of which the same is said: that, and the names."""
+    alike = defaultdict(list)
+    for name, said in about:
+        alike[said].append(name)
+    for said, names in alike.items():
+        yield *said, ", ".join(f"`{name}`" for name in sorted(names, key=str.casefold))
 
 
 if __name__ == "__main__":

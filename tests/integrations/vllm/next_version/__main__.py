@@ -1,7 +1,7 @@
 """Compare a vLLM that is not installed with the installed one, by their source.
 
     make vllm-next VERSION=<version>
-    python -m tests.integrations.vllm.next_version <version> [--page FILE]
+    python -m tests.integrations.vllm.next_version <version>
 
 The source distributions of both versions are fetched from the package index that pip uses, and kept
 under ``.cache``. Nothing of them is built, imported or run. What is printed has every difference
@@ -26,7 +26,6 @@ from tests.vllm.caches.census import installed
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = ROOT / ".cache" / "vllm-next"
-MARKER = "<!-- made by `make vllm-next`: do not edit below -->"
 
 
 def main(arguments: list[str]) -> int:
@@ -38,7 +37,6 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make vllm-next", description=__doc__.splitlines()[0])
     parser.add_argument("version", help="such as 0.33.0, or the folder of a package vllm")
     parser.add_argument("--base", help="the other version; by default, the installed one")
-    parser.add_argument("--page", type=Path, help="also write this page, below its marker")
     settings = parser.parse_args(arguments)
     try:
         old = Source(_package(settings.base or Source(installed()).version))
@@ -47,10 +45,7 @@ def main(arguments: list[str]) -> int:
         _say(f"{exc}")
         return 1
     sections = compared(old, new)
-    text = page(old, new, sections)
-    _say(text)
-    if settings.page:
-        _write(settings.page, text)
+    _say(page(old, new, sections))
     for name in unused_verdicts(sections):
         _say(f"verdicts.py has an entry that nothing needs: {name}")
     _say(f"{len(open_findings(sections))} differences have no verdict yet")
@@ -70,12 +65,6 @@ def _package(version: str) -> Path:
     if (folder / "_version.py").is_file():
         return folder
     return fetch("vllm", version, FOLDER) / "vllm"
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace what stands behind the marker of a page."""
-    head = path.read_text(encoding="utf-8").partition(MARKER)[0] if path.is_file() else ""
-    path.write_text(f"{head}{MARKER}\n\n{text}", encoding="utf-8")
 
 
 def _say(text: str) -> None:

@@ -1,52 +1,43 @@
-"""The pictures of the documentation match the code, and are up to date."""
+"""The states of a load and of a hold in ``docs/how-it-works.md`` are those of the code."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from xml.etree import ElementTree
+from pathlib import Path
 
-import numpy as np
-import pytest
-
-from docs.tools.pictures import (
-    COPIES,
-    DONE_EXPECTED,
-    EXAMPLE,
-    FOLDER,
-    HOLD,
-    HOLD_REPORTED,
-    LOAD,
-    PICTURES,
-    READS,
-)
 from kvferry.core.errors import TransportError
-from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.loads import LoadAction, LoadId, LoadMachine, RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal
 from kvferry.core.metrics import Stage
-from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies, unwritten_spans
-from kvferry.core.planner.plan import make_plan
-from tests.core.layouts import DIM, heads, layout, paged
+
+PAGE = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
+
+
+def table(third: str) -> list[list[str]]:
+    """Return the rows of the table of states whose third column has this head."""
+    found = re.search(rf"^\| state \| next \| {third} .*\n\|-.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    assert found is not None
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in found[1].splitlines()]
+
+
+LOAD = {(before, after) for before, after, _ in table("when")}
+"""The steps of a load that reads from one producer rank, by (state, next state)."""
+
+HOLD: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+"""By (state, next state) of a hold: when its request is reported as sent, for each event."""
+for before, after, events, reported in table("by"):
+    for event in events.partition(":")[0].split(", "):
+        HOLD[before, after][event] = reported
 
 REQUEST, HOLD_OF_REQUEST = RequestId("a"), Hold(slot=0, generation=7)
 DEADLINE, ERROR = 100.0, TransportError("it failed")
 DEPTH = 7
 """The most events that it takes to reach every state and to leave it again."""
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_are_up_to_date(name: str) -> None:
-    drawn = PICTURES[name]()
-    assert (FOLDER / name).read_text() == drawn, "run: python -m docs.tools.pictures"
-    assert ElementTree.fromstring(drawn).tag.endswith("svg")
-
-
-def test_no_picture_is_left_over() -> None:
-    assert {path.name for path in FOLDER.iterdir()} == set(PICTURES)
 
 
 # The states of a load.
@@ -57,11 +48,11 @@ STAGES = {
     Stage.TRANSFER: "read",
     Stage.FENCE: "fence",
 }
-"""The name of each stage in the picture."""
+"""The name of each stage on the page."""
 
 
-class PicturedLoad:
-    """A load that reads from one rank, with its state as the picture names it."""
+class NamedLoad:
+    """A load that reads from one rank, with its state as the page names it."""
 
     def __init__(self, *, computed: bool) -> None:
         self.load = LoadMachine(
@@ -111,7 +102,7 @@ def load_steps(computed: bool) -> Iterator[tuple[str, str]]:
     while paths:
         path = paths.pop()
         for number in range(len(LOAD_EVENTS)):
-            load = PicturedLoad(computed=computed)
+            load = NamedLoad(computed=computed)
             for event in path:
                 LOAD_EVENTS[event](load.load)
                 load.state()
@@ -125,7 +116,7 @@ def load_steps(computed: bool) -> Iterator[tuple[str, str]]:
                 paths.append((*path, number))
 
 
-def test_load_transitions_match_the_picture() -> None:
+def test_steps_of_a_load_are_on_the_page() -> None:
     taken = {*load_steps(computed=True), *load_steps(computed=False)}
     # With one rank, a failed load may be quiet at once and so skip the state "winding down".
     at_once = {(before, "winding down") for before, after in taken if after == "failed"}
@@ -133,14 +124,14 @@ def test_load_transitions_match_the_picture() -> None:
     straight = {(before, after) for before, after in taken if after != "failed"}
     passed = {step for step in at_once if step[0] in inside}
     ended = {(before, after) for before, after in taken - straight if before not in inside}
-    assert straight | passed | ended == set(LOAD)
+    assert straight | passed | ended == LOAD
 
 
 # The states of a hold.
 
 
-class PicturedHold:
-    """A hold on one rank, with its state as the picture names it."""
+class NamedHold:
+    """A hold on one rank, with its state as the page names it."""
 
     def __init__(self) -> None:
         self.words = [NOTHING]
@@ -185,7 +176,7 @@ class PicturedHold:
         self.holds.expire(self.now)
 
 
-HOLD_EVENTS: dict[str, Callable[[PicturedHold], object]] = {
+HOLD_EVENTS: dict[str, Callable[[NamedHold], object]] = {
     "take on": lambda k: k.holds.apply(HoldOrders(take_ons=((REQUEST, HOLD_OF_REQUEST),)), k.now),
     "drop": lambda k: k.holds.apply(HoldOrders(drops=(HOLD_OF_REQUEST,)), k.now),
     "ticket": lambda k: k.holds.apply(HoldOrders(ready=((HOLD_OF_REQUEST, 30.0),)), k.now),
@@ -213,7 +204,7 @@ def hold_steps() -> Iterator[tuple[str, str, str, list[RequestId]]]:
         path = paths.pop()
         before = ""
         for event in sorted(HOLD_EVENTS):
-            hold = PicturedHold()
+            hold = NamedHold()
             for earlier in path:
                 HOLD_EVENTS[earlier](hold)
             before = hold.state()
@@ -228,8 +219,10 @@ def hold_steps() -> Iterator[tuple[str, str, str, list[RequestId]]]:
 
 
 def test_a_hold_that_ends_while_computing_is_reported_with_the_order() -> None:
-    for event in HOLD_REPORTED.intersection(HOLD["computing", "free"]):
-        hold = PicturedHold()
+    with_order = [event for event, when in HOLD["computing", "free"].items() if when != "never"]
+    assert with_order == ["done", "abandon"]
+    for event in with_order:
+        hold = NamedHold()
         for each in ("take on", event):
             HOLD_EVENTS[each](hold)
         assert not hold.holds.take_sent()
@@ -237,7 +230,7 @@ def test_a_hold_that_ends_while_computing_is_reported_with_the_order() -> None:
         assert hold.holds.take_sent() == [REQUEST]
 
 
-def test_hold_transitions_match_the_picture() -> None:
+def test_steps_of_a_hold_are_on_the_page() -> None:
     causes: dict[tuple[str, str], set[str]] = defaultdict(set)
     reported = set()
     for before, event, after, sent in hold_steps():
@@ -250,75 +243,7 @@ def test_hold_transitions_match_the_picture() -> None:
     assert causes == {step: set(events) for step, events in HOLD.items()}
     assert reported == {
         (before, event)
-        for (before, after), events in HOLD.items()
-        if after == "free" and before != "computing"
-        for event in HOLD_REPORTED.intersection(events)
+        for (before, _), events in HOLD.items()
+        for event, when in events.items()
+        if when == "at once"
     }
-
-
-# The planner.
-
-
-def engine(shards: tuple[tuple[int, int], ...], block: int, order: str = "NHD") -> list[Layout]:
-    """Return the layouts of an engine with one rank for each range of heads."""
-    return [
-        layout(heads(shard=shard, block=block, order=order), groups=[paged(block)])
-        for shard in shards
-    ]
-
-
-def prefill(order: str = "HND") -> list[Layout]:
-    return engine(EXAMPLE.prefill, EXAMPLE.prefill_block, order)
-
-
-def decode(order: str = "NHD") -> list[Layout]:
-    return engine(EXAMPLE.decode, EXAMPLE.decode_block, order)
-
-
-def read_request(tokens: tuple[int, int]) -> ReadRequest:
-    local, remote = (
-        Pages(ids=np.array(ids, dtype=np.int64))
-        for ids in (EXAMPLE.decode_pages, EXAMPLE.prefill_pages)
-    )
-    return ReadRequest(ranges=(tokens,), local=(local,), remote=(remote,))
-
-
-def test_reads_match_the_picture() -> None:
-    plans = [make_plan(decode(), prefill(), rank) for rank in range(len(EXAMPLE.decode))]
-    found = {
-        (reader, source.remote): source.matches[0].overlaps[0].shard
-        for reader, one in enumerate(plans)
-        for source in one.sources
-    }
-    assert found == READS
-    assert {one.readers for one in plans} == {DONE_EXPECTED}
-    assert sum(last - first for first, last in READS.values()) == EXAMPLE.heads
-
-
-def test_sub_blocks_match_the_picture() -> None:
-    [pairing] = [match.pairing for match in make_plan(decode(), prefill(), 0).sources[0].matches]
-    assert pairing.granularity == EXAMPLE.sub_block
-    assert pairing.round_outwards(0, EXAMPLE.tokens) == (0, EXAMPLE.read)
-
-
-def test_zeroed_span_matches_the_picture() -> None:
-    ours = decode()
-    left = unwritten_spans(
-        ours[0], make_plan(ours, prefill(), 0), read_request((0, EXAMPLE.tokens))
-    )
-    _, last_page = EXAMPLE.decode_pages
-    rows = 2 * EXAMPLE.decode_block - EXAMPLE.read  # tokens of the last page that are not read
-    row = 2 * DIM  # bytes of two heads of one token
-    [address], [nbytes] = left.address.tolist(), left.nbytes.tolist()
-    page = ours[0].regions[0].address + last_page * EXAMPLE.decode_block * row
-    assert (address - page, nbytes) == ((EXAMPLE.decode_block - rows) * row, rows * row)
-
-
-@pytest.mark.parametrize(("far", "near"), COPIES)
-def test_copies_of_a_sub_block_match_the_picture(far: str, near: str) -> None:
-    ours, theirs = decode(near), prefill(far)
-    source, *_ = make_plan(ours, theirs, 0).sources
-    found = build_copies(source, read_request((0, EXAMPLE.sub_block)))
-    cells = [nbytes // DIM for nbytes in found.nbytes.tolist()]
-    assert (len(cells), *set(cells)) == COPIES[far, near]
-    assert found.nbytes.sum() == EXAMPLE.sub_block * 2 * DIM
