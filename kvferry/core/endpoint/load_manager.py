@@ -470,9 +470,6 @@ class LoadManager:
         self, action: Action, state: LoadState, batches: CopyBatches, before: Outcome | None
     ) -> None:
         peer = state.known_peer
-        if action.rank not in peer.ids:
-            self._on_lost(state, action.rank, peer.gone())
-            return
 
         # The next batch is queued only now: other loads are read in between, and a load that has
         # failed ends with the batch under way.
@@ -488,7 +485,7 @@ class LoadManager:
             self._containment.run("a read that has ended", partial(go_on, outcome), lost)
 
         read = Read(
-            peer=peer.ids[action.rank],
+            peer=peer.link(action.rank),
             build=batches.build_paged if self._capabilities.paged_reads else batches.build,
             finished=finished,
             failing=partial(self._on_failing, state, action.rank),

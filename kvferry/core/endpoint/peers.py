@@ -153,6 +153,12 @@ class Peer:
         """Return the connections to use, by producer rank index; none once the peer is given up."""
         return self.links if self.connected else {}
 
+    def link(self, rank: int) -> PeerId:
+        """Return the connection to a rank; raise ``PeerLostError`` once the peer is given up."""
+        if not self.connected:
+            raise self.gone()
+        return self.links[rank]
+
     def acquire(self, use: PeerUse) -> None:
         """Count one more use of the peer, which keeps it connected until ``Peers.release``."""
         self.uses[use] += 1

@@ -152,11 +152,11 @@ def _field_rows(fields: Iterable[Field]) -> Iterator[Rows]:
 
 def _merge(rows: Iterable[Rows]) -> Iterator[Rows]:
     """Yield rows that cover the given ones; those between two rows of one id are merged."""
-    place = attrgetter("region", "stride")
+    series = attrgetter("region", "stride")
     first, *others = sorted(set(rows), key=attrgetter("region", "stride", "offset"))
     current = first
     for row in others:
-        if place(row) != place(current) or row.offset >= current.offset + current.stride:
+        if series(row) != series(current) or row.offset >= current.offset + current.stride:
             yield current
             current = row
             continue

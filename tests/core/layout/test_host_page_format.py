@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +88,17 @@ def test_a_page_of_equal_rows_has_no_gap() -> None:
     for order in itertools.permutations(AXES):
         memory, cache = cache_of(order, sizes, 16)
         assert HostPageFormat.of(cache).page_bytes * PAGES == len(memory)
+
+
+def test_rows_within_the_gaps_of_others_add_no_bytes() -> None:
+    row: dict[str, Any] = {"page_stride": 80, "unit": 16, "tokens": axis((1, 1))}
+    fields = (
+        plain_field("heads", shard=axis((3, 32)), shard_range=(0, 3), **row),
+        plain_field("between", offset=16, **row),
+    )
+    memory = np.zeros(80, dtype=np.uint8)
+    cache = Layout(regions=(region_of(memory),), groups=(paged(1),), fields=fields)
+    assert [(row.offset, row.nbytes) for row in HostPageFormat.of(cache).rows] == [(0, 80)]
 
 
 def test_a_cache_without_fields_has_empty_pages() -> None:

@@ -141,6 +141,7 @@ def test_an_invalid_request_is_refused_and_the_next_one_served(
         (msgspec.msgpack.encode({"type": "shutdown", "engine": "prefill"}),),
         (b"junk", ping),
         (b"", b"", ping),
+        (b"", ping, b"junk"),
         (b"",) * 5000,
     ]
     with dealer(context, server) as channel:
