@@ -20,7 +20,6 @@ from kvferry.core.memory import Region
 from kvferry.core.security import generate
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check
 from kvferry.core.side_channel import fetch, health, ping
-from kvferry.integrations.vllm.adapter_files import adapter_version
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
@@ -396,7 +395,7 @@ class TestAdapters:
         path = write(tmp_path / "adapter")
         other = write(tmp_path / "other", weights=b"others")
         load = vllm.adapter_loads.AdapterLoad(
-            rank=0, adapter=1, name="adapter", path=other, version=adapter_version(other)
+            rank=0, adapter=1, name="adapter", path=other, content=b"others"
         )
         assert self.prefilled(vllm, producer, path, last=load) is not None
         orders = producer.build_step(OUTPUT).orders
