@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.core.errors import KVFerryError
-from kvferry.integrations.vllm import config, support, versions
+from kvferry.integrations.vllm import checks, config, versions
 from kvferry.integrations.vllm.adapter_loads import LoadLog, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats, LoggedStats
@@ -81,14 +81,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = FerryScheduler(vllm_config, kv_cache_config)
         else:
             config.warn(settings)
-            support.check_engine(vllm_config)
+            checks.check_engine(vllm_config)
             # MultiConnector builds its children with a configuration of their own.
             engine = get_current_vllm_config_or_none() or vllm_config
             own = vllm_config.kv_transfer_config
             outer = engine.kv_transfer_config or own
-            support.check_siblings(own, outer)
-            self._has_siblings = support.has_siblings(outer)
-            support.warn_of_late_turns(settings, outer)
+            checks.check_siblings(own, outer)
+            self._has_siblings = checks.has_siblings(outer)
+            checks.warn_of_late_turns(settings, outer)
             if vllm_config.lora_config is not None:
                 self._adapter_loads = observe_loads(vllm_config)
 
@@ -106,7 +106,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Return ``False``: a sleeping engine would free memory that other engines may still read.
 
         vLLM asks from 0.33 on, and takes connectors without this method for ones that support sleep
-        mode. Earlier versions are refused by ``support.check_engine``.
+        mode. Earlier versions are refused by ``checks.check_engine``.
 
         Args:
             kv_transfer_config: The connector's configuration.

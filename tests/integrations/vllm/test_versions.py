@@ -13,8 +13,8 @@ import pytest
 
 import kvferry.integrations.vllm
 from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm.checks import check_failure_reports
 from kvferry.integrations.vllm.config import ConfigError
-from kvferry.integrations.vllm.support import check_failure_reports
 from tests.integrations.vllm import without_vllm
 
 FOLDER = Path(kvferry.integrations.vllm.__file__).parent
