@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 
 from kvferry.core import metrics as endpoint_metrics
-from kvferry.core.metrics import Metric, MetricKind
+from kvferry.core.metrics import Metric, counter, gauge
 
 
 class NoTicket(enum.StrEnum):
@@ -64,80 +64,53 @@ class HoldOutcome(enum.StrEnum):
     """No ticket was made; ``NoTicket`` has the reasons."""
 
 
-LOADS = Metric(
-    name="loads",
-    kind=MetricKind.COUNTER,
-    text="Loads of KV cache from another engine that succeeded, each counted once.",
+LOADS = counter("loads", "Loads of KV cache from another engine that succeeded, each counted once.")
+EARLY_LOADS = counter(
+    "early_loads", "Those of the loads that succeeded which began while prefill was computing."
 )
-EARLY_LOADS = Metric(
-    name="early_loads",
-    kind=MetricKind.COUNTER,
-    text="Those of the loads that succeeded which began while prefill was computing.",
+FAILED = counter(
+    "failed_loads", "Loads of KV cache from another engine that failed, each counted once."
 )
-FAILED = Metric(
-    name="failed_loads",
-    kind=MetricKind.COUNTER,
-    text="Loads of KV cache from another engine that failed, each counted once.",
+TOKENS = counter("tokens", "Tokens whose KV cache was pulled from another engine.")
+EDITED_HISTORIES = counter(
+    "edited_histories",
+    "Turns of conversations whose prompt does not begin with all tokens of the ticket.",
 )
-TOKENS = Metric(
-    name="tokens",
-    kind=MetricKind.COUNTER,
-    text="Tokens whose KV cache was pulled from another engine.",
+HOLDS = counter(
+    "holds",
+    "Holds of finished requests' pages that were made, or not, and how each ended.",
+    ["outcome"],
+    [outcome for outcome in HoldOutcome if outcome is not HoldOutcome.RECLAIMED],
 )
-EDITED_HISTORIES = Metric(
-    name="edited_histories",
-    kind=MetricKind.COUNTER,
-    text="Turns of conversations whose prompt does not begin with all tokens of the ticket.",
+CONVERSATION_HOLDS = counter(
+    "conversation_holds",
+    "Holds of answers, for the next turn of their conversations, and how each ended.",
+    ["outcome"],
+    HoldOutcome,
 )
-HOLDS = Metric(
-    name="holds",
-    kind=MetricKind.COUNTER,
-    text="Holds of finished requests' pages that were made, or not, and how each ended.",
-    labels=("driver", "outcome"),
+NO_TICKETS = counter(
+    "tickets_not_made",
+    "Requests that were to be decoded elsewhere and got no ticket, by reason.",
+    ["reason"],
+    NoTicket,
 )
-CONVERSATION_HOLDS = Metric(
-    name="conversation_holds",
-    kind=MetricKind.COUNTER,
-    text="Holds of answers, for the next turn of their conversations, and how each ended.",
-    labels=("driver", "outcome"),
-)
-NO_TICKETS = Metric(
-    name="tickets_not_made",
-    kind=MetricKind.COUNTER,
-    text="Requests that were to be decoded elsewhere and got no ticket, by reason.",
-    labels=("driver", "reason"),
-)
-HELD = Metric(
-    name="held_pages",
-    kind=MetricKind.GAUGE,
-    text="Blocks that are held for other engines, each counted once; host pages, if the cache is "
+HELD = gauge(
+    "held_pages",
+    "Blocks that are held for other engines, each counted once; host pages, if the cache is "
     "staged.",
 )
-
-HELD_FRACTION = Metric(
-    name="held_fraction",
-    kind=MetricKind.GAUGE,
-    text="Blocks held for decode, over those that may be held: max_held_fraction of all, or all "
+HELD_FRACTION = gauge(
+    "held_fraction",
+    "Blocks held for decode, over those that may be held: max_held_fraction of all, or all "
     "host pages.",
 )
-CONVERSATION_PAGES = Metric(
-    name="conversation_pages",
-    kind=MetricKind.GAUGE,
-    text="Blocks held for the next turns of conversations only, which go when others need them.",
+CONVERSATION_PAGES = gauge(
+    "conversation_pages",
+    "Blocks held for the next turns of conversations only, which go when others need them.",
 )
 
 METRICS = (
-    LOADS,
-    EARLY_LOADS,
-    FAILED,
-    TOKENS,
-    EDITED_HISTORIES,
-    HOLDS,
-    CONVERSATION_HOLDS,
-    NO_TICKETS,
-    HELD,
-    HELD_FRACTION,
-    CONVERSATION_PAGES,
+    *(each for each in tuple(vars().values()) if isinstance(each, Metric)),
     *endpoint_metrics.FIGURES,
     *endpoint_metrics.HOST_FIGURES,
 )

@@ -94,7 +94,7 @@ class RequestReports:
             _describe_ids(request.request_id, ticket),
             request.tokens,
             record.nbytes / (1 << 20),
-            _describe_early(request, record),
+            f" ({record.early_nbytes / (1 << 20):.1f} early)" if request.is_early else "",
             on_one_line(ticket.engine, MAX_NAME),
             waited * 1e3,
             read * 1e3,
@@ -111,13 +111,7 @@ class RequestReports:
             self._spans.failed(request.headers, request.begun, **_describe_load(request))
 
     def nothing_loaded(self, request_id: str, ticket: Ticket, why: str) -> None:
-        """Report a request that gave its ticket back without a load.
-
-        Args:
-            request_id: vLLM's id of the request.
-            ticket: Its ticket.
-            why: Why nothing was loaded, for the line.
-        """
+        """Report a request that gave its ticket back without a load, and why."""
         logger.log(
             self._level,
             "request %s: loaded nothing from %s: %s",
@@ -127,12 +121,7 @@ class RequestReports:
         )
 
     def answer_not_held(self, request_id: str, why: str) -> None:
-        """Report a request whose answer gets no ticket for the next turn of its conversation.
-
-        Args:
-            request_id: vLLM's id of the request.
-            why: The cause and the remedy, for the line.
-        """
+        """Report a request whose answer gets no ticket for the next turn: cause and remedy."""
         logger.log(
             self._level,
             "request %s: its answer is not held for the next turn, which computes it again: %s",
@@ -141,14 +130,9 @@ class RequestReports:
         )
 
     def hold_ended(self, request: HeldRequest, end: HoldEnd, seconds: float) -> None:
-        """Report that the blocks of a request are no longer held.
+        """Report that the blocks of a request are no longer held, after some seconds.
 
         If the hold of a prompt is evicted, a warning says so in place of the line.
-
-        Args:
-            request: The request.
-            end: How its hold ended.
-            seconds: How long the blocks were held.
         """
         reader = request.ended.engine if request.ended is not None else ""
         if end is not HoldEnd.EVICTED or request.is_conversation:
@@ -183,11 +167,6 @@ def _describe_load(request: LoadingRequest) -> dict[str, str | int]:
     }
 
 
-def _describe_early(request: LoadingRequest, record: LoadRecord) -> str:
-    """Return how much of a load came before its ticket, as text; empty if it did not begin then."""
-    return f" ({record.early_nbytes / (1 << 20):.1f} early)" if request.is_early else ""
-
-
 def _describe_ids(request_id: str, ticket: Ticket) -> str:
     """Return a request's id on prefill, and that on this engine unless they differ by the suffix.
 
@@ -198,9 +177,5 @@ def _describe_ids(request_id: str, ticket: Ticket) -> str:
 
 
 def is_followed(*, log: bool) -> bool:
-    """Return whether the lines of requests are logged, so that ranks have to report what they need.
-
-    Args:
-        log: The setting ``log_requests``.
-    """
+    """Return whether requests have lines in the log, so that ranks report what these need."""
     return log or logger.isEnabledFor(logging.DEBUG)
