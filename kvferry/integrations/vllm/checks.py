@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from kvferry.core.errors import DriverError, HandshakeError
 from kvferry.core.side_channel import check_address
 from kvferry.core.transport import registry
+from kvferry.integrations.vllm import compat_029, versions
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.cache_specs import refusals
 from kvferry.integrations.vllm.config import Config, ConfigError
 from kvferry.integrations.vllm.security import examine_security_settings
@@ -251,7 +251,7 @@ def check_failure_reports(transfer: KVTransferConfig, kv_cache_config: KVCacheCo
     Raises:
         ConfigError: Names vLLM's version and the remedy.
     """
-    problem = versions.unreportable_failures(kv_cache_config) if transfer.is_kv_consumer else None
+    problem = compat_029.unreportable_failures(kv_cache_config) if transfer.is_kv_consumer else None
     if problem:
         raise ConfigError(
             f'KVFerryConnector cannot load with {problem}; set kv_role "kv_producer", or install '
@@ -284,7 +284,7 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
             f"the pooling model {model.model!r}: its requests end with their prompt, so there is "
             "nothing to decode; start without kv_transfer_config"
         )
-    if versions.uses_hisparse(vllm_config):
+    if compat_029.uses_hisparse(vllm_config):
         yield (
             "attention_config.hisparse_config (HiSparse): its caches lie in host memory and are "
             "copied on demand, so that memory would have to be registered; start without it"

@@ -19,7 +19,7 @@ from kvferry.core.endpoint import EndpointOptions, Identity
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import Access
 from kvferry.core.side_channel import Judgements
-from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm import compat_029, versions
 from kvferry.integrations.vllm.caches.quantization import cache_format
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.rank_position import RankPosition
@@ -179,7 +179,7 @@ def _media_settings(config: VllmConfig) -> str | None:
 def _draft_method(config: VllmConfig) -> str | None:
     """Return the method of speculative decoding; ``None`` if there is none with a KV cache."""
     speculative = config.speculative_config
-    if speculative is None or not versions.drafts_with_cache(speculative):
+    if speculative is None or not compat_029.drafts_with_cache(speculative):
         return None
     return str(speculative.method)
 

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.core.errors import KVFerryError
-from kvferry.integrations.vllm import checks, config, versions
+from kvferry.integrations.vllm import checks, compat_029, config, versions
 from kvferry.integrations.vllm.adapter_loads import LoadLog, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats, LoggedStats
@@ -72,7 +72,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: FerryScheduler | None = None
         self._worker: FerryWorker | UnreadRankWorker | None = None
         self._adapter_loads: LoadLog | None = None
-        self._failed_blocks = versions.FailedBlocks()
+        self._failed_blocks = compat_029.FailedBlocks()
         self._has_siblings = False
         share_log_handlers()
         settings = config.engine_config(vllm_config)
@@ -344,7 +344,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             finished_req_ids: The requests that vLLM finished in this step; ignored.
         """
         if self._worker is None:
-            return versions.transfer_results(sent=set(), received=set(), failed=set())
+            return compat_029.transfer_results(sent=set(), received=set(), failed=set())
         results = self._worker.results()
         self._failed_blocks.ended(results.finished_recving, results.failed_recving)
         return results

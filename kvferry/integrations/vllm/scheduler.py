@@ -18,8 +18,8 @@ from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.core.side_channel import HandshakeServer
+from kvferry.integrations.vllm import compat_029, staging, versions
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm import staging, versions
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
 from kvferry.integrations.vllm.adapters import Adapters, lora_settings
 from kvferry.integrations.vllm.cache_groups import cache_groups
@@ -97,8 +97,8 @@ class FerryScheduler:
         self._unchecked: dict[str, tuple[Request, list[Callable[[], None]]]] = {}
         # Requests that have ended, and for whose ticket the content is needed still.
         self._ended_adapted: set[str] = set()
-        self._load_blocks = versions.LoadBlocks()
-        self._failed_requests = versions.FailedRequests()
+        self._load_blocks = compat_029.LoadBlocks()
+        self._failed_requests = compat_029.FailedRequests()
         reports = RequestReports(
             log=self._config.log_requests,
             spans=RequestSpans() if is_traced(vllm_config) else None,

@@ -22,7 +22,7 @@ from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, Incarnation, 
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SourceWatcher
-from kvferry.integrations.vllm import checks, staging, versions
+from kvferry.integrations.vllm import checks, compat_029, staging
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
@@ -263,7 +263,7 @@ class FerryWorker:
         self._has_reported_loads = bool(results.received)
         self._collect(results)
         failed = {*results.failed, *self._not_whole(results)}
-        return versions.transfer_results(
+        return compat_029.transfer_results(
             sent=set(results.sent), received=set(results.received), failed=failed
         )
 
@@ -404,7 +404,7 @@ class UnreadRankWorker:
         """
         sent, self._sent = self._sent, set()
         refused, self._refused = self._refused, set()
-        return versions.transfer_results(sent=sent, received=refused, failed=set(refused))
+        return compat_029.transfer_results(sent=sent, received=refused, failed=set(refused))
 
     def take_stats(self) -> None:
         """Return no metrics: this rank counts nothing."""
