@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -50,26 +49,17 @@ def lora_settings(config: LoRAConfig | None) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class _Follower:
-    """A request with an adapter.
-
-    Attributes:
-        lora: vLLM's description of the adapter.
-        step: The first step that was built after the request came. When the workers have answered
-            this step, they have reported every load before the request came.
-        deadline: When the request stops waiting.
-        waiting: Whether the request still waits.
-        problem: Why the content counts as unknown.
-        loads: The contents that the request may have been computed with.
-        content: The content that a ticket was made or accepted for.
-    """
+    """A request with an adapter."""
 
     lora: LoRARequest
+    # The first step that was built after the request came. When the workers have answered it, they
+    # have reported every load before the request came.
     step: int
-    deadline: float
+    deadline: float  # when the request stops waiting
     waiting: bool = True
-    problem: str | None = None
-    loads: set[bytes] = field(default_factory=set)
-    content: bytes | None = None
+    problem: str | None = None  # why the content counts as unknown
+    loads: set[bytes] = field(default_factory=set)  # what the request may be computed with
+    content: bytes | None = None  # what a ticket was made or accepted for
 
 
 class Adapters:
@@ -98,11 +88,9 @@ class Adapters:
         self._followers: dict[str, _Follower] = {}
         # Requests that have ended, until the workers' report of their last step.
         self._ended: dict[str, _Follower] = {}
-        # The content of each adapter's last load, by vLLM's number of the adapter and by rank. The
-        # least recently used adapter is first.
-        self._loaded: OrderedDict[int, dict[int, bytes]] = OrderedDict()
-        # The highest number of an adapter whose loads were forgotten.
-        self._forgotten = 0
+        # The content of each adapter's last load, by vLLM's number of the adapter and by rank.
+        self._loaded = LRUCache[dict[int, bytes]](MAX_ADAPTERS)
+        self._newest = 0  # the highest number of an adapter that was loaded
         # The content that vLLM may have computed cached blocks with, by its key for blocks;
         # ``UNKNOWN`` if there were several.
         self._used = LRUCache[bytes](MAX_ADAPTERS)
@@ -117,8 +105,7 @@ class Adapters:
         self._followers[request.request_id] = _Follower(
             lora=lora, step=self._step + 1, deadline=self._clock() + WAIT_SECONDS
         )
-        if lora.lora_int_id in self._loaded:
-            self._loaded.move_to_end(lora.lora_int_id)
+        self._loaded.get(lora.lora_int_id)  # so that it is not forgotten
         path = lora.lora_path
         with suppress(AdapterError):  # ``content`` says so
             if self._contents.known(path) is None and not self._is_hashing(path):
@@ -188,14 +175,12 @@ class Adapters:
             the engine loaded other files while it computed them.
         """
         for load in report.loads:
-            self._loaded.setdefault(load.adapter, {})[load.rank] = load.content
-            self._loaded.move_to_end(load.adapter)
+            ranks = self._loaded.get(load.adapter) or {}
+            self._loaded.put(load.adapter, ranks | {load.rank: load.content})
+            self._newest = max(self._newest, load.adapter)
             self._use((load.name, load.path), [load.content])
             if load.content != UNKNOWN:
                 self._contents.learn(load.path, load.version, load.content)
-        while len(self._loaded) > MAX_ADAPTERS:
-            oldest, _ = self._loaded.popitem(last=False)
-            self._forgotten = max(self._forgotten, oldest)
         self._answered = max(self._answered, report.step)
         ended, self._ended = self._ended, {}
         self._check_followers(self._followers, report.loads)
@@ -211,7 +196,7 @@ class Adapters:
 
     def _last_loads(self, lora: LoRARequest) -> set[bytes]:
         """Return the contents that the ranks loaded last under an adapter's number."""
-        return set(self._loaded.get(lora.lora_int_id, {}).values())
+        return set((self._loaded.get(lora.lora_int_id) or {}).values())
 
     def _knows_loads(self, follower: _Follower) -> bool:
         """Return whether the workers have reported all loads before a request came."""
@@ -228,13 +213,15 @@ class Adapters:
         if follower.problem is not None:
             raise AdapterError(follower.problem)
         lora, path = follower.lora, follower.lora.lora_path
-        content = self._current(path)
-        if lora.lora_int_id not in self._loaded and lora.lora_int_id <= self._forgotten:
+        content, loads = self._current(path), self._last_loads(lora)
+        # vLLM's numbers ascend, so a higher one was never loaded.
+        may_be_forgotten = len(self._loaded) == MAX_ADAPTERS and lora.lora_int_id <= self._newest
+        if may_be_forgotten and not loads:
             raise AdapterError(
                 f"more than {MAX_ADAPTERS} adapters were loaded, and the connector may have "
                 "forgotten the load of this one: unload the adapter, and load it again"
             )
-        if self._last_loads(lora) - {content}:
+        if loads - {content}:
             raise AdapterError(
                 f"its files in {path[:200]!r} are not those that the engine loaded: load "
                 "the adapter again, under a new path"

@@ -54,6 +54,13 @@ PREFIX = "vllm:kvferry_"
 SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histograms' buckets, in seconds."""
 
+KINDS: dict[MetricKind, tuple[str, dict[str, Any], str]] = {
+    MetricKind.COUNTER: ("_counter_cls", {}, "inc"),
+    MetricKind.GAUGE: ("_gauge_cls", {"multiprocess_mode": "mostrecent"}, "set"),
+    MetricKind.HISTOGRAM: ("_histogram_cls", {"buckets": SECONDS_BUCKETS}, "observe"),
+}
+"""Of each kind of metric: vLLM's class, further arguments of it, and its method for a value."""
+
 LOGGED_PROBLEMS = {
     FAILED: "failed",
     STALE: "stale reads",
@@ -167,27 +174,12 @@ class FerryPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the ``data`` of an engine's ``FerryStats``."""
-        for name in transfer_stats_data:
-            if name in BY_NAME:
-                for labels, value in flat(BY_NAME[name], transfer_stats_data):
-                    self._count(BY_NAME[name], labels, value, engine_idx)
-
-    def _count(
-        self,
-        metric: Metric,
-        labels: tuple[str, ...],
-        value: Any,  # noqa: ANN401
-        engine: int,
-    ) -> None:
-        """Add a value to a counter, a list of them to a histogram, or set a gauge to it."""
-        child = self._child(metric, labels, engine)
-        if metric.kind is MetricKind.HISTOGRAM:
-            for observed in value:
-                child.observe(observed)
-        elif metric.kind is MetricKind.COUNTER:
-            child.inc(value)
-        else:
-            child.set(value)
+        for metric in METRICS:
+            _, _, method = KINDS[metric.kind]
+            for labels, value in flat(metric, transfer_stats_data):
+                change = getattr(self._child(metric, labels, engine_idx), method)
+                for each in value if metric.kind is MetricKind.HISTOGRAM else [value]:
+                    change(each)
 
     def _child(self, metric: Metric, labels: tuple[str, ...], engine: int) -> Any:  # noqa: ANN401
         """Return the Prometheus metric for given values of a metric's labels."""
@@ -210,13 +202,9 @@ class FerryPromMetrics(KVConnectorPromMetrics):
 
     def _make(self, metric: Metric) -> Any:  # noqa: ANN401
         """Return Prometheus's counter, gauge or histogram for a metric."""
-        types: dict[MetricKind, tuple[Any, dict[str, Any]]] = {
-            MetricKind.COUNTER: (self._counter_cls, {}),
-            MetricKind.GAUGE: (self._gauge_cls, {"multiprocess_mode": "mostrecent"}),
-            MetricKind.HISTOGRAM: (self._histogram_cls, {"buckets": SECONDS_BUCKETS}),
-        }
-        kind, options = types[metric.kind]
-        return kind(
+        kind, options, _ = KINDS[metric.kind]
+        make: Any = getattr(self, kind)
+        return make(
             name=PREFIX + metric.name,
             documentation=metric.text,
             labelnames=[*self._labelnames, *metric.labels],

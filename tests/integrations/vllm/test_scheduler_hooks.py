@@ -465,7 +465,7 @@ class TestConsuming:
         self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The workers get the load's blocks, and report the request before all of them are done."""
-        monkeypatch.setattr(vllm.scheduler.versions, "takes_failed_requests", lambda: False)
+        monkeypatch.setattr(vllm.scheduler.compat_029, "takes_failed_requests", lambda: False)
         half = make()
         loading(half)
         assert half.build_step(OUTPUT).blocks == {"r": (21, 22, 23)}
