@@ -230,10 +230,11 @@ def late_turn_risk(config: Config, engine: KVTransferConfig) -> str | None:
     )
 
 
-def warn_of_late_turns(config: Config, engine: KVTransferConfig) -> None:
-    """Log ``late_turn_risk``, if there is one."""
-    if risk := late_turn_risk(config, engine):
-        logger.warning(risk)
+def warn_of_risks(config: Config, engine: KVTransferConfig) -> None:
+    """Log what is unsafe or ignored (``config.risks``), and ``late_turn_risk``."""
+    late = late_turn_risk(config, engine)
+    for risk in (*configuration.risks(config), *filter(None, [late])):
+        logger.warning("%s", risk)
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,8 +22,6 @@ from kvferry.integrations.vllm import transfer_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = logging.getLogger(__name__)
 
 HIGHEST_PORT = 65535
 DEFAULT_DRIVER = "loopback"
@@ -280,12 +277,6 @@ def risks(config: Config, environment: Mapping[str, str] = os.environ) -> Iterat
             "verify_prompt is false: a ticket that was made for another prompt is accepted, and "
             "its pages enter the prefix cache under this one; for tests only"
         )
-
-
-def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
-    """Log ``risks``."""
-    for risk in risks(config, environment):
-        logger.warning("%s", risk)
 
 
 def _unknown_key(key: str) -> str:

@@ -80,7 +80,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             versions.warn_outside_window()
             self._scheduler = FerryScheduler(vllm_config, kv_cache_config)
         else:
-            config.warn(settings)
             checks.check_engine(vllm_config)
             # MultiConnector builds its children with a configuration of their own.
             engine = get_current_vllm_config_or_none() or vllm_config
@@ -88,7 +87,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             outer = engine.kv_transfer_config or own
             checks.check_siblings(own, outer)
             self._has_siblings = checks.has_siblings(outer)
-            checks.warn_of_late_turns(settings, outer)
+            checks.warn_of_risks(settings, outer)
             if vllm_config.lora_config is not None:
                 self._adapter_loads = observe_loads(vllm_config)
 

@@ -53,12 +53,8 @@ class EngineFacts:
 def loopback_risk(config: Config, *, chosen: bool) -> str | None:
     """Return a warning that other hosts cannot load from this engine, if that may be an oversight.
 
-    It may be one if the user has not set ``side_channel_host``, but a driver other than the
+    It may be one if the user has not set (``chosen``) the host, but a driver other than the
     default, which is for one host.
-
-    Args:
-        config: The settings.
-        chosen: Whether the user has set ``side_channel_host``.
     """
     host = config.side_channel_host
     if chosen or config.driver == DEFAULT_DRIVER or not is_loopback_host(host):
@@ -70,10 +66,7 @@ def loopback_risk(config: Config, *, chosen: bool) -> str | None:
 
 
 def report_loopback(config: Config, *, chosen: bool) -> None:
-    """Log that other hosts cannot load from this engine, if its side channel is on loopback only.
-
-    The line is a warning if there is a ``loopback_risk``; the arguments are the same.
-    """
+    """Log that other hosts cannot load from this engine: as a warning if it is a risk."""
     if risk := loopback_risk(config, chosen=chosen):
         logger.warning("%s", risk)
     elif is_loopback_host(config.side_channel_host):

@@ -226,7 +226,7 @@ def test_what_is_checked_at_start(
         call.check_engine(CONFIG),
         call.check_siblings(TRANSFER, engine),
         call.has_siblings(engine),
-        call.warn_of_late_turns(ANY, engine),
+        call.warn_of_risks(ANY, engine),
     ]
     assert vllm.halves.share_log_handlers.called
     assert not vllm.halves.scheduler.called
