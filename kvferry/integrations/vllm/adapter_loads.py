@@ -37,36 +37,22 @@ UNKNOWN = b""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLoad:
-    """A load of an adapter from files, on one rank.
-
-    Attributes:
-        rank: The rank.
-        adapter: The number under which vLLM keeps the adapter (``lora_int_id``).
-        name: The adapter's name.
-        path: The adapter's folder.
-        version: The version of the files that were read; empty if their content is unknown.
-        content: The content of these files, or ``UNKNOWN``.
-    """
+    """A load of an adapter from files, on one rank."""
 
     rank: int
-    adapter: int
+    adapter: int  # the number under which vLLM keeps it (``lora_int_id``)
     name: str
-    path: str
-    version: AdapterVersion = ()
+    path: str  # the folder
+    version: AdapterVersion = ()  # of the files that were read; empty if the content is unknown
     content: bytes = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReport:
-    """What ranks report about their adapters in a step.
+    """What ranks report about their adapters in a step."""
 
-    Attributes:
-        loads: The loads since the ranks' last reports, in order for each rank.
-        step: The number of the step if the scheduler half asked for a report, otherwise 0.
-    """
-
-    loads: tuple[AdapterLoad, ...] = ()
-    step: int = 0
+    loads: tuple[AdapterLoad, ...] = ()  # since the last reports, in order for each rank
+    step: int = 0  # the step's number, if the scheduler half asked for a report
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.step)

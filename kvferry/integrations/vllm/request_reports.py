@@ -24,50 +24,29 @@ logger = logging.getLogger("kvferry.requests")
 
 @dataclass(slots=True, kw_only=True)
 class HeldRequest:
-    """A request whose ticket was made on this engine.
+    """A request whose ticket was made on this engine."""
 
-    Attributes:
-        request_id: vLLM's id of the request.
-        tokens: How many tokens the ticket covers.
-        blocks: How many blocks are held.
-        made: When the ticket was made, in monotonic seconds.
-        is_conversation: Whether it is an answer that is held for the conversation's next turn.
-        headers: The request's trace headers.
-        ended: How the hold ended on the ranks that have reported that; ``None`` if none has.
-    """
-
-    request_id: str
-    tokens: int
-    blocks: int
-    made: float
-    is_conversation: bool = False
+    request_id: str  # vLLM's
+    tokens: int  # that the ticket covers
+    blocks: int  # that are held
+    made: float  # when the ticket was made, in monotonic seconds
+    is_conversation: bool = False  # whether it is an answer, held for the next turn
     headers: Headers = None
-    ended: EndedHold | None = None
+    ended: EndedHold | None = None  # how the hold ended on the ranks that have reported that
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadingRequest:
-    """A request whose load is under way on this engine.
+    """A request whose load is under way on this engine."""
 
-    Attributes:
-        request_id: vLLM's id of the request.
-        ticket: Its ticket, which has the prefill engine and the request's id there.
-        tokens: How many tokens are loaded.
-        begun: When it got its blocks, in seconds since the epoch.
-        headers: The request's trace headers.
-        record: The figures of the load on the ranks that have reported them; ``None`` if none has.
-        is_aborted: Whether the request has ended already.
-        is_early: Whether the load began before the ticket came.
-    """
-
-    request_id: str
-    ticket: Ticket
-    tokens: int
-    begun: float
+    request_id: str  # vLLM's
+    ticket: Ticket  # which has the prefill engine, and the request's id there
+    tokens: int  # that are loaded
+    begun: float  # when it got its blocks, in seconds since the epoch
     headers: Headers = None
-    record: LoadRecord | None = None
-    is_aborted: bool = False
-    is_early: bool = False
+    record: LoadRecord | None = None  # the figures of the ranks that have reported them
+    is_aborted: bool = False  # whether the request has ended already
+    is_early: bool = False  # whether the load began before the ticket came
 
 
 class RequestReports:

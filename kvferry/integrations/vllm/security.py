@@ -46,18 +46,12 @@ MAX_LOGGED_KEYS = 4
 class SecuritySettings:
     """The peers and tickets that an engine accepts, and its own keys and secrets.
 
-    Attributes:
-        access: This engine's keys, which peers its side channel admits, and to which peers this
-            engine connects.
-        secrets: The secrets that sign and check tickets; ``None`` if tickets are not signed.
-        exposed: A warning for each secret that other users of this host can read.
-
     ``watch_security_files`` replaces the peers and the secrets in place.
     """
 
     access: Access = NEARBY
-    secrets: TicketSecrets | None = None
-    exposed: tuple[str, ...] = ()
+    secrets: TicketSecrets | None = None  # ``None`` if tickets are not signed
+    exposed: tuple[str, ...] = ()  # a warning for each secret that other users can read
 
 
 def read_security_settings(

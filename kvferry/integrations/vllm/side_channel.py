@@ -17,37 +17,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSideChannel:
-    """An engine and the address of its side channel, as tickets name them.
-
-    Attributes:
-        engine: The engine's id.
-        incarnation: The random number of this start of the engine.
-        host: Host on which the side channel listens.
-        port: TCP port of the side channel; 0 before it is open.
-        key: The public key of the side channel; empty if the side channel is not encrypted.
-    """
+    """An engine and the address of its side channel, as tickets name them."""
 
     engine: str
     incarnation: int
     host: str
-    port: int = 0
-    key: bytes = b""
+    port: int = 0  # before it is open
+    key: bytes = b""  # its public key; empty if it is not encrypted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the log line at start says of an engine, beyond what its ranks publish.
+    """What the log line at start says of an engine, beyond what its ranks publish."""
 
-    Attributes:
-        role: The engine's ``kv_role``.
-        library: Name and version of the library that moves the bytes, with its backend; empty if
-            the driver uses none.
-        signs: Whether tickets are signed with a secret.
-    """
-
-    role: str
-    library: str = ""
-    signs: bool = False
+    role: str  # its ``kv_role``
+    library: str = ""  # name, version and backend of what moves the bytes, if the driver uses one
+    signs: bool = False  # whether tickets are signed with a secret
 
 
 def loopback_risk(config: Config, *, chosen: bool) -> str | None:
