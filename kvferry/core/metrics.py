@@ -22,29 +22,20 @@ Data = dict[str, Any]
 class Stage(enum.StrEnum):
     """The stages that a load goes through."""
 
-    WAIT = "wait"
-    """Before the load begins: the request waits for pages to load into."""
-    HANDSHAKE = "handshake"
-    """From the start of the load until its producer is connected."""
-    CHECK = "check"
-    """Until the read is posted: the producer computes, and then the load waits for its turn."""
-    POST = "post"
-    """The copies are computed and passed to the driver."""
-    TRANSFER = "transfer"
-    """The driver moves the bytes."""
-    FENCE = "fence"
-    """After the data, the slot word is read: it says whether the pages were held all the time."""
-    COPY = "copy"
-    """Where the cache is staged: the loaded pages are copied from host memory to the device."""
+    WAIT = "wait"  # before the load begins: the request waits for pages to load into
+    HANDSHAKE = "handshake"  # from the start of the load until its producer is connected
+    CHECK = "check"  # until the read is posted: the producer computes; the load waits for its turn
+    POST = "post"  # the copies are computed and passed to the driver
+    TRANSFER = "transfer"  # the driver moves the bytes
+    FENCE = "fence"  # after the data, the slot word is read: were the pages held all the time?
+    COPY = "copy"  # where the cache is staged: pages are copied from host memory to the device
 
 
 class CopyDirection(enum.StrEnum):
     """Where a copy of a staged cache goes."""
 
-    TO_HOST = "to_host"
-    """From the device to host pages, for other engines to read."""
-    TO_DEVICE = "to_device"
-    """From host pages that were loaded to the device."""
+    TO_HOST = "to_host"  # to host pages, for other engines to read
+    TO_DEVICE = "to_device"  # from host pages that were loaded
 
 
 class MetricKind(enum.StrEnum):

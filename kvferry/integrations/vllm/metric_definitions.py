@@ -12,56 +12,34 @@ from kvferry.core.metrics import Metric, counter, gauge
 
 
 class NoTicket(enum.StrEnum):
-    """Why a request that another engine was to decode got no ticket."""
+    """Why a request that another engine was to decode got no ticket (docs/metrics.md)."""
 
-    NO_HOLD = "no_hold"
-    """No slot is free, or a request with the same id is still held."""
+    NO_HOLD = "no_hold"  # no slot is free, or a request with the same id is still held
     TOO_LARGE = "too_large"
-    """The request alone has more blocks than may be held."""
     ROLE = "role"
-    """The engine's ``kv_role`` is ``kv_consumer``, so no other engine would read the pages."""
-    WENT_ON = "went_on"
-    """The request generated tokens here: its states and windows are past its prompt."""
-    SCORED = "scored"
-    """The request asked for ``prompt_logprobs``: its states and windows are past the position from
-    which decode continues."""
+    WENT_ON = "went_on"  # it generated tokens: its states and windows are past its prompt
+    SCORED = "scored"  # by ``prompt_logprobs``: its states are past where decode continues
     HOST_PAGES = "host_pages"
-    """The engine stages its cache in host memory, and had too few host pages for too long."""
     CUT_MEDIA = "cut_media"
-    """The prompt ends with an image, and decode must compute a part of that image's tokens."""
     LIST = "list"
-    """The prompt is a further one of a completion request, and vLLM would not answer with its
-    ticket."""
     ADAPTER = "adapter"
-    """The content of the request's LoRA adapter is not known, or not what the engine loaded."""
 
 
 class HoldOutcome(enum.StrEnum):
     """What became of a request that another engine was to decode, and of the hold of its pages.
 
-    The values from ``READ`` to ``REVOKED`` are those of ``HoldEnd``.
+    The values from ``READ`` to ``REVOKED`` are those of ``HoldEnd``; docs/metrics.md explains all.
     """
 
     MADE = "made"
-    """A ticket was made, so that the request's pages are held."""
     READ = "read"
-    """A decode engine has read the pages, or needed none of them."""
     ABANDONED = "abandoned"
-    """A decode engine gave the pages back unused: its load failed, or its client went away."""
     EXPIRED = "expired"
-    """The lease ran out on at least one rank; of a conversation, also ``decoder_kv_blocks_ttl``."""
     EVICTED = "evicted"
-    """The hold was ended because more than ``max_held_fraction`` was held."""
-    RECLAIMED = "reclaimed"
-    """The hold was a conversation's, and was ended because requests waited for blocks."""
+    RECLAIMED = "reclaimed"  # of conversations only
     ORPHANED = "orphaned"
-    """The hold was ended because requests waited for blocks, and no decode engine gave a sign of
-    life."""
     REVOKED = "revoked"
-    """The hold was ended by a reset of the prefix cache, because the engine had loaded another LoRA
-    adapter than the ticket's, or because the pages could not be copied to host pages."""
-    REFUSED = "refused"
-    """No ticket was made; ``NoTicket`` has the reasons."""
+    REFUSED = "refused"  # no ticket was made; ``NoTicket`` has the reasons
 
 
 LOADS = counter("loads", "Loads of KV cache from another engine that succeeded, each counted once.")

@@ -38,7 +38,6 @@ from kvferry.integrations.vllm.security import (
     watch_security_files,
 )
 from kvferry.integrations.vllm.side_channel import (
-    EngineFacts,
     EngineSideChannel,
     report_loopback,
     serve,
@@ -223,11 +222,9 @@ class FerryScheduler:
             self._current_problems,
             ticket_key=self._ticket_key.public,
             rooms=self._rooms,
-            about=EngineFacts(
-                role=self._role,
-                library=handshakes[0].library,
-                signs=self._security.secrets is not None,
-            ),
+            role=self._role,
+            library=handshakes[0].library,
+            signs=self._security.secrets is not None,
         )
 
     def on_new_request(self, request: Request) -> None:
