@@ -77,11 +77,6 @@ def test_what_cannot_work_is_named(change: dict[str, Any], words: str) -> None:
         check_engine(engine(**change))
 
 
-def test_everything_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"enable_sleep_mode.*; enable_permute_local_kv"):
-        check_engine(engine(enable_sleep_mode=True, enable_permute_local_kv=True))
-
-
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
 def test_replicas_of_a_cache_cannot_load_it(role: str) -> None:
     ranks = {"prefill_context_parallel_size": 2}

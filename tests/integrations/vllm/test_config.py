@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 
-from docs.tools.reference import attributes
 from kvferry.integrations.vllm.config import KEYS, NIXL_KEYS, Config, ConfigError, parse, risks
 
 
@@ -125,9 +123,3 @@ def test_unverified_prompts_are_warned_of() -> None:
     assert not [*risks(Config(), environment)]
     [risk] = risks(Config(verify_prompt=False), environment)
     assert "verify_prompt is false" in risk
-
-
-def test_every_setting_is_documented() -> None:
-    described = attributes(inspect.getdoc(Config) or "")
-    assert tuple(described) == KEYS
-    assert all(described.values())
