@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import inspect as types
 
-from kvferry.integrations.vllm import config_schema
+from kvferry.integrations.vllm import config
 
 
 class Parameter(Protocol):
@@ -86,7 +86,7 @@ def attributes(docstring: str) -> dict[str, str]:
     Returns:
         The description of each attribute, by its name.
     """
-    found = config_schema.attributes(docstring)
+    found = config.attributes(docstring)
     return {name: _cell(text) for name, text in found.items()}
 
 

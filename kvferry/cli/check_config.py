@@ -16,11 +16,16 @@ from kvferry.core.errors import AdmissionError, DriverError, HandshakeError, KVF
 from kvferry.core.security import Access
 from kvferry.core.side_channel import health
 from kvferry.core.transport import registry
-from kvferry.integrations.vllm import support
+from kvferry.integrations.vllm.checks import address_problems, check_siblings, late_turn_risk
 from kvferry.integrations.vllm.config import KEYS as SETTINGS
-from kvferry.integrations.vllm.config import Config, ConfigError, acceptable, problems, risks
-from kvferry.integrations.vllm.config_schema import schema
-from kvferry.integrations.vllm.launch import address_problems
+from kvferry.integrations.vllm.config import (
+    Config,
+    ConfigError,
+    acceptable,
+    problems,
+    risks,
+    schema,
+)
 from kvferry.integrations.vllm.security import examine_security_settings, open_access_risks
 from kvferry.integrations.vllm.side_channel import loopback_risk
 from kvferry.integrations.vllm.transfer_config import (
@@ -157,7 +162,7 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
         yield from _key_problems(each)
     for one in own:
         try:
-            support.check_siblings(Transfer.of(one), Transfer.of(given))
+            check_siblings(Transfer.of(one), Transfer.of(given))
         except ConfigError as exc:
             yield str(exc)
 
@@ -211,7 +216,7 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
         chosen = "side_channel_host" in extra
         if own.get("kv_role") != "kv_consumer" and (risk := loopback_risk(config, chosen=chosen)):
             yield risk
-        if is_transfer(given) and (risk := support.late_turn_risk(config, Transfer.of(given))):
+        if is_transfer(given) and (risk := late_turn_risk(config, Transfer.of(given))):
             yield risk
 
 

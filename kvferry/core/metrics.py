@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvferry.core.errors import KVFerryError
+from kvferry.core.errors import KVFerryError, TicketReason
 
 Data = dict[str, Any]
 """By metric and label values, nested: a number, or the list of a histogram's observations."""
@@ -22,29 +22,20 @@ Data = dict[str, Any]
 class Stage(enum.StrEnum):
     """The stages that a load goes through."""
 
-    WAIT = "wait"
-    """Before the load begins: the request waits for pages to load into."""
-    HANDSHAKE = "handshake"
-    """From the start of the load until its producer is connected."""
-    CHECK = "check"
-    """Until the read is posted: the producer computes, and then the load waits for its turn."""
-    POST = "post"
-    """The copies are computed and passed to the driver."""
-    TRANSFER = "transfer"
-    """The driver moves the bytes."""
-    FENCE = "fence"
-    """After the data, the slot word is read: it says whether the pages were held all the time."""
-    COPY = "copy"
-    """Where the cache is staged: the loaded pages are copied from host memory to the device."""
+    WAIT = "wait"  # before the load begins: the request waits for pages to load into
+    HANDSHAKE = "handshake"  # from the start of the load until its producer is connected
+    CHECK = "check"  # until the read is posted: the producer computes; the load waits for its turn
+    POST = "post"  # the copies are computed and passed to the driver
+    TRANSFER = "transfer"  # the driver moves the bytes
+    FENCE = "fence"  # after the data, the slot word is read: were the pages held all the time?
+    COPY = "copy"  # where the cache is staged: pages are copied from host memory to the device
 
 
 class CopyDirection(enum.StrEnum):
     """Where a copy of a staged cache goes."""
 
-    TO_HOST = "to_host"
-    """From the device to host pages, for other engines to read."""
-    TO_DEVICE = "to_device"
-    """From host pages that were loaded to the device."""
+    TO_HOST = "to_host"  # to host pages, for other engines to read
+    TO_DEVICE = "to_device"  # from host pages that were loaded
 
 
 class MetricKind(enum.StrEnum):
@@ -64,116 +55,123 @@ class Metric:
             replaced.
         labels: in the order of the keys in ``Data``; ``rank`` is the one that counts, ``peer`` the
             producer.
+        values: all values of the label after ``driver``, if they are known in advance.
     """
 
     name: str
     kind: MetricKind
     text: str
-    labels: tuple[str, ...] = ("driver",)
+    labels: tuple[str, ...]
+    values: tuple[str, ...] = ()
 
 
-def _metric(kind: MetricKind, name: str, text: str, labels: tuple[str, ...] = ()) -> Metric:
-    return Metric(name=name, kind=kind, text=text, labels=("driver", *labels))
+def _metric(
+    kind: MetricKind, name: str, text: str, labels: Iterable[str] = (), values: Iterable[str] = ()
+) -> Metric:
+    labels = ("driver", *labels)
+    return Metric(name=name, kind=kind, text=text, labels=labels, values=tuple(values))
 
 
-_counter = partial(_metric, MetricKind.COUNTER)
-_gauge = partial(_metric, MetricKind.GAUGE)
-_histogram = partial(_metric, MetricKind.HISTOGRAM)
+counter = partial(_metric, MetricKind.COUNTER)
+gauge = partial(_metric, MetricKind.GAUGE)
+histogram = partial(_metric, MetricKind.HISTOGRAM)
 
-BYTES = _counter(
-    "bytes", "Bytes of KV cache that were pulled from other engines.", ("peer", "path")
-)
-EARLY_BYTES = _counter(
+BYTES = counter("bytes", "Bytes of KV cache that were pulled from other engines.", ["peer", "path"])
+EARLY_BYTES = counter(
     "early_bytes",
     "Those of these bytes that were pulled while the producer computed the rest.",
-    ("peer", "path"),
+    ["peer", "path"],
 )
-COPIES = _counter(
+COPIES = counter(
     "copies",
     "Copies that pulled those bytes; few large copies are faster than many small ones.",
-    ("peer", "path"),
+    ["peer", "path"],
 )
-PULLS = _counter(
-    "pulls", "Loads that succeeded, counted on each rank that took part.", ("peer", "path")
+PULLS = counter(
+    "pulls", "Loads that succeeded, counted on each rank that took part.", ["peer", "path"]
 )
-LOAD_SECONDS = _histogram(
+LOAD_SECONDS = histogram(
     "load_seconds",
     "Time from the start of a load of KV cache to its end, on each rank. An early load starts "
     "with its ticket.",
 )
-STAGE_SECONDS = _histogram(
+STAGE_SECONDS = histogram(
     "stage_seconds",
     "Time of each stage of a load, on each rank; a handshake counts once, not per load.",
-    ("stage",),
+    ["stage"],
+    Stage,
 )
-PEER_SECONDS = _counter(
+PEER_SECONDS = counter(
     "peer_seconds",
     "Total time of each stage of loads, by producer: shows which producer is slow, and where.",
-    ("peer", "stage"),
+    ["peer", "stage"],
 )
-FAILURES = _counter(
+FAILURES = counter(
     "load_failures",
     "Loads that failed, counted on each rank that took part, by stage and cause.",
-    ("peer", "stage", "cause"),
+    ["peer", "stage", "cause"],
 )
-STALE = _counter(
+STALE = counter(
     "stale_reads",
     "Reads that the fence refused: the producer did not hold the pages any more.",
-    ("peer",),
+    ["peer"],
 )
-REFUSED = _counter(
-    "refused_tickets", "Tickets that were refused before anything was read, by reason.", ("reason",)
+REFUSED = counter(
+    "refused_tickets",
+    "Tickets that were refused before anything was read, by reason.",
+    ["reason"],
+    TicketReason,
 )
-LOST_PEERS = _counter(
+LOST_PEERS = counter(
     "lost_peers",
     "Connected producers that a rank gave up because they died, restarted or failed.",
-    ("peer",),
+    ["peer"],
 )
-UNTOLD = _counter(
+UNTOLD = counter(
     "untold_releases",
     "Messages that end holds and could not be sent; the lease ends those holds.",
-    ("peer",),
+    ["peer"],
 )
-PEERS_UP = _gauge("peers_up", "Producers that a rank is connected to.", ("rank",))
-PEERS_DOWN = _gauge(
+PEERS_UP = gauge("peers_up", "Producers that a rank is connected to.", ["rank"])
+PEERS_DOWN = gauge(
     "peers_down",
     "Producers that a rank could not reach, or lost, at its last contact with them.",
-    ("rank",),
+    ["rank"],
 )
-QUARANTINED = _gauge(
+QUARANTINED = gauge(
     "quarantined_pages",
     "Pages of failed loads that a connection may still write, so that they are not released.",
-    ("rank",),
+    ["rank"],
 )
-LATE = _counter(
+LATE = counter(
     "done_after_expiry",
     'Messages "done" about holds whose lease was over; the fence refused those reads.',
 )
-IGNORED = _counter(
+IGNORED = counter(
     "ignored_releases", "Other messages that end holds, for holds that had ended or never existed."
 )
-COPY_SECONDS = _histogram(
+COPY_SECONDS = histogram(
     "copy_seconds",
     "Time of each request's copy between the device and host pages, where the cache is staged "
     "(kv_buffer_device cpu).",
-    ("direction",),
+    ["direction"],
 )
 
 FIGURES = tuple(each for each in vars().values() if isinstance(each, Metric))
 """All metrics of an endpoint: those above."""
 
-HOST_PAGES = _gauge(
+HOST_PAGES = gauge(
     "host_pages",
     "Host pages that each rank has for staging, by use: for holds, or for loads.",
-    ("use",),
+    ["use"],
 )
-HOST_PAGES_USED = _gauge(
-    "host_pages_used", "Those of the host pages that requests have reserved or use.", ("use",)
+HOST_PAGES_USED = gauge(
+    "host_pages_used", "Those of the host pages that requests have reserved or use.", ["use"]
 )
-HOST_PAGE_WAITS = _histogram(
+HOST_PAGE_WAITS = histogram(
     "host_page_wait_seconds",
     "Time that requests waited for host pages, by use, and whether they got them.",
-    ("use", "outcome"),
+    ["use", "outcome"],
 )
 
 HOST_FIGURES = (HOST_PAGES, HOST_PAGES_USED, HOST_PAGE_WAITS)

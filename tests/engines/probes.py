@@ -128,8 +128,8 @@ def refusal(engine: Any, arguments: dict[str, Any]) -> str:
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    from kvferry.integrations.vllm.checks import check_engine
     from kvferry.integrations.vllm.config import ConfigError
-    from kvferry.integrations.vllm.support import check_engine
 
     transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")
     try:

@@ -1,4 +1,4 @@
-"""Which files a worker of vLLM loaded LoRA adapters from.
+"""What a worker of vLLM loaded LoRA adapters from, as hashes of the files.
 
 vLLM has no hook for this: it loads an adapter when an operator asks for it
 (``/v1/load_lora_adapter``), or in the step that first runs a request with the adapter, and again
@@ -9,66 +9,50 @@ reads the files. ADR 17 says why files alone do not tell what the engine compute
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvferry.core.lru_cache import LRUCache
 from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.adapter_files import AdapterError, AdapterVersion, settled_version
+from kvferry.integrations.vllm.adapter_files import (
+    AdapterContents,
+    AdapterError,
+    AdapterVersion,
+)
 from kvferry.integrations.vllm.config import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import VllmConfig
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    LoadAdapter = Callable[[WorkerLoRAManager, LoRARequest], LoRAModel]
-
 METHOD = "_load_adapter"
 """The method of vLLM's ``WorkerLoRAManager`` that reads an adapter's files, each time it does."""
 
-MAX_ADAPTERS = 1024
-"""For how many adapters a worker remembers the last load.
-
-Fewer than the scheduler half remembers, so that a load that the scheduler half has forgotten is
-reported again.
-"""
+UNKNOWN = b""
+"""The content of files that could not be hashed, or changed while vLLM read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLoad:
-    """A load of an adapter from files, on one rank.
-
-    Attributes:
-        rank: The rank.
-        adapter: The number under which vLLM keeps the adapter (``lora_int_id``).
-        name: The adapter's name.
-        path: The adapter's folder.
-        version: The version of the files that were read; ``None`` if it is not known, because the
-            files changed meanwhile.
-    """
+    """A load of an adapter from files, on one rank."""
 
     rank: int
-    adapter: int
+    adapter: int  # the number under which vLLM keeps it (``lora_int_id``)
     name: str
-    path: str
-    version: AdapterVersion | None
+    path: str  # the folder
+    version: AdapterVersion = ()  # of the files that were read; empty if the content is unknown
+    content: bytes = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReport:
-    """What ranks report about their adapters in a step.
+    """What ranks report about their adapters in a step."""
 
-    Attributes:
-        loads: The loads since the ranks' last reports, in order for each rank. A load that repeats
-            the last one of its adapter is left out, if the rank remembers that one.
-        step: The number of the step if the scheduler half asked for a report, otherwise 0.
-    """
-
-    loads: tuple[AdapterLoad, ...] = ()
-    step: int = 0
+    loads: tuple[AdapterLoad, ...] = ()  # since the last reports, in order for each rank
+    step: int = 0  # the step's number, if the scheduler half asked for a report
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.step)
@@ -79,42 +63,18 @@ class AdapterReport:
 
 
 class LoadLog:
-    """Collect the loads of adapters on this rank, for the report of the next step.
+    """Collect the loads of adapters on this rank, for the report of the next step."""
 
-    Args:
-        rank: The rank of this worker.
-    """
-
-    def __init__(self, rank: int = 0) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._loads: list[AdapterLoad] = []
-        self._last = LRUCache[AdapterLoad](MAX_ADAPTERS)
         self._asked = 0
 
-    def loaded(self, lora: LoRARequest, version: AdapterVersion | None) -> None:
-        """Record that vLLM loaded an adapter.
-
-        Args:
-            lora: vLLM's ``LoRARequest``.
-            version: The version of the files that were read; ``None`` if it is not known.
-        """
-        load = AdapterLoad(
-            rank=self._rank,
-            adapter=lora.lora_int_id,
-            name=lora.lora_name,
-            path=lora.lora_path,
-            version=version,
-        )
-        if self._last.get(load.adapter) != load:
-            self._last.put(load.adapter, load)
-            self._loads.append(load)
+    def add(self, load: AdapterLoad) -> None:
+        """Record that vLLM loaded an adapter."""
+        self._loads.append(load)
 
     def ask(self, step: int) -> None:
-        """Let the next report be an answer to the scheduler half, even if there is no load.
-
-        Args:
-            step: The number of the step; 0 if no answer is asked for.
-        """
+        """Let the next report be the answer of a step, even without a load, unless that is 0."""
         self._asked = step
 
     def take(self) -> AdapterReport:
@@ -128,15 +88,13 @@ class LoadLog:
 def observe_loads(vllm_config: VllmConfig) -> LoadLog:
     """Return a log to which every later load of an adapter by this worker is added.
 
-    Args:
-        vllm_config: The worker's configuration, with LoRA.
-
     Raises:
         ConfigError: This vLLM loads adapters in another way.
     """
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    log = LoadLog(vllm_config.parallel_config.rank)
+    log, contents, rank = LoadLog(), AdapterContents(), vllm_config.parallel_config.rank
+    original: Callable[[WorkerLoRAManager, LoRARequest], LoRAModel] | None
     original = getattr(WorkerLoRAManager, METHOD, None)
     if original is None:
         raise ConfigError(
@@ -144,35 +102,31 @@ def observe_loads(vllm_config: VllmConfig) -> LoadLog:
             "files adapters were loaded from: start without enable_lora, or with vLLM "
             f"{versions.window()}"
         )
-    # Several engines may live in one process; each has a lora_config of its own.
-    setattr(WorkerLoRAManager, METHOD, _observed(original, vllm_config.lora_config, log))
-    return log
-
-
-def _observed(original: LoadAdapter, config: object, log: LoadLog) -> LoadAdapter:
-    """Return a method that does what vLLM's does, and adds each load to a log.
-
-    Args:
-        original: vLLM's method.
-        config: The ``lora_config`` of the engine whose loads are recorded.
-        log: The log.
-    """
 
     @functools.wraps(original)
     def load_adapter(manager: WorkerLoRAManager, lora: LoRARequest) -> LoRAModel:
-        if manager.lora_config is not config:
+        # Several engines may live in one process; each has a lora_config of its own.
+        if manager.lora_config is not vllm_config.lora_config:
             return original(manager, lora)
-        before = _version(lora.lora_path)
+        load = AdapterLoad(
+            rank=rank, adapter=lora.lora_int_id, name=lora.lora_name, path=lora.lora_path
+        )
+        before = _read(contents, lora.lora_path)
         loaded = original(manager, lora)
-        log.loaded(lora, before if before == _version(lora.lora_path) else None)
+        # vLLM reads the files after they were hashed. If they are of the same version before and
+        # after it, it has read what was hashed.
+        if before is not None and before == _read(contents, lora.lora_path):
+            load = replace(load, version=before[0], content=before[1])
+        log.add(load)
         return loaded
 
-    return load_adapter
+    setattr(WorkerLoRAManager, METHOD, load_adapter)
+    return log
 
 
-def _version(path: str) -> AdapterVersion | None:
-    """Return the settled version of an adapter's files, or ``None`` if there is none."""
+def _read(contents: AdapterContents, path: str) -> tuple[AdapterVersion, bytes] | None:
+    """Return the version and content of an adapter's files; ``None`` if they are not known."""
     try:
-        return settled_version(path)
+        return contents.read(path)
     except AdapterError:
         return None

@@ -9,20 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.lru_cache import LRUCache
-from kvferry.integrations.vllm.adapter_files import (
-    AdapterError,
-    AdapterHashes,
-    AdapterVersion,
-    adapter_version,
-)
-from kvferry.integrations.vllm.adapter_loads import AdapterLoad, AdapterReport
+from kvferry.integrations.vllm.adapter_files import AdapterContents, AdapterError
+from kvferry.integrations.vllm.adapter_loads import UNKNOWN, AdapterLoad, AdapterReport
 
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig
@@ -40,19 +36,9 @@ PACKED_EXPERTS = b"3d"
 MAX_ADAPTERS = 4096
 """How many adapters' loads and weights are remembered, about 1 kB per adapter and rank."""
 
-MAX_WEIGHTS = 16
-"""How many weights of one name and path are told apart."""
-
 
 def lora_settings(config: LoRAConfig | None) -> bytes:
-    """Return the settings of an engine that decide how its adapters are applied, as JSON.
-
-    Args:
-        config: vLLM's configuration of LoRA, ``None`` without LoRA.
-
-    Returns:
-        Empty if the settings have vLLM's defaults.
-    """
+    """Return the settings that decide how an engine applies adapters, as JSON; empty by default."""
     modules = getattr(config, "target_modules", None)  # older versions of vLLM lack it
     shared = getattr(config, "enable_moe_shared_loras", False)
     if modules is None and not shared:
@@ -61,42 +47,19 @@ def lora_settings(config: LoRAConfig | None) -> bytes:
     return json.dumps({"enable_moe_shared_loras": shared, "target_modules": names}).encode()
 
 
-class _Files(NamedTuple):
-    """Weights whose hash is not known.
-
-    Attributes:
-        path: The folder that they were loaded from.
-        version: The version of the files; ``None`` if the version is not known either.
-    """
-
-    path: str
-    version: AdapterVersion | None
-
-
-_Weights = bytes | _Files
-"""What vLLM loaded or computed with: the hash once it is known, until then the files."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Follower:
-    """A request with an adapter.
-
-    Attributes:
-        lora: vLLM's description of the adapter.
-        step: The first step that was built after the request came. When the workers have answered
-            this step, they have reported every load before the request came.
-        deadline: When the request stops waiting.
-        waiting: Whether the request still waits.
-        problem: Why the content counts as unknown from now on.
-        content: The content that a ticket was made or accepted for.
-    """
+    """A request with an adapter."""
 
     lora: LoRARequest
+    # The first step that was built after the request came. When the workers have answered it, they
+    # have reported every load before the request came.
     step: int
-    deadline: float
+    deadline: float  # when the request stops waiting
     waiting: bool = True
-    problem: str | None = None
-    content: bytes | None = None
+    problem: str | None = None  # why the content counts as unknown
+    loads: set[bytes] = field(default_factory=set)  # what the request may be computed with
+    content: bytes | None = None  # what a ticket was made or accepted for
 
 
 class Adapters:
@@ -106,7 +69,6 @@ class Adapters:
         prefix_caching: Whether the engine keeps blocks for later prompts. vLLM keeps them by the
             adapter's name and path, whatever the content.
         settings: The engine's settings for LoRA (``lora_settings``), appended to every content.
-        hashes: Hashes files; by default, on a thread of its own.
         clock: Returns the time in seconds.
     """
 
@@ -115,62 +77,53 @@ class Adapters:
         *,
         prefix_caching: bool,
         settings: bytes = b"",
-        hashes: AdapterHashes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._prefix_caching = prefix_caching
         self._settings = settings
-        self._hashes = hashes or AdapterHashes()
         self._clock = clock
+        self._contents = AdapterContents()
+        self._hashing = LRUCache[Future[object]](MAX_ADAPTERS)  # the last attempt, by path
+        self._thread = ThreadPoolExecutor(1, "kvferry-adapters")
         self._followers: dict[str, _Follower] = {}
         # Requests that have ended, until the workers' report of their last step.
         self._ended: dict[str, _Follower] = {}
-        # The last load of each adapter, by vLLM's number of the adapter and by rank. The least
-        # recently used adapter is first.
-        self._loaded: OrderedDict[int, dict[int, _Weights]] = OrderedDict()
-        # The highest number of an adapter whose loads were forgotten.
-        self._forgotten = 0
-        # All weights that vLLM may have computed cached blocks with, by its key for blocks.
-        self._used = LRUCache[set[_Weights]](MAX_ADAPTERS)
+        # The content of each adapter's last load, by vLLM's number of the adapter and by rank.
+        self._loaded = LRUCache[dict[int, bytes]](MAX_ADAPTERS)
+        self._newest = 0  # the highest number of an adapter that was loaded
+        # The content that vLLM may have computed cached blocks with, by its key for blocks;
+        # ``UNKNOWN`` if there were several.
+        self._used = LRUCache[bytes](MAX_ADAPTERS)
         self._step = 0
         self._answered = 0
 
     def follow(self, request: Request) -> None:
-        """Begin to find out the content of a request's adapter.
-
-        Args:
-            request: vLLM's request; ignored if it has no adapter.
-        """
+        """Begin to find out the content of a request's adapter, if it has one."""
         lora = request.lora_request
         if lora is None or request.request_id in self._followers:
             return
         self._followers[request.request_id] = _Follower(
             lora=lora, step=self._step + 1, deadline=self._clock() + WAIT_SECONDS
         )
-        if lora.lora_int_id in self._loaded:
-            self._loaded.move_to_end(lora.lora_int_id)
-        try:
-            version = adapter_version(lora.lora_path)
-        except AdapterError:
-            return  # ``content`` says so
-        if self._hashes.known(lora.lora_path, version) is None:
-            self._hashes.start(lora.lora_path)
+        self._loaded.get(lora.lora_int_id)  # so that it is not forgotten
+        path = lora.lora_path
+        with suppress(AdapterError):  # ``content`` says so
+            if self._contents.known(path) is None and not self._is_hashing(path):
+                self._hashing.put(path, self._thread.submit(self._contents.read, path))
 
     def waits(self, request: Request) -> bool:
-        """Return whether a request must wait until the content of its adapter is known.
-
-        Args:
-            request: vLLM's request.
-        """
+        """Return whether a request must wait until the content of its adapter is known."""
         follower = self._followers.get(request.request_id)
         if follower is None or not follower.waiting:
             return False
-        hashing = self._hashes.in_progress(follower.lora.lora_path)
+        hashing = self._is_hashing(follower.lora.lora_path)
         follower.waiting = hashing or not self._knows_loads(follower)
         if follower.waiting and self._clock() >= follower.deadline:
             missing = "its files were not hashed" if hashing else "the workers did not report it"
             follower.problem = f"{missing} within {WAIT_SECONDS:.0f} s"
             follower.waiting = False
+        if not follower.waiting:
+            self._computes_with(follower, self._last_loads(follower.lora))
         return follower.waiting
 
     def content(self, request: Request) -> bytes | None:
@@ -197,154 +150,115 @@ class Adapters:
         except AdapterError as exc:
             raise AdapterError(f"adapter {lora.lora_name[:64]!r}: {exc}") from exc
         follower.content = content
-        self._used_weights(_cache_key(lora), content)
+        self._use(_cache_key(lora), [content])
         packed = PACKED_EXPERTS if getattr(lora, "is_3d_lora_weight", False) else b""
         return content + packed + self._settings
 
     def end(self, request_id: str) -> None:
-        """Follow a request no longer, once the workers have reported its last step.
-
-        Args:
-            request_id: vLLM's id of the request.
-        """
+        """Follow a request no longer, once the workers have reported its last step."""
         follower = self._followers.pop(request_id, None)
         if follower is not None and follower.content is not None:
             self._ended[request_id] = follower
 
     def next_step(self) -> int:
-        """Count a step that is built now.
-
-        Returns:
-            The number of the step if the workers must answer it, otherwise 0.
-        """
+        """Count a step that is built now; return its number if workers must answer it, else 0."""
         if not any(follower.waiting for follower in self._followers.values()):
             return 0
         self._step += 1
         return self._step
 
     def reported(self, report: AdapterReport) -> list[str]:
-        """Process what the workers report of a step.
-
-        Args:
-            report: The merged reports of all ranks; an empty report if there is none.
+        """Process what all ranks report of a step.
 
         Returns:
             The ids of the requests that have just ended and whose ticket must not be used, because
             the engine loaded other files while it computed them.
         """
         for load in report.loads:
-            ranks = self._loaded.setdefault(load.adapter, {})
-            ranks[load.rank] = _Files(load.path, load.version)
-            self._loaded.move_to_end(load.adapter)
-            self._used_weights((load.name, load.path), ranks[load.rank])
-        while len(self._loaded) > MAX_ADAPTERS:
-            oldest, _ = self._loaded.popitem(last=False)
-            self._forgotten = max(self._forgotten, oldest)
+            ranks = self._loaded.get(load.adapter) or {}
+            self._loaded.put(load.adapter, ranks | {load.rank: load.content})
+            self._newest = max(self._newest, load.adapter)
+            self._use((load.name, load.path), [load.content])
+            if load.content != UNKNOWN:
+                self._contents.learn(load.path, load.version, load.content)
         self._answered = max(self._answered, report.step)
         ended, self._ended = self._ended, {}
-        self._check_followers(self._followers.items(), report.loads)
-        return self._check_followers(ended.items(), report.loads)
+        self._check_followers(self._followers, report.loads)
+        return self._check_followers(ended, report.loads)
 
     def close(self) -> None:
-        """End the thread that hashes. Calling it again has no effect."""
-        self._hashes.close()
+        """End the thread that hashes, after the adapter that it hashes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _is_hashing(self, path: str) -> bool:
+        hashing = self._hashing.get(path)
+        return hashing is not None and not hashing.done()
+
+    def _last_loads(self, lora: LoRARequest) -> set[bytes]:
+        """Return the contents that the ranks loaded last under an adapter's number."""
+        return set((self._loaded.get(lora.lora_int_id) or {}).values())
 
     def _knows_loads(self, follower: _Follower) -> bool:
-        """Return whether the workers have reported all loads before a request came.
-
-        They need not be asked if the last load that they reported is of the current files.
-        """
+        """Return whether the workers have reported all loads before a request came."""
         if self._answered >= follower.step:
             return True
-        if follower.lora.lora_int_id not in self._loaded:
-            return False
-        try:
-            content = self._current(follower.lora)
+        loads = self._last_loads(follower.lora)
+        try:  # workers need not be asked if they have loaded the current files
+            return bool(loads) and loads == {self._current(follower.lora.lora_path)}
         except AdapterError:
             return True  # no report can change that
-        return self._difference(follower.lora, content) is None
 
     def _verified(self, follower: _Follower) -> bytes:
-        """Return the hash of a request's adapter, if the engine computes with these files.
-
-        Raises:
-            AdapterError: The content is not known, or is not what the engine computes with.
-        """
+        """Return the content of a request's adapter, if the engine computes with it."""
         if follower.problem is not None:
             raise AdapterError(follower.problem)
-        content = self._current(follower.lora)
-        number = follower.lora.lora_int_id
-        if number not in self._loaded and number <= self._forgotten:
+        lora, path = follower.lora, follower.lora.lora_path
+        content, loads = self._current(path), self._last_loads(lora)
+        # vLLM's numbers ascend, so a higher one was never loaded.
+        may_be_forgotten = len(self._loaded) == MAX_ADAPTERS and lora.lora_int_id <= self._newest
+        if may_be_forgotten and not loads:
             raise AdapterError(
                 f"more than {MAX_ADAPTERS} adapters were loaded, and the connector may have "
                 "forgotten the load of this one: unload the adapter, and load it again"
             )
-        if (difference := self._difference(follower.lora, content)) is not None:
-            self._used_unknown(follower.lora)
-            raise AdapterError(difference)
-        return content
-
-    def _current(self, lora: LoRARequest) -> bytes:
-        """Return the hash of the files as they are now.
-
-        Raises:
-            AdapterError: The files are gone, or changed since they were hashed.
-        """
-        content = self._hashes.known(lora.lora_path, adapter_version(lora.lora_path))
-        if content is None:
-            failure = self._hashes.failure(lora.lora_path)
+        if loads - {content}:
             raise AdapterError(
-                failure
-                or f"its files in {lora.lora_path[:200]!r} changed after they were hashed: load "
-                "changed weights from a new path"
-            )
-        return content
-
-    def _difference(self, lora: LoRARequest, content: bytes) -> str | None:
-        """Return how the engine's loads differ from a content; ``None`` if they do not.
-
-        Args:
-            lora: The adapter.
-            content: The hash of the adapter's files.
-        """
-        loads = self._loaded.get(lora.lora_int_id, {})
-        for rank, weights in loads.items():
-            loads[rank] = self._hashed(weights)
-        if any(weights != content for weights in loads.values()):
-            return (
-                f"its files in {lora.lora_path[:200]!r} are not those that the engine loaded: load "
+                f"its files in {path[:200]!r} are not those that the engine loaded: load "
                 "the adapter again, under a new path"
             )
-        if self._prefix_caching and self._used_weights(_cache_key(lora)) - {content}:
-            return (
-                f"the engine used other weights for {lora.lora_path[:200]!r} before, and vLLM "
+        if follower.loads - {content}:
+            raise AdapterError("the engine loaded other files for it while it computed")
+        if self._prefix_caching and self._used.get(_cache_key(lora)) not in (None, content):
+            raise AdapterError(
+                f"the engine used other weights for {path[:200]!r} before, and vLLM "
                 "keeps blocks of those in its prefix cache: load changed weights from a new path"
             )
-        return None
+        return content
+
+    def _current(self, path: str) -> bytes:
+        """Return the content of an adapter's files as they are now."""
+        content = self._contents.known(path)
+        if content is not None:
+            return content
+        hashing = self._hashing.get(path)
+        if hashing is not None and hashing.done() and (failure := hashing.exception()) is not None:
+            raise AdapterError(str(failure)) from failure
+        raise AdapterError(
+            f"its files in {path[:200]!r} changed after they were hashed: load changed weights "
+            "from a new path"
+        )
 
     def _check_followers(
-        self, followers: Iterable[tuple[str, _Follower]], loads: Iterable[AdapterLoad]
+        self, followers: dict[str, _Follower], loads: Sequence[AdapterLoad]
     ) -> list[str]:
-        """Find the requests whose adapter was loaded from other files after they were computed.
-
-        Args:
-            followers: The requests, by id.
-            loads: The new loads.
-
-        Returns:
-            The ids of those requests that have a ticket, or whose ticket was accepted.
-        """
+        """Note new loads; return the ids of requests whose ticket is for other content."""
         wrong = []
-        for request_id, follower in followers:
-            if follower.waiting or not (mine := _loads_of(follower, loads)):
+        for request_id, follower in followers.items():
+            mine = {load.content for load in loads if load.adapter == follower.lora.lora_int_id}
+            if follower.waiting or not mine:
                 continue
-            if follower.content is None:
-                follower.problem = self._reload_problem(follower, mine)
-                if follower.problem is not None:
-                    self._used_unknown(follower.lora)
-            elif self._contents(mine) != {follower.content}:
-                follower.problem = "the engine loaded other files for it while it computed"
-                self._used_unknown(follower.lora)
+            self._computes_with(follower, mine)
+            if follower.content is not None and mine != {follower.content}:
                 wrong.append(request_id)
                 logger.warning(
                     "request %s: adapter %s was loaded with other weights than its ticket is for "
@@ -354,56 +268,16 @@ class Adapters:
                 )
         return wrong
 
-    def _used_unknown(self, lora: LoRARequest) -> None:
-        """Record that blocks in vLLM's prefix cache may be of other weights than their key says.
+    def _computes_with(self, follower: _Follower, contents: Iterable[bytes]) -> None:
+        """Note contents that a request may be computed with, and so the blocks that vLLM caches."""
+        follower.loads.update(contents)
+        self._use(_cache_key(follower.lora), follower.loads)
 
-        Args:
-            lora: The adapter of a request that was computed with other weights.
-        """
-        self._used_weights(_cache_key(lora), _Files(lora.lora_path, None))
-
-    def _used_weights(self, key: tuple[str, str], *more: _Weights) -> set[_Weights]:
-        """Return the weights that vLLM may have computed cached blocks with.
-
-        Args:
-            key: vLLM's key for blocks (``_cache_key``).
-            more: Weights to add.
-        """
-        used = {self._hashed(each) for each in (*(self._used.get(key) or ()), *more)}
-        if len(used) > MAX_WEIGHTS:
-            used = {_Files(key[1], None)}  # differs from every content, as the whole set does
-        self._used.put(key, used)
-        return used
-
-    def _hashed(self, weights: _Weights) -> _Weights:
-        """Return the hash of weights if it is known, otherwise the weights unchanged."""
-        if isinstance(weights, bytes):
-            return weights
-        return self._hashes.known(weights.path, weights.version) or weights
-
-    def _contents(self, loads: Iterable[AdapterLoad]) -> set[_Weights]:
-        """Return what was loaded, as hashes where they are known."""
-        return {self._hashed(_Files(load.path, load.version)) for load in loads}
-
-    def _reload_problem(self, follower: _Follower, loads: list[AdapterLoad]) -> str | None:
-        """Return why loads during a request leave its pages without a content, if they do.
-
-        Args:
-            follower: The request.
-            loads: The loads of its adapter, reported after the request had stopped waiting.
-        """
-        try:
-            content = self._current(follower.lora)
-        except AdapterError as exc:
-            return str(exc)
-        if self._contents(loads) == {content}:
-            return follower.problem
-        return "the engine loaded other files for it while it computed"
-
-
-def _loads_of(follower: _Follower, loads: Iterable[AdapterLoad]) -> list[AdapterLoad]:
-    """Return the loads of a request's adapter."""
-    return [load for load in loads if load.adapter == follower.lora.lora_int_id]
+    def _use(self, key: tuple[str, str], contents: Iterable[bytes]) -> None:
+        """Note contents that vLLM may have computed cached blocks with, under its key for them."""
+        for content in contents:
+            used = self._used.get(key)
+            self._used.put(key, content if used in (None, content) else UNKNOWN)
 
 
 def _cache_key(lora: LoRARequest) -> tuple[str, str]:

@@ -13,19 +13,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint import EndpointOptions, Identity
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import Access
 from kvferry.core.side_channel import Judgements
-from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm import compat_029, versions
 from kvferry.integrations.vllm.caches.quantization import cache_format
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.rank_position import RankPosition
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 MAX_CHARACTERS = 1000
 """How many characters of a value are published at most.
@@ -37,13 +37,7 @@ Longer values are cut, and end with a digest of the whole value.
 def rank_identity(
     vllm_config: VllmConfig, incarnation: Incarnation, position: RankPosition
 ) -> Identity:
-    """Return the identity that a rank publishes in the handshake.
-
-    Args:
-        vllm_config: The engine's configuration.
-        incarnation: The random number of this start of the engine.
-        position: The rank's position among those of its engine.
-    """
+    """Return the identity that a rank publishes in the handshake."""
     return Identity(
         engine=vllm_config.kv_transfer_config.engine_id,
         incarnation=incarnation,
@@ -57,9 +51,6 @@ def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
     """Return the values, by name, that peers compare with theirs in the handshake.
 
     These are the entries of ``FACTS``, ``JUDGEMENTS`` and ``TOLD`` that apply to this engine.
-
-    Args:
-        vllm_config: The engine's configuration.
     """
     tables = {**FACTS, **JUDGEMENTS, **TOLD}
     values = {name: value_of(vllm_config) for name, value_of in tables.items()}
@@ -67,12 +58,7 @@ def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def endpoint_options(config: Config, access: Access) -> EndpointOptions:
-    """Return the options of a rank's endpoint, and of the ``Directory``.
-
-    Args:
-        config: The connector's settings.
-        access: The engine's keys, and the networks that it may connect to.
-    """
+    """Return the options of a rank's endpoint, and of the ``Directory``."""
     return EndpointOptions(
         handshake_timeout=config.handshake_timeout,
         lease=config.kv_lease_duration,
@@ -86,13 +72,7 @@ def endpoint_options(config: Config, access: Access) -> EndpointOptions:
 
 
 def judgements(config: Config) -> Judgements:
-    """Return in which values (``JUDGEMENTS``) engines may differ if the settings allow it.
-
-    The result also has whether the settings allow it (``enforce_handshake_compat`` is false).
-
-    Args:
-        config: The connector's settings.
-    """
+    """Return in which values engines may differ, if ``enforce_handshake_compat`` is false."""
     return Judgements(
         keys=frozenset(JUDGEMENTS),
         overridden=not config.enforce_handshake_compat,
@@ -132,22 +112,11 @@ def _rotary(config: VllmConfig) -> str:
     model = config.model_config
     parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
     text = json.dumps(parameters, sort_keys=True, default=str)
-    original = _original_length(model, parameters)
+    name = "original_max_position_embeddings"
+    original: int | None = parameters.get(name) or getattr(model.hf_text_config, name, None)
     if "longrope" in text and original is not None:
         return f"{'long' if model.max_model_len > original else 'short'} factors of {text}"
     return text
-
-
-def _original_length(model: ModelConfig, parameters: Mapping[str, Any]) -> int | None:
-    """Return the context length in tokens that LongRoPE extends, or ``None`` if not stated.
-
-    Args:
-        model: vLLM's configuration of the model.
-        parameters: The parameters of the rotary embedding.
-    """
-    name = "original_max_position_embeddings"
-    length: int | None = parameters.get(name) or getattr(model.hf_text_config, name, None)
-    return length
 
 
 def _overrides(config: VllmConfig) -> str | None:
@@ -179,19 +148,13 @@ def _media_settings(config: VllmConfig) -> str | None:
 def _draft_method(config: VllmConfig) -> str | None:
     """Return the method of speculative decoding; ``None`` if there is none with a KV cache."""
     speculative = config.speculative_config
-    if speculative is None or not versions.drafts_with_cache(speculative):
+    if speculative is None or not compat_029.drafts_with_cache(speculative):
         return None
     return str(speculative.method)
 
 
 def _draft(name: str) -> Callable[[VllmConfig], str | None]:
-    """Return a function that returns an attribute of the draft model's configuration, as text.
-
-    The function returns ``None`` if there is no draft model with a KV cache.
-
-    Args:
-        name: The attribute's name.
-    """
+    """Return a function that returns what a draft model with a cache is configured with."""
 
     def value_of(config: VllmConfig) -> str | None:
         if _draft_method(config) is None:

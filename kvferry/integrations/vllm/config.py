@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import itertools
-import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +22,6 @@ from kvferry.integrations.vllm import transfer_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = logging.getLogger(__name__)
 
 HIGHEST_PORT = 65535
 DEFAULT_DRIVER = "loopback"
@@ -164,17 +163,47 @@ TRANSFER_KEYS = (*transfer_config.KEYS, *transfer_config.OLD_KEYS)
 """The keys beside ``kv_connector_extra_config``, with those of earlier versions of vLLM."""
 
 
-def problems(extra: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with ``kv_connector_extra_config``, each with the remedy.
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of ``kv_connector_extra_config``, with a description of each key."""
+    _, definitions = msgspec.json.schema_components([Config])
+    made: dict[str, Any] = definitions["Config"]
+    described = attributes(inspect.getdoc(Config) or "")
+    for name, setting in made["properties"].items():
+        setting["description"] = described[name].replace("``", "`")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **made,
+        "title": "kv_connector_extra_config of KVFerryConnector",
+        "description": "The settings of one engine.",
+        "additionalProperties": False,
+    }
+
+
+def attributes(docstring: str) -> dict[str, str]:
+    """Return the descriptions in the ``Attributes`` section of a docstring, each on one line.
 
     Args:
-        extra: The keys and values that the user set.
+        docstring: A docstring in Google's style, without indentation.
+    """
+    _, _, section = docstring.partition("\nAttributes:\n")
+    section, *_ = re.split(r"^(?=\S)", section, maxsplit=1, flags=re.MULTILINE)
+    entries = re.split(r"^ {4}(\w+)(?: \([^)]*\))?:", section, flags=re.MULTILINE)[1:]
+    names, texts = entries[::2], entries[1::2]
+    return {name: " ".join(text.split()) for name, text in zip(names, texts, strict=True)}
+
+
+def problems(extra: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with ``kv_connector_extra_config``, each with the remedy.
 
     Returns:
         A text for each key that is unknown or belongs elsewhere, and for each value that has the
         wrong type or is out of range; empty if there are none.
     """
-    misplaced = [_misplaced_key(key) for key in extra if key in TRANSFER_KEYS]
+    misplaced = [
+        f"{key!r} belongs beside kv_connector, not into kv_connector_extra_config: move it"
+        for key in extra
+        if key in TRANSFER_KEYS
+    ]
     unknown = [_unknown_key(key) for key in extra if key not in (*KEYS, *TRANSFER_KEYS)]
     if unknown:
         unknown[-1] += f" The keys are {', '.join(KEYS)}"
@@ -183,11 +212,7 @@ def problems(extra: Mapping[str, Any]) -> list[str]:
 
 
 def acceptable(extra: Mapping[str, Any]) -> Config:
-    """Return the settings without those that ``problems`` refuses, so that the others are checked.
-
-    Args:
-        extra: The keys and values that the user set.
-    """
+    """Return the settings but for those that ``problems`` refuses, so that others are checked."""
     return msgspec.convert(
         {key: value for key, value in extra.items() if not problems({key: value})}, Config
     )
@@ -198,11 +223,7 @@ def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
 
     Args:
         extra: The keys and values that the user set.
-        data_parallel_index: The engine's data-parallel index, which is added to
-            ``side_channel_port`` unless that port is 0.
-
-    Returns:
-        The settings, with the side-channel port that this engine uses.
+        data_parallel_index: As for ``with_index``.
 
     Raises:
         ConfigError: A key is unknown, or a value has the wrong type or is out of range.
@@ -215,10 +236,6 @@ def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
 
 def with_index(config: Config, data_parallel_index: int) -> Config:
     """Return settings with the port of an engine: its data-parallel index added, unless it is 0.
-
-    Args:
-        config: The settings, with the port as configured.
-        data_parallel_index: The engine's data-parallel index.
 
     Raises:
         ConfigError: The sum is no port.
@@ -237,9 +254,6 @@ def with_index(config: Config, data_parallel_index: int) -> Config:
 def engine_config(vllm_config: VllmConfig) -> Config:
     """Return the validated settings of an engine.
 
-    Args:
-        vllm_config: The engine's configuration.
-
     Raises:
         ConfigError: A setting is refused; see ``parse``.
     """
@@ -250,12 +264,7 @@ def engine_config(vllm_config: VllmConfig) -> Config:
 
 
 def risks(config: Config, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yield a warning if environment variables are ignored, and one for each unsafe setting.
-
-    Args:
-        config: The settings.
-        environment: The environment variables.
-    """
+    """Yield a warning if environment variables are ignored, and one for each unsafe setting."""
     ignored = [
         f"{name} (set {NIXL_ENVIRONMENT.get(name, 'driver_options')} instead)"
         for name in sorted(environment)
@@ -268,17 +277,6 @@ def risks(config: Config, environment: Mapping[str, str] = os.environ) -> Iterat
             "verify_prompt is false: a ticket that was made for another prompt is accepted, and "
             "its pages enter the prefix cache under this one; for tests only"
         )
-
-
-def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
-    """Log ``risks``, if there are any; the arguments are the same."""
-    for risk in risks(config, environment):
-        logger.warning("%s", risk)
-
-
-def _misplaced_key(key: str) -> str:
-    """Return why a key of ``--kv-transfer-config`` in ``kv_connector_extra_config`` is refused."""
-    return f"{key!r} belongs beside kv_connector, not into kv_connector_extra_config: move it"
 
 
 def _unknown_key(key: str) -> str:

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.core.errors import KVFerryError
-from kvferry.integrations.vllm import config, support, versions
+from kvferry.integrations.vllm import checks, compat_029, config, versions
 from kvferry.integrations.vllm.adapter_loads import LoadLog, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats, LoggedStats
@@ -72,7 +72,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: FerryScheduler | None = None
         self._worker: FerryWorker | UnreadRankWorker | None = None
         self._adapter_loads: LoadLog | None = None
-        self._failed_blocks = versions.FailedBlocks()
+        self._failed_blocks = compat_029.FailedBlocks()
         self._has_siblings = False
         share_log_handlers()
         settings = config.engine_config(vllm_config)
@@ -80,15 +80,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             versions.warn_outside_window()
             self._scheduler = FerryScheduler(vllm_config, kv_cache_config)
         else:
-            config.warn(settings)
-            support.check_engine(vllm_config)
+            checks.check_engine(vllm_config)
             # MultiConnector builds its children with a configuration of their own.
             engine = get_current_vllm_config_or_none() or vllm_config
             own = vllm_config.kv_transfer_config
             outer = engine.kv_transfer_config or own
-            support.check_siblings(own, outer)
-            self._has_siblings = support.has_siblings(outer)
-            support.warn_of_late_turns(settings, outer)
+            checks.check_siblings(own, outer)
+            self._has_siblings = checks.has_siblings(outer)
+            checks.warn_of_risks(settings, outer)
             if vllm_config.lora_config is not None:
                 self._adapter_loads = observe_loads(vllm_config)
 
@@ -106,7 +105,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Return ``False``: a sleeping engine would free memory that other engines may still read.
 
         vLLM asks from 0.33 on, and takes connectors without this method for ones that support sleep
-        mode. Earlier versions are refused by ``support.check_engine``.
+        mode. Earlier versions are refused by ``checks.check_engine``.
 
         Args:
             kv_transfer_config: The connector's configuration.
@@ -344,7 +343,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             finished_req_ids: The requests that vLLM finished in this step; ignored.
         """
         if self._worker is None:
-            return versions.transfer_results(sent=set(), received=set(), failed=set())
+            return compat_029.transfer_results(sent=set(), received=set(), failed=set())
         results = self._worker.results()
         self._failed_blocks.ended(results.finished_recving, results.failed_recving)
         return results

@@ -21,9 +21,6 @@ def thread_setup(device: torch.device) -> EnterThread:
     A new thread is on device 0, and without a context of CUDA. Its first call would make a context
     on device 0, which takes some 500 MB there; and UCX does without NVLink if it connects in a
     thread without a context.
-
-    Args:
-        device: the device of the caches, with its index.
     """
     if device.type == CPU:
         return enter_nothing
@@ -45,11 +42,7 @@ def platform_device() -> torch.device:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether torch has streams and events for a device, so that copies can be awaited.
-
-    Args:
-        device: the device.
-    """
+    """Return whether torch has streams and events for a device, so that copies can be awaited."""
     import torch
 
     try:
@@ -61,9 +54,6 @@ def has_streams(device: torch.device) -> bool:
 
 def check_has_streams(device: torch.device) -> None:
     """Refuse a device of which nobody can tell when it has done the work on a page.
-
-    Args:
-        device: the device of the caches, which peers are to read.
 
     Raises:
         ConfigError: torch has no streams for the device.
@@ -78,9 +68,6 @@ def check_has_streams(device: torch.device) -> None:
 
 def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]:
     """Return a function that marks the work enqueued so far on a device's current stream.
-
-    Args:
-        device: the device of the caches.
 
     Returns:
         A function that marks the work and returns a second function, which tells whether that work
@@ -108,9 +95,6 @@ class HighPriorityStream:
 
     On the calling thread's current stream, which may be the engine's, the work would wait for a
     whole step of the model.
-
-    Args:
-        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,11 +126,7 @@ class HighPriorityStream:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes, without a copy.
-
-    Args:
-        tensor: any tensor; its storage stays alive with the result.
-    """
+    """Return the whole storage of a tensor as bytes, without a copy; it stays alive with them."""
     import torch
 
     storage = tensor.untyped_storage()

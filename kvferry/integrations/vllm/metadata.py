@@ -56,7 +56,7 @@ class RankReport(KVConnectorWorkerMetadata):
         adapters: The LoRA adapters that ranks loaded. Empty unless one was loaded, or
             ``StepMetadata.asks_adapters`` was set for this step.
         failed: The requests whose load failed; empty where vLLM passes them on itself (see
-            ``versions.FailedRequests``).
+            ``compat_029.FailedRequests``).
         loads: The figures of the loads that succeeded in this step, by request. If nothing is
             logged or traced by request, only of those whose pages may lack tokens.
         ended: How holds ended in this step, by request, unless the scheduler half had ordered it.
@@ -134,7 +134,7 @@ class StepMetadata(KVConnectorMetadata):
         follows: Whether requests wait for what the engines that prefill them say, or for the
             content of a LoRA adapter.
         blocks: The blocks of each request whose load starts, or whose ticket was refused; empty
-            where vLLM takes the ids of requests whose load failed (see ``versions.LoadBlocks``).
+            where vLLM takes the ids of requests whose load failed (see ``compat_029.LoadBlocks``).
     """
 
     ranks: tuple[bytes, ...] = ()

@@ -8,136 +8,87 @@ from __future__ import annotations
 import enum
 
 from kvferry.core import metrics as endpoint_metrics
-from kvferry.core.metrics import Metric, MetricKind
+from kvferry.core.metrics import Metric, counter, gauge
 
 
 class NoTicket(enum.StrEnum):
-    """Why a request that another engine was to decode got no ticket."""
+    """Why a request that another engine was to decode got no ticket (docs/metrics.md)."""
 
-    NO_HOLD = "no_hold"
-    """No slot is free, or a request with the same id is still held."""
+    NO_HOLD = "no_hold"  # no slot is free, or a request with the same id is still held
     TOO_LARGE = "too_large"
-    """The request alone has more blocks than may be held."""
     ROLE = "role"
-    """The engine's ``kv_role`` is ``kv_consumer``, so no other engine would read the pages."""
-    WENT_ON = "went_on"
-    """The request generated tokens here: its states and windows are past its prompt."""
-    SCORED = "scored"
-    """The request asked for ``prompt_logprobs``: its states and windows are past the position from
-    which decode continues."""
+    WENT_ON = "went_on"  # it generated tokens: its states and windows are past its prompt
+    SCORED = "scored"  # by ``prompt_logprobs``: its states are past where decode continues
     HOST_PAGES = "host_pages"
-    """The engine stages its cache in host memory, and had too few host pages for too long."""
     CUT_MEDIA = "cut_media"
-    """The prompt ends with an image, and decode must compute a part of that image's tokens."""
     LIST = "list"
-    """The prompt is a further one of a completion request, and vLLM would not answer with its
-    ticket."""
     ADAPTER = "adapter"
-    """The content of the request's LoRA adapter is not known, or not what the engine loaded."""
 
 
 class HoldOutcome(enum.StrEnum):
     """What became of a request that another engine was to decode, and of the hold of its pages.
 
-    The values from ``READ`` to ``REVOKED`` are those of ``HoldEnd``.
+    The values from ``READ`` to ``REVOKED`` are those of ``HoldEnd``; docs/metrics.md explains all.
     """
 
     MADE = "made"
-    """A ticket was made, so that the request's pages are held."""
     READ = "read"
-    """A decode engine has read the pages, or needed none of them."""
     ABANDONED = "abandoned"
-    """A decode engine gave the pages back unused: its load failed, or its client went away."""
     EXPIRED = "expired"
-    """The lease ran out on at least one rank; of a conversation, also ``decoder_kv_blocks_ttl``."""
     EVICTED = "evicted"
-    """The hold was ended because more than ``max_held_fraction`` was held."""
-    RECLAIMED = "reclaimed"
-    """The hold was a conversation's, and was ended because requests waited for blocks."""
+    RECLAIMED = "reclaimed"  # of conversations only
     ORPHANED = "orphaned"
-    """The hold was ended because requests waited for blocks, and no decode engine gave a sign of
-    life."""
     REVOKED = "revoked"
-    """The hold was ended by a reset of the prefix cache, because the engine had loaded another LoRA
-    adapter than the ticket's, or because the pages could not be copied to host pages."""
-    REFUSED = "refused"
-    """No ticket was made; ``NoTicket`` has the reasons."""
+    REFUSED = "refused"  # no ticket was made; ``NoTicket`` has the reasons
 
 
-LOADS = Metric(
-    name="loads",
-    kind=MetricKind.COUNTER,
-    text="Loads of KV cache from another engine that succeeded, each counted once.",
+LOADS = counter("loads", "Loads of KV cache from another engine that succeeded, each counted once.")
+EARLY_LOADS = counter(
+    "early_loads", "Those of the loads that succeeded which began while prefill was computing."
 )
-EARLY_LOADS = Metric(
-    name="early_loads",
-    kind=MetricKind.COUNTER,
-    text="Those of the loads that succeeded which began while prefill was computing.",
+FAILED = counter(
+    "failed_loads", "Loads of KV cache from another engine that failed, each counted once."
 )
-FAILED = Metric(
-    name="failed_loads",
-    kind=MetricKind.COUNTER,
-    text="Loads of KV cache from another engine that failed, each counted once.",
+TOKENS = counter("tokens", "Tokens whose KV cache was pulled from another engine.")
+EDITED_HISTORIES = counter(
+    "edited_histories",
+    "Turns of conversations whose prompt does not begin with all tokens of the ticket.",
 )
-TOKENS = Metric(
-    name="tokens",
-    kind=MetricKind.COUNTER,
-    text="Tokens whose KV cache was pulled from another engine.",
+HOLDS = counter(
+    "holds",
+    "Holds of finished requests' pages that were made, or not, and how each ended.",
+    ["outcome"],
+    [outcome for outcome in HoldOutcome if outcome is not HoldOutcome.RECLAIMED],
 )
-EDITED_HISTORIES = Metric(
-    name="edited_histories",
-    kind=MetricKind.COUNTER,
-    text="Turns of conversations whose prompt does not begin with all tokens of the ticket.",
+CONVERSATION_HOLDS = counter(
+    "conversation_holds",
+    "Holds of answers, for the next turn of their conversations, and how each ended.",
+    ["outcome"],
+    HoldOutcome,
 )
-HOLDS = Metric(
-    name="holds",
-    kind=MetricKind.COUNTER,
-    text="Holds of finished requests' pages that were made, or not, and how each ended.",
-    labels=("driver", "outcome"),
+NO_TICKETS = counter(
+    "tickets_not_made",
+    "Requests that were to be decoded elsewhere and got no ticket, by reason.",
+    ["reason"],
+    NoTicket,
 )
-CONVERSATION_HOLDS = Metric(
-    name="conversation_holds",
-    kind=MetricKind.COUNTER,
-    text="Holds of answers, for the next turn of their conversations, and how each ended.",
-    labels=("driver", "outcome"),
-)
-NO_TICKETS = Metric(
-    name="tickets_not_made",
-    kind=MetricKind.COUNTER,
-    text="Requests that were to be decoded elsewhere and got no ticket, by reason.",
-    labels=("driver", "reason"),
-)
-HELD = Metric(
-    name="held_pages",
-    kind=MetricKind.GAUGE,
-    text="Blocks that are held for other engines, each counted once; host pages, if the cache is "
+HELD = gauge(
+    "held_pages",
+    "Blocks that are held for other engines, each counted once; host pages, if the cache is "
     "staged.",
 )
-
-HELD_FRACTION = Metric(
-    name="held_fraction",
-    kind=MetricKind.GAUGE,
-    text="Blocks held for decode, over those that may be held: max_held_fraction of all, or all "
+HELD_FRACTION = gauge(
+    "held_fraction",
+    "Blocks held for decode, over those that may be held: max_held_fraction of all, or all "
     "host pages.",
 )
-CONVERSATION_PAGES = Metric(
-    name="conversation_pages",
-    kind=MetricKind.GAUGE,
-    text="Blocks held for the next turns of conversations only, which go when others need them.",
+CONVERSATION_PAGES = gauge(
+    "conversation_pages",
+    "Blocks held for the next turns of conversations only, which go when others need them.",
 )
 
 METRICS = (
-    LOADS,
-    EARLY_LOADS,
-    FAILED,
-    TOKENS,
-    EDITED_HISTORIES,
-    HOLDS,
-    CONVERSATION_HOLDS,
-    NO_TICKETS,
-    HELD,
-    HELD_FRACTION,
-    CONVERSATION_PAGES,
+    *(each for each in tuple(vars().values()) if isinstance(each, Metric)),
     *endpoint_metrics.FIGURES,
     *endpoint_metrics.HOST_FIGURES,
 )

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvferry.core.errors import TicketReason
 from kvferry.core.metrics import (
     BYTES,
     EARLY_BYTES,
@@ -37,16 +36,13 @@ from kvferry.core.metrics import (
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.metric_definitions import (
     BY_NAME,
-    CONVERSATION_HOLDS,
     FAILED,
     HELD,
     HOLDS,
     LOADS,
     METRICS,
-    NO_TICKETS,
     TOKENS,
     HoldOutcome,
-    NoTicket,
 )
 
 if TYPE_CHECKING:
@@ -58,18 +54,12 @@ PREFIX = "vllm:kvferry_"
 SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histograms' buckets, in seconds."""
 
-LABEL_VALUES = {
-    STAGE_SECONDS: tuple(Stage),
-    REFUSED: tuple(TicketReason),
-    HOLDS: tuple(outcome for outcome in HoldOutcome if outcome is not HoldOutcome.RECLAIMED),
-    CONVERSATION_HOLDS: tuple(HoldOutcome),
-    NO_TICKETS: tuple(NoTicket),
+KINDS: dict[MetricKind, tuple[str, dict[str, Any], str]] = {
+    MetricKind.COUNTER: ("_counter_cls", {}, "inc"),
+    MetricKind.GAUGE: ("_gauge_cls", {"multiprocess_mode": "mostrecent"}, "set"),
+    MetricKind.HISTOGRAM: ("_histogram_cls", {"buckets": SECONDS_BUCKETS}, "observe"),
 }
-"""All values of the second label, for metrics whose label values are known in advance.
-
-These metrics, and those with the label ``driver`` alone, are exported as 0 from the start: a
-counter that appears only with its first failure hides that failure from Prometheus's ``rate``.
-"""
+"""Of each kind of metric: vLLM's class, further arguments of it, and its method for a value."""
 
 LOGGED_PROBLEMS = {
     FAILED: "failed",
@@ -101,8 +91,8 @@ LOGGED_OUTCOMES = {
 class FerryStats(KVConnectorStats):
     """The metrics counted in an interval; ``data`` is a ``kvferry.core.metrics.Data``.
 
-    The scheduler counts loads and their tokens, because a load succeeds or fails as a whole,
-    however many ranks take part. The ranks count what each of them did.
+    The scheduler counts loads and their tokens, since a load succeeds or fails as a whole. The
+    ranks count what each of them did.
     """
 
     def reset(self) -> None:
@@ -110,14 +100,7 @@ class FerryStats(KVConnectorStats):
         self.data: Data = {}
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        """Add other metrics to these; of a gauge, keep the value in ``other``.
-
-        Args:
-            other: Metrics of another process or a later interval.
-
-        Returns:
-            These metrics.
-        """
+        """Add metrics of another process or a later interval; of a gauge, keep the later value."""
         merge(BY_NAME, self.data, other.data)
         return self
 
@@ -128,12 +111,14 @@ class FerryStats(KVConnectorStats):
             line |= {"loads": int(loads), "tokens": int(self._total(TOKENS))}
         if nbytes := self._total(BYTES):
             line["MB"] = round(nbytes / 1e6, 3)
-            times = self._stage_seconds()
+            # Of each stage, the times of one load are at the same place.
+            times = {stage: values for (_, stage), values in flat(STAGE_SECONDS, self.data)}
             if moving := sum(times.get(Stage.TRANSFER, ())):
                 late = nbytes - self._total(EARLY_BYTES)  # early reads count in no stage
                 line["GB/s"] = round(late / moving / 1e9, 3)
             for name, stages in LOGGED_TIMES.items():
-                if seconds := _sums([times[stage] for stage in stages if stage in times]):
+                each = [times[stage] for stage in stages if stage in times]
+                if seconds := [sum(load) for load in itertools.zip_longest(*each, fillvalue=0.0)]:
                     line[f"{name} ms median"] = round(1e3 * median(seconds), 1)
                     line[f"{name} ms longest"] = round(1e3 * max(seconds), 1)
         holds = {outcome: int(count) for (_, outcome), count in flat(HOLDS, self.data)}
@@ -149,16 +134,10 @@ class FerryStats(KVConnectorStats):
         """Return whether there are no values."""
         return not self.data
 
-    def _stage_seconds(self) -> dict[str, list[float]]:
-        """Return the times of each stage, those of one load at the same place in each list."""
-        return {stage: values for (_, stage), values in flat(STAGE_SECONDS, self.data)}
-
     def _total(self, metric: Metric) -> float:
-        """Return a metric's sum over all labels.
-
-        For ``PEERS_DOWN``, return the maximum instead: several ranks may count the same peer.
-        """
+        """Return a metric's sum over all labels."""
         values = [value for _, value in flat(metric, self.data)]
+        # Several ranks may count the same peer.
         return float(max(values, default=0) if metric is PEERS_DOWN else sum(values))
 
 
@@ -170,11 +149,6 @@ class LoggedStats(FerryStats):
         return not self.reduce()
 
 
-def _sums(stages: list[list[float]]) -> list[float]:
-    """Return the sum of some stages for each load."""
-    return [sum(times) for times in itertools.zip_longest(*stages, fillvalue=0.0)]
-
-
 class FerryPromMetrics(KVConnectorPromMetrics):
     """Export the metrics to Prometheus.
 
@@ -182,7 +156,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         vllm_config: The engines' configuration.
         metric_types: vLLM's classes of counters, gauges and histograms.
         labelnames: The names of vLLM's labels.
-        per_engine_labelvalues: The values of vLLM's labels, by engine index.
+        per_engine_labelvalues: Their values, by engine index.
     """
 
     def __init__(
@@ -199,50 +173,16 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         self._start_at_zero(str(extra.get("driver", Config().driver)))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the metrics that an engine reported.
-
-        Args:
-            transfer_stats_data: The ``data`` of the engine's ``FerryStats``.
-            engine_idx: The engine's index.
-        """
-        for name in transfer_stats_data:
-            if name in BY_NAME:
-                for labels, value in flat(BY_NAME[name], transfer_stats_data):
-                    self._count(BY_NAME[name], labels, value, engine_idx)
-
-    def _count(
-        self,
-        metric: Metric,
-        labels: tuple[str, ...],
-        value: Any,  # noqa: ANN401
-        engine: int,
-    ) -> None:
-        """Add a value to a counter or histogram, or set a gauge to it.
-
-        Args:
-            metric: The metric.
-            labels: The values of the metric's own labels, in the order of ``Metric.labels``.
-            value: A number, or for a histogram the list of observed values.
-            engine: The engine's index.
-        """
-        child = self._child(metric, labels, engine)
-        if metric.kind is MetricKind.HISTOGRAM:
-            for observed in value:
-                child.observe(observed)
-        elif metric.kind is MetricKind.COUNTER:
-            child.inc(value)
-        else:
-            child.set(value)
+        """Add the ``data`` of an engine's ``FerryStats``."""
+        for metric in METRICS:
+            _, _, method = KINDS[metric.kind]
+            for labels, value in flat(metric, transfer_stats_data):
+                change = getattr(self._child(metric, labels, engine_idx), method)
+                for each in value if metric.kind is MetricKind.HISTOGRAM else [value]:
+                    change(each)
 
     def _child(self, metric: Metric, labels: tuple[str, ...], engine: int) -> Any:  # noqa: ANN401
-        """Return the Prometheus metric for given values of a metric's labels.
-
-        Args:
-            metric: The metric.
-            labels: The values of the metric's own labels, in the order of ``Metric.labels``. The
-                label ``peer`` has a limited number of values: further peers share one value.
-            engine: The engine's index, for the values of vLLM's labels.
-        """
+        """Return the Prometheus metric for given values of a metric's labels."""
         bounded = [
             self._peers(value) if label == "peer" else value
             for label, value in zip(metric.labels, labels, strict=True)
@@ -250,30 +190,21 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         return self._metrics[metric].labels(*self.per_engine_labelvalues[engine], *bounded)
 
     def _start_at_zero(self, driver: str) -> None:
-        """Export as 0 the metrics whose label values are known in advance; see ``LABEL_VALUES``.
+        """Export as 0 the metrics whose label values are known in advance.
 
-        Args:
-            driver: The name of the configured driver, the value of the label ``driver``.
+        A counter that appears only with its first failure hides that from Prometheus's ``rate``.
         """
-        driver_only = {(metric, (driver,)) for metric in METRICS if metric.labels == ("driver",)}
-        enumerated = {
-            (metric, (driver, str(value)))
-            for metric, values in LABEL_VALUES.items()
-            for value in values
-        }
-        for metric, labels in driver_only | enumerated:
-            for engine in self.per_engine_labelvalues:
-                self._child(metric, labels, engine)
+        for metric in METRICS:
+            known = [(driver,)] if len(metric.labels) == 1 else []
+            for labels in [*known, *((driver, value) for value in metric.values)]:
+                for engine in self.per_engine_labelvalues:
+                    self._child(metric, labels, engine)
 
     def _make(self, metric: Metric) -> Any:  # noqa: ANN401
         """Return Prometheus's counter, gauge or histogram for a metric."""
-        types: dict[MetricKind, tuple[Any, dict[str, Any]]] = {
-            MetricKind.COUNTER: (self._counter_cls, {}),
-            MetricKind.GAUGE: (self._gauge_cls, {"multiprocess_mode": "mostrecent"}),
-            MetricKind.HISTOGRAM: (self._histogram_cls, {"buckets": SECONDS_BUCKETS}),
-        }
-        kind, options = types[metric.kind]
-        return kind(
+        kind, options, _ = KINDS[metric.kind]
+        make: Any = getattr(self, kind)
+        return make(
             name=PREFIX + metric.name,
             documentation=metric.text,
             labelnames=[*self._labelnames, *metric.labels],

@@ -38,11 +38,7 @@ class RankPosition:
 
 
 def current_rank_position(vllm_config: VllmConfig) -> RankPosition:
-    """Return this process's position, from vLLM's process groups.
-
-    Args:
-        vllm_config: The engine's configuration.
-    """
+    """Return this process's position, from vLLM's process groups."""
     from vllm.distributed import parallel_state as groups
 
     parallel = vllm_config.parallel_config
@@ -89,11 +85,7 @@ def shared_incarnation() -> Incarnation:
 
 
 def parallel_sizes(parallel: ParallelConfig) -> ParallelSizes:
-    """Return an engine's numbers of parallel ranks, for its tickets.
-
-    Args:
-        parallel: The engine's parallel configuration.
-    """
+    """Return an engine's numbers of parallel ranks, for its tickets."""
     return ParallelSizes(
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,

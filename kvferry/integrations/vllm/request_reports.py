@@ -24,50 +24,29 @@ logger = logging.getLogger("kvferry.requests")
 
 @dataclass(slots=True, kw_only=True)
 class HeldRequest:
-    """A request whose ticket was made on this engine.
+    """A request whose ticket was made on this engine."""
 
-    Attributes:
-        request_id: vLLM's id of the request.
-        tokens: How many tokens the ticket covers.
-        blocks: How many blocks are held.
-        made: When the ticket was made, in monotonic seconds.
-        is_conversation: Whether it is an answer that is held for the conversation's next turn.
-        headers: The request's trace headers.
-        ended: How the hold ended on the ranks that have reported that; ``None`` if none has.
-    """
-
-    request_id: str
-    tokens: int
-    blocks: int
-    made: float
-    is_conversation: bool = False
+    request_id: str  # vLLM's
+    tokens: int  # that the ticket covers
+    blocks: int  # that are held
+    made: float  # when the ticket was made, in monotonic seconds
+    is_conversation: bool = False  # whether it is an answer, held for the next turn
     headers: Headers = None
-    ended: EndedHold | None = None
+    ended: EndedHold | None = None  # how the hold ended on the ranks that have reported that
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadingRequest:
-    """A request whose load is under way on this engine.
+    """A request whose load is under way on this engine."""
 
-    Attributes:
-        request_id: vLLM's id of the request.
-        ticket: Its ticket, which has the prefill engine and the request's id there.
-        tokens: How many tokens are loaded.
-        begun: When it got its blocks, in seconds since the epoch.
-        headers: The request's trace headers.
-        record: The figures of the load on the ranks that have reported them; ``None`` if none has.
-        is_aborted: Whether the request has ended already.
-        is_early: Whether the load began before the ticket came.
-    """
-
-    request_id: str
-    ticket: Ticket
-    tokens: int
-    begun: float
+    request_id: str  # vLLM's
+    ticket: Ticket  # which has the prefill engine, and the request's id there
+    tokens: int  # that are loaded
+    begun: float  # when it got its blocks, in seconds since the epoch
     headers: Headers = None
-    record: LoadRecord | None = None
-    is_aborted: bool = False
-    is_early: bool = False
+    record: LoadRecord | None = None  # the figures of the ranks that have reported them
+    is_aborted: bool = False  # whether the request has ended already
+    is_early: bool = False  # whether the load began before the ticket came
 
 
 class RequestReports:
@@ -94,7 +73,7 @@ class RequestReports:
             _describe_ids(request.request_id, ticket),
             request.tokens,
             record.nbytes / (1 << 20),
-            _describe_early(request, record),
+            f" ({record.early_nbytes / (1 << 20):.1f} early)" if request.is_early else "",
             on_one_line(ticket.engine, MAX_NAME),
             waited * 1e3,
             read * 1e3,
@@ -111,13 +90,7 @@ class RequestReports:
             self._spans.failed(request.headers, request.begun, **_describe_load(request))
 
     def nothing_loaded(self, request_id: str, ticket: Ticket, why: str) -> None:
-        """Report a request that gave its ticket back without a load.
-
-        Args:
-            request_id: vLLM's id of the request.
-            ticket: Its ticket.
-            why: Why nothing was loaded, for the line.
-        """
+        """Report a request that gave its ticket back without a load, and why."""
         logger.log(
             self._level,
             "request %s: loaded nothing from %s: %s",
@@ -127,12 +100,7 @@ class RequestReports:
         )
 
     def answer_not_held(self, request_id: str, why: str) -> None:
-        """Report a request whose answer gets no ticket for the next turn of its conversation.
-
-        Args:
-            request_id: vLLM's id of the request.
-            why: The cause and the remedy, for the line.
-        """
+        """Report a request whose answer gets no ticket for the next turn: cause and remedy."""
         logger.log(
             self._level,
             "request %s: its answer is not held for the next turn, which computes it again: %s",
@@ -141,14 +109,9 @@ class RequestReports:
         )
 
     def hold_ended(self, request: HeldRequest, end: HoldEnd, seconds: float) -> None:
-        """Report that the blocks of a request are no longer held.
+        """Report that the blocks of a request are no longer held, after some seconds.
 
         If the hold of a prompt is evicted, a warning says so in place of the line.
-
-        Args:
-            request: The request.
-            end: How its hold ended.
-            seconds: How long the blocks were held.
         """
         reader = request.ended.engine if request.ended is not None else ""
         if end is not HoldEnd.EVICTED or request.is_conversation:
@@ -183,11 +146,6 @@ def _describe_load(request: LoadingRequest) -> dict[str, str | int]:
     }
 
 
-def _describe_early(request: LoadingRequest, record: LoadRecord) -> str:
-    """Return how much of a load came before its ticket, as text; empty if it did not begin then."""
-    return f" ({record.early_nbytes / (1 << 20):.1f} early)" if request.is_early else ""
-
-
 def _describe_ids(request_id: str, ticket: Ticket) -> str:
     """Return a request's id on prefill, and that on this engine unless they differ by the suffix.
 
@@ -198,9 +156,5 @@ def _describe_ids(request_id: str, ticket: Ticket) -> str:
 
 
 def is_followed(*, log: bool) -> bool:
-    """Return whether the lines of requests are logged, so that ranks have to report what they need.
-
-    Args:
-        log: The setting ``log_requests``.
-    """
+    """Return whether requests have lines in the log, so that ranks report what these need."""
     return log or logger.isEnabledFor(logging.DEBUG)

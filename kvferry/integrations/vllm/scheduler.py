@@ -18,8 +18,8 @@ from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.core.side_channel import HandshakeServer
+from kvferry.integrations.vllm import compat_029, staging, versions
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm import staging, versions
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
 from kvferry.integrations.vllm.adapters import Adapters, lora_settings
 from kvferry.integrations.vllm.cache_groups import cache_groups
@@ -38,7 +38,6 @@ from kvferry.integrations.vllm.security import (
     watch_security_files,
 )
 from kvferry.integrations.vllm.side_channel import (
-    EngineFacts,
     EngineSideChannel,
     report_loopback,
     serve,
@@ -97,8 +96,8 @@ class FerryScheduler:
         self._unchecked: dict[str, tuple[Request, list[Callable[[], None]]]] = {}
         # Requests that have ended, and for whose ticket the content is needed still.
         self._ended_adapted: set[str] = set()
-        self._load_blocks = versions.LoadBlocks()
-        self._failed_requests = versions.FailedRequests()
+        self._load_blocks = compat_029.LoadBlocks()
+        self._failed_requests = compat_029.FailedRequests()
         reports = RequestReports(
             log=self._config.log_requests,
             spans=RequestSpans() if is_traced(vllm_config) else None,
@@ -223,11 +222,9 @@ class FerryScheduler:
             self._current_problems,
             ticket_key=self._ticket_key.public,
             rooms=self._rooms,
-            about=EngineFacts(
-                role=self._role,
-                library=handshakes[0].library,
-                signs=self._security.secrets is not None,
-            ),
+            role=self._role,
+            library=handshakes[0].library,
+            signs=self._security.secrets is not None,
         )
 
     def on_new_request(self, request: Request) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvferry.core.errors import HandshakeError, SecretError
 from kvferry.core.security import (
@@ -46,28 +46,18 @@ MAX_LOGGED_KEYS = 4
 class SecuritySettings:
     """The peers and tickets that an engine accepts, and its own keys and secrets.
 
-    Attributes:
-        access: This engine's keys, which peers its side channel admits, and to which peers this
-            engine connects.
-        secrets: The secrets that sign and check tickets; ``None`` if tickets are not signed.
-        exposed: A warning for each secret that other users of this host can read.
-
     ``watch_security_files`` replaces the peers and the secrets in place.
     """
 
     access: Access = NEARBY
-    secrets: TicketSecrets | None = None
-    exposed: tuple[str, ...] = ()
+    secrets: TicketSecrets | None = None  # ``None`` if tickets are not signed
+    exposed: tuple[str, ...] = ()  # a warning for each secret that other users can read
 
 
 def read_security_settings(
     config: Config, environment: Mapping[str, str] = os.environ
 ) -> SecuritySettings:
     """Read the keys and secrets that the configuration names.
-
-    Args:
-        config: The settings, which name files and environment variables.
-        environment: The environment variables.
 
     Raises:
         ConfigError: A key or secret cannot be read or is malformed, or only one of
@@ -85,87 +75,48 @@ def examine_security_settings(
 ) -> tuple[SecuritySettings, list[str]]:
     """Read the keys and secrets that the configuration names, and return every problem.
 
-    Args:
-        config: The settings, which name files and environment variables.
-        environment: The environment variables.
-
     Returns:
         The settings, without those that cannot be used, and a text for each problem. No text shows
         a secret.
     """
     problems: list[str] = []
-    tickets = _read_all("ticket_secrets", config.ticket_secrets, environment, problems)
-    own_key = [config.curve_secret_key] if config.curve_secret_key else []
-    own = _read_all("curve_secret_key", own_key, environment, problems)
+
+    def usable(setting: str, read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except SecretError as exc:
+            problems.append(f"kv_connector_extra_config: {setting}{exc}")
+            return None
+
+    def secrets(setting: str, places: Iterable[str]) -> list[Secret]:
+        reads = [partial(read_secret, place, environment) for place in places]
+        found = [usable(f"{setting}: ", read) for read in reads]
+        return [secret for secret in found if secret is not None]
+
+    own = secrets("curve_secret_key", filter(None, [config.curve_secret_key]))
+    pairs = [usable("curve_secret_key: ", partial(KeyPair.of, s.text, s.source)) for s in own]
+    # The keys in ``curve_peers`` itself are one list, and each place of more keys is another.
+    groups = [[text for text in config.curve_peers if not is_source(text)]]
+    groups += [[text] for text in config.curve_peers if is_source(text)]
+    listed = [
+        usable("curve_peers: ", partial(listed_keys, group, "curve_peers", environment))
+        for group in groups
+    ]
+    networks = usable("", partial(_networks, config))
+    access = None
+    if not problems:
+        peers = PeerKeys(frozenset[bytes]().union(*filter(None, listed)))
+        own_pair = pairs[0] if pairs else None
+        access = usable("", lambda: Access(own=own_pair, peers=peers, networks=networks))
+    tickets = secrets("ticket_secrets", config.ticket_secrets)
+    signing = None
+    if tickets and len(tickets) == len(config.ticket_secrets):
+        texts = [each.text for each in tickets]
+        signing = usable("ticket_secrets: ", lambda: TicketSecrets.of(texts))
     settings = SecuritySettings(
-        access=_examine_access(config, own, environment, problems) or NEARBY,
-        secrets=_examine_tickets(config, tickets, problems),
-        exposed=_exposed([*tickets, *own]),
+        access=access or NEARBY, secrets=signing, exposed=_exposed([*tickets, *own])
     )
     return settings, problems
-
-
-def _read_all(
-    setting: str, places: Iterable[str], environment: Mapping[str, str], problems: list[str]
-) -> list[Secret]:
-    """Return the secrets of a setting that can be read, and add a problem for each other one."""
-    found = [
-        _usable(f"{setting}: ", partial(read_secret, place, environment), problems)
-        for place in places
-    ]
-    return [secret for secret in found if secret is not None]
-
-
-def _examine_tickets(
-    config: Config, found: Sequence[Secret], problems: list[str]
-) -> TicketSecrets | None:
-    """Return the secrets of tickets; ``None`` if there are none or one cannot be used."""
-    if not found or len(found) < len(config.ticket_secrets):
-        return None
-    texts = [each.text for each in found]
-    return _usable("ticket_secrets: ", partial(TicketSecrets.of, texts), problems)
-
-
-def _examine_access(
-    config: Config, own: Sequence[Secret], environment: Mapping[str, str], problems: list[str]
-) -> Access | None:
-    """Return which peers are admitted; ``None`` if a setting cannot be used."""
-    before = len(problems)
-    networks = _usable("", partial(_networks, config), problems)
-    pairs = [
-        _usable("curve_secret_key: ", partial(KeyPair.of, each.text, each.source), problems)
-        for each in own
-    ]
-    listed = [
-        _usable("curve_peers: ", partial(listed_keys, group, "curve_peers", environment), problems)
-        for group in _peer_groups(config)
-    ]
-    if len(problems) > before or (config.curve_secret_key and not own):
-        return None
-    peers = PeerKeys(frozenset[bytes]().union(*(keys for keys in listed if keys)))
-    pair = pairs[0] if pairs else None
-    return _usable("", lambda: Access(own=pair, peers=peers, networks=networks), problems)
-
-
-def _peer_groups(config: Config) -> list[list[str]]:
-    """Return the keys in ``curve_peers`` as one list, and each place of more keys as another."""
-    places = [[text] for text in config.curve_peers if is_source(text)]
-    return [[text for text in config.curve_peers if not is_source(text)], *places]
-
-
-def _usable(setting: str, read: Callable[[], T], problems: list[str]) -> T | None:
-    """Return what reading a setting gives; add the problem and return ``None`` if it is refused.
-
-    Args:
-        setting: The setting's name with a colon; empty if the error has the name.
-        read: Reads the setting, and may raise ``SecretError``.
-        problems: The problems so far.
-    """
-    try:
-        return read()
-    except SecretError as exc:
-        problems.append(f"kv_connector_extra_config: {setting}{exc}")
-        return None
 
 
 def watch_security_files(
@@ -193,22 +144,25 @@ def watch_security_files(
     Returns:
         The thread that reads; the caller closes it.
     """
-    watched: list[WatchedSetting[Any]] = []
     own, peers, secrets = security.access.own, security.access.peers, security.secrets
-    if isinstance(peers, PeerKeys) and _has_files(config.curve_peers):
-        watched.append(_watched_peers(config, own, peers, environment))
-    if secrets is not None and _has_files(config.ticket_secrets) and not is_worker:
-        used = Reading(secrets.secrets, frozenset(security.exposed))
-        watched.append(_watched_secrets(config, secrets, used, environment))
-    if own is not None and _has_files([config.curve_secret_key]) and not is_worker:
-        watched.append(_watched_own_key(config, own, environment))
+    rows = (
+        (config.curve_peers, isinstance(peers, PeerKeys), _watched_peers),
+        (config.ticket_secrets, secrets is not None and not is_worker, _watched_secrets),
+        ([config.curve_secret_key], own is not None and not is_worker, _watched_own_key),
+    )
+    watched = [
+        setting(config, security, environment)
+        for places, is_used, setting in rows
+        if is_used and any(place.startswith(FILE) for place in places)
+    ]
     return SourceWatcher(watched, who=who, seconds=seconds)
 
 
 def _watched_peers(
-    config: Config, own: KeyPair | None, peers: PeerKeys, environment: Mapping[str, str]
-) -> WatchedSetting[AbstractSet[bytes]]:
-    """Return how to read ``curve_peers`` again, and to replace the keys in ``peers``."""
+    config: Config, security: SecuritySettings, environment: Mapping[str, str]
+) -> WatchedSetting[Any]:
+    """Return how to read ``curve_peers`` again, and to replace the keys in use."""
+    own, peers = security.access.own, cast("PeerKeys", security.access.peers)
 
     def read() -> Reading[AbstractSet[bytes]]:
         keys = listed_keys(config.curve_peers, "curve_peers", environment)
@@ -225,12 +179,10 @@ def _watched_peers(
 
 
 def _watched_secrets(
-    config: Config,
-    secrets: TicketSecrets,
-    used: Reading[tuple[bytes, ...]],
-    environment: Mapping[str, str],
-) -> WatchedSetting[tuple[bytes, ...]]:
-    """Return how to read ``ticket_secrets`` again, and to replace those in ``secrets``."""
+    config: Config, security: SecuritySettings, environment: Mapping[str, str]
+) -> WatchedSetting[Any]:
+    """Return how to read ``ticket_secrets`` again, and to replace those in use."""
+    secrets = cast("TicketSecrets", security.secrets)
 
     def read() -> Reading[tuple[bytes, ...]]:
         found = [read_secret(source, environment) for source in config.ticket_secrets]
@@ -243,13 +195,15 @@ def _watched_secrets(
         signs = "the same one as before" if same else "another one than before"
         return f"{_count(newer, 'secret')}, and tickets are signed with {signs}"
 
+    used = Reading(secrets.secrets, frozenset(security.exposed))
     return WatchedSetting("ticket_secrets", used, read=read, use=use)
 
 
 def _watched_own_key(
-    config: Config, own: KeyPair, environment: Mapping[str, str]
-) -> WatchedSetting[KeyPair]:
+    config: Config, security: SecuritySettings, environment: Mapping[str, str]
+) -> WatchedSetting[Any]:
     """Return how to notice that the file of this engine's own key has another key."""
+    own = cast("KeyPair", security.access.own)
 
     def read() -> Reading[KeyPair]:
         found = read_secret(config.curve_secret_key, environment)
@@ -263,18 +217,12 @@ def _watched_own_key(
     return WatchedSetting("curve_secret_key", Reading(own), read=read, use=lambda key: "")
 
 
-def _exposed(secrets: Sequence[Secret]) -> tuple[str, ...]:
+def _exposed(secrets: Iterable[Secret]) -> tuple[str, ...]:
     """Return a warning for each secret that other users of this host can read."""
     return tuple(secret.exposed for secret in secrets if secret.exposed)
 
 
-def _has_files(sources: Sequence[str]) -> bool:
-    """Return whether one of the places of keys or secrets is a file."""
-    return any(source.startswith(FILE) for source in sources)
-
-
 def _count(values: Collection[object], word: str) -> str:
-    """Return as text how many values there are, such as ``2 keys``."""
     return f"{len(values)} {word}{'' if len(values) == 1 else 's'}"
 
 
@@ -286,7 +234,7 @@ def _listed(keys: AbstractSet[bytes]) -> str:
 
 
 def open_access_risks(security: SecuritySettings, host: str) -> Iterator[str]:
-    """Yield a warning for each setting that leaves access to this engine open.
+    """Yield a warning for each setting that leaves access to this engine open, and what to set.
 
     Args:
         security: This engine's settings.
@@ -294,34 +242,8 @@ def open_access_risks(security: SecuritySettings, host: str) -> Iterator[str]:
             warnings are those of secrets that other users can read.
     """
     yield from security.exposed
-    if not is_loopback_host(host):
-        yield from _warnings(security, host)
-
-
-def warn_of_open_access(security: SecuritySettings, host: str) -> None:
-    """Log ``open_access_risks``, if there are any; the arguments are the same."""
-    for risk in open_access_risks(security, host):
-        logger.warning("%s", risk)
-
-
-def _networks(config: Config) -> Networks | None:
-    """Return the networks in which peers are accepted, or ``None`` for any."""
-    if isinstance(config.allowed_peers, str):
-        return None
-    if config.allowed_peers is None:
-        return Networks.nearby()
-    return Networks.of(config.allowed_peers)
-
-
-def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:
-    """Yield a warning for each setting that leaves access open or excludes this host's network.
-
-    Each warning says what to set instead.
-
-    Args:
-        security: This engine's settings.
-        host: Host on which the side channel listens.
-    """
+    if is_loopback_host(host):
+        return
     if security.access.own is None:
         yield (
             f"the side channel at {host} is open: whoever reaches it learns where this engine's "
@@ -347,20 +269,27 @@ def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:
 
 
 def _excludes_its_own_network(access: Access, host: str) -> bool:
-    """Return whether the default ``allowed_peers`` excludes other hosts of this host's network.
-
-    The default is this host and private networks, so it excludes them if the side channel's host
-    has a public address. ``False`` if ``allowed_peers`` is set.
-
-    Args:
-        access: This engine's access settings.
-        host: Host on which the side channel listens.
-    """
+    """Return whether the default ``allowed_peers`` excludes the other hosts of a public network."""
     networks = access.networks
-    if networks is None or not networks.this_host:
+    if networks is None or not networks.this_host:  # ``allowed_peers`` is set
         return False
     listed = Networks(networks.networks)
     try:
         return not any(numeric in listed for numeric in numeric_hosts(host, 0))
     except HandshakeError:
         return False
+
+
+def warn_of_open_access(security: SecuritySettings, host: str) -> None:
+    """Log ``open_access_risks``."""
+    for risk in open_access_risks(security, host):
+        logger.warning("%s", risk)
+
+
+def _networks(config: Config) -> Networks | None:
+    """Return the networks in which peers are accepted, or ``None`` for any."""
+    if isinstance(config.allowed_peers, str):
+        return None
+    if config.allowed_peers is None:
+        return Networks.nearby()
+    return Networks.of(config.allowed_peers)

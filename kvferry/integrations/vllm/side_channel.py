@@ -17,48 +17,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSideChannel:
-    """An engine and the address of its side channel, as tickets name them.
-
-    Attributes:
-        engine: The engine's id.
-        incarnation: The random number of this start of the engine.
-        host: Host on which the side channel listens.
-        port: TCP port of the side channel; 0 before it is open.
-        key: The public key of the side channel; empty if the side channel is not encrypted.
-    """
+    """An engine and the address of its side channel, as tickets name them."""
 
     engine: str
     incarnation: int
     host: str
-    port: int = 0
-    key: bytes = b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """What the log line at start says of an engine, beyond what its ranks publish.
-
-    Attributes:
-        role: The engine's ``kv_role``.
-        library: Name and version of the library that moves the bytes, with its backend; empty if
-            the driver uses none.
-        signs: Whether tickets are signed with a secret.
-    """
-
-    role: str
-    library: str = ""
-    signs: bool = False
+    port: int = 0  # before it is open
+    key: bytes = b""  # its public key; empty if it is not encrypted
 
 
 def loopback_risk(config: Config, *, chosen: bool) -> str | None:
     """Return a warning that other hosts cannot load from this engine, if that may be an oversight.
 
-    It may be one if the user has not set ``side_channel_host``, but a driver other than the
+    It may be one if the user has not set (``chosen``) the host, but a driver other than the
     default, which is for one host.
-
-    Args:
-        config: The settings.
-        chosen: Whether the user has set ``side_channel_host``.
     """
     host = config.side_channel_host
     if chosen or config.driver == DEFAULT_DRIVER or not is_loopback_host(host):
@@ -70,10 +42,7 @@ def loopback_risk(config: Config, *, chosen: bool) -> str | None:
 
 
 def report_loopback(config: Config, *, chosen: bool) -> None:
-    """Log that other hosts cannot load from this engine, if its side channel is on loopback only.
-
-    The line is a warning if there is a ``loopback_risk``; the arguments are the same.
-    """
+    """Log that other hosts cannot load from this engine: as a warning if it is a risk."""
     if risk := loopback_risk(config, chosen=chosen):
         logger.warning("%s", risk)
     elif is_loopback_host(config.side_channel_host):
@@ -100,7 +69,9 @@ def serve(
     *,
     ticket_key: bytes = b"",
     rooms: Rooms | None = None,
-    about: EngineFacts,
+    role: str,
+    library: str = "",
+    signs: bool = False,
 ) -> tuple[EngineSideChannel, HandshakeServer]:
     """Open the side channel and serve what this engine's ranks publish.
 
@@ -111,7 +82,9 @@ def serve(
         problems: Returns the engine's current problems; called from the server's thread.
         ticket_key: The public key with which peers verify this engine's tickets.
         rooms: What decode engines may follow; ``None`` for nothing.
-        about: What the log line says of the engine, beyond what its ranks publish.
+        role: The engine's ``kv_role``, for the log line, as are the next two.
+        library: Name, version and backend of the library that moves the bytes, if there is one.
+        signs: Whether tickets are signed with a secret.
 
     Returns:
         The address for tickets, and the server, which the caller closes.
@@ -132,10 +105,17 @@ def serve(
         rooms=rooms,
     )
     logger.info(
-        "KVFerryConnector serves engine %s as %s: %s",
+        "KVFerryConnector serves engine %s as %s: driver %s%s, side channel %s at %s port %d, "
+        "tickets %s, %s",
         info.engine,
-        about.role,
-        _summary(info, server, about, encrypted=access.own is not None),
+        role,
+        info.ranks[0].driver,
+        f" ({library})" if library else "",
+        "encrypted" if access.own is not None else "not encrypted",
+        server.host,
+        server.port,
+        "signed" if signs else "not signed",
+        _summary(info),
     )
     serving = EngineSideChannel(
         engine=info.engine,
@@ -147,21 +127,15 @@ def serve(
     return serving, server
 
 
-def _summary(
-    info: EngineInfo, server: HandshakeServer, about: EngineFacts, *, encrypted: bool
-) -> str:
-    """Return how an engine moves bytes, who may ask it, and its layout as text, for the log."""
-    first = info.ranks[0]
-    layout = first.layout
+def _summary(info: EngineInfo) -> str:
+    """Return an engine's memory, ranks and layout as text, for the log."""
+    layout = info.ranks[0].layout
     kinds = sorted({region.kind for region in layout.regions})
     groups = [
         f"{group.kind} of {layout.pages(i)} blocks of {group.block_tokens} tokens"
         for i, group in enumerate(layout.groups)
     ]
     return (
-        f"driver {first.driver}{f' ({about.library})' if about.library else ''}, "
-        f"side channel {'encrypted' if encrypted else 'not encrypted'} at {server.host} port "
-        f"{server.port}, tickets {'signed' if about.signs else 'not signed'}, memory "
-        f"{'+'.join(kinds)}, {len(info.ranks)} rank(s), layout {len(layout.fields)} fields in "
-        f"{' and '.join(groups)}"
+        f"memory {'+'.join(kinds)}, {len(info.ranks)} rank(s), layout {len(layout.fields)} fields "
+        f"in {' and '.join(groups)}"
     )

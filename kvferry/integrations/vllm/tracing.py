@@ -24,18 +24,15 @@ Headers = Mapping[str, str] | None
 
 
 def is_traced(vllm_config: VllmConfig) -> bool:
-    """Return whether an engine exports spans.
-
-    Args:
-        vllm_config: The engine's configuration.
-    """
+    """Return whether an engine exports spans."""
     return vllm_config.observability_config.otlp_traces_endpoint is not None
 
 
 class RequestSpans:
-    """Make the spans of requests when their load or hold is over.
+    """Make the spans of requests when their load or hold is over, unless they have no headers.
 
     OpenTelemetry must be installed, which vLLM checks where ``--otlp-traces-endpoint`` is set.
+    Attributes are named without ``PREFIX``.
     """
 
     def __init__(self) -> None:
@@ -51,17 +48,12 @@ class RequestSpans:
         """Make the span ``kvferry.load``, with a child for each stage that took any time.
 
         The span begins when the request begins to wait for pages.
-
-        Args:
-            headers: The request's trace headers; without them no span is made.
-            record: The figures of the load.
-            attributes: The attributes of the span, named without ``PREFIX``.
         """
         if not headers:
             return
         stages = {Stage.HANDSHAKE: record.handshake_seconds} | record.stages
         at = record.ended - record.seconds - record.wait_seconds
-        load = self._begin("load", self._parent(headers), at, attributes)
+        load = self._begin("load", _parent(headers), at, attributes)
         parent = self._trace.set_span_in_context(load)
         for stage in Stage:
             if seconds := stages.get(stage):
@@ -73,33 +65,21 @@ class RequestSpans:
         """Make the span ``kvferry.load`` of a load that has just failed; its status is an error.
 
         Args:
-            headers: The request's trace headers; without them no span is made.
+            headers: The request's trace headers.
             begun: When the load began, in seconds since the epoch.
-            attributes: The attributes of the span, named without ``PREFIX``.
+            attributes: Of the span.
         """
         if headers:
-            load = self._begin("load", self._parent(headers), begun, attributes)
+            load = self._begin("load", _parent(headers), begun, attributes)
             load.set_status(self._trace.StatusCode.ERROR)
             load.end()
 
     def held(self, headers: Headers, seconds: float, **attributes: str | int) -> None:
-        """Make the span ``kvferry.hold`` of a hold that has just ended.
-
-        Args:
-            headers: The request's trace headers; without them no span is made.
-            seconds: How long the pages were held.
-            attributes: The attributes of the span, named without ``PREFIX``.
-        """
+        """Make the span ``kvferry.hold`` of a hold that has just ended, after some seconds."""
         if headers:
             now = time.time()
-            hold = self._begin("hold", self._parent(headers), now - seconds, attributes)
+            hold = self._begin("hold", _parent(headers), now - seconds, attributes)
             hold.end(_nanoseconds(now))
-
-    def _parent(self, headers: Mapping[str, str]) -> Any:  # noqa: ANN401 - no OpenTelemetry in mypy
-        """Return the context that a request's trace headers describe."""
-        from vllm.tracing import extract_trace_context
-
-        return extract_trace_context(headers)
 
     def _begin(
         self,
@@ -108,20 +88,20 @@ class RequestSpans:
         start: float,
         attributes: Mapping[str, str | int],
     ) -> Any:  # noqa: ANN401
-        """Begin a span.
-
-        Args:
-            name: The name of the span, without ``PREFIX``.
-            parent: The context of its parent.
-            start: When it begins, in seconds since the epoch.
-            attributes: The attributes of the span, named without ``PREFIX``.
-        """
+        """Begin a span in the context of its parent, at a time in seconds since the epoch."""
         return self._tracer.start_span(
             PREFIX + name,
             context=parent,
             start_time=_nanoseconds(start),
             attributes={PREFIX + key: value for key, value in attributes.items()},
         )
+
+
+def _parent(headers: Mapping[str, str]) -> Any:  # noqa: ANN401 - no OpenTelemetry in mypy
+    """Return the context that a request's trace headers describe."""
+    from vllm.tracing import extract_trace_context
+
+    return extract_trace_context(headers)
 
 
 class _SystemIds:

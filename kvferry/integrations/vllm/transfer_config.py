@@ -36,7 +36,7 @@ def own_transfers(transfer: object) -> list[Mapping[str, Any]]:
     """Return the configurations in a ``--kv-transfer-config`` that select ``KVFerryConnector``.
 
     Args:
-        transfer: vLLM's ``KVTransferConfig``, or its keys and values, or ``None``.
+        transfer: As for ``as_mapping``.
 
     Returns:
         The configuration itself as keys and values, or those of MultiConnector's children; empty

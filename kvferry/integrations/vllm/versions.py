@@ -1,8 +1,8 @@
 """The versions of vLLM that the connector runs on, and everything in which they differ for it.
 
-Each difference is one function or class here. It asks vLLM for the feature itself, not for vLLM's
-version, so that a build between two releases is handled by what it can do. No other module of the
-connector depends on the version.
+Each difference is one function here, or in ``compat_029`` if only vLLM 0.29 needs it. It asks vLLM
+for the feature itself, not for vLLM's version, so that a build between two releases is handled by
+what it can do. No other module of the connector depends on the version.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
-from types import SimpleNamespace
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig, VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +42,7 @@ def vllm_version() -> str | None:
 
 
 def is_in_window(version: str) -> bool:
-    """Return whether the connector was run on a version of vLLM.
-
-    Args:
-        version: The version, as ``vllm_version`` returns it.
-    """
+    """Return whether the connector was run on a version of vLLM."""
     release = _release(version)
     return release is not None and OLDEST <= release <= NEWEST
 
@@ -97,152 +90,6 @@ def _release(version: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found is not None else None
 
 
-# Failed loads. From vLLM 0.30 on, workers report the ids of the requests whose load failed. vLLM
-# 0.29 takes the ids of their blocks instead, and only of models with one cache group.
-
-
-def takes_failed_requests() -> bool:
-    """Return whether this vLLM takes the ids of requests whose load failed."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
-    return hasattr(base, "KVConnectorTransferResults")
-
-
-def transfer_results(
-    *, sent: set[str], received: set[str], failed: set[str]
-) -> KVConnectorTransferResults:
-    """Return a worker's results of a step, as an object of vLLM's class if this vLLM has one.
-
-    Args:
-        sent: The requests that were sent.
-        received: The requests whose load ended.
-        failed: Those of ``received`` whose load failed.
-    """
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
-    make = getattr(base, "KVConnectorTransferResults", SimpleNamespace)
-    return make(finished_sending=sent, finished_recving=received, failed_recving=failed)
-
-
-def unreportable_failures(config: KVCacheConfig) -> str | None:
-    """Return why an engine cannot be told of a failed load, or ``None`` if it can be told.
-
-    vLLM 0.29 recomputes a request from the first block that failed. The blocks before it must then
-    have content, so the leading null blocks of sliding windows and states exclude these, too.
-
-    Args:
-        config: The engine's cache groups.
-    """
-    if takes_failed_requests():
-        return None
-    groups = [group.kv_cache_spec for group in config.kv_cache_groups]
-    if len(groups) > 1:
-        what = f"{len(groups)} cache groups"
-    elif all(_is_a(_first_layer(group), "FullAttentionSpec") for group in groups):
-        return None
-    else:
-        what = "a cache of sliding windows or states"
-    return (
-        f"vLLM {vllm_version()} and a model with {what}: it cannot be told that a load failed, and "
-        "would decode from memory that was never written"
-    )
-
-
-class LoadBlocks:
-    """The blocks of every load, in the scheduler half, for a vLLM that takes the ids of blocks.
-
-    Where vLLM takes the ids of requests, nothing is collected.
-    """
-
-    def __init__(self) -> None:
-        self._needed = not takes_failed_requests()
-        self._blocks: dict[str, tuple[int, ...]] = {}
-
-    def allocated(self, request_id: str, blocks: KVCacheBlocks, external: int) -> None:
-        """Record the blocks that a load will fill.
-
-        Args:
-            request_id: vLLM's id of the request.
-            blocks: The request's blocks.
-            external: How many of the request's tokens are to be loaded; with 0, nothing is
-                recorded.
-        """
-        if external and self._needed:
-            (group,) = blocks.blocks
-            self._blocks[request_id] = tuple(
-                block.block_id for block in group if block.block_hash is None and not block.is_null
-            )
-
-    def take(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the blocks of each request recorded since the last call, for the workers."""
-        blocks, self._blocks = self._blocks, {}
-        return blocks
-
-
-class FailedBlocks:
-    """The blocks of failed loads, in a worker half, for a vLLM that takes the ids of blocks."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[str, tuple[int, ...]] = {}
-        self._failed: set[str] = set()
-        self._failed_blocks: set[int] = set()
-
-    def started(self, blocks: Mapping[str, tuple[int, ...]]) -> None:
-        """Record the blocks of loads that start.
-
-        Args:
-            blocks: What ``LoadBlocks.take`` returned in the scheduler's process.
-        """
-        self._blocks.update(blocks)
-
-    def ended(self, received: Iterable[str], failed: Collection[str]) -> None:
-        """Record which loads ended, and which of them failed.
-
-        Args:
-            received: The requests whose load ended.
-            failed: Those of ``received`` whose load failed.
-        """
-        for request_id in received:
-            blocks = self._blocks.pop(request_id, None)
-            if blocks is not None and request_id in failed:
-                self._failed.add(request_id)
-                self._failed_blocks.update(blocks)
-
-    def take_blocks(self) -> set[int]:
-        """Return the blocks of loads that failed since the last call."""
-        blocks, self._failed_blocks = self._failed_blocks, set()
-        return blocks
-
-    def take_requests(self) -> frozenset[str]:
-        """Return the requests whose load failed since the last call."""
-        failed, self._failed = self._failed, set()
-        return frozenset(failed)
-
-
-class FailedRequests:
-    """Which ended loads failed, in the scheduler half.
-
-    Where vLLM does not pass on the ids of the requests, they come with the connector's own report.
-    """
-
-    def __init__(self) -> None:
-        self._reported: set[str] = set()
-
-    def among_finished(self, output: KVConnectorOutput, reported: Iterable[str]) -> Collection[str]:
-        """Return the requests whose load ended on all workers in this step, and failed on one.
-
-        Args:
-            output: The reports of all workers, merged by vLLM.
-            reported: The requests whose failed load the connector's own report has.
-        """
-        if hasattr(output, "failed_recving"):
-            return output.failed_recving or ()
-        self._reported.update(reported)
-        failed = self._reported.intersection(output.finished_recving or ())
-        self._reported -= failed
-        return failed
-
-
 # Metrics.
 
 
@@ -258,22 +105,10 @@ def peer_hit_source() -> object:
 # Settings.
 
 
-def uses_hisparse(vllm_config: VllmConfig) -> bool:
-    """Return whether HiSparse is on, which vLLM has from 0.30 on.
-
-    Args:
-        vllm_config: The engine's configuration.
-    """
-    return getattr(vllm_config.attention_config, "hisparse_config", None) is not None
-
-
 def returns_routed_experts(vllm_config: VllmConfig) -> bool:
     """Return whether ``enable_return_routed_experts`` is on.
 
     Until 0.30, vLLM has the setting in the model's configuration.
-
-    Args:
-        vllm_config: The engine's configuration.
     """
     outputs = getattr(vllm_config, "aux_output_config", None)
     if outputs is not None:
@@ -285,9 +120,6 @@ def stores_every_state(vllm_config: VllmConfig) -> bool:
     """Return whether recurrent states are kept at every block (``mamba_cache_mode`` ``all``).
 
     vLLM has this mode until 0.31.
-
-    Args:
-        vllm_config: The engine's configuration.
     """
     return str(vllm_config.cache_config.mamba_cache_mode) == "all"
 
@@ -297,9 +129,6 @@ def prefill_lookahead(vllm_config: VllmConfig) -> int:
 
     vLLM says so from 0.31 on (``num_prefill_lookahead_tokens``); before, it is computed as vLLM
     0.31 does.
-
-    Args:
-        vllm_config: The engine's configuration.
     """
     if hasattr(vllm_config, "num_prefill_lookahead_tokens"):
         return int(vllm_config.num_prefill_lookahead_tokens)
@@ -309,33 +138,7 @@ def prefill_lookahead(vllm_config: VllmConfig) -> int:
     return int(vllm_config.num_speculative_tokens) if speculative.use_multi_module_mtp() else 1
 
 
-def drafts_with_cache(speculative: SpeculativeConfig) -> bool:
-    """Return whether speculative decoding has a KV cache of its own (``uses_draft_kv_cache``).
-
-    vLLM has that method from 0.30 on; before, it is computed as vLLM 0.30 does.
-
-    Args:
-        speculative: The configuration of speculative decoding.
-    """
-    if hasattr(speculative, "uses_draft_kv_cache"):
-        return bool(speculative.uses_draft_kv_cache())
-    return bool(
-        speculative.use_eagle()
-        or speculative.uses_draft_model()
-        or speculative.uses_extract_hidden_states()
-    )
-
-
 # Cache groups and their specs.
-
-
-def is_host_resident(group: KVCacheGroupSpec) -> bool:
-    """Return whether a group's pages lie in the host's memory, which vLLM has from 0.30 on.
-
-    Args:
-        group: The group.
-    """
-    return bool(getattr(group, "host_resident", False))
 
 
 def is_context_sharded(spec: KVCacheSpec) -> bool:
@@ -343,13 +146,10 @@ def is_context_sharded(spec: KVCacheSpec) -> bool:
 
     Until 0.30, specs do not say so, and the tokens of full attention are divided
     (``dcp_world_size_for_kv_cache_spec`` in ``kv_cache_utils.py``).
-
-    Args:
-        spec: The group's spec.
     """
     if hasattr(spec, "dcp_sharded"):
         return bool(spec.dcp_sharded)
-    return _is_a(_first_layer(spec), "FullAttentionSpec")
+    return is_a(first_layer(spec), "FullAttentionSpec")
 
 
 def is_whole_on_each_rank(spec: KVCacheSpec) -> bool:
@@ -357,24 +157,21 @@ def is_whole_on_each_rank(spec: KVCacheSpec) -> bool:
 
     Rings are whole, and so are the entries of MLA, indexers and compressors. Not all their specs
     say so (``max_tp_shards``), and until 0.30 none does.
-
-    Args:
-        spec: The layer's spec.
     """
     if not hasattr(spec, "num_kv_heads"):
         return True
     if getattr(spec, "max_tp_shards", None) == 1:
         return True
-    return _is_a(spec, "CircularBufferSpec", "MLAAttentionSpec", "SlidingWindowMLASpec")
+    return is_a(spec, "CircularBufferSpec", "MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
-def _first_layer(group: KVCacheSpec) -> KVCacheSpec:
+def first_layer(group: KVCacheSpec) -> KVCacheSpec:
     """Return the spec of a group's first layer, of a group whose layers differ in size."""
     layers = getattr(group, "kv_cache_specs", None)
     return next(iter(layers.values())) if layers else group
 
 
-def _is_a(spec: KVCacheSpec, *names: str) -> bool:
+def is_a(spec: KVCacheSpec, *names: str) -> bool:
     """Return whether a spec's class, or a base of it, has one of these names."""
     return not {base.__name__ for base in type(spec).__mro__}.isdisjoint(names)
 
@@ -400,11 +197,7 @@ def hashed_blocks(manager: KVCacheManager, group: int) -> dict[str, int] | None:
 
 
 def interleaves_values(layer: object) -> bool:
-    """Return whether a layer's backend interleaves the rows of V, as ROCM_ATTN can from 0.33 on.
-
-    Args:
-        layer: vLLM's module of the layer.
-    """
+    """Return whether a layer's backend interleaves the rows of V, as ROCM_ATTN can from 0.33 on."""
     return getattr(getattr(layer, "impl", None), "_use_interleaved_v_cache", False) is True
 
 
@@ -412,9 +205,6 @@ def page_variant(layer: object) -> str:
     """Return how a layer's backend fills pages if not as it usually does; empty if it does.
 
     vLLM 0.33 decides that when it compiles the model, which it does before it allocates the caches.
-
-    Args:
-        layer: vLLM's module of the layer.
     """
     if interleaves_values(layer):
         return "interleaved V"
@@ -440,11 +230,7 @@ def has_records(spec: KVCacheSpec, sizes: Collection[int]) -> bool:
 
 
 def is_of_drafter(spec: KVCacheSpec) -> bool:
-    """Return whether a spec says that its layer is a drafter's, as it can from 0.33 on.
-
-    Args:
-        spec: The layer's spec.
-    """
+    """Return whether a spec says that its layer is a drafter's, as it can from 0.33 on."""
     return bool(getattr(spec, "is_draft", False))
 
 

@@ -22,8 +22,8 @@ from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, Incarnation, 
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SourceWatcher
+from kvferry.integrations.vllm import checks, compat_029, staging
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm import staging, support, versions
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
@@ -160,8 +160,8 @@ class FerryWorker:
             KVFerryError: See ``start_worker``.
         """
         config = configuration.engine_config(vllm_config)
-        support.check_groups(kv_cache_config)
-        support.check_failure_reports(vllm_config.kv_transfer_config, kv_cache_config)
+        checks.check_groups(kv_cache_config)
+        checks.check_failure_reports(vllm_config.kv_transfer_config, kv_cache_config)
         # A pipeline stage may have no layer with a cache: then the platform's device counts.
         found = [cache.device for cache in caches.values()]
         device = found[0] if found else platform_device()
@@ -263,7 +263,7 @@ class FerryWorker:
         self._has_reported_loads = bool(results.received)
         self._collect(results)
         failed = {*results.failed, *self._not_whole(results)}
-        return versions.transfer_results(
+        return compat_029.transfer_results(
             sent=set(results.sent), received=set(results.received), failed=failed
         )
 
@@ -404,7 +404,7 @@ class UnreadRankWorker:
         """
         sent, self._sent = self._sent, set()
         refused, self._refused = self._refused, set()
-        return versions.transfer_results(sent=sent, received=refused, failed=set(refused))
+        return compat_029.transfer_results(sent=sent, received=refused, failed=set(refused))
 
     def take_stats(self) -> None:
         """Return no metrics: this rank counts nothing."""

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm import adapter_loads
-from kvferry.integrations.vllm.adapter_files import settled_version
+from kvferry.integrations.vllm.adapter_files import adapter_version
 from kvferry.integrations.vllm.adapter_loads import (
     METHOD,
+    UNKNOWN,
+    AdapterLoad,
     AdapterReport,
     LoadLog,
     observe_loads,
 )
 from kvferry.integrations.vllm.config import ConfigError
-from tests.integrations.vllm.test_adapter_files import write
+from tests.integrations.vllm.test_adapter_files import content, write
 
 
 def lora(path: str, number: int = 1) -> Any:
@@ -58,46 +59,22 @@ def test_a_load_is_reported_once(manager: Any, tmp_path: Path) -> None:
     assert getattr(manager(config), METHOD)(lora(path)) == "loaded 1"
     [load] = log.take().loads
     assert (load.rank, load.adapter, load.name, load.path) == (3, 1, "adapter", path)
-    assert load.version == settled_version(path)
+    assert (load.version, load.content) == (adapter_version(path), content(path))
     assert not log.take()
-
-
-def test_a_load_that_repeats_the_last_is_left_out(tmp_path: Path) -> None:
-    """With ``load_inplace``, vLLM reads the files again in every step."""
-    log, path = LoadLog(), write(tmp_path)
-    version = settled_version(path)
-    for _ in range(2):
-        log.loaded(lora(path), version)
-    log.loaded(lora(path, number=2), version)
-    assert [load.adapter for load in log.take().loads] == [1, 2]
-    log.loaded(lora(path), version)
-    assert not log.take()
-    for read in (None, version):
-        log.loaded(lora(path), read)
-    assert [load.version for load in log.take().loads] == [None, version]
-
-
-def test_a_repeated_load_after_many_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is reported again, since the scheduler half does not remember loads for ever."""
-    monkeypatch.setattr(adapter_loads, "MAX_ADAPTERS", 2)
-    log, path = LoadLog(), write(tmp_path)
-    for number in (1, 2, 3, 1):
-        log.loaded(lora(path, number), settled_version(path))
-    assert [load.adapter for load in log.take().loads] == [1, 2, 3, 1]
 
 
 def test_files_that_change_during_a_load(manager: Any, tmp_path: Path) -> None:
     path, config = write(tmp_path), configured()
     log = observe_loads(config)
     manager(config, lambda: write(tmp_path, b"others"))._load_adapter(lora(path))
-    assert [load.version for load in log.take().loads] == [None]
+    assert [load.content for load in log.take().loads] == [UNKNOWN]
 
 
 def test_a_load_from_elsewhere(manager: Any) -> None:
     """vLLM may load by a name on a hub: what it read is not known."""
     log = observe_loads(config := configured())
     manager(config)._load_adapter(lora("somebody/adapter"))
-    assert [load.version for load in log.take().loads] == [None]
+    assert [load.content for load in log.take().loads] == [UNKNOWN]
 
 
 def test_a_load_that_fails(manager: Any, tmp_path: Path) -> None:
@@ -134,10 +111,10 @@ def test_an_answer_without_a_load() -> None:
     assert not log.take()
 
 
-def test_reports_of_two_ranks(tmp_path: Path) -> None:
-    logs, path = [LoadLog(0), LoadLog(1)], write(tmp_path)
-    for log in logs:
-        log.loaded(lora(path), settled_version(path))
+def test_reports_of_two_ranks() -> None:
+    logs = [LoadLog(), LoadLog()]
+    for rank, log in enumerate(logs):
+        log.add(AdapterLoad(rank=rank, adapter=1, name="adapter", path="/adapter"))
         log.ask(4)
     report = logs[0].take().aggregate(logs[1].take())
     assert [load.rank for load in report.loads] == [0, 1]

@@ -5,21 +5,17 @@ Needs no vLLM.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm import adapter_files
-from kvferry.integrations.vllm.adapter_files import (
-    AdapterError,
-    AdapterHashes,
-    AdapterVersion,
-    settled_version,
-)
-from kvferry.integrations.vllm.adapter_loads import AdapterLoad, AdapterReport
+from kvferry.integrations.vllm.adapter_files import AdapterContents, AdapterError
+from kvferry.integrations.vllm.adapter_loads import UNKNOWN, AdapterLoad, AdapterReport
 from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters, lora_settings
 from tests.engines.steps import eventually
 from tests.integrations.vllm.test_adapter_files import content, write
@@ -52,10 +48,17 @@ def asks(path: str, name: str = "r", number: int = 1, **more: Any) -> Any:
     return SimpleNamespace(request_id=name, lora_request=lora)
 
 
-def load(path: str, number: int = 1, rank: int = 0, version: Any = "") -> AdapterLoad:
+def load(path: str, number: int = 1, rank: int = 0, read: bytes | None = None) -> AdapterLoad:
     """A load of the files that are there now, unless told otherwise."""
-    read: AdapterVersion | None = settled_version(path) if version == "" else version
-    return AdapterLoad(rank=rank, adapter=number, name="adapter", path=path, version=read)
+    version, now = AdapterContents().read(path)
+    return AdapterLoad(
+        rank=rank,
+        adapter=number,
+        name="adapter",
+        path=path,
+        version=version,
+        content=now if read is None else read,
+    )
 
 
 def tell(adapters: Adapters, *loads: AdapterLoad, step: int = 0) -> list[str]:
@@ -84,13 +87,12 @@ def test_a_request_without_an_adapter(make: Make) -> None:
 
 
 def test_a_request_waits_for_the_hash_and_for_the_workers(make: Make, path: str) -> None:
-    hashes = AdapterHashes()
-    adapters, request = make(hashes=hashes), asks(path)
+    adapters, request = make(), asks(path)
     adapters.follow(request)
     refuses(adapters, request, "'adapter': its content was not known when the request began")
     step = adapters.next_step()
     assert step > 0
-    eventually(lambda: not hashes.in_progress(path))
+    eventually(lambda: not adapters._is_hashing(path))
     assert adapters.waits(request)
     tell(adapters, step=step)
     assert not adapters.waits(request)
@@ -147,19 +149,6 @@ def test_the_order_of_target_modules_does_not_matter() -> None:
     assert lora_settings(one) == lora_settings(other) != b""
 
 
-def test_hashes_that_were_forgotten(
-    make: Make, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Equal files that took the place of the loaded ones still count as equal."""
-    monkeypatch.setattr(adapter_files, "MAX_VERSIONS", 1)
-    adapters = make()
-    settle(adapters, request := asks(path, "first"), load(path))
-    adapters.content(request)
-    write(Path(path))
-    settle(adapters, asks(write(tmp_path / "other"), "other", number=2))
-    assert adapters.content(settle(adapters, asks(path, "second"))) == content(path)
-
-
 def test_loads_that_were_forgotten(
     make: Make, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,16 +167,6 @@ def test_loads_that_were_forgotten(
     assert adapters.content(
         settle(adapters, asks(path, "again", number=2), load(path, 2))
     ) == content(path)
-
-
-def test_many_weights_from_one_path(make: Make, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of any of them may be in the prefix cache, however few are remembered."""
-    monkeypatch.setattr("kvferry.integrations.vllm.adapters.MAX_WEIGHTS", 2)
-    adapters = make()
-    for weights in (b"1", b"2", b"3"):
-        write(Path(path), weights=weights)
-        settle(adapters, asks(path, f"{weights!r}"), load(path))
-    refuses(adapters, settle(adapters, asks(path)), "blocks of those in its prefix cache")
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -224,7 +203,7 @@ def test_files_that_changed_while_they_were_loaded(make: Make, path: str) -> Non
     adapters = make()
     refuses(
         adapters,
-        settle(adapters, asks(path), load(path, version=None)),
+        settle(adapters, asks(path), load(path, read=UNKNOWN)),
         "not those that the engine loaded",
     )
 
@@ -279,14 +258,21 @@ def test_a_load_in_the_last_step_of_a_request(
     assert tell(adapters, load(other)) == []
 
 
-def test_a_load_while_the_files_are_elsewhere(make: Make, path: str, tmp_path: Path) -> None:
-    adapters, aside = make(prefix_caching=False), tmp_path / "aside"
-    settle(adapters, request := asks(path), load(path))
-    Path(path).rename(aside)
-    tell(adapters, load(write(tmp_path / "other", weights=b"others")))
-    aside.rename(path)
+def test_files_that_were_replaced_and_loaded_during_a_request(make: Make, path: str) -> None:
+    """The request may have begun with the weights that were loaded before."""
+    adapters = make(prefix_caching=False)
+    settle(adapters, asks(path, "first"), load(path))
+    write(Path(path), weights=b"others")
+    settle(adapters, request := asks(path))
     tell(adapters, load(path))
-    refuses(adapters, request, "cannot be read")
+    refuses(adapters, request, "loaded other files for it while it computed")
+
+
+def test_a_worker_with_copies_of_the_files(make: Make, path: str, tmp_path: Path) -> None:
+    """The content counts, wherever it was read."""
+    adapters, copy = make(), write(tmp_path / "copy")
+    settle(adapters, request := asks(path), replace(load(copy), path=path))
+    assert adapters.content(request) == content(path)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -311,23 +297,41 @@ def test_blocks_of_a_request_with_two_weights(
 
 
 @pytest.mark.parametrize("hashing", [True, False])
-def test_waiting_has_an_end(make: Make, path: str, hashing: bool) -> None:
-    now = [0.0]
-    stuck: Any = SimpleNamespace(
-        known=lambda path, version: None,
-        failure=lambda path: None,
-        start=lambda path: None,
-        in_progress=lambda path: hashing,
-        close=lambda: None,
-    )
-    adapters = make(hashes=stuck, clock=lambda: now[0])
+def test_waiting_has_an_end(
+    make: Make, path: str, hashing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing does not hold up the caller."""
+    now, gate, read = [0.0], threading.Event(), AdapterContents.read
+
+    def wait(contents: AdapterContents, path: str) -> object:
+        assert gate.wait(30)
+        return read(contents, path)
+
+    monkeypatch.setattr(AdapterContents, "read", wait)
+    adapters = make(clock=lambda: now[0])
     adapters.follow(request := asks(path))
+    if not hashing:
+        gate.set()
+        eventually(lambda: not adapters._is_hashing(path))
     assert adapters.waits(request)
     now[0] = WAIT_SECONDS
     assert not adapters.waits(request)
     reason = "files were not hashed" if hashing else "workers did not report it"
     with pytest.raises(AdapterError, match=f"{reason} within 30 s"):
         adapters.content(request)
+    gate.set()
+
+
+def test_files_that_could_not_be_hashed(
+    make: Make, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody but the requests with this adapter suffers, whatever the error."""
+    adapters = make()
+    with monkeypatch.context() as patched:
+        patched.setattr("kvferry.integrations.vllm.adapter_files.hashlib", None)
+        settle(adapters, request := asks(path))
+    refuses(adapters, request, "'adapter': 'NoneType' object has no attribute 'blake2b'")
+    assert adapters.content(settle(adapters, asks(path, "later"))) == content(path)
 
 
 def test_a_request_that_ends_while_it_waits(make: Make, path: str) -> None:

@@ -27,7 +27,7 @@ def vllm(modules: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     halves = MagicMock()
     monkeypatch.setattr(connector, "FerryScheduler", halves.scheduler)
     monkeypatch.setattr(connector, "start_worker", halves.worker)
-    monkeypatch.setattr(connector, "support", halves.support)
+    monkeypatch.setattr(connector, "checks", halves.checks)
     monkeypatch.setattr(connector, "share_log_handlers", halves.share_log_handlers)
     return SimpleNamespace(connector=connector, metadata=metadata, halves=halves)
 
@@ -96,13 +96,13 @@ def test_what_the_scheduler_is_told_of_the_engine(vllm: Any) -> None:
     vllm.halves.scheduler.return_value.pending = False
     assert connector.has_pending_push_work() is False
     assert vllm.halves.share_log_handlers.called
-    assert not vllm.halves.support.mock_calls
+    assert not vllm.halves.checks.mock_calls
 
 
 def test_a_worker_with_caches(vllm: Any) -> None:
     connector = made(vllm, Role.WORKER)
     connector.register_kv_caches({"layer": "cache"})
-    siblings = vllm.halves.support.has_siblings.return_value
+    siblings = vllm.halves.checks.has_siblings.return_value
     assert vllm.halves.worker.mock_calls == [
         call(CONFIG, CACHES, {"layer": "cache"}, has_siblings=siblings)
     ]
@@ -222,11 +222,11 @@ def test_what_is_checked_at_start(
     monkeypatch.setattr(vllm.connector, "get_current_vllm_config_or_none", lambda: found)
     made(vllm, Role.WORKER)
     engine = "around" if outer == "another's" else TRANSFER
-    assert vllm.halves.support.mock_calls == [
+    assert vllm.halves.checks.mock_calls == [
         call.check_engine(CONFIG),
         call.check_siblings(TRANSFER, engine),
         call.has_siblings(engine),
-        call.warn_of_late_turns(ANY, engine),
+        call.warn_of_risks(ANY, engine),
     ]
     assert vllm.halves.share_log_handlers.called
     assert not vllm.halves.scheduler.called

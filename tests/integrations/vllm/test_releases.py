@@ -126,7 +126,7 @@ class Decode:
     def hash_adapter(self) -> None:
         """Let the adapter be hashed, and the workers answer which one they have."""
         self.step()
-        eventually(lambda: not self.half._adapters._hashes.in_progress(self._path))
+        eventually(lambda: not self.half._adapters._is_hashing(self._path))
 
     def know_adapter(self) -> None:
         """Let the content of the adapter become known, and run the next step."""

@@ -20,7 +20,6 @@ from kvferry.core.memory import Region
 from kvferry.core.security import generate
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check
 from kvferry.core.side_channel import fetch, health, ping
-from kvferry.integrations.vllm.adapter_files import adapter_version
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
@@ -396,7 +395,7 @@ class TestAdapters:
         path = write(tmp_path / "adapter")
         other = write(tmp_path / "other", weights=b"others")
         load = vllm.adapter_loads.AdapterLoad(
-            rank=0, adapter=1, name="adapter", path=other, version=adapter_version(other)
+            rank=0, adapter=1, name="adapter", path=other, content=b"others"
         )
         assert self.prefilled(vllm, producer, path, last=load) is not None
         orders = producer.build_step(OUTPUT).orders
@@ -466,7 +465,7 @@ class TestConsuming:
         self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The workers get the load's blocks, and report the request before all of them are done."""
-        monkeypatch.setattr(vllm.scheduler.versions, "takes_failed_requests", lambda: False)
+        monkeypatch.setattr(vllm.scheduler.compat_029, "takes_failed_requests", lambda: False)
         half = make()
         loading(half)
         assert half.build_step(OUTPUT).blocks == {"r": (21, 22, 23)}

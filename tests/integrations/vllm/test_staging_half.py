@@ -16,10 +16,10 @@ from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, Silence
 from kvferry.core.metrics import Metrics
 from kvferry.integrations.vllm import staging
 from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.checks import check_engine, check_siblings
 from kvferry.integrations.vllm.config import Config, ConfigError
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.support import check_engine, check_siblings
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.halves import (
     PREFILL,

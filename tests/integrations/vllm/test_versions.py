@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,43 +12,8 @@ import pytest
 
 import kvferry.integrations.vllm
 from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.config import ConfigError
-from kvferry.integrations.vllm.support import check_failure_reports
-from tests.integrations.vllm import without_vllm
 
 FOLDER = Path(kvferry.integrations.vllm.__file__).parent
-
-
-@pytest.fixture
-def later() -> Iterator[Any]:
-    """A vLLM that takes the ids of requests whose load failed."""
-    with without_vllm.modules("versions") as [module]:
-        yield module
-
-
-@pytest.fixture
-def oldest(later: Any) -> Any:
-    """A vLLM that takes the ids of blocks."""
-    base = sys.modules[f"{without_vllm.PACKAGE}.base"]
-    del base.KVConnectorTransferResults
-    return later
-
-
-class FullAttentionSpec:
-    """vLLM's class of this name, to a function that asks for the name."""
-
-
-class SlidingWindowSpec:
-    """Likewise."""
-
-
-def groups(*specs: object) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
-
-
-def block(block_id: int, *, cached: bool = False) -> Any:
-    hashed = b"hash" if cached else None
-    return SimpleNamespace(block_id=block_id, block_hash=hashed, is_null=block_id == 0)
 
 
 def test_no_other_module_asks_for_the_version() -> None:
@@ -93,71 +57,6 @@ def test_a_version_outside_the_window_is_a_warning(
     )
 
 
-def test_results_are_of_the_class_that_vllm_has(later: Any) -> None:
-    made = later.transfer_results(sent={"s"}, received={"r"}, failed=set())
-    assert made == without_vllm.Results(finished_sending={"s"}, finished_recving={"r"})
-
-
-def test_results_without_such_a_class(oldest: Any) -> None:
-    made = oldest.transfer_results(sent={"s"}, received={"r"}, failed={"r"})
-    assert (made.finished_sending, made.finished_recving, made.failed_recving) == (
-        {"s"},
-        {"r"},
-        {"r"},
-    )
-
-
-def test_blocks_of_failed_loads(oldest: Any) -> None:
-    """Those of the load alone: neither cached blocks, nor vLLM's null block."""
-    recorded, failing = oldest.LoadBlocks(), oldest.FailedBlocks()
-    blocks = SimpleNamespace(blocks=([block(0), block(7, cached=True), block(8), block(9)],))
-    recorded.allocated("a", blocks, 40)
-    recorded.allocated("b", SimpleNamespace(blocks=([block(3)],)), 20)
-    recorded.allocated("computed here", blocks, 0)
-    taken = recorded.take()
-    assert taken == {"a": (8, 9), "b": (3,)}
-    assert recorded.take() == {}
-    failing.started(taken)
-    failing.ended(["another connector's"], {"another connector's"})
-    assert (failing.take_blocks(), failing.take_requests()) == (set(), frozenset())
-    failing.ended(["a", "b"], {"a"})
-    assert (failing.take_blocks(), failing.take_requests()) == ({8, 9}, frozenset({"a"}))
-    assert (failing.take_blocks(), failing.take_requests()) == (set(), frozenset())
-
-
-def test_no_blocks_are_recorded_where_vllm_takes_requests(later: Any) -> None:
-    recorded = later.LoadBlocks()
-    recorded.allocated("a", SimpleNamespace(blocks=([block(1)], [block(2)])), 40)
-    assert recorded.take() == {}
-
-
-def test_failed_requests() -> None:
-    """They count when every rank has reported the load, also if one reported them earlier."""
-    failures = versions.FailedRequests()
-    early = SimpleNamespace(finished_recving=None)
-    late: Any = SimpleNamespace(finished_recving={"a", "b"})
-    assert failures.among_finished(early, ["a"]) == set()
-    assert failures.among_finished(late, []) == {"a"}
-    assert failures.among_finished(late, []) == set()
-    named: Any = SimpleNamespace(finished_recving={"a", "b"}, failed_recving={"b"})
-    assert failures.among_finished(named, []) == {"b"}
-
-
-def test_an_engine_that_cannot_be_told_of_failed_loads_does_not_load(
-    oldest: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(versions, "takes_failed_requests", oldest.takes_failed_requests)
-    consumer: Any = SimpleNamespace(is_kv_consumer=True)
-    full, window = FullAttentionSpec(), SlidingWindowSpec()
-    check_failure_reports(consumer, groups(full))
-    check_failure_reports(consumer, groups(SimpleNamespace(kv_cache_specs={"layer": full})))
-    check_failure_reports(SimpleNamespace(is_kv_consumer=False), groups(full, full, window))
-    with pytest.raises(ConfigError, match=r'3 cache groups: .*; set kv_role "kv_producer"'):
-        check_failure_reports(consumer, groups(full, full, window))
-    with pytest.raises(ConfigError, match=r"sliding windows or states: .*failed"):
-        check_failure_reports(consumer, groups(window))
-
-
 @pytest.mark.parametrize(
     ("config", "returned"),
     [
@@ -169,15 +68,6 @@ def test_an_engine_that_cannot_be_told_of_failed_loads_does_not_load(
 )
 def test_routed_experts(config: dict[str, Any], returned: bool) -> None:
     assert versions.returns_routed_experts(SimpleNamespace(**config)) is returned
-
-
-def test_hisparse() -> None:
-    def engine(**attention: Any) -> Any:
-        return SimpleNamespace(attention_config=SimpleNamespace(**attention))
-
-    assert not versions.uses_hisparse(engine())
-    assert not versions.uses_hisparse(engine(hisparse_config=None))
-    assert versions.uses_hisparse(engine(hisparse_config=object()))
 
 
 @pytest.mark.parametrize(
@@ -192,17 +82,6 @@ def test_prefill_lookahead(eagle: bool, multi_module: bool, expected: int) -> No
     assert versions.prefill_lookahead(plain) == 0
     newer: Any = SimpleNamespace(num_prefill_lookahead_tokens=5)
     assert versions.prefill_lookahead(newer) == 5
-
-
-def test_drafters_with_a_cache() -> None:
-    def drafter(**answers: bool) -> Any:
-        return SimpleNamespace(**{name: lambda a=a: a for name, a in answers.items()})
-
-    methods = ("use_eagle", "uses_draft_model", "uses_extract_hidden_states")
-    assert not versions.drafts_with_cache(drafter(**dict.fromkeys(methods, False)))
-    for method in methods:
-        assert versions.drafts_with_cache(drafter(**dict.fromkeys(methods, False) | {method: True}))
-    assert versions.drafts_with_cache(drafter(uses_draft_kv_cache=True))
 
 
 def test_specs_that_say_how_they_are_divided() -> None:
@@ -231,11 +110,9 @@ def test_specs_that_say_how_they_are_divided() -> None:
     assert not versions.is_whole_on_each_rank(spec(num_kv_heads=1, max_tp_shards=None))
     assert not versions.is_whole_on_each_rank(spec(num_kv_heads=1))
     assert versions.is_whole_on_each_rank(mla)
-    assert not versions.is_host_resident(spec())
     assert not versions.interleaves_values(spec())
     assert not versions.interleaves_values(spec(impl=spec(_use_interleaved_v_cache=False)))
     assert versions.interleaves_values(spec(impl=spec(_use_interleaved_v_cache=True)))
-    assert versions.is_host_resident(spec(host_resident=True))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm import compat_029
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -112,7 +112,7 @@ def _refusal(group: KVCacheGroupSpec) -> str:
     """Return why a cache group cannot be handed over; an empty text if it can."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
-    if versions.is_host_resident(group):
+    if compat_029.is_host_resident(group):
         return (
             "they lie in the host's memory, where vLLM numbers blocks on its own; this memory "
             "would have to be registered, and tickets would have to have its block numbers; start "

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from kvferry.integrations.vllm.support import TICKET_CONNECTORS
+from kvferry.integrations.vllm.checks import TICKET_CONNECTORS
 from tests.integrations.vllm.next_version import source as reading
 from tests.integrations.vllm.next_version.findings import (
     Finding,
@@ -104,7 +104,7 @@ def connector_section(old: Source, new: Source) -> Section:
 
     return Section(
         title="Connectors",
-        look="`support.py`: does it make tickets with the same keys (`TICKET_CONNECTORS`)?",
+        look="`checks.py`: does it make tickets with the same keys (`TICKET_CONNECTORS`)?",
         findings=described_changes(_connectors(old), _connectors(new), verdict),
     )
 

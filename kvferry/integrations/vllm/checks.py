@@ -1,21 +1,39 @@
-"""Refuse at start settings and caches that cannot work with the connector or were not tested."""
+"""Checks of a configuration: settings and caches that cannot work, were not tested, or are risky.
+
+They run when an engine is launched, before vLLM loads the model (`plugin`), and again in the
+workers, since the launch cannot see all: the plugin may be switched off (``VLLM_PLUGINS``), and
+ranks may run on other hosts. ``kvferry check-config`` runs those that need no model.
+"""
 
 from __future__ import annotations
 
+import copy
+import errno
 import logging
+import multiprocessing
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvferry.integrations.vllm import versions
+from kvferry.core.errors import DriverError, HandshakeError
+from kvferry.core.side_channel import check_address
+from kvferry.core.transport import registry
+from kvferry.integrations.vllm import compat_029, versions
+from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.caches.cache_specs import refusals
 from kvferry.integrations.vllm.config import Config, ConfigError
+from kvferry.integrations.vllm.security import examine_security_settings
+from kvferry.integrations.vllm.transfer_config import as_mapping, extra_of, own_transfers
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-
 logger = logging.getLogger(__name__)
+
+ENDING_SECONDS = 3.0
+"""How long an engine that was stopped may take to end, beyond its ``drain_timeout``. Its successor
+waits so long for the port of the side channel."""
 
 TICKET_CONNECTORS = frozenset(
     {
@@ -29,11 +47,133 @@ TICKET_CONNECTORS = frozenset(
 )
 """The connectors whose tickets use NixlConnector's keys; only one of them may run at a time."""
 
+CANNOT = "KVFerryConnector cannot work with "
+
 STAGED_TURNS = (
     "bidirectional_kv_xfer with {}: host pages are reserved when a request begins, and the length "
     "of its answer is not known then; remove one of the two"
 )
 """Why turns are refused where a cache is staged; names the other setting."""
+
+
+# At launch.
+
+
+def check_transfer(transfer: object, here: bool = True) -> None:
+    """Refuse wrong settings, an unknown driver, and keys and secrets that cannot be read.
+
+    Args:
+        transfer: vLLM's ``KVTransferConfig``, or its keys and values. Only the parts are checked
+            that select ``KVFerryConnector``.
+        here: Whether the engine runs on this host, which needs its driver, keys and secrets then.
+
+    Raises:
+        ConfigError: Names everything that is wrong, and the remedies.
+    """
+    problems = setting_problems if here else configuration.problems
+    _refuse(text for own in own_transfers(transfer) for text in problems(extra_of(own)))
+
+
+def launches_here(settings: object) -> bool:
+    """Return whether a launch starts engines or workers on this host, as far as is known before.
+
+    ``False`` for a front end whose engines are all elsewhere, and with Ray, which places them.
+
+    Args:
+        settings: vLLM's ``EngineArgs`` or ``ParallelConfig``.
+    """
+    placed_by = (
+        getattr(settings, "data_parallel_backend", None),
+        getattr(settings, "distributed_executor_backend", None),
+    )
+    return "ray" not in placed_by and getattr(settings, "data_parallel_size_local", None) != 0
+
+
+def check_launch(vllm_config: VllmConfig) -> None:
+    """Refuse an engine that cannot work with the connector, as far as its configuration shows.
+
+    Raises:
+        ConfigError: Names everything that is wrong, and the remedies.
+    """
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    check_transfer(transfer, launches_here(parallel))
+    for own in own_transfers(transfer):
+        engine = copy.copy(vllm_config)  # as MultiConnector makes its children's configurations
+        if own != as_mapping(transfer):
+            engine.kv_transfer_config = type(transfer)(**own)
+        check_engine(engine)
+        check_siblings(engine.kv_transfer_config, transfer)
+        config = configuration.parse(extra_of(own))
+        wait = config.drain_timeout + ENDING_SECONDS
+        _refuse(address_problems(config, engines_here(parallel), wait=wait))
+
+
+def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the settings, their driver, and the keys and secrets they name.
+
+    The driver is looked up, but neither imported nor started. Settings that are accepted are
+    checked even if others are refused.
+    """
+    yield from configuration.problems(extra)
+    config = configuration.acceptable(extra)
+    try:
+        registry.find(config.driver)
+    except DriverError as exc:
+        yield str(exc)
+    yield from examine_security_settings(config)[1]
+
+
+def address_problems(config: Config, indices: Iterable[int], *, wait: float = 0.0) -> Iterator[str]:
+    """Yield why side channels could not listen on this host.
+
+    Args:
+        config: The settings, with the port as configured.
+        indices: The data-parallel indices of the engines on this host. Each is added to the port,
+            unless that is 0.
+        wait: For how many seconds to wait, in total, for ports that are in use.
+    """
+    deadline = time.monotonic() + wait
+    for index in indices:
+        try:
+            port = configuration.with_index(config, index).side_channel_port
+            _wait_for_address(config.side_channel_host, port, deadline)
+        except (ConfigError, HandshakeError) as exc:
+            yield str(exc)
+
+
+def _wait_for_address(host: str, port: int, deadline: float) -> None:
+    """Return when an address can be bound; raise ``HandshakeError`` if it cannot in time."""
+    told = False
+    while True:
+        try:
+            return check_address(host, port)
+        except HandshakeError as exc:
+            in_use = isinstance(exc.__cause__, OSError) and exc.__cause__.errno == errno.EADDRINUSE
+            if not in_use or time.monotonic() >= deadline:
+                raise
+        if not told:
+            told = True
+            logger.warning("%s port %d is in use: waiting for an engine that ends", host, port)
+        time.sleep(0.1)
+
+
+def engines_here(parallel: ParallelConfig) -> range:
+    """Return the data-parallel indices of the engines that this process launches on this host.
+
+    Empty in processes that another process of vLLM has started: the engine may listen already. Also
+    empty with Ray, which may place engines on other hosts, and on a host that has only workers.
+    """
+    if (
+        multiprocessing.parent_process() is not None
+        or not launches_here(parallel)
+        or parallel.node_rank_within_dp > 0
+    ):
+        return range(0)
+    first = parallel.data_parallel_index
+    return range(first, first + parallel.data_parallel_size_local)
+
+
+# Of an engine's whole configuration.
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
@@ -42,13 +182,10 @@ def check_engine(vllm_config: VllmConfig) -> None:
     What vLLM itself refuses with any connector is not checked here (``use_replayssm``, allocators
     that move memory, ``prefix_match_unit`` with one group, ...).
 
-    Args:
-        vllm_config: The engine's configuration.
-
     Raises:
         ConfigError: There are such settings; the message names each, and the remedy.
     """
-    _refuse("KVFerryConnector cannot work with", _unsupported(vllm_config))
+    _refuse(_unsupported(vllm_config), CANNOT)
 
 
 def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
@@ -64,7 +201,7 @@ def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
     Raises:
         ConfigError: Names the setting and the remedy.
     """
-    _refuse("KVFerryConnector cannot work with", _unsupported_siblings(own, engine))
+    _refuse(_unsupported_siblings(own, engine), CANNOT)
 
 
 def has_siblings(engine: KVTransferConfig) -> bool:
@@ -93,35 +230,29 @@ def late_turn_risk(config: Config, engine: KVTransferConfig) -> str | None:
     )
 
 
-def warn_of_late_turns(config: Config, engine: KVTransferConfig) -> None:
-    """Log ``late_turn_risk``, if there is one; the arguments are the same."""
-    if risk := late_turn_risk(config, engine):
-        logger.warning(risk)
+def warn_of_risks(config: Config, engine: KVTransferConfig) -> None:
+    """Log what is unsafe or ignored (``config.risks``), and ``late_turn_risk``."""
+    late = late_turn_risk(config, engine)
+    for risk in (*configuration.risks(config), *filter(None, [late])):
+        logger.warning("%s", risk)
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
     """Refuse an engine that has no cache to hand over, or a kind of cache that is not supported.
 
-    Args:
-        kv_cache_config: The engine's cache groups.
-
     Raises:
         ConfigError: Names the layers that are refused, and why.
     """
-    _refuse("KVFerryConnector cannot work with", _unsupported_groups(kv_cache_config))
+    _refuse(_unsupported_groups(kv_cache_config), CANNOT)
 
 
 def check_failure_reports(transfer: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
     """Refuse an engine that loads if its vLLM cannot be told that a load failed.
 
-    Args:
-        transfer: The engine's configuration of the connector.
-        kv_cache_config: The engine's cache groups.
-
     Raises:
         ConfigError: Names vLLM's version and the remedy.
     """
-    problem = versions.unreportable_failures(kv_cache_config) if transfer.is_kv_consumer else None
+    problem = compat_029.unreportable_failures(kv_cache_config) if transfer.is_kv_consumer else None
     if problem:
         raise ConfigError(
             f'KVFerryConnector cannot load with {problem}; set kv_role "kv_producer", or install '
@@ -129,16 +260,10 @@ def check_failure_reports(transfer: KVTransferConfig, kv_cache_config: KVCacheCo
         )
 
 
-def _refuse(reason: str, problems: Iterable[str]) -> None:
-    """Raise one ``ConfigError`` for all problems, if there are any.
-
-    Args:
-        reason: The beginning of the message.
-        problems: A text for each problem, with its remedy.
-    """
-    text = "; ".join(problems)
-    if text:
-        raise ConfigError(f"{reason} {text}")
+def _refuse(problems: Iterable[str], beginning: str = "") -> None:
+    """Raise one ``ConfigError`` for all problems, if there are any."""
+    if text := "; ".join(problems):
+        raise ConfigError(beginning + text)
 
 
 def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
@@ -160,7 +285,7 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
             f"the pooling model {model.model!r}: its requests end with their prompt, so there is "
             "nothing to decode; start without kv_transfer_config"
         )
-    if versions.uses_hisparse(vllm_config):
+    if compat_029.uses_hisparse(vllm_config):
         yield (
             "attention_config.hisparse_config (HiSparse): its caches lie in host memory and are "
             "copied on demand, so that memory would have to be registered; start without it"
@@ -221,12 +346,7 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
-    """Yield each reason why this connector cannot run in its role, or under a MultiConnector.
-
-    Args:
-        own: The configuration of this connector.
-        engine: The configuration with which the engine was started.
-    """
+    """Yield each reason why this connector cannot run in its role, or under a MultiConnector."""
     wrong_roles = sorted({own.kv_role, engine.kv_role} - {"kv_both"}, key=str)
     if own.kv_connector_extra_config.get("bidirectional_kv_xfer") and wrong_roles:
         yield (
