@@ -20,32 +20,28 @@ pytestmark = pytest.mark.timeout(600)
 SINCE_0_32 = {
     "test_every_kind_of_cache_has_a_verdict",  # the tables are complete for the newest version
     "test_every_backend_has_a_verdict",
+    "test_the_page_names_all_caches",
     "test_the_page_is_up_to_date",
     "test_opaque_pages_of_unlike_orders_do_not_match",  # only older releases are in the packing
-    "test_planes[ROCM_SEGMENTED_ATTN]",
+    "test_every_order_that_vllm_offers[ROCM_SEGMENTED_ATTN-planes-unbound]",
     "test_verdicts[Glm5NextForCausalLM-served, by geometry-rings]",  # had no ring
 }
 
 SINCE_0_31 = {
-    "test_rings_and_bounded_replay_are_taken",
+    "test_what_is_refused[SlidingWindowMLASpec-options6-None]",  # had no bounded replay
     "test_rows_of_deepseek_v41_are_records",  # specs had no block_stride_alignment
     "test_other_rows_have_their_scales_behind_all_values",
     "test_records_on_other_processors_are_opaque",
 }
 
 SINCE_0_30 = {
-    "test_what_is_refused",  # groups had no host_resident
+    "test_groups_that_are_refused",  # groups had no host_resident
     "test_verdicts[DeepseekV41ForCausalLM-moved whole-rings]",
-    "test_halves[TRITON_FLASH_ATTN]",
-    "test_halves[TRITON_FLASHINFER]",
-    "test_planes[B12X]",
-    "test_rows[FLASHINFER_MLA_SPARSE_SM90]",
-    "test_rows_with_scales_inside[LBHNC-NVFP4_DS_MLA-352]",
-    "test_rows_with_scales_inside[LBNHC-NVFP4_DS_MLA-352]",
-    "test_rows_with_scales_inside[LHBNC-NVFP4_DS_MLA-352]",
-    "test_rows_with_scales_inside[BLHNC-NVFP4_DS_MLA-352]",
-    "test_rows_with_scales_inside[BLNHC-NVFP4_DS_MLA-352]",
-    "test_rows_with_scales_inside[BHLNC-NVFP4_DS_MLA-352]",
+    "test_every_order_that_vllm_offers[TRITON_FLASH_ATTN-full-split_cells]",
+    "test_every_order_that_vllm_offers[TRITON_FLASHINFER-full-split_cells]",
+    "test_every_order_that_vllm_offers[B12X-planes-unbound]",
+    "test_every_order_that_vllm_offers[FLASHINFER_MLA_SPARSE_SM90-mla-one_row]",
+    "test_expressions_of_backends[FLASHMLA_SPARSE-spec17-one_row-orders17]",  # in NVFP4
 }
 
 LACKING = {
