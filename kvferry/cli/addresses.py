@@ -15,15 +15,7 @@ class AddressError(KVFerryError):
 
 
 def host_and_port(option: str, address: str) -> tuple[str, int]:
-    """Return the host and the port of a side channel's address.
-
-    Args:
-        option: The option, for the error.
-        address: The value of the option; an IPv6 address stands in brackets.
-
-    Raises:
-        AddressError: The address is not ``HOST:PORT``.
-    """
+    """Return the host and the port of a side channel's address."""
     found = ADDRESS.fullmatch(address)
     if found is None or not 1 <= int(found["port"]) <= MAX_PORT:
         raise AddressError(

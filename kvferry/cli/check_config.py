@@ -89,19 +89,7 @@ def print_schema() -> None:
 
 
 def run(text: str, peers: Sequence[str] = ()) -> int:
-    """Check a configuration, and print what is wrong with it.
-
-    Args:
-        text: A JSON object, or the path of a file with one: ``kv_connector_extra_config``, or the
-            value of ``--kv-transfer-config``.
-        peers: ``HOST:PORT`` of the side channel of each engine that must answer.
-
-    Returns:
-        The exit status: 0 if nothing is wrong, otherwise 1.
-
-    Raises:
-        InputError: There is no JSON object.
-    """
+    """Check a configuration, and print what is wrong with it."""
     given = read(text)
     addresses = [(peer, *host_and_port("--peer", peer)) for peer in peers]
     found = list(_problems(given))
@@ -118,11 +106,7 @@ def run(text: str, peers: Sequence[str] = ()) -> int:
 
 
 def read(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text, or in the file that the text names.
-
-    Raises:
-        InputError: There is none.
-    """
+    """Return the JSON object in a text, or in the file that the text names."""
     literal = text.lstrip().startswith(("{", "["))
     try:
         given = json.loads(text if literal else Path(text).read_text(encoding="utf-8"))
@@ -216,10 +200,7 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the settings of the connector on this host.
-
-    Unlike the check at an engine's launch, this check starts the driver with its options.
-    """
+    """Yield what is wrong with the settings of the connector on this host."""
     yield from problems(extra)
     config = acceptable(extra)
     yield from _raised(DriverError, lambda: _start_driver(config))
@@ -240,12 +221,7 @@ def _raised(kind: type[KVFerryError], check: Callable[[], object]) -> Iterator[s
 
 
 def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) -> Iterator[str]:
-    """Yield why engines do not answer this host with these settings.
-
-    Args:
-        config: The settings, whose keys and networks are used.
-        addresses: The option, the host and the port of each engine's side channel.
-    """
+    """Yield why engines do not answer this host with these settings."""
     security, refused = examine_security_settings(config)
     if refused:  # named among the problems of the settings
         return
@@ -259,13 +235,7 @@ def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) ->
 
 
 def _engine_at(host: str, port: int, access: Access) -> str:
-    """Return the id of the engine whose side channel is at an address.
-
-    The address does not say which of ``curve_peers`` is the engine's key, so each is tried.
-
-    Raises:
-        HandshakeError: It does not answer, or has none of the keys.
-    """
+    """Return the id of the engine whose side channel is at an address."""
     *others, last = sorted(access.peers) or [b""]
     for key in others:
         try:
@@ -276,14 +246,7 @@ def _engine_at(host: str, port: int, access: Access) -> str:
 
 
 def _summary(count: int, notes: int, given: Mapping[str, Any], peers: Sequence[str]) -> str:
-    """Return the last line of the output.
-
-    Args:
-        count: The number of problems.
-        notes: The number of notes.
-        given: What was checked.
-        peers: The addresses that were asked.
-    """
+    """Return the last line of the output."""
     what = "--kv-transfer-config" if is_transfer(given) else EXTRA
     if count:
         return f"{what}: {_counted(count, 'problem')}"

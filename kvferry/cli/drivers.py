@@ -13,11 +13,7 @@ from kvferry.core.transport.registry import DriverReport, describe, installed
 
 
 def run(*, as_json: bool) -> None:
-    """Load every installed driver, and print its capabilities or why it does not work.
-
-    Args:
-        as_json: Whether to print JSON instead of text.
-    """
+    """Load every installed driver, and print its capabilities or why it does not work."""
     reports = [describe(info) for info in installed()]
     if as_json:
         Console().print_json(json.dumps([_record(report) for report in reports]))

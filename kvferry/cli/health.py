@@ -29,14 +29,7 @@ class Arguments(TypedDict):
 
 
 def parse(arguments: list[str]) -> Arguments | None:
-    """Return the arguments of ``run`` that a command line names, without typer.
-
-    Args:
-        arguments: The words after ``kvferry health``.
-
-    Returns:
-        The arguments; ``None`` if typer has to print help or an error.
-    """
+    """Return the arguments of ``run`` that a command line names, without typer."""
     words, options, rest = [], dict.fromkeys(OPTIONS, ""), iter(arguments)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -67,22 +60,7 @@ def parse(arguments: list[str]) -> Arguments | None:
 def run(
     host: str, port: int, *, timeout: float = SECONDS, secret_key: str = "", peer: str = ""
 ) -> int:
-    """Ask an engine for its problems, and print them.
-
-    Args:
-        host: Host of the engine's side channel.
-        port: TCP port of that side channel.
-        timeout: Seconds for the whole exchange.
-        secret_key: Where the command's own secret key is, if the side channel is encrypted.
-        peer: The engine's public key, or where that key is, likewise.
-
-    Returns:
-        The exit status: 0 if the engine has no problems, otherwise 1.
-
-    Raises:
-        HandshakeError: The engine does not answer.
-        SecretError: Only one of the two keys is given, or one of them is not a valid key.
-    """
+    """Ask an engine for its problems, and print them."""
     keys = keys_of(secret_key, peer)
     condition = health(host, port, timeout=timeout, access=keys.access, key=keys.server)
     lines = [f"engine {condition.engine}: {problem}" for problem in condition.problems] or [

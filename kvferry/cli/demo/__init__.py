@@ -45,20 +45,6 @@ def run(
 
     If no engine is given, the cache is moved twice: between engines of like shape, then between
     engines of unlike shape.
-
-    Args:
-        megabytes: How much KV cache is transferred, in units of 10^6 bytes.
-        driver: Name of an installed driver that reaches CPU memory.
-        prefill: The prefill engine: ranks, order (HND or NHD), tokens per page; see ``shape_of``.
-            ``None`` for ``PREFILL``.
-        decode: The decode engine, which has one rank: order and tokens per page; ``None`` for
-            ``DECODE``.
-
-    Returns:
-        The exit status: 0 if every byte was right, 1 if not, 130 after Ctrl-C.
-
-    Raises:
-        KVFerryError: The demo could not run. All processes have ended then.
     """
     console = Console()
     # The demo causes warnings of its endpoints on purpose, and prints the outcome itself.
@@ -78,18 +64,7 @@ def run(
 def _run(
     console: Console, nbytes: int, driver: str, prefill: CacheShape, decode: CacheShape
 ) -> int:
-    """Start both engines, move the cache, and print the results.
-
-    Args:
-        console: Where to print.
-        nbytes: How many bytes of KV cache to move.
-        driver: Name of an installed driver.
-        prefill: The shape of the prefill engine.
-        decode: The shape of the decode engine.
-
-    Returns:
-        The exit status, 0 or 1; see ``_cross``.
-    """
+    """Start both engines, move the cache, and print the results."""
     _check_memory(nbytes)
     requests = tuple(requests_of(nbytes))
     spec = Spec(
@@ -114,18 +89,7 @@ def _run(
 
 
 def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode) -> int:
-    """Have the decode engine pull all requests, and print the results.
-
-    Args:
-        console: Where to print.
-        pipe: The pipe to rank 0 of the prefill engine.
-        spec: The prefill engine's setup, and its requests.
-        consumer: The decode engine.
-
-    Returns:
-        The exit status: 1 if a byte is wrong, or if the second use of a ticket was not refused as
-        stale; else 0.
-    """
+    """Have the decode engine pull all requests, and print the results."""
     count, tokens = len(spec.requests), sum(request.tokens for request in spec.requests)
     title = f"prefill engine computed {tokens:,} tokens of {count} requests"
     with report.step(console, title, count) as advance:
@@ -157,11 +121,7 @@ def _ticket(pipe: Connection, advance: report.Advance) -> Ticket:
 
 
 def _transport(driver: str) -> Transport:
-    """Return a new transport of a driver; the driver must be able to read CPU memory.
-
-    Raises:
-        DemoError: The driver cannot read CPU memory.
-    """
+    """Return a new transport of a driver; the driver must be able to read CPU memory."""
     transport = create(driver)
     can = transport.capabilities
     if CPU in can.memory:
@@ -174,11 +134,7 @@ def _transport(driver: str) -> Transport:
 
 
 def _check_memory(nbytes: int) -> None:
-    """Refuse to move a cache of ``nbytes`` for which this machine has not enough free memory.
-
-    Raises:
-        DemoError: There is not enough memory.
-    """
+    """Refuse to move a cache of ``nbytes`` for which this machine has not enough free memory."""
     needed = nbytes * COPIES_IN_MEMORY
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError), open("/proc/meminfo") as lines:  # counts reclaimable caches as free

@@ -80,13 +80,6 @@ class LocalRates:
 class Decode:
     """The decode engine: a cache in which every byte is ``POISON`` at first, and an endpoint.
 
-    Args:
-        transport: The engine's transport; the engine closes it.
-        driver: Name of the transport's driver.
-        shape: How the engine stores the cache.
-        requests: The requests that will be loaded.
-        lease: For how many seconds prefill holds a request's pages; a longer load fails.
-
     Attributes:
         pages: The ids of each request's pages.
         engine: The engine, which the caller closes.
@@ -111,15 +104,7 @@ class Decode:
         [self._rank] = self.engine.ranks
 
     def pull(self, tickets: dict[Request, Ticket], advance: Advance) -> Pulled:
-        """Load all requests at once, and return the records of the loads.
-
-        Args:
-            tickets: The ticket of each request.
-            advance: Called after each load.
-
-        Raises:
-            DemoError: A load failed.
-        """
+        """Load all requests at once, and return the records of the loads."""
         begun = time.perf_counter()
         for request, ticket in tickets.items():
             self._load(request, ticket)
@@ -142,9 +127,6 @@ class Decode:
         """Compare every byte of the cache, and return the number of wrong bytes by request id.
 
         The key ``pages of no request`` has the number of wrong bytes in all other pages.
-
-        Args:
-            advance: Called after each request.
         """
         wrong: dict[str, int] = {}
         for request, pages in self.pages.items():
@@ -155,11 +137,7 @@ class Decode:
         return wrong
 
     def local_rates(self, pulled: Pulled) -> LocalRates:
-        """Return the speed of numpy for the same bytes, the best of ``COPY_ROUNDS``.
-
-        Args:
-            pulled: The loads whose bytes and pieces are copied.
-        """
+        """Return the speed of numpy for the same bytes, the best of ``COPY_ROUNDS``."""
         words = self._rank.cache.reshape(-1)[: pulled.nbytes // WORD_BYTES]
         width = max(pulled.piece // WORD_BYTES, 1)
         pieces = words[: len(words) // width * width].reshape(-1, width)
@@ -172,11 +150,7 @@ class Decode:
         return LocalRates(gather=pieces.nbytes / gather, memcpy=pieces.nbytes / memcpy)
 
     def _load(self, request: Request, ticket: Ticket) -> None:
-        """Check that a ticket is for a request's prompt, and start to load the request.
-
-        Raises:
-            DemoError: The ticket is for another prompt.
-        """
+        """Check that a ticket is for a request's prompt, and start to load the request."""
         if ticket.digest != digest(request.prompt):
             raise DemoError(f"the ticket of {ticket.request} is not about {request.name}'s prompt")
         self.engine.pull(request.name, ticket, self.pages[request])

@@ -65,13 +65,6 @@ def shape_of(text: str, tp: int | None = None) -> CacheShape:
     """Return the shape that an option's text names, without room for a request yet.
 
     The K and the V of a layer are layers of the shape, whose elements are words.
-
-    Args:
-        text: ``RANKS/ORDER/TOKENS`` such as ``2/HND/16``, or ``ORDER/TOKENS`` if ``tp`` is given.
-        tp: Number of ranks; ``None`` if the text has it.
-
-    Raises:
-        DemoError: The text is written in another way, or there is no such shape.
     """
     pattern = "ORDER/TOKENS" if tp else "RANKS/ORDER/TOKENS"
     match (*([str(tp)] if tp else []), *text.split("/")):
@@ -116,12 +109,7 @@ def with_room(shape: CacheShape, requests: Sequence[Request]) -> CacheShape:
 
 
 def requests_of(nbytes: int, count: int = 8) -> list[Request]:
-    """Return requests of increasing length whose prompts together fill a cache.
-
-    Args:
-        nbytes: Size of the cache in bytes, rounded up to whole tokens.
-        count: Number of requests; fewer if the cache has fewer tokens.
-    """
+    """Return requests of increasing length whose prompts together fill a cache."""
     total = max(-(-nbytes // TOKEN_BYTES), 1)
     count = min(count, total)
     ends = [total * k * (k + 1) // (count * (count + 1)) for k in range(count + 1)]
@@ -136,13 +124,7 @@ def requests_of(nbytes: int, count: int = 8) -> list[Request]:
 def scattered_pages(
     shape: CacheShape, requests: Sequence[Request], seed: int
 ) -> dict[Request, list[int]]:
-    """Return the page ids of each request, scattered as in an engine that has run for a while.
-
-    Args:
-        shape: How the engine stores the cache.
-        requests: The requests.
-        seed: Seed of the random order. Engines with different seeds use different pages.
-    """
+    """Return the page ids of each request, scattered as in an engine that has run for a while."""
     counts = [pages_of(shape, request) for request in requests]
     free = 1 + np.random.default_rng(seed).permutation(sum(counts) + SPARE_PAGES - 1)
     ends = np.cumsum(counts)
@@ -151,11 +133,6 @@ def scattered_pages(
 
 
 def wrong_spare_bytes(rank: EngineRank, used: Sequence[int]) -> int:
-    """Return how many bytes of unused pages are not ``POISON`` any more.
-
-    Args:
-        rank: A rank of the engine.
-        used: The ids of the pages of all requests.
-    """
+    """Return how many bytes of unused pages are not ``POISON`` any more."""
     spare = np.setdiff1d(np.arange(rank.shape.pages), used)
     return int(np.count_nonzero(rank.cache[:, spare].view(np.uint8) != POISON))

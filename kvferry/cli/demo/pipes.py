@@ -101,15 +101,7 @@ class Failed:
 
 
 def receive(pipe: Connection, kind: type[T]) -> T:
-    """Return the next message, which must be of a given type.
-
-    Args:
-        pipe: The pipe to read from.
-        kind: The type of the message.
-
-    Raises:
-        DemoError: The other process has failed or ended, or sent a message of another type.
-    """
+    """Return the next message, which must be of a given type."""
     try:
         message = pipe.recv()
     except (EOFError, OSError) as exc:
@@ -127,9 +119,6 @@ def prefill_processes(ranks: int) -> Iterator[Connection]:
 
     The processes end when the ``with`` block or this process ends, because their pipes are closed
     then. Each process is in a process group of its own, so that only this process gets Ctrl-C.
-
-    Args:
-        ranks: Number of ranks.
     """
     here, lead = _pair()
     pairs = [_pair() for _ in range(ranks - 1)]
@@ -154,12 +143,7 @@ def _pair() -> tuple[Connection, Connection]:
 
 
 def _start(rank: int, inherited: list[Connection]) -> subprocess.Popen[bytes]:
-    """Start the process of a rank.
-
-    Args:
-        rank: The rank's index.
-        inherited: The ends of pipes that the process inherits; see ``prefill.main``.
-    """
+    """Start the process of a rank."""
     descriptors = [end.fileno() for end in inherited]
     return subprocess.Popen(
         [sys.executable, "-m", "kvferry.cli.demo.prefill", str(rank), *map(str, descriptors)],

@@ -37,10 +37,6 @@ PACE_SECONDS = 0.02
 class DemoRank:
     """The worker of a rank: computes what the scheduler says, and serves its pages.
 
-    Args:
-        spec: The setup of the engine.
-        rank: The rank's index.
-
     Attributes:
         pages: The ids of each request's pages, the same on every rank.
         endpoint: The rank's endpoint, which the caller closes.
@@ -71,11 +67,6 @@ class Lead:
     """The engine's scheduler: picks holds, makes tickets, and counts the ends of holds.
 
     A hold keeps a request's pages for decode; it is released when it has ended on every rank.
-
-    Args:
-        spec: The setup of the engine.
-        rank: Rank 0, which runs in this process.
-        others: The pipes to the other ranks' processes, in rank order.
     """
 
     def __init__(self, spec: Spec, rank: DemoRank, others: Sequence[Connection]) -> None:
@@ -89,15 +80,7 @@ class Lead:
         return self._holds.held
 
     def compute(self, request: Request, server: HandshakeServer) -> Ticket:
-        """Compute a request on every rank, and return its ticket.
-
-        Args:
-            request: The request.
-            server: The engine's side channel, which the ticket names.
-
-        Raises:
-            DemoError: There is no hold for the request.
-        """
+        """Compute a request on every rank, and return its ticket."""
         name = RequestId(request.name)
         self._holds.take_on(name)
         self.step(request)
@@ -121,11 +104,7 @@ class Lead:
         )
 
     def step(self, request: Request | None = None) -> None:
-        """Run one engine step on all ranks at once, and release holds that all ranks have ended.
-
-        Args:
-            request: The request to compute, if any.
-        """
+        """Run one engine step on all ranks at once, and release holds that all ranks have ended."""
         step = DemoStep(orders=self._holds.drain(), compute=request)
         for other in self._others:
             other.send(step)
@@ -137,12 +116,7 @@ class Lead:
 
 
 def lead(control: Connection, others: Sequence[Connection]) -> None:
-    """Run rank 0: start the engine, compute all requests, and keep their pages until they are read.
-
-    Args:
-        control: The pipe to the command's process.
-        others: The pipes to the other ranks' processes, in rank order.
-    """
+    """Run rank 0: start the engine, compute all requests, keep their pages until they are read."""
     spec = receive(control, Spec)
     for other in others:
         other.send(spec)
@@ -164,12 +138,7 @@ def lead(control: Connection, others: Sequence[Connection]) -> None:
 
 
 def follow(pipe: Connection, index: int) -> None:
-    """Run a rank other than 0: execute the steps that rank 0 sends, until rank 0 closes the pipe.
-
-    Args:
-        pipe: The pipe to rank 0.
-        index: The rank's index.
-    """
+    """Run a rank other than 0: execute the steps of rank 0, until it closes the pipe."""
     rank = DemoRank(receive(pipe, Spec), index)
     with rank.endpoint:
         pipe.send(Joined(pid=os.getpid(), payload=encode(rank.endpoint.payload)))
@@ -178,14 +147,7 @@ def follow(pipe: Connection, index: int) -> None:
 
 
 def main(rank: int, *descriptors: int) -> int:
-    """Run a rank on inherited pipes, and return the exit status of its process.
-
-    Args:
-        rank: The rank's index.
-        descriptors: The file descriptors of the pipes: for rank 0, one to the command's process and
-            one to each other rank; for other ranks, one to rank 0. A failure is reported over the
-            first one.
-    """
+    """Run a rank on inherited pipes, and return the exit status of its process."""
     pipes = [Connection(descriptor) for descriptor in descriptors]
     try:
         if rank == 0:

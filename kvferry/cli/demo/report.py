@@ -25,11 +25,6 @@ def step(console: Console, title: str, total: int | None = None) -> Iterator[Adv
     """Show a step: a progress bar while the ``with`` block runs, and a line when it has ended.
 
     Yields a function to call whenever one of ``total`` parts is over.
-
-    Args:
-        console: Where to print.
-        title: What the step does.
-        total: Number of parts of the step; ``None`` if it has no parts to count.
     """
     begun = perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
@@ -67,14 +62,7 @@ def requests(
     pages: Mapping[Request, tuple[int, int]],
     wrong: Mapping[str, int],
 ) -> None:
-    """Print for each request its pages, copies, bytes and time, and whether all bytes are right.
-
-    Args:
-        console: Where to print.
-        pulled: The loads of all requests.
-        pages: For each request, how many pages it has on all prefill ranks together and on decode.
-        wrong: The number of wrong bytes by request id; see ``Decode.wrong_bytes``.
-    """
+    """Print for each request its pages, copies, bytes and time, and whether all bytes are right."""
     table = Table(box=None)
     for name in ("request", "tokens", "from pages", "to pages", "copies", "MB", "ms", "bytes"):
         table.add_column(name, justify="left" if name in ("request", "bytes") else "right")
@@ -117,15 +105,7 @@ def pair(console: Console, prefill: CacheShape, decode: CacheShape) -> None:
 def rates(
     console: Console, pulled: Pulled, local: LocalRates, prefill: CacheShape, decode: CacheShape
 ) -> None:
-    """Print the speed of all loads together, compared with copies within one process.
-
-    Args:
-        console: Where to print.
-        pulled: The loads of all requests.
-        local: Speeds of copies within one process.
-        prefill: The shape of the prefill engine.
-        decode: The shape of the decode engine.
-    """
+    """Print the speed of all loads together, compared with copies within one process."""
     rate = pulled.nbytes / (pulled.seconds - pulled.handshake)
     table = Table(box=None, show_header=False)
     table.add_row(
@@ -166,13 +146,7 @@ def _piece_text(prefill: CacheShape, decode: CacheShape) -> str:
 
 
 def _rank(shape: CacheShape, rank: int, pid: int) -> tuple[str, ...]:
-    """Return the cells of a rank's table row, without the first cell, the engine's name.
-
-    Args:
-        shape: The shape of the rank's engine.
-        rank: The rank's index.
-        pid: The id of the rank's process.
-    """
+    """Return the cells of a rank's table row, without the first cell, the engine's name."""
     heads = shape.heads(rank)
     return (
         f"{rank} of {shape.tp}",

@@ -37,21 +37,7 @@ def run(
     keys: Keys = NONE,
     as_json: bool = False,
 ) -> int:
-    """Run all checks, and print the findings.
-
-    Args:
-        host: Host of a running engine's side channel, to be checked as well.
-        port: TCP port of that side channel.
-        engine: Id of the engine that should answer there; ``None`` for any.
-        keys: Keys for that side channel, if the side channel is encrypted.
-        as_json: Whether to print JSON instead of a table.
-
-    Returns:
-        The exit status: 1 if something is bad, otherwise 0.
-
-    Raises:
-        DoctorError: Host and port are not given together, or engine or keys without them.
-    """
+    """Run all checks, and print the findings."""
     about = engine is not None or keys != NONE
     if (host is None) != (port is None) or (about and host is None):
         raise DoctorError("a running engine is asked at --host HOST --port PORT; give both")
@@ -64,11 +50,7 @@ def run(
 
 
 def worst(findings: Sequence[Finding]) -> FindingLevel:
-    """Return the worst verdict of all findings; ``OK`` if there are none.
-
-    Args:
-        findings: The findings.
-    """
+    """Return the worst verdict of all findings; ``OK`` if there are none."""
     order = list(FindingLevel)
     return max((finding.verdict for finding in findings), key=order.index, default=FindingLevel.OK)
 
@@ -76,13 +58,7 @@ def worst(findings: Sequence[Finding]) -> FindingLevel:
 def hardware(
     probed: Probed, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """Yield the findings about GPUs, NICs and pinned memory.
-
-    Args:
-        probed: The report of ``probe``, which asked CUDA about the GPUs.
-        environment: The environment variables.
-        root: The file system's root; another one in tests.
-    """
+    """Yield the findings about GPUs, NICs and pinned memory."""
     gpus, nics = devices.gpus(root), devices.nics(root)
     yield devices.gpu(gpus, cuda_answers=bool(probed.gpus or probed.trouble), root=root)
     nvidia_gpus = [gpu for gpu in gpus if "AMD" not in gpu]

@@ -35,12 +35,7 @@ def channels() -> Iterator[Finding]:
 
 
 def _served(host: str, use: str) -> Finding:
-    """Open a side channel at an address of this host, ping it, and return the finding.
-
-    Args:
-        host: The address.
-        use: What the address is for.
-    """
+    """Open a side channel at an address of this host, ping it, and return the finding."""
     name = f"side channel at {host}"
     payload = _payload()
     try:
@@ -61,14 +56,7 @@ def _served(host: str, use: str) -> Finding:
 
 
 def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Finding:
-    """Return the finding about the side channel of a running engine.
-
-    Args:
-        host: Host of the side channel, as in the engine's tickets.
-        port: TCP port of the side channel.
-        engine: The engine's id; ``None`` accepts any engine.
-        keys: Keys for the side channel, if it is encrypted.
-    """
+    """Return the finding about the side channel of a running engine."""
     name = f"engine at {host} port {port}"
     try:
         incarnation = ping(
@@ -91,13 +79,7 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
 
 
 def _not_admitted(name: str, error: AdmissionError, keys: Keys) -> Finding:
-    """Return the finding about a side channel that does not admit this command.
-
-    Args:
-        name: What was checked.
-        error: Why the command is not admitted.
-        keys: The keys that the command has.
-    """
+    """Return the finding about a side channel that does not admit this command."""
     found = f"a side channel is there, and does not admit everybody: {_why(error)}"
     if keys != NONE:
         remedy = "correct --curve-secret-key and --curve-peer, or list this command's public key"

@@ -22,11 +22,7 @@ VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 
 
 def file_text(path: Path) -> str:
-    """Return a file's text without white space around it; empty if it cannot be read.
-
-    Args:
-        path: The file.
-    """
+    """Return a file's text without white space around it; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -34,29 +30,17 @@ def file_text(path: Path) -> str:
 
 
 def nics(root: Path = Path("/")) -> list[str]:
-    """Return the names of the NICs with RDMA, ascending.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return the names of the NICs with RDMA, ascending."""
     return sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
 
 
 def active_nics(root: Path = Path("/")) -> list[str]:
-    """Return the names of the NICs with RDMA that have an active port, ascending.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return the names of the NICs with RDMA that have an active port, ascending."""
     return [nic for nic in nics(root) if any(ACTIVE in port for port in _ports(root, nic))]
 
 
 def rdma(root: Path = Path("/")) -> Finding:
-    """Return the finding about NICs with RDMA: their ports, and whether this process may use them.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return the finding about NICs with RDMA, and whether this process may use them."""
     names = nics(root)
     if not names:
         return ok(RDMA, "no NIC with RDMA: between hosts bytes go by TCP")
@@ -76,23 +60,14 @@ def rdma(root: Path = Path("/")) -> Finding:
 
 
 def _ports(root: Path, nic: str) -> Iterator[str]:
-    """Yield a text for each port of a NIC: its name, link layer, rate and state.
-
-    Args:
-        root: The file system's root.
-        nic: Name of the NIC.
-    """
+    """Yield a text for each port of a NIC: its name, link layer, rate and state."""
     for port in sorted((root / "sys/class/infiniband" / nic / "ports").glob("*")):
         facts = (file_text(port / name) for name in ("link_layer", "rate", "state"))
         yield f"{nic}:{port.name} {', '.join(fact for fact in facts if fact)}"
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
-    """Return a description of each GPU, with less detail if the GPU's driver is not installed.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return a description of each GPU, with less detail if the GPU's driver is not installed."""
     return _from_smi() or _from_proc(root) or _from_bus(root)
 
 
@@ -103,14 +78,7 @@ def gpu(
     root: Path = Path("/"),
     library: str = "libcuda.so.1",
 ) -> Finding:
-    """Return the finding about GPUs, and whether CUDA can use them.
-
-    Args:
-        found: The descriptions that ``gpus`` returned.
-        cuda_answers: Whether CUDA found a GPU when it was asked.
-        root: The file system's root; another one in tests.
-        library: File name of CUDA's driver library.
-    """
+    """Return the finding about GPUs, and whether CUDA can use them."""
     if not found:
         return ok(GPU, "none")
     text = "; ".join(found)
@@ -142,9 +110,6 @@ def kernel_module(root: Path = Path("/")) -> str:
     """Return kind and version of NVIDIA's kernel module, such as ``open 570.86.15``.
 
     Empty if the module is not loaded, or if this process cannot see it.
-
-    Args:
-        root: The file system's root; another one in tests.
     """
     said = file_text(root / "proc/driver/nvidia/version").partition("\n")[0]
     if not said:

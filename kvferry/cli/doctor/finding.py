@@ -35,32 +35,15 @@ class Finding:
 
 
 def ok(name: str, found: str) -> Finding:
-    """Return a finding that needs no remedy.
-
-    Args:
-        name: What was checked.
-        found: The result.
-    """
+    """Return a finding that needs no remedy."""
     return Finding(name=name, verdict=FindingLevel.OK, found=found)
 
 
 def warn(name: str, found: str, remedy: str) -> Finding:
-    """Return a finding that is worth knowing.
-
-    Args:
-        name: What was checked.
-        found: The result.
-        remedy: What to do.
-    """
+    """Return a finding that is worth knowing."""
     return Finding(name=name, verdict=FindingLevel.WARN, found=found, remedy=remedy)
 
 
 def bad(name: str, found: str, remedy: str) -> Finding:
-    """Return a finding that needs its remedy.
-
-    Args:
-        name: What was checked.
-        found: The result.
-        remedy: What to do.
-    """
+    """Return a finding that needs its remedy."""
     return Finding(name=name, verdict=FindingLevel.BAD, found=found, remedy=remedy)

@@ -57,14 +57,7 @@ def reading() -> Finding:
 
 
 def _read(pid: int, address: int) -> str:
-    """Read a word of another process; return the word as text, or why it cannot be read.
-
-    The child process of ``reading`` calls this.
-
-    Args:
-        pid: The id of the process to read.
-        address: The address of the word in that process.
-    """
+    """Read a word of another process; return the word as text, or why it cannot be read."""
     word = np.zeros(1, np.uint64)
     try:
         vm_read(pid, IOVEC.pack(word.ctypes.data, word.nbytes), IOVEC.pack(address, word.nbytes))
@@ -74,11 +67,7 @@ def _read(pid: int, address: int) -> str:
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
-    """Return the finding about Yama's ``ptrace_scope``, which restricts reading other processes.
-
-    Args:
-        proc: Where procfs is mounted; another folder in tests.
-    """
+    """Return the finding about Yama's ``ptrace_scope``, which restricts reading other processes."""
     name = "ptrace scope"
     try:
         scope = int((proc / "sys/kernel/yama/ptrace_scope").read_text(encoding="utf-8"))
@@ -95,12 +84,7 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
 
 
 def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
-    """Return the finding about how much memory a process may pin for a NIC.
-
-    Args:
-        rdma: Whether there is a NIC that needs pinned memory.
-        limit: How many bytes may be pinned; ``None`` for this process's limit.
-    """
+    """Return the finding about how much memory a process may pin for a NIC."""
     name = "locked memory"
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if soft == resource.RLIM_INFINITY:
@@ -116,11 +100,7 @@ def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Return the finding about how much shared memory is free.
-
-    Args:
-        folder: Where the file system for shared memory is mounted; another folder in tests.
-    """
+    """Return the finding about how much shared memory is free."""
     name = "shared memory"
     try:
         found = os.statvfs(folder)

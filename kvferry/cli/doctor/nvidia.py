@@ -34,12 +34,7 @@ MULTI_NODE_GPUS = ("GB200", "GB300")
 
 
 def direct(gpus: Sequence[Gpu] | None = None, root: Path = Path("/")) -> Finding:
-    """Return the finding about the two ways in which a NIC can reach GPU memory.
-
-    Args:
-        gpus: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
-        root: The file system's root; another one in tests.
-    """
+    """Return the finding about the two ways in which a NIC can reach GPU memory."""
     loaded = [name for name in PEER_MODULES if (root / "sys/module" / name).exists()]
     if loaded:
         return ok(DIRECT, f"kernel module {loaded[0]} is loaded")
@@ -85,11 +80,7 @@ def _release(root: Path) -> str:
 
 
 def visibility(gpus: Sequence[Gpu]) -> Finding:
-    """Return the finding about the order in which GPUs see what NICs have written.
-
-    Args:
-        gpus: The GPUs that CUDA sees.
-    """
+    """Return the finding about the order in which GPUs see what NICs have written."""
     blind = [gpu.index for gpu in gpus if gpu.needs_flush and not gpu.can_flush]
     if blind:
         return warn(
@@ -108,9 +99,6 @@ def ipc(root: Path = Path("/")) -> Finding:
     """Return the finding about CUDA IPC, by which engines on one host use NVLink.
 
     Legacy handles of CUDA IPC are only valid within a PID namespace (UCX's ``cuda_ipc_iface.c``).
-
-    Args:
-        root: The file system's root; another one in tests.
     """
     try:
         own = os.readlink(root / "proc/self/ns/pid")
@@ -131,11 +119,7 @@ def ipc(root: Path = Path("/")) -> Finding:
 
 
 def mig(root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield a finding if a GPU is split into MIG instances.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Yield a finding if a GPU is split into MIG instances."""
     found = (root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*")
     instances = sorted(f"{path.parents[1].name} {path.name}" for path in found)
     if instances:
@@ -148,12 +132,7 @@ def mig(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def imex(gpus: Sequence[str], root: Path = Path("/")) -> Finding:
-    """Return the finding about IMEX channels, without which NVLink ends at the host.
-
-    Args:
-        gpus: Descriptions of the GPUs.
-        root: The file system's root; another one in tests.
-    """
+    """Return the finding about IMEX channels, without which NVLink ends at the host."""
     channels = sorted((root / "dev/nvidia-caps-imex-channels").glob("channel*"))
     usable = [path.name for path in channels if os.access(path, os.R_OK | os.W_OK)]
     if usable:
@@ -179,12 +158,7 @@ def imex(gpus: Sequence[str], root: Path = Path("/")) -> Finding:
 
 
 def cache_order(environment: Mapping[str, str], *, has_vllm: bool) -> Finding:
-    """Return the finding about the order of vLLM's cache in memory, which decides on small copies.
-
-    Args:
-        environment: The environment variables.
-        has_vllm: Whether vLLM for GPUs is installed. Otherwise the order is no warning.
-    """
+    """Return the finding about the order of vLLM's cache, which decides on small copies."""
     order = environment.get(ORDER, "").strip()
     if order.startswith("B"):
         return ok(CACHE_ORDER, f"{ORDER} is {order}: the layers of a page lie together")

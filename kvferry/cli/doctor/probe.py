@@ -107,11 +107,7 @@ class Probed(Struct, frozen=True, kw_only=True):
 
 
 def probe() -> Probed:
-    """Load every driver in a child process, and return the process's report.
-
-    Returns:
-        The report. If the process fails, ``Probed.trouble`` says why.
-    """
+    """Load every driver in a child process, and return the process's report."""
     try:
         run = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -177,11 +173,7 @@ def _driver(report: DriverReport) -> Driver:
 
 
 def gpus(cuda: CudaDriver | None) -> list[Gpu] | None:
-    """Return what CUDA says about each GPU; ``None`` if CUDA does not answer.
-
-    Args:
-        cuda: CUDA's driver API; ``None`` if there is none.
-    """
+    """Return what CUDA says about each GPU; ``None`` if CUDA does not answer."""
     if cuda is None:
         return None
     try:
@@ -191,11 +183,7 @@ def gpus(cuda: CudaDriver | None) -> list[Gpu] | None:
 
 
 def _gpu(cuda: CudaDriver, index: int) -> Gpu:
-    """Return what CUDA says about the GPU with this index.
-
-    Raises:
-        TransportError: CUDA refuses a call.
-    """
+    """Return what CUDA says about the GPU with this index."""
     return Gpu(
         index=index,
         address=cuda.pci_address(index),
@@ -206,12 +194,7 @@ def _gpu(cuda: CudaDriver, index: int) -> Gpu:
 
 
 def ucx(path: str, driver: str) -> Ucx:
-    """Return the report on a UCX that this process has loaded.
-
-    Args:
-        path: Path of the library's libucp.
-        driver: Name of the driver that loaded the library.
-    """
+    """Return the report on a UCX that this process has loaded."""
     library = ctypes.CDLL(path)
     library.ucp_get_version_string.restype = ctypes.c_char_p
     return Ucx(
@@ -241,11 +224,7 @@ def _loaded(name: str) -> Iterator[str]:
 
 
 def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library
-    """Return the devices of each UCX transport for one-sided access; empty if UCX does not start.
-
-    Args:
-        library: The loaded libucp.
-    """
+    """Return the devices of each UCX transport for one-sided access."""
     major, minor, release = (ctypes.c_uint() for _ in range(3))
     library.ucp_get_version(*map(ctypes.byref, (major, minor, release)))
     params = (ctypes.c_uint64 * 64)(1, _RMA)  # of ucp_params_t, the mask and the features

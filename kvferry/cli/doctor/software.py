@@ -89,12 +89,7 @@ def has_vllm() -> bool:
 
 
 def drivers(probed: Probed, *, nics: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yield the findings about every installed driver, and about the UCX that each has loaded.
-
-    Args:
-        probed: The report of ``probe``, which loaded the drivers.
-        nics: Names of the machine's NICs with RDMA and an active port.
-    """
+    """Yield the findings about every installed driver, and about the UCX that each has loaded."""
     if probed.trouble:
         yield bad(
             "drivers",
@@ -121,13 +116,7 @@ def _driver(driver: Driver) -> Finding:
 
 
 def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:
-    """Return the finding about a UCX that a driver has loaded.
-
-    Args:
-        ucx: The UCX.
-        nics: Names of the machine's NICs with RDMA and an active port.
-        cuda: Whether CUDA sees a GPU.
-    """
+    """Return the finding about a UCX that a driver has loaded."""
     name = f"UCX of {ucx.driver}"
     able = "with RDMA" if ucx.rdma else "without RDMA"
     text = f"{ucx.version}, {able} ({ucx.path}): {listed(ucx.transports) or 'no transport'}"

@@ -70,10 +70,6 @@ def gpus(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> list[PciDevice]:
     """Return those of NVIDIA's GPUs that this process may use, by PCI address.
 
     A container sees all devices of its host in sysfs, so CUDA says which are the container's.
-
-    Args:
-        seen: The GPUs that CUDA sees; ``None`` if CUDA could not be asked: all GPUs are returned.
-        root: The file system's root; another one in tests.
     """
     paths = sorted((root / "sys/bus/pci/devices").glob("*"))
     found = [_device(root, path, path.name) for path in paths if _is_gpu(path)]
@@ -84,11 +80,7 @@ def gpus(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> list[PciDevice]:
 
 
 def nics(root: Path = Path("/")) -> list[PciDevice]:
-    """Return the NICs with RDMA that are PCI devices, by name.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return the NICs with RDMA that are PCI devices, by name."""
     folder = root / "sys/class/infiniband"
     found = [_device(root, folder / name / "device", name) for name in devices.nics(root)]
     return [nic for nic in found if _address(nic.bus)]
@@ -101,12 +93,7 @@ def _is_gpu(path: Path) -> bool:
 
 
 def near(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield the finding about the nearest NICs of each GPU, if there are GPUs and NICs.
-
-    Args:
-        seen: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
-        root: The file system's root; another one in tests.
-    """
+    """Yield the finding about the nearest NICs of each GPU, if there are GPUs and NICs."""
     cards, network = gpus(seen, root), nics(root)
     if not cards or not network:
         return
@@ -133,13 +120,7 @@ def near(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> Iterator[Finding
 def bound(
     environment: Mapping[str, str], seen: Sequence[Gpu] | None, root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """Yield findings about the variables that bind GPUs to NICs, as far as they are set.
-
-    Args:
-        environment: The environment variables.
-        seen: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
-        root: The file system's root; another one in tests.
-    """
+    """Yield findings about the variables that bind GPUs to NICs, as far as they are set."""
     mapping, selection = (environment.get(name, "").strip() for name in (MAPPING, SELECTION))
     if mapping or selection:
         yield _binding(mapping, selection, gpus(seen, root), nics(root))
@@ -151,14 +132,7 @@ def bound(
 def _binding(
     mapping: str, selection: str, cards: Sequence[PciDevice], network: Sequence[PciDevice]
 ) -> Finding:
-    """Return the finding about vLLM's two variables that bind each GPU to a NIC.
-
-    Args:
-        mapping: The value of ``MAPPING``: pairs of PCI addresses, ``GPU=NIC``.
-        selection: The value of ``SELECTION``: the variables that vLLM sets to the NIC's name.
-        cards: The GPUs.
-        network: The NICs.
-    """
+    """Return the finding about vLLM's two variables that bind each GPU to a NIC."""
     if not mapping or not selection:
         return bad(
             BINDING,
@@ -185,13 +159,7 @@ def _binding(
 
 
 def _coverage(wanted: Mapping[Address, str], selection: str, cards: Sequence[PciDevice]) -> Finding:
-    """Return the finding about a mapping whose NICs exist: which GPUs it has, and for whom it is.
-
-    Args:
-        wanted: The NIC of each GPU's address.
-        selection: The value of ``SELECTION``.
-        cards: The GPUs.
-    """
+    """Return the finding about a mapping whose NICs exist."""
     unbound = [card.name for card in cards if _address(card.bus) not in wanted]
     if unbound:
         return warn(
@@ -238,13 +206,7 @@ def _distance(gpu: PciDevice, nic: PciDevice) -> Distance:
 
 
 def _device(root: Path, path: Path, name: str) -> PciDevice:
-    """Return the PCI device that a link in sysfs leads to.
-
-    Args:
-        root: The file system's root.
-        path: The link.
-        name: The device's name.
-    """
+    """Return the PCI device that a link in sysfs leads to."""
     where = path.resolve()
     top = (root / "sys/devices").resolve()
     route = where.relative_to(top).parts if where.is_relative_to(top) else ()

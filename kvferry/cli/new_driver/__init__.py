@@ -59,15 +59,7 @@ class TestTemplate(TransportContract):
 
 
 def run(name: str) -> None:
-    """Write a distribution with a driver into the folder ``kvferry-NAME``, and say what comes next.
-
-    Args:
-        name: The name of the driver.
-
-    Raises:
-        DriverError: The name cannot be a driver's, a driver of that name is installed, or the
-            folder exists or cannot be written.
-    """
+    """Write a distribution with a driver into the folder ``kvferry-NAME``."""
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise DriverError(
             f"{name!r} cannot be the name of a driver here: take 1 to 32 of a-z, 0-9 and _, a "

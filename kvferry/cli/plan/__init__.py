@@ -63,26 +63,7 @@ def run(
     as_json: bool = False,
     write_layouts: Path | None = None,
 ) -> None:
-    """Plan a request, and print which decode rank reads what from which prefill rank.
-
-    Args:
-        model: A model's ``config.json`` or its folder; ``None`` if no engine is given by settings.
-        prefill: Settings of the prefill engine, such as ``tp=2,block_size=16,layout=LBHNC``, or a
-            JSON file of its layouts; ``None`` if it is a running engine.
-        decode: Settings, or a JSON file, of the decode engine; ``None`` if it is a running engine.
-        addresses: ``HOST:PORT`` of the side channel of each running engine, prefill first.
-        secret_key: Where this command's secret key for side channels with keys is.
-        peers: The public key of each running engine, if their side channels have keys.
-        tokens: Number of tokens in the request.
-        dtype: Element type of the cache; by default the config file's.
-        early: What to compute about early tickets; ``None`` for nothing.
-        svg: File for a picture.
-        as_json: Whether to print JSON instead of tables.
-        write_layouts: Folder for both engines' layouts as JSON.
-
-    Raises:
-        KVFerryError: An argument is wrong, or the layouts cannot be matched.
-    """
+    """Plan a request, and print which decode rank reads what from which prefill rank."""
     described = None if model is None else read_model(model, dtype)
     if described is None and dtype is not None:
         raise SettingsError("--dtype is for a model's config file; layouts say their own")
@@ -119,18 +100,7 @@ def run(
 def _running(
     texts: Mapping[str, str | None], addresses: Sequence[str], secret_key: str, peers: Sequence[str]
 ) -> dict[str, RunningEngine]:
-    """Return the running engines by side, ``prefill`` or ``decode``.
-
-    Args:
-        texts: The value of the option of each side; ``None`` if the side is a running engine.
-        addresses: ``HOST:PORT`` of the side channel of each running engine.
-        secret_key: Where this command's own secret key is, if their side channels have keys.
-        peers: The public key of each running engine, if their side channels have keys.
-
-    Raises:
-        KVFerryError: There are more or fewer addresses than sides without a value, the keys are not
-            valid, or an engine does not answer.
-    """
+    """Return the running engines by side, ``prefill`` or ``decode``."""
     missing = [name for name, text in texts.items() if text is None]
     if len(missing) > len(addresses):
         raise SettingsError(
@@ -154,13 +124,7 @@ def _running(
 
 
 def _running_side(name: str, running: RunningEngine, model: Model | None) -> _Side:
-    """Return the side of a running engine.
-
-    Args:
-        name: ``prefill`` or ``decode``.
-        running: The engine.
-        model: The engine's model; ``None`` if no config file was named.
-    """
+    """Return the side of a running engine."""
     notes = (
         "The side channel does not say which layers of decode have a sliding window: all tokens "
         "are counted. Name the model's config.json, too, if it has windows.",
@@ -170,14 +134,7 @@ def _running_side(name: str, running: RunningEngine, model: Model | None) -> _Si
 
 
 def _with_equal_keys(side: _Side, other: _Side) -> _Side:
-    """Return a side whose fields have the keys of the other side.
-
-    A side is returned unchanged unless it was computed from settings and the other engine runs.
-
-    Args:
-        side: The side.
-        other: The other side.
-    """
+    """Return a side whose fields have the keys of the other side."""
     if not isinstance(side.source, PlanSettings) or isinstance(other.source, PlanSettings | Path):
         return side
     from kvferry.cli.plan.running import with_keys_of
@@ -186,11 +143,7 @@ def _with_equal_keys(side: _Side, other: _Side) -> _Side:
 
 
 def _refusal(running: Mapping[str, RunningEngine]) -> Iterator[str]:
-    """Yield why two running engines refuse each other at the handshake, if they do.
-
-    Args:
-        running: The running engines by side.
-    """
+    """Yield why two running engines refuse each other at the handshake, if they do."""
     if len(running) < 2:
         return
     from kvferry.cli.plan.running import refusal
@@ -201,17 +154,7 @@ def _refusal(running: Mapping[str, RunningEngine]) -> Iterator[str]:
 
 
 def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
-    """Return the engine that an option describes.
-
-    Args:
-        name: ``prefill`` or ``decode``, which is also the option's name.
-        text: The option's value: settings, or the name of a JSON file.
-        model: The model of the engine; ``None`` if no config file was named.
-        tokens: Number of tokens of a request that must fit into the engine's cache.
-
-    Raises:
-        KVFerryError: The settings or the file are refused.
-    """
+    """Return the engine that an option describes."""
     option = f"--{name}"
     if text.endswith(".json") or "=" not in text:
         return _Side(name, read_engine(Path(text)), Path(text))
@@ -234,17 +177,7 @@ def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
 
 
 def _estimate(prefill: _Side, decode: _Side, tokens: int, refusal: Sequence[str]) -> Estimate:
-    """Return the reads and copies that a request takes.
-
-    Args:
-        prefill: The prefill engine.
-        decode: The decode engine.
-        tokens: Number of tokens in the request.
-        refusal: Why the engines refuse each other at the handshake, if they do.
-
-    Raises:
-        KVFerryError: The layouts cannot be matched; the message also has the refusal.
-    """
+    """Return the reads and copies that a request takes."""
     try:
         return estimate_reads(prefill.engine, decode.engine, tokens)
     except KVFerryError as exc:
@@ -256,16 +189,7 @@ def _estimate(prefill: _Side, decode: _Side, tokens: int, refusal: Sequence[str]
 def _advice(
     model: Model | None, prefill: _Side, decode: _Side, estimate: Estimate
 ) -> Advice | None:
-    """Return advice on how to make copies larger; ``None`` if there is no need, or nothing to do.
-
-    Small copies are explained even where nothing helps.
-
-    Args:
-        model: The model of both engines; ``None`` if no config file was named.
-        prefill: The prefill engine.
-        decode: The decode engine.
-        estimate: The reads and copies that a request takes between these engines.
-    """
+    """Return advice on how to make copies larger; ``None`` if there is none."""
     if not is_small(estimate) and not is_many(estimate):
         return None
     one, other = prefill.source, decode.source
@@ -298,12 +222,7 @@ def _print(
 
 
 def _draw(path: Path, estimate: Estimate, prefill: _Side, decode: _Side) -> None:
-    """Write the picture to an SVG file.
-
-    Raises:
-        SettingsError: matplotlib is not installed.
-        EngineError: The file cannot be written.
-    """
+    """Write the picture to an SVG file."""
     try:
         from kvferry.cli.plan.picture import draw_svg
     except ModuleNotFoundError as exc:

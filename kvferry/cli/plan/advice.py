@@ -90,21 +90,13 @@ class Advice:
 
 
 def is_small(estimate: Estimate) -> bool:
-    """Return whether at least half of the copies are smaller than ``SMALL_COPY`` bytes.
-
-    Args:
-        estimate: The estimate of a request.
-    """
+    """Return whether at least half of the copies are smaller than ``SMALL_COPY`` bytes."""
     sizes = estimate.sizes
     return sizes.copies > 0 and sizes.median < SMALL_COPY
 
 
 def is_many(estimate: Estimate) -> bool:
-    """Return whether copies between GPUs take longer for their number than for their bytes.
-
-    Args:
-        estimate: The estimate of a request.
-    """
+    """Return whether copies between GPUs take longer for their number than for their bytes."""
     long = estimate.busiest * IPC_SECONDS > MANY_SECONDS
     return estimate.on_gpus and long and estimate.sizes.median < SMALL_BY_NVLINK
 
@@ -114,12 +106,6 @@ def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: 
 
     For each change that is tried, only the copies of decode rank 0 are counted; for the changes
     that are returned, those of all decode ranks.
-
-    Args:
-        model: The model of both engines.
-        prefill: The settings of the prefill engine.
-        decode: The settings of the decode engine.
-        estimate: The reads and copies that a request takes with these settings.
     """
     old, tokens = (prefill, decode), estimate.tokens
     engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
@@ -145,13 +131,7 @@ def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: 
 
 
 def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
-    """Return advice for engines whose settings are not known: to make one equal to the other.
-
-    Args:
-        prefill: The prefill engine.
-        decode: The decode engine.
-        estimate: The reads and copies that a request takes between these engines.
-    """
+    """Return advice for engines whose settings are not known: to make one equal to the other."""
     own = "the ranks, order and pages of {}"
     changes = [
         _change((own.format("decode"), ""), estimate_reads(decode, decode, estimate.tokens)),
@@ -161,14 +141,7 @@ def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
 
 
 def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
-    """Return the changes for ``Advice.changes``: of each effort the one with the fewest copies.
-
-    A change that does not halve the number of copies, as ``Advice.changes`` demands, is left out.
-
-    Args:
-        changes: All changes that were tried.
-        now: The copies with the present settings.
-    """
+    """Return the changes for ``Advice.changes``: of each effort the one with the fewest copies."""
     best: list[Change] = []
     copies = now.copies
     for effort in (1, 2, 3):
@@ -181,12 +154,7 @@ def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
 
 
 def _change(settings: tuple[str, str], found: Estimate) -> Change:
-    """Return a change with its copies.
-
-    Args:
-        settings: The changed settings of prefill and of decode, as text; empty if there are none.
-        found: The copies with the changed settings.
-    """
+    """Return a change with its copies."""
     sizes = found.sizes
     return Change(
         prefill=settings[0],
@@ -200,14 +168,7 @@ def _change(settings: tuple[str, str], found: Estimate) -> Change:
 
 
 def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
-    """Yield the changes to try, as changed settings of prefill and of decode.
-
-    Some yielded changes are impossible for any engine, and some equal the present settings.
-
-    Args:
-        prefill: The present settings of prefill.
-        decode: The present settings of decode.
-    """
+    """Yield the changes to try, as changed settings of prefill and of decode."""
     one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
     larger = max(one, two, key=lambda size: size["block_size"])
     yield {}, one
@@ -226,30 +187,14 @@ def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[O
 
 
 def _ordered(settings: PlanSettings, order: str) -> Other:
-    """Return the settings to change so that an engine stores its cache in another order of axes.
-
-    If kernels split the engine's pages, and cannot do so in the new order, ``block_size`` becomes
-    ``kernel_block``.
-
-    Args:
-        settings: The present settings of the engine.
-        order: The new order, one of ``ORDERS``.
-    """
+    """Return the settings to change so that an engine stores its cache in another order of axes."""
     if settings.kernel_block and not order.startswith(WHOLE):
         return {"layout": order, "block_size": settings.kernel_block}
     return {"layout": order}
 
 
 def _difference(old: Pair, new: Pair) -> tuple[str, str]:
-    """Return as text the settings that differ from the old ones.
-
-    Args:
-        old: The present settings of prefill and of decode.
-        new: The changed settings of prefill and of decode.
-
-    Returns:
-        The changed settings of prefill, and those of decode, such as ``layout=LBHNC``.
-    """
+    """Return as text the settings that differ from the old ones."""
     before, after = (
         [{name: getattr(side, name) for name in TRIED} for side in pair] for pair in (old, new)
     )
@@ -261,11 +206,7 @@ def _difference(old: Pair, new: Pair) -> tuple[str, str]:
 
 
 def reasons(estimate: Estimate) -> tuple[str, ...]:
-    """Return the reasons why copies are not larger, a sentence each.
-
-    Args:
-        estimate: The estimate of a request.
-    """
+    """Return the reasons why copies are not larger, a sentence each."""
     sentences = {
         reason: None
         for read in estimate.reads
@@ -300,11 +241,7 @@ def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
 
 
 def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
-    """Yield a sentence for each engine whose kernels split pages into blocks of another size.
-
-    Args:
-        sides: The field of ``prefill`` and that of ``decode``.
-    """
+    """Yield a sentence for each engine whose kernels split pages into blocks of another size."""
     blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in sides.items()}
     for name, f in sides.items():
         if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
@@ -339,9 +276,6 @@ def _distribution(context: ContextParallel) -> str:
 
 
 def _shards_inside(f: Field) -> bool | None:
-    """Return whether a field's neighbouring heads are closer in memory than neighbouring tokens.
-
-    ``None`` if there is only one head or one token.
-    """
+    """Return whether a field's neighbouring heads are closer in memory than neighbouring tokens."""
     tokens, shard = ([d.stride for d in axis if d.extent > 1] for axis in (f.tokens, f.shard))
     return min(shard) < min(tokens) if tokens and shard else None

@@ -97,21 +97,7 @@ def make_question(
     prefill_rate: float,
     hop_seconds: float,
 ) -> EarlyQuestion | None:
-    """Return what the command's options ask about early tickets.
-
-    Args:
-        bandwidths: The values of ``--bandwidth``; if empty, nothing is asked.
-        prompts: The values of ``--prompt``.
-        chunk: How many tokens prefill computes in a step.
-        prefill_rate: How many tokens prefill computes in a second.
-        hop_seconds: The value of ``--hop``, in seconds.
-
-    Returns:
-        The question; ``None`` if nothing is asked.
-
-    Raises:
-        SettingsError: A bandwidth is not valid, or there are prompts without a bandwidth.
-    """
+    """Return what the command's options ask about early tickets."""
     if not bandwidths and prompts:
         raise SettingsError(
             f"--prompt {prompts[0]} is a prompt for --bandwidth: add --bandwidth, such as 25Gbit, "
@@ -133,12 +119,6 @@ def parse_bandwidth(text: str) -> Bandwidth:
 
     Units are ``bit`` (or ``bps``) and ``B`` with k, M, G and T for powers of 1,000, and KiB to TiB
     for powers of 1,024; ``/s`` may follow. ``Gb`` is refused, because it is used for both.
-
-    Args:
-        text: The value of ``--bandwidth``.
-
-    Raises:
-        SettingsError: The text is no bandwidth, or out of range.
     """
     match = _RATE.fullmatch(text.strip())
     if match is None:
@@ -160,17 +140,7 @@ def parse_bandwidth(text: str) -> Bandwidth:
 def early_cases(
     question: EarlyQuestion, prefill: Engine, decode: Engine, planned: Estimate
 ) -> list[EarlyCase]:
-    """Return how long until decode has the cache, for each bandwidth and prompt.
-
-    Args:
-        question: What to compute.
-        prefill: The prefill engine.
-        decode: The decode engine.
-        planned: The estimate of the planned request.
-
-    Raises:
-        EngineError: A cache is too small for a prompt.
-    """
+    """Return how long until decode has the cache, for each bandwidth and prompt."""
     estimates = list(_estimates(question.prompts, prefill, decode, planned))
     return [
         _case(question, bandwidth, estimate)
@@ -182,11 +152,7 @@ def early_cases(
 def _estimates(
     prompts: Iterable[int], prefill: Engine, decode: Engine, planned: Estimate
 ) -> Iterator[Estimate]:
-    """Yield the estimate of each prompt; that of the planned request if there are no prompts.
-
-    Raises:
-        EngineError: A cache is too small for a prompt.
-    """
+    """Yield the estimate of each prompt; that of the planned request if there are no prompts."""
     for prompt in prompts or (planned.tokens,):
         if prompt == planned.tokens:
             yield planned
@@ -198,13 +164,7 @@ def _estimates(
 
 
 def _case(question: EarlyQuestion, bandwidth: Bandwidth, estimate: Estimate) -> EarlyCase:
-    """Return how long until decode has the cache of one prompt, at one bandwidth.
-
-    Args:
-        question: What to compute.
-        bandwidth: The bandwidth.
-        estimate: The estimate of the prompt.
-    """
+    """Return how long until decode has the cache of one prompt, at one bandwidth."""
     prompt, total = estimate.tokens, estimate.sizes.total
     chunks = -(-prompt // question.chunk)
     computing, moving = prompt / question.prefill_rate, total / bandwidth.bytes_per_second
@@ -224,19 +184,7 @@ def _case(question: EarlyQuestion, bandwidth: Bandwidth, estimate: Estimate) -> 
 def _early_seconds(
     question: EarlyQuestion, bandwidth: Bandwidth, estimate: Estimate, chunks: int
 ) -> float:
-    """Return when decode has the cache of a prompt, by an early ticket.
-
-    Moving is busy from some chunk on until the end, so the end is the largest, over the chunks, of
-    the time when a chunk is computed plus the time that it and all later chunks take to be moved.
-    Both are linear in the chunk's index, but for a shorter last chunk, so only the first and the
-    last two chunks can give the largest.
-
-    Args:
-        question: What to compute.
-        bandwidth: The bandwidth.
-        estimate: The estimate of the prompt.
-        chunks: In how many chunks prefill computes the prompt.
-    """
+    """Return when decode has the cache of a prompt, by an early ticket."""
     prompt, chunk = estimate.tokens, question.chunk
     late = estimate.sizes.total - estimate.early_bytes
     token_seconds = estimate.early_bytes / prompt / bandwidth.bytes_per_second

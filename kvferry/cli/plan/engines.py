@@ -75,9 +75,6 @@ class PlanSettings:
         layout: Order of memory, one of ``ORDERS``.
         kernel_block: Number of tokens in the blocks into which kernels split a page; 0 if kernels
             do not split pages.
-
-    Raises:
-        SettingsError: No engine can have these settings, whatever the model.
     """
 
     tp: int = 1
@@ -138,15 +135,7 @@ SHOWN = ("tp", "pp", "block_size", "layout")
 
 
 def parse(text: str, option: str) -> PlanSettings:
-    """Return the settings of one engine.
-
-    Args:
-        text: ``key=value`` pairs, separated by commas.
-        option: The name of the command's option, for errors.
-
-    Raises:
-        SettingsError: A key is unknown or repeated, or a value is unknown or out of range.
-    """
+    """Return the settings of one engine."""
     values: dict[str, int | str] = {}
     for pair in text.split(","):
         key, equals, value = (part.strip() for part in pair.partition("="))
@@ -165,30 +154,13 @@ def parse(text: str, option: str) -> PlanSettings:
 
 
 def _order(option: str, value: str) -> str:
-    """Return an order of memory by its name or alias.
-
-    Args:
-        option: The name of the command's option, for errors.
-        value: The name or alias, in upper or lower case.
-
-    Raises:
-        SettingsError: There is no such order.
-    """
+    """Return an order of memory by its name or alias."""
     name = value.upper()
     return ALIASES.get(name) or _check_name(option, "layout", name, [*ORDERS, *ALIASES])
 
 
 def _count(option: str, name: str, value: str) -> int:
-    """Return the number in a setting's value.
-
-    Args:
-        option: The name of the command's option, for errors.
-        name: The setting's name.
-        value: The setting's value.
-
-    Raises:
-        SettingsError: The value is no number from 1 to the setting's limit.
-    """
+    """Return the number in a setting's value."""
     limit = LIMITS[name]
     if not (value.isascii() and value.isdecimal() and len(value) < 10 and 1 <= int(value) <= limit):
         raise SettingsError(f"{option}: {name}={value[:32]} must be a number in 1 to {limit}")
@@ -196,17 +168,7 @@ def _count(option: str, name: str, value: str) -> int:
 
 
 def _check_name(option: str, what: str, name: str, allowed: list[str]) -> str:
-    """Return a name if it is allowed, and refuse it otherwise.
-
-    Args:
-        option: The name of the command's option, for errors.
-        what: What has the name, such as ``setting``, for errors.
-        name: The name.
-        allowed: All allowed names.
-
-    Raises:
-        SettingsError: The name is not allowed; the message has the nearest allowed name.
-    """
+    """Return a name if it is allowed, and refuse it otherwise."""
     if name in allowed:
         return name
     near = get_close_matches(name, allowed, 1, 0.5)
@@ -253,9 +215,6 @@ class Engine:
             no group has a window.
         chunks: The size in tokens of the chunks of each cache group with chunked attention, 0 for
             other groups; may be empty if there is no such group.
-
-    Raises:
-        EngineError: The attributes do not fit together.
     """
 
     ranks: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=MAX_RANKS)]
@@ -275,11 +234,7 @@ class Engine:
                 raise EngineError(f"{len(given)} {what} for {groups} groups")
 
     def drops_tokens(self, group: int) -> bool:
-        """Return whether a cache group has a sliding window or chunks.
-
-        Args:
-            group: The group's index.
-        """
+        """Return whether a cache group has a sliding window or chunks."""
         return any(given[group] for given in (self.windows, self.chunks) if given)
 
     def first_token(self, group: int, tokens: int) -> int:
@@ -287,10 +242,6 @@ class Engine:
 
         With a sliding window or chunks, that is the first token to which the request's next token
         attends.
-
-        Args:
-            group: The cache group's index.
-            tokens: Number of tokens in the request, without the next token.
         """
         if self.chunks and self.chunks[group]:
             return tokens // self.chunks[group] * self.chunks[group]
@@ -299,14 +250,7 @@ class Engine:
 
 
 def read_engine(path: Path) -> Engine:
-    """Return the engine that a JSON file describes.
-
-    Args:
-        path: The file. Its content is ``{"ranks": [layout, ...]}``, or the layout of a single rank.
-
-    Raises:
-        EngineError: The file cannot be read, or does not describe an engine.
-    """
+    """Return the engine that a JSON file describes."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
@@ -325,15 +269,7 @@ def read_engine(path: Path) -> Engine:
 
 
 def write_engine(path: Path, engine: Engine) -> None:
-    """Write an engine's layouts to a JSON file that ``read_engine`` reads.
-
-    Args:
-        path: The file; folders that do not exist are created.
-        engine: The engine.
-
-    Raises:
-        EngineError: The file cannot be written.
-    """
+    """Write an engine's layouts to a JSON file that ``read_engine`` reads."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(engine) + b"\n")
@@ -342,17 +278,7 @@ def write_engine(path: Path, engine: Engine) -> None:
 
 
 def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
-    """Return the layouts of an engine that runs a model.
-
-    Args:
-        model: The model.
-        settings: The engine's settings.
-        tokens: Number of tokens of the largest request that the cache must have room for.
-
-    Raises:
-        EngineError: The model cannot be distributed over these ranks.
-        LayoutError: The cache would be larger than a layout can describe.
-    """
+    """Return the layouts of an engine that runs a model."""
     settings = fit_states(model, settings)
     check_spread(model, settings)
     groups = _groups(model)
@@ -373,13 +299,6 @@ def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
     """Return settings whose pages of attention have room for a state, as vLLM enlarges them.
 
     See ``Platform._align_hybrid_block_size`` in vLLM's ``platforms/interface.py``.
-
-    Args:
-        model: The model. If it has no states, the settings are returned unchanged.
-        settings: The engine's settings.
-
-    Raises:
-        SettingsError: The other settings do not fit the enlarged pages; the message has both sizes.
     """
     if model.state is None:
         return settings
@@ -398,15 +317,7 @@ def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
 
 
 def check_spread(model: Model, settings: PlanSettings) -> None:
-    """Refuse settings with more ranks than a model can be distributed over.
-
-    Args:
-        model: The model.
-        settings: The engine's settings.
-
-    Raises:
-        EngineError: There are too many ranks; the message names the setting and the limit.
-    """
+    """Refuse settings with more ranks than a model can be distributed over."""
     tp, heads = settings.tp, model.kv_heads
     if model.attention_heads % tp:
         raise EngineError(f"tp={tp} does not divide the {model.attention_heads} attention heads")
@@ -424,15 +335,7 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
 
 
 def _check_states(state: RecurrentState, settings: PlanSettings) -> None:
-    """Refuse settings with which no engine can store a model's states.
-
-    Args:
-        state: The state of one layer.
-        settings: The engine's settings.
-
-    Raises:
-        EngineError: The message names the setting and what it does not fit.
-    """
+    """Refuse settings with which no engine can store a model's states."""
     tp = settings.tp
     parts = [(f"the {state.heads} heads of a state", state.heads)]
     parts += [
@@ -468,15 +371,7 @@ class _CacheGroup(NamedTuple):
 
 
 def _groups(model: Model) -> list[_CacheGroup]:
-    """Return the cache groups of a model.
-
-    The layers of a group have the same sliding window or chunks, or states. If the most frequent
-    kind of layers has at least ``UNEVEN`` times as many layers as the rarest, vLLM splits its
-    layers, and those of other frequent kinds, into several groups.
-
-    Raises:
-        EngineError: No layer of the model has a cache.
-    """
+    """Return the cache groups of a model."""
     by_reach: dict[tuple[int, int], list[int]] = {}
     for layer, window in model.windows.items():
         by_reach.setdefault((window, model.chunks.get(layer, 0)), []).append(layer)
@@ -497,15 +392,7 @@ def _groups(model: Model) -> list[_CacheGroup]:
 
 
 def _stage(layers: int, pp: int, rank: int) -> range:
-    """Return the layer indices of a pipeline rank.
-
-    If n layers remain after an even division, the n ranks before the last one get one more each.
-
-    Args:
-        layers: Number of layers in the model.
-        pp: Number of pipeline-parallel ranks.
-        rank: The rank's pipeline index.
-    """
+    """Return the layer indices of a pipeline rank."""
     each, over = divmod(layers, pp)
     sizes = [each + (pp - 1 - over <= stage < pp - 1) for stage in range(pp)]
     start = sum(sizes[:rank])
@@ -523,14 +410,7 @@ class _Strides(NamedTuple):
 
 
 def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strides:
-    """Return the strides in bytes of a cache group's memory.
-
-    Args:
-        settings: The engine's settings, with the order of the axes.
-        shape: Numbers of layers, blocks, heads, tokens per block, and bytes per entry.
-        block: Bytes from one block to the next, the same for all groups; used only if blocks are
-            the outermost axis.
-    """
+    """Return the strides in bytes of a cache group's memory."""
     stride, strides = 1, {}
     for name in reversed(settings.layout):
         strides[name] = stride
@@ -543,16 +423,7 @@ def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strid
 def _rank(
     model: Model, settings: PlanSettings, groups: list[_CacheGroup], pages: int, pp: int, tp: int
 ) -> Layout:
-    """Return the layout of one rank.
-
-    Args:
-        model: The model.
-        settings: The engine's settings.
-        groups: The cache groups, with the layers of all ranks.
-        pages: Number of pages, which all groups share.
-        pp: The rank's pipeline index.
-        tp: The rank's tensor index.
-    """
+    """Return the layout of one rank."""
     stage = _stage(model.layers, settings.pp, pp)
     here = [
         group._replace(layers=[layer for layer in group.layers if layer in stage])
@@ -600,18 +471,7 @@ class _Memory(NamedTuple):
 
 
 def _heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the range of KV heads that a tensor-parallel rank stores.
-
-    If there are more ranks than heads, several ranks store the same head.
-
-    Args:
-        total: Number of KV heads in the model.
-        ranks: Number of tensor-parallel ranks.
-        rank: The rank's tensor index.
-
-    Returns:
-        The index of the first head, and that after the last head.
-    """
+    """Return the range of KV heads that a tensor-parallel rank stores."""
     start = rank * total // ranks
     return start, max(start + 1, (rank + 1) * total // ranks)
 
@@ -619,15 +479,7 @@ def _heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
 def _fields(
     model: Model, memory: _Memory, group: int, layers: list[int], heads: tuple[int, int]
 ) -> Iterator[Field]:
-    """Yield the fields of one cache group with attention on one rank.
-
-    Args:
-        model: The model.
-        memory: What the rank's groups have in common.
-        group: The group's index.
-        layers: The indices of the group's layers on this rank.
-        heads: The range [first, last) of the KV heads on this rank.
-    """
+    """Yield the fields of one cache group with attention on one rank."""
     settings, pages, block = memory
     kernels, held = settings.kernels, heads[1] - heads[0]
     tokens = settings.block_size // kernels
@@ -657,18 +509,7 @@ def _fields(
 def _index_fields(
     model: Model, memory: _Memory, layers: list[int], latents: int
 ) -> Iterator[Field]:
-    """Yield the fields of the layers' indexes on one rank, which are in the first cache group.
-
-    The keys and axes are the connector's (``indexer`` in
-    ``integrations/vllm/caches/attention_pages.py``): a block has all its tokens' values, then all
-    their scales.
-
-    Args:
-        model: The model.
-        memory: What the rank's groups have in common.
-        layers: The indices of the layers on this rank that have an index.
-        latents: Bytes of a page of all layers' latents on this rank.
-    """
+    """Yield the fields of the layers' indexes on one rank, which are in the first cache group."""
     settings, pages, block = memory
     kernels = settings.kernels
     tokens = settings.block_size // kernels
@@ -698,19 +539,7 @@ def _index_fields(
 def _state_fields(
     state: RecurrentState, memory: _Memory, group: int, layers: list[int], page: int, tp: int
 ) -> Iterator[Field]:
-    """Yield the fields of one cache group with states on one rank.
-
-    The keys and axes are those of the connector (``integrations/vllm/caches/state_pages.py``). The
-    convolution's inputs have their channels innermost, as vLLM stores them by default.
-
-    Args:
-        state: The state of one layer.
-        memory: What the rank's groups have in common.
-        group: The group's index.
-        layers: The indices of the group's layers on this rank.
-        page: Bytes of a page of one layer.
-        tp: The rank's tensor index.
-    """
+    """Yield the fields of one cache group with states on one rank."""
     settings, pages, block = memory
     step = _strides(settings, (len(layers), pages, 1, 1, page), block)
     item, element = ELEMENT_BYTES[state.input_dtype], ELEMENT_BYTES[state.dtype]

@@ -64,11 +64,7 @@ class ByteCounts:
 
 
 def merged(all_sizes: Iterable[ByteCounts]) -> ByteCounts:
-    """Return the sum of several counts of copies.
-
-    Args:
-        all_sizes: The counts, such as those of several reads.
-    """
+    """Return the sum of several counts of copies."""
     sizes = list(all_sizes)
     nbytes = np.concatenate([np.empty(0, np.int64), *(s.nbytes for s in sizes)])
     counts = np.concatenate([np.empty(0, np.int64), *(s.counts for s in sizes)])
@@ -151,11 +147,7 @@ class Estimate:
         return all(region.kind == CUDA for layout in layouts for region in layout.regions)
 
     def sizes_of(self, reads: Sequence[ReadEstimate]) -> ByteCounts:
-        """Return how many copies of which size some of the reads take.
-
-        Args:
-            reads: The reads to count.
-        """
+        """Return how many copies of which size some of the reads take."""
         return merged(read.sizes for read in reads)
 
     def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
@@ -163,14 +155,7 @@ class Estimate:
         return tuple(read for read in self.reads if read.decode == rank)
 
     def told_by(self, rank: int) -> list[int]:
-        """Return the prefill ranks that no rank reads, and to which this decode rank sends "done".
-
-        Args:
-            rank: The index of the decode rank.
-
-        Returns:
-            The indices of the prefill ranks.
-        """
+        """Return the unread prefill ranks to which this decode rank sends "done"."""
         return [told for told, teller in self.told.items() if teller == rank]
 
     def of_prefill(self, rank: int) -> tuple[ReadEstimate, ...]:
@@ -181,18 +166,7 @@ class Estimate:
 def estimate_reads(
     prefill: Engine, decode: Engine, tokens: int, ranks: Sequence[int] | None = None
 ) -> Estimate:
-    """Plan the reads of decode ranks, and count their copies.
-
-    Args:
-        prefill: The engine that is read.
-        decode: The engine that reads.
-        tokens: Number of tokens in the request.
-        ranks: The indices of the decode ranks whose reads are planned; by default all.
-
-    Raises:
-        PlanError: The layouts cannot be matched.
-        EngineError: A cache is too small for the request.
-    """
+    """Plan the reads of decode ranks, and count their copies."""
     workspace = Workspace()
     reads: list[ReadEstimate] = []
     told: dict[int, int] = {}
@@ -216,11 +190,7 @@ def estimate_reads(
 
 
 def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
-    """Return the plan of the decode rank with index ``rank``.
-
-    Raises:
-        PlanError: The layouts cannot be matched.
-    """
+    """Return the plan of the decode rank with index ``rank``."""
     try:
         return make_plan(decode.ranks, prefill.ranks, rank)
     except PlanError as exc:
@@ -230,21 +200,7 @@ def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
 def _counted(
     planned: Plan, source: Source, decode: Engine, tokens: int, workspace: Workspace
 ) -> dict[int, ByteCounts]:
-    """Count the copies with which one decode rank reads a request from one prefill rank.
-
-    Args:
-        planned: The plan of the decode rank.
-        source: The part of the plan for the prefill rank.
-        decode: The decode engine, with the windows of its cache groups.
-        tokens: Number of tokens in the request.
-        workspace: Arrays to reuse.
-
-    Returns:
-        The copies by the index of the decode engine's cache group.
-
-    Raises:
-        EngineError: A cache is too small for the request.
-    """
+    """Count the copies with which one decode rank reads a request from one prefill rank."""
     local = _pages("decode", source.local_layout, tokens)
     remote = _pages("prefill", source.remote_layout, tokens)
     counts_of_groups: dict[int, ByteCounts] = {}
@@ -265,29 +221,13 @@ def _counted(
 
 
 def _is_early(decode: Engine, group: int) -> bool:
-    """Return whether a cache group's bytes are final once their token is computed.
-
-    A sliding window drops tokens again, and every token changes a state.
-
-    Args:
-        decode: The decode engine.
-        group: The index of the cache group.
-    """
+    """Return whether a cache group's bytes are final once their token is computed."""
     kind = decode.ranks[0].groups[group].kind
     return kind is not GroupKind.STATE and not decode.drops_tokens(group)
 
 
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
-    """Return a page list for each cache group, with descending ids: no two pages share a copy.
-
-    Args:
-        side: ``prefill`` or ``decode``, for errors.
-        layout: The layout of a rank.
-        tokens: Number of tokens in the request.
-
-    Raises:
-        EngineError: A group has too few pages for the request.
-    """
+    """Return a page list for each cache group, with descending ids: no two pages share a copy."""
     lists = []
     for index, group in enumerate(layout.groups):
         needed = 1 if group.kind is GroupKind.STATE else -(-tokens // _span(group))
@@ -308,20 +248,7 @@ def _span(group: Group) -> int:
 
 
 def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Split the tokens ``[first, last)`` into ranges whose copies are to be counted.
-
-    After every period of tokens, pages of both engines start at the same token. All whole periods
-    take equal copies, so the copies of one of them are counted, times the number of periods.
-
-    Args:
-        source: The part of a plan for one prefill rank.
-        group: The index of the decode engine's cache group.
-        first: The index of the first token to read.
-        last: The index after the last token to read.
-
-    Yields:
-        (start, stop, times): a range ``[start, stop)``, and how many times to count its copies.
-    """
+    """Split the tokens ``[first, last)`` into ranges whose copies are to be counted."""
     kinds = [m.pairing for m in source.matches if m.local_group == group]
     if kinds[0].local.kind is GroupKind.STATE:
         yield 0, last, 1

@@ -230,15 +230,7 @@ class Model:
 
 
 def read_model(path: Path, dtype: str | None = None) -> Model:
-    """Return the model of a config file.
-
-    Args:
-        path: A ``config.json``, or the folder that contains one.
-        dtype: Element type of the cache; ``None`` or ``auto`` for the file's.
-
-    Raises:
-        ModelError: The file cannot be read, or does not describe the cache completely.
-    """
+    """Return the model of a config file."""
     file = path / "config.json" if path.is_dir() else path
     flat, left_out = _with_defaults(_flat(_parsed(file)))
     _refuse_unsupported(file, flat)
@@ -275,14 +267,7 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
 
 
 def element_type(name: str | None) -> str:
-    """Return the key of ``ELEMENT_BYTES`` for an element type.
-
-    Args:
-        name: A name of the type, as in files and options; ``None`` for bfloat16.
-
-    Raises:
-        ModelError: The type is unknown.
-    """
+    """Return the key of ``ELEMENT_BYTES`` for an element type."""
     plain = (name or "bfloat16").removeprefix("torch.")
     plain = DTYPES.get(plain, plain)
     if plain not in ELEMENT_BYTES:
@@ -308,11 +293,7 @@ def _parsed(file: Path) -> dict[str, Any]:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config file's keys, with the nested keys of a text model moved to the top level.
-
-    A multimodal model has such a text model. Its value counts if both levels have a key, but for
-    the element type, where vLLM takes the top level's.
-    """
+    """Return a config file's keys, with the nested keys of a text model moved to the top level."""
     inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
     if inner is None:
         return config
@@ -322,10 +303,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(config: dict[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return a config file's keys with those that it leaves out, and the names of the latter.
-
-    A key that is null is not left out.
-    """
+    """Return a config file's keys with those that it leaves out, and the names of the latter."""
     name = str(config.get("model_type") or "")
     if f"{name}_text" in LEFT_OUT.keys() | UNLIKE.keys():
         name = f"{name}_text"  # the file of a multimodal model does not name its text model's type
@@ -338,15 +316,7 @@ def _with_defaults(config: dict[str, Any]) -> tuple[dict[str, Any], frozenset[st
 
 
 def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse models whose cache the config file does not describe completely.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys, from ``_flat``.
-
-    Raises:
-        ModelError: The file is of such a model; the message says what shows it.
-    """
+    """Refuse models whose cache the config file does not describe completely."""
     if config.get("is_encoder_decoder"):
         raise ModelError(
             f"{file} is of an encoder and a decoder ('is_encoder_decoder'): only decoders are drawn"
@@ -368,15 +338,7 @@ def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _converted(file: Path, config: Mapping[str, Any]) -> _Config:
-    """Return the validated keys of a config file, under their usual names.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys, from ``_flat``.
-
-    Raises:
-        ModelError: A key is missing, or its value is not valid.
-    """
+    """Return the validated keys of a config file, under their usual names."""
     # A head_dim of 0 stands for a missing one, as in vLLM.
     kept = {k: v for k, v in config.items() if k != "head_dim" or v != 0}
     try:
@@ -387,16 +349,7 @@ def _converted(file: Path, config: Mapping[str, Any]) -> _Config:
 
 
 def _layer_types(file: Path, config: Mapping[str, Any], converted: _Config) -> Sequence[str] | None:
-    """Return the type of each layer; ``None`` if all layers have attention.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys, from ``_flat``.
-        converted: The validated keys.
-
-    Raises:
-        ModelError: A value is not valid, or the file does not say which layers have a state.
-    """
+    """Return the type of each layer; ``None`` if all layers have attention."""
     layers = converted.num_hidden_layers
     try:
         types = converted.layer_types or layer_types(config, layers)
@@ -415,29 +368,14 @@ def _layer_types(file: Path, config: Mapping[str, Any], converted: _Config) -> S
 
 
 def _state_layers(config: _Config, types: Sequence[str] | None) -> tuple[int, ...]:
-    """Return the indices of the layers that have a recurrent state.
-
-    Args:
-        config: The keys of the file.
-        types: The type of each layer; ``None`` if all layers have attention.
-    """
+    """Return the indices of the layers that have a recurrent state."""
     return tuple(n for n in range(config.num_hidden_layers) if types and types[n] in STATEFUL)
 
 
 def _state(
     file: Path, config: Mapping[str, Any], layers: Sequence[int], name: str
 ) -> RecurrentState:
-    """Return the state of the layers that have one.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys, from ``_flat``.
-        layers: The indices of these layers, for errors.
-        name: The type of the first of these layers, for errors.
-
-    Raises:
-        ModelError: The file does not say how large the state is.
-    """
+    """Return the state of the layers that have one."""
     try:
         state = read_state(config, element_type)
     except msgspec.ValidationError as exc:
@@ -467,15 +405,7 @@ def _kv_heads(config: _Config) -> int:
 
 
 def _head_dim(file: Path, config: _Config) -> int:
-    """Return the number of elements of one head.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys.
-
-    Raises:
-        ModelError: The file does not say the number, or there are more heads than elements.
-    """
+    """Return the number of elements of one head."""
     if config.head_dim is not None:
         return config.head_dim
     if config.hidden_size is None:
@@ -491,19 +421,7 @@ def _head_dim(file: Path, config: _Config) -> int:
 def _attention_types(
     file: Path, config: _Config, left_out: frozenset[str]
 ) -> tuple[Sequence[str], list[str]]:
-    """Return the type of each layer of a model whose file does not say it, and what was assumed.
-
-    Args:
-        file: The config file, for errors.
-        config: The keys of the file.
-        left_out: The keys that are not in the file, and have the default of its model type.
-
-    Returns:
-        The types, and a sentence for each assumption.
-
-    Raises:
-        ModelError: The file has a window, and it is not known which layers have it.
-    """
+    """Return the type of each layer of a model whose file does not say it, and what was assumed."""
     layers = range(config.num_hidden_layers)
     name, window = config.model_type, config.sliding_window
     if config.attention_chunk_size and name.startswith("llama4"):
@@ -545,19 +463,7 @@ def _taken(name: str, left_out: frozenset[str], *keys: str) -> list[str]:
 
 
 def _windows(config: _Config, types: Sequence[str]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return how far each layer with attention looks back, from the layers' types.
-
-    Args:
-        config: The keys of the file.
-        types: The type of each layer that has a cache of its own.
-
-    Returns:
-        The window in tokens by layer index, 0 for a layer without a window; and the size in tokens
-        of chunks by the index of each layer with chunked attention.
-
-    Raises:
-        ModelError: A type is unknown, or the length of its window is missing.
-    """
+    """Return how far each layer with attention looks back, from the layers' types."""
     attending = EVERY_TOKEN | set(LENGTHS)
     known = attending | STATEFUL | NO_CACHE
     unknown = {n: t for n, t in enumerate(types) if t not in known}
@@ -581,10 +487,7 @@ def _windows(config: _Config, types: Sequence[str]) -> tuple[dict[int, int], dic
 
 
 def _indexed_layers(config: _Config) -> tuple[int, ...]:
-    """Return the layers that have an index; the others use that of a layer before them.
-
-    See ``DeepseekV2MLAAttention`` in vLLM's ``model_executor/models/deepseek_v2.py``.
-    """
+    """Return the layers that have an index; the others use that of a layer before them."""
     if not config.index_topk:
         return ()
     layers = range(config.num_hidden_layers)

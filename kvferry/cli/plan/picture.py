@@ -50,17 +50,7 @@ class _Ribbon(NamedTuple):
 def draw_svg(
     path: Path, estimate: Estimate, prefill: tuple[Engine, str], decode: tuple[Engine, str]
 ) -> None:
-    """Draw which rank reads from which, as ribbons whose width is the number of bytes.
-
-    Args:
-        path: The SVG file.
-        estimate: The reads of one request.
-        prefill: The prefill engine, and its settings as text.
-        decode: The decode engine, and its settings as text.
-
-    Raises:
-        EngineError: The file cannot be written.
-    """
+    """Draw which rank reads from which, as ribbons whose width is the number of bytes."""
     rows = max(len(prefill[0].ranks), len(decode[0].ranks))
     figure = Figure(figsize=(WIDTH, rows * STEP + 1.3))
     axes = figure.add_axes((0, 0, 1, 1))
@@ -79,11 +69,7 @@ def draw_svg(
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Write a picture to an SVG file.
-
-    Raises:
-        EngineError: The file cannot be written.
-    """
+    """Write a picture to an SVG file."""
     try:
         figure.savefig(path, format="svg", metadata={"Date": None, "Title": "kvferry plan"})
     except OSError as exc:
@@ -91,25 +77,13 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _centres(count: int, rows: int) -> list[float]:
-    """Return the vertical centres of an engine's boxes in inches, from top to bottom.
-
-    Args:
-        count: Number of boxes.
-        rows: Number of boxes of the engine that has more. The boxes of both engines fill the
-            height of this number.
-    """
+    """Return the vertical centres of an engine's boxes in inches, from top to bottom."""
     each = rows * STEP / count
     return [rows * STEP - each * (rank + 0.5) for rank in range(count)]
 
 
 def _ribbons(estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]) -> list[_Ribbon]:
-    """Return a ribbon for each read, whose width is proportional to the read's bytes.
-
-    Args:
-        estimate: The reads of one request.
-        lefts: The vertical centre of each prefill rank's box.
-        rights: The vertical centre of each decode rank's box.
-    """
+    """Return a ribbon for each read, whose width is proportional to the read's bytes."""
     busiest = max(
         1,
         *(estimate.sizes_of(estimate.of_prefill(rank)).total for rank in range(len(lefts))),
@@ -128,16 +102,7 @@ def _ribbons(estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]
 def _stacked(
     reads: Sequence[ReadEstimate], centre: float, scale: float
 ) -> dict[int, tuple[float, float]]:
-    """Return where the ribbons of some reads end at a rank's box, stacked from top to bottom.
-
-    Args:
-        reads: The reads of the rank.
-        centre: The vertical centre of the box.
-        scale: Height of a ribbon in inches per byte.
-
-    Returns:
-        Bottom and top of each ribbon's end, by Python's ``id`` of its ``ReadEstimate``.
-    """
+    """Return where the ribbons of some reads end at a rank's box, stacked from top to bottom."""
     heights = [read.sizes.total * scale for read in reads]
     tops = [centre + sum(heights) / 2]
     for height in heights:
@@ -146,13 +111,7 @@ def _stacked(
 
 
 def _draw_ribbon(axes: Axes, ribbon: _Ribbon, colours: int) -> None:
-    """Draw a ribbon in the colour of its prefill rank.
-
-    Args:
-        axes: Where to draw.
-        ribbon: The ribbon.
-        colours: Number of prefill ranks.
-    """
+    """Draw a ribbon in the colour of its prefill rank."""
     x0, x1 = BOX + MARGIN, WIDTH - BOX - MARGIN
     middle = (x0 + x1) / 2
     (low0, top0), (low1, top1) = ribbon.left, ribbon.right
@@ -171,14 +130,7 @@ def _draw_ribbon(axes: Axes, ribbon: _Ribbon, colours: int) -> None:
 def _draw_told(
     axes: Axes, estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]
 ) -> None:
-    """Draw a dashed line between each unread prefill rank and the decode rank that tells it "done".
-
-    Args:
-        axes: Where to draw.
-        estimate: The reads of one request.
-        lefts: The vertical centre of each prefill rank's box.
-        rights: The vertical centre of each decode rank's box.
-    """
+    """Draw a dashed line from each unread prefill rank to the decode rank that tells it."""
     for told, teller in estimate.told.items():
         xs, ys = (BOX + MARGIN, WIDTH - BOX - MARGIN), (lefts[told], rights[teller])
         axes.plot(xs, ys, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
@@ -196,17 +148,7 @@ def _draw_side(
     x: float,
     estimate: Estimate,
 ) -> None:
-    """Draw the boxes of an engine's ranks, with what each rank holds and how much is read.
-
-    Args:
-        axes: Where to draw.
-        side: ``prefill`` or ``decode``.
-        engine: The engine.
-        text: The engine's settings as text.
-        centres: The vertical centre of each rank's box.
-        x: The left edge of the boxes.
-        estimate: The reads of one request.
-    """
+    """Draw the boxes of an engine's ranks, with what each rank holds and how much is read."""
     top = max(centres) + STEP
     axes.text(x, top, side, fontweight="bold", **_text(11, INK))
     axes.text(x, top - 0.21, _cut(text, 60), **_text(7, FAINT))

@@ -91,12 +91,7 @@ def _state_text(state: RecurrentState) -> str:
 
 
 def print_engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> None:
-    """Print both engines: name, number of ranks, and settings or file.
-
-    Args:
-        console: Where to print.
-        sides: For each engine its name, the engine, and the settings or file that describe it.
-    """
+    """Print both engines: name, number of ranks, and settings or file."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, engine, said in sides:
         table.add_row(name, counted(len(engine.ranks), "rank"), escape(str(said)))
@@ -142,17 +137,7 @@ def print_reads(console: Console, estimate: Estimate, prefill: Engine, decode: E
 def _reading(
     estimate: Estimate, prefill: Engine, rank: int
 ) -> Iterator[tuple[tuple[str, ...], str | None]]:
-    """Yield the rows of the table for one decode rank.
-
-    Args:
-        estimate: The estimate of the request.
-        prefill: The prefill engine.
-        rank: The index of the decode rank.
-
-    Yields:
-        The cells of a row, all but the decode rank's name, and the row's style; ``None`` for the
-        normal style.
-    """
+    """Yield the rows of the table for one decode rank."""
     reads, released = estimate.of_decode(rank), estimate.told_by(rank)
     for read in reads:
         what = escape(what_of(read.overlaps))
@@ -212,13 +197,7 @@ def print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
 
 
 def print_early(console: Console, question: EarlyQuestion, cases: Sequence[EarlyCase]) -> None:
-    """Print how long until decode has the cache, by ordinary tickets and by early ones.
-
-    Args:
-        console: Where to print.
-        question: What was computed.
-        cases: The results.
-    """
+    """Print how long until decode has the cache, by ordinary tickets and by early ones."""
     hop = f", and decode starts to read {duration(question.hop_seconds)} after prefill's end"
     console.print(
         "Until decode has a prompt's cache, by an ordinary ticket (sequential) and by an early "
@@ -248,11 +227,7 @@ def print_early(console: Console, question: EarlyQuestion, cases: Sequence[Early
 
 
 def _ipc_cost(copies: int) -> str:
-    """Return as a sentence how long CUDA IPC takes for the copies of a decode rank.
-
-    Args:
-        copies: How many copies the rank makes.
-    """
+    """Return as a sentence how long CUDA IPC takes for the copies of a decode rank."""
     return (
         f"{BY_IPC}, a copy takes some {IPC_SECONDS * 1e6:.0f} µs beside the time of its bytes: "
         f"{_ipc_time(copies)} for the {counted(copies, 'copy')} of a decode rank."
@@ -326,14 +301,7 @@ Record = dict[str, object]
 def json_record(
     estimate: Estimate, prefill: Engine, decode: Engine, given: Advice | None
 ) -> Record:
-    """Return the whole result for ``--json``, sizes in bytes.
-
-    Args:
-        estimate: The estimate of the request.
-        prefill: The prefill engine.
-        decode: The decode engine.
-        given: The advice; ``None`` if copies are not small.
-    """
+    """Return the whole result for ``--json``, sizes in bytes."""
     return {
         "tokens": estimate.tokens,
         "total": _byte_counts(estimate.sizes),
@@ -347,12 +315,7 @@ def json_record(
 
 
 def early_record(question: EarlyQuestion, cases: Sequence[EarlyCase]) -> Record:
-    """Return for ``--json`` what early tickets save, in tokens, bytes and seconds.
-
-    Args:
-        question: What was computed.
-        cases: The results.
-    """
+    """Return for ``--json`` what early tickets save, in tokens, bytes and seconds."""
     return {
         "chunk": question.chunk,
         "prefill_rate": question.prefill_rate,
@@ -378,12 +341,7 @@ def _read(read: ReadEstimate) -> Record:
 
 
 def _rank(engine: Engine, rank: int) -> Record:
-    """Return for JSON the index and the coordinates of a rank.
-
-    Args:
-        engine: The rank's engine.
-        rank: The rank's index.
-    """
+    """Return for JSON the index and the coordinates of a rank."""
     where = engine.coordinates[rank] if engine.coordinates else None
     return {"rank": rank, "coordinates": None if where is None else _coordinates(where)}
 
@@ -394,12 +352,7 @@ def _coordinates(where: Coordinates) -> Record:
 
 
 def _prefill_reads(estimate: Estimate, rank: int) -> Record:
-    """Return for JSON which decode ranks read a prefill rank, or only send it "done".
-
-    Args:
-        estimate: The estimate of the request.
-        rank: The index of the prefill rank.
-    """
+    """Return for JSON which decode ranks read a prefill rank, or only send it "done"."""
     reads = estimate.of_prefill(rank)
     return {
         "read_by": [read.decode for read in reads],
@@ -409,12 +362,7 @@ def _prefill_reads(estimate: Estimate, rank: int) -> Record:
 
 
 def _decode_reads(estimate: Estimate, rank: int) -> Record:
-    """Return for JSON which prefill ranks a decode rank reads, or only sends "done" to.
-
-    Args:
-        estimate: The estimate of the request.
-        rank: The index of the decode rank.
-    """
+    """Return for JSON which prefill ranks a decode rank reads, or only sends "done" to."""
     reads = estimate.of_decode(rank)
     return {
         "reads": [read.prefill for read in reads],
@@ -450,10 +398,6 @@ def rank_name(engine: Engine, rank: int) -> str:
     """Return a rank's name, such as ``3 (pp 1, tp 1)``.
 
     Coordinates that are equal on all ranks of the engine are left out.
-
-    Args:
-        engine: The rank's engine.
-        rank: The rank's index.
     """
     if not engine.coordinates:
         return str(rank)
@@ -473,12 +417,7 @@ def what_of(overlaps: Sequence[Overlap]) -> str:
 
 
 def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
-    """Return text that names parts of fields, such as ``layers 0-39, heads 0-1``.
-
-    Args:
-        fields: The key of each field, and the range [first, last) of its shard axis (for K and V
-            the heads) to name.
-    """
+    """Return text that names parts of fields, such as ``layers 0-39, heads 0-1``."""
     layers_by_part: dict[tuple[str, tuple[int, int]], list[FieldLayer]] = {}
     for key, shard in fields:
         prefix, name = _layer_and_part(key)
@@ -509,13 +448,7 @@ def _layer_of(prefix: str) -> FieldLayer:
 
 
 def _layers(layers: Sequence[FieldLayer], *, several: bool) -> str:
-    """Return text that names layers by index, or by name if they have no index.
-
-    Args:
-        layers: The layers.
-        several: Whether to add the prefix of the layers' names, such as ``model.layers``; needed
-            if the layers have more than one prefix.
-    """
+    """Return text that names layers by index, or by name if they have no index."""
     numbered: dict[str, list[int]] = {}
     for owner, number in layers:
         if number is not None:
@@ -531,12 +464,7 @@ def _layers(layers: Sequence[FieldLayer], *, several: bool) -> str:
 
 
 def _parts(names: Sequence[str], shard: tuple[int, int]) -> str:
-    """Return text that names fields of a layer and a part of their heads, such as ``, heads 0-3``.
-
-    Args:
-        names: Names of the fields within their layer, such as ``k`` and ``v``.
-        shard: The range [first, last) of the shard axis.
-    """
+    """Return fields of a layer and a part of their heads as text, such as ``, heads 0-3``."""
     start, stop = shard
     held = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
     if set(names) == {"k", "v"}:

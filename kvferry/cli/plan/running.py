@@ -37,12 +37,7 @@ class RunningEngine:
         return f"engine {self.info.engine!r} at {self.address}"
 
     def engine(self, model: Model | None) -> Engine:
-        """Return the engine's layouts.
-
-        Args:
-            model: The model of the engine, which gives the sliding windows and chunks, since
-                the side channel does not; ``None`` if it is not known.
-        """
+        """Return the engine's layouts."""
         layouts = tuple(payload.layout for payload in self.info.ranks)
         return Engine(
             ranks=layouts,
@@ -53,17 +48,7 @@ class RunningEngine:
 
 
 def keys_of_engines(secret_key: str, peers: Sequence[str], engines: int) -> list[Keys]:
-    """Return the keys for the side channel of each engine.
-
-    Args:
-        secret_key: Where the command's own secret key is; empty if the side channels have no keys.
-        peers: The public key of each engine, or where that key is; empty likewise.
-        engines: Number of engines.
-
-    Raises:
-        SettingsError: There are no engines, or fewer or more public keys than engines.
-        SecretError: Only one of the two keys is given, or one of them is not a valid key.
-    """
+    """Return the keys for the side channel of each engine."""
     if not engines:
         raise SettingsError("--curve-secret-key and --curve-peer are keys for --from: add --from")
     if peers and len(peers) != engines:
@@ -75,17 +60,7 @@ def keys_of_engines(secret_key: str, peers: Sequence[str], engines: int) -> list
 
 
 def read_running(address: str, keys: Keys = NONE) -> RunningEngine:
-    """Ask a running engine for the layouts of its ranks.
-
-    Args:
-        address: ``HOST:PORT`` of the engine's side channel; an IPv6 address stands in brackets.
-        keys: Keys for that side channel, if it is encrypted.
-
-    Raises:
-        SettingsError: The address is not ``HOST:PORT``.
-        AdmissionError: The engine does not admit the keys, or wants some.
-        EngineError: The engine does not answer; the message says why and what to do.
-    """
+    """Ask a running engine for the layouts of its ranks."""
     try:
         host, port = host_and_port("--from", address)
     except AddressError as exc:
@@ -104,12 +79,7 @@ def read_running(address: str, keys: Keys = NONE) -> RunningEngine:
 
 
 def refusal(prefill: RunningEngine, decode: RunningEngine) -> str | None:
-    """Return why two engines refuse each other at the handshake; ``None`` if they do not.
-
-    Args:
-        prefill: The prefill engine.
-        decode: The decode engine.
-    """
+    """Return why two engines refuse each other at the handshake; ``None`` if they do not."""
     try:
         agree(decode.info.ranks[0], prefill.info.ranks[0])
     except IncompatibleError as exc:
@@ -123,10 +93,6 @@ def with_keys_of(computed: Engine, running: Engine) -> Engine:
     Computed keys have the index of a layer and the name of a field within the layer; the keys of a
     running engine have vLLM's name of the layer instead of the index. Fields that the running
     engine does not have keep their keys.
-
-    Args:
-        computed: The computed engine.
-        running: The running engine.
     """
     keys = {
         place: f.key
@@ -142,12 +108,7 @@ FieldPlace = tuple[int | None, str]
 
 
 def _renamed(layout: Layout, keys: Mapping[FieldPlace, str]) -> Layout:
-    """Return a layout whose fields have other keys.
-
-    Args:
-        layout: The layout.
-        keys: The new key of each field that gets one, by the field's place.
-    """
+    """Return a layout whose fields have other keys."""
     fields = (structs.replace(f, key=keys.get(field_place(f.key), f.key)) for f in layout.fields)
     return replace(layout, fields=tuple(fields))
 
@@ -156,9 +117,6 @@ def field_place(key: str) -> FieldPlace:
     """Return the place of a field in a model: ``layers.3.mixer/conv/x`` is ``(3, "conv/x")``.
 
     The fields of a layer's index have ``index`` before their name, since its latents have the same.
-
-    Args:
-        key: The field's key.
     """
     layer, _, name = key.partition("/")
     words = layer.split(".")
@@ -172,12 +130,7 @@ def _is_index(word: str) -> bool:
 
 
 def _by_group(lengths: Mapping[int, int], layouts: tuple[Layout, ...]) -> tuple[int, ...]:
-    """Return the sliding window, or the size of the chunks, of each cache group; 0 for none.
-
-    Args:
-        lengths: The same by the index of each layer.
-        layouts: The layouts of an engine's ranks.
-    """
+    """Return the sliding window, or the size of the chunks, of each cache group; 0 for none."""
     found = [0] * len(layouts[0].groups)
     for layout in layouts:
         for f in layout.fields:

@@ -60,12 +60,7 @@ class Channels:
     units: int
 
     def share(self, ranks: int, rank: int) -> tuple[int, int]:
-        """Return the range [first, last) of the channels that a rank stores.
-
-        Args:
-            ranks: Number of tensor-parallel ranks.
-            rank: The rank's tensor index.
-        """
+        """Return the range [first, last) of the channels that a rank stores."""
         if self.units % ranks:
             return 0, self.count
         return rank * self.count // ranks, (rank + 1) * self.count // ranks
@@ -148,18 +143,7 @@ class _LayerKeys(Struct):
 
 
 def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
-    """Return the type of each layer, from keys other than ``layer_types``.
-
-    Args:
-        config: The keys of a config file.
-        layers: Number of layers.
-
-    Returns:
-        A type for each layer; ``None`` if the file has no such key.
-
-    Raises:
-        msgspec.ValidationError: A value is not valid.
-    """
+    """Return the type of each layer, from keys other than ``layer_types``."""
     keys = msgspec.convert({k: v for k, v in config.items() if v is not None}, _LayerKeys)
     every = range(layers)
     if keys.hybrid_override_pattern:
@@ -187,11 +171,7 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
 
 
 def _pattern_types(pattern: str) -> list[str]:
-    """Return the types of layers that the letters of a ``hybrid_override_pattern`` stand for.
-
-    Raises:
-        msgspec.ValidationError: A letter is unknown.
-    """
+    """Return the types of layers that the letters of a ``hybrid_override_pattern`` stand for."""
     unknown = next((letter for letter in pattern if letter not in PATTERN), None)
     if unknown is not None:
         raise msgspec.ValidationError(
@@ -307,11 +287,7 @@ class _Mamba2(Struct):
         )
 
     def _head_channels(self) -> int:
-        """Return the number of channels of one head, for files that do not say it.
-
-        Raises:
-            msgspec.ValidationError: There are more heads than channels.
-        """
+        """Return the number of channels of one head, for files that do not say it."""
         channels = self.mamba_d_ssm or _channels(self)
         if channels < self.mamba_n_heads:
             keys = (
@@ -326,11 +302,7 @@ class _Mamba2(Struct):
 
 
 def _channels(keys: _Mamba1 | _Mamba2) -> int:
-    """Return the number of channels of a layer with Mamba, for files that do not say it.
-
-    Raises:
-        msgspec.ValidationError: There are none.
-    """
+    """Return the number of channels of a layer with Mamba, for files that do not say it."""
     channels = int(keys.mamba_expand * keys.hidden_size)
     if not channels:
         raise msgspec.ValidationError(
@@ -352,18 +324,7 @@ KINDS: Mapping[str, type[_DeltaNet | _GatedChannels | _ShortConvolution | _Mamba
 def read_state(
     config: Mapping[str, Any], dtype: Callable[[str | None], str]
 ) -> RecurrentState | None:
-    """Return the state of a hybrid model's layers.
-
-    Args:
-        config: The keys of a config file.
-        dtype: Returns the key of ``ELEMENT_BYTES`` for a name of an element type.
-
-    Returns:
-        The state; ``None`` if the file has none of the keys in ``KINDS``.
-
-    Raises:
-        msgspec.ValidationError: A key is missing, or its value is not valid.
-    """
+    """Return the state of a hybrid model's layers."""
     named = with_aliases(config, ALIASES)
     kind = next((kind for key, kind in KINDS.items() if key in named), None)
     if kind is None:
@@ -384,12 +345,7 @@ def read_state(
 def with_aliases(
     config: Mapping[str, Any], aliases: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """Return the keys of a config file that have a value, with their usual names added.
-
-    Args:
-        config: The keys of the file.
-        aliases: The other names of each key that has several, by its usual name.
-    """
+    """Return the keys of a config file that have a value, with their usual names added."""
     present = {key: value for key, value in config.items() if value is not None}
     named = {
         key: present[name]

@@ -20,21 +20,7 @@ from kvferry.cli.top.view import WIDTH, tables
 def run(
     addresses: Sequence[str], *, interval: float, timeout: float, once: bool, as_json: bool
 ) -> int:
-    """Show the engines until Ctrl-C.
-
-    Args:
-        addresses: Their pages: URLs, or ``HOST:PORT``.
-        interval: Seconds between two readings, over which rates are taken.
-        timeout: The most seconds that an engine may take to answer.
-        once: Whether to end after two readings and one report.
-        as_json: Whether to print a line of JSON for each report, instead of tables.
-
-    Returns:
-        The exit status: 1 if ``once`` is set and an engine did not answer, otherwise 0.
-
-    Raises:
-        MetricsPageError: An address is malformed.
-    """
+    """Show the engines until Ctrl-C."""
     pages = list(dict.fromkeys(MetricsAddress.parse(address) for address in addresses))
     console = Console()
     if not console.is_terminal:
@@ -87,13 +73,7 @@ def _print(
 def _reports(
     scraper: Scraper, pages: Sequence[MetricsAddress], interval: float
 ) -> Iterator[list[EngineReport]]:
-    """Read all engines again and again, and yield a report of each time.
-
-    Args:
-        scraper: It fetches the pages.
-        pages: Their addresses.
-        interval: Seconds between the starts of two readings.
-    """
+    """Read all engines again and again, and yield a report of each time."""
     before: dict[MetricsAddress, MetricsReading] = {}
     while True:
         start = time.monotonic()

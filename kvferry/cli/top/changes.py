@@ -56,10 +56,6 @@ class MetricsChange:
 
         A series that is lower than before was reset by a restart, and counts from 0; so does one
         that was not there before.
-
-        Args:
-            name: The counter.
-            by: Names of labels. A label that a series lacks has the value ``""``.
         """
         before = None if self.before is None else self.before.get(_full(name), {})
         sums: dict[tuple[str, ...], Counted] = {}
@@ -82,16 +78,7 @@ class MetricsChange:
 
 
 def changes(reading: MetricsReading, before: MetricsReading | None) -> dict[str, MetricsChange]:
-    """Compare two readings of a page.
-
-    Args:
-        reading: The latest.
-        before: The one before; ``None`` if there is none.
-
-    Returns:
-        The change of each engine on the page by the value of the label ``engine``; vLLM has several
-        with data parallelism.
-    """
+    """Compare two readings of a page."""
     earlier = None if before is None else _engines(before.page)
     restarted = before is not None and reading.page.get(STARTED) != before.page.get(STARTED)
     return {

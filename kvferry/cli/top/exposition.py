@@ -57,19 +57,7 @@ class MetricsPageError(KVFerryError):
 
 
 def parse(page: bytes) -> MetricsPage:
-    """Parse a page.
-
-    Args:
-        page: The page in Prometheus's text format, version 0.0.4.
-
-    Returns:
-        The values of the metrics that ``kvferry top`` shows. A value that is beyond ``MAX_VALUE``,
-        or not a number, is left out.
-
-    Raises:
-        MetricsPageError: The page is too large or not text, has no metric of vLLM, or one of the
-            lines that are parsed is malformed.
-    """
+    """Parse a page."""
     if len(page) > MAX_BYTES:
         raise MetricsPageError(f"the page has more than {MAX_BYTES:,} bytes")
     try:
@@ -88,12 +76,7 @@ def parse(page: bytes) -> MetricsPage:
 
 
 def printable(text: str, limit: int = SHOWN) -> str:
-    """Return text of another process without control characters, cut to a length.
-
-    Args:
-        text: The text.
-        limit: The most characters to keep.
-    """
+    """Return text of another process without control characters, cut to a length."""
     cut = text if len(text) <= limit else f"{text[: limit - 1]}…"
     return "".join(character if character.isprintable() else "?" for character in cut)
 

@@ -115,12 +115,7 @@ class EngineReport:
 
 
 def engine_report(name: str, change: MetricsChange) -> EngineReport:
-    """Return what is shown of an engine that answered.
-
-    Args:
-        name: The engine's name.
-        change: Its metrics.
-    """
+    """Return what is shown of an engine that answered."""
     without = not any(metric.startswith(KVFERRY) for metric in change.now)
     return EngineReport(
         name=name,

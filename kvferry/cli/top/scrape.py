@@ -54,14 +54,7 @@ class MetricsAddress:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the address that a user wrote: a URL, or ``HOST:PORT``.
-
-        Args:
-            text: What the user wrote. The default path is ``/metrics``.
-
-        Raises:
-            MetricsPageError: It is no such address.
-        """
+        """Return the address that a user wrote: a URL, or ``HOST:PORT``."""
         parts = _parts(text)
         if parts is None:
             raise MetricsPageError(
@@ -88,12 +81,7 @@ class MetricsReading:
 
 
 class Scraper:
-    """Fetch the pages of several engines at once, each in a thread. Closing it twice is fine.
-
-    Args:
-        addresses: The engines' pages.
-        timeout: The most seconds that an engine may take to answer.
-    """
+    """Fetch the pages of several engines at once, each in a thread. Closing it twice is fine."""
 
     def __init__(self, addresses: Sequence[MetricsAddress], *, timeout: float) -> None:
         self._addresses = addresses
@@ -102,11 +90,7 @@ class Scraper:
         self._started: dict[int, Future[MetricsReading]] = {}
 
     def scrape(self) -> list[MetricsReading | MetricsPageError]:
-        """Fetch every page once.
-
-        Returns:
-            The reading of each address in the order of the addresses, or why there is none.
-        """
+        """Fetch every page once."""
         for index, address in enumerate(self._addresses):
             # One that sends a byte now and then is still read: it is not asked again meanwhile.
             if index not in self._started or self._started[index].done():
@@ -123,15 +107,7 @@ class Scraper:
 
 
 def read(address: MetricsAddress, timeout: float) -> MetricsReading:
-    """Fetch and parse a page.
-
-    Args:
-        address: Where the page is.
-        timeout: The most seconds that the engine may take to answer.
-
-    Raises:
-        MetricsPageError: There is no answer in time, or the answer is not a page of metrics.
-    """
+    """Fetch and parse a page."""
     deadline = time.monotonic() + timeout
     request = urllib.request.Request(address.url, headers=HEADERS)
     try:
@@ -162,13 +138,7 @@ def _parts(text: str) -> SplitResult | None:
 def _outcome(
     future: Future[MetricsReading], deadline: float, timeout: float
 ) -> MetricsReading | MetricsPageError:
-    """Wait for a reading, and return it or its error.
-
-    Args:
-        future: The reading.
-        deadline: Until when to wait for it, by ``time.monotonic``.
-        timeout: The most seconds that an engine may take to answer, for the error.
-    """
+    """Wait for a reading, and return it or its error."""
     try:
         return future.result(max(0.0, deadline - time.monotonic()))
     except MetricsPageError as exc:
@@ -178,11 +148,7 @@ def _outcome(
 
 
 def _body(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """Read an answer, one byte more than a page may have at most.
-
-    Raises:
-        TimeoutError: The answer did not end before the deadline.
-    """
+    """Read an answer, one byte more than a page may have at most."""
     page = bytearray()
     while len(page) <= MAX_BYTES and (piece := answer.read1(PIECE)):
         page += piece

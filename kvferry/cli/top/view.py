@@ -33,12 +33,7 @@ STAGE_HEADINGS = {
 
 
 def tables(engines: Sequence[EngineReport], *, once: bool = False) -> RenderableType:
-    """Return the tables of all engines.
-
-    Args:
-        engines: The engines.
-        once: Whether no other report follows.
-    """
+    """Return the tables of all engines."""
     parts: list[RenderableType] = [_heading(engines, once=once)]
     for title, table in (
         ("Engines", _engines(engines)),
@@ -53,11 +48,7 @@ def tables(engines: Sequence[EngineReport], *, once: bool = False) -> Renderable
 
 
 def number(value: float | None) -> str:
-    """Return a number with about three significant digits; ``-`` if it is unknown.
-
-    Args:
-        value: The number.
-    """
+    """Return a number with about three significant digits; ``-`` if it is unknown."""
     if value is None:
         return UNKNOWN
     if abs(value) >= 1e6:
@@ -235,12 +226,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _counted(counted: Counted | None, *, bad: bool = True) -> Text:
-    """Return a total, with what came since the previous reading: ``12 +2``.
-
-    Args:
-        counted: The counter; ``None`` if it is unknown.
-        bad: Whether what came is highlighted.
-    """
+    """Return a total, with what came since the previous reading: ``12 +2``."""
     if counted is None:
         return Text(UNKNOWN)
     text = Text(f"{counted.total:,.0f}" if counted.total < 1e9 else f"{counted.total:.3g}")
