@@ -105,7 +105,7 @@ def test_every_byte_of_decode_is_read_once(
         assert found.sizes_of(found.of_decode(rank)).total == held
     everything = sum(found.sizes_of(found.of_prefill(n)).total for n in range(len(prefill.ranks)))
     assert everything == found.sizes.total
-    assert {read.prefill for read in found.reads} | set(found.told) == set(range(one.ranks))
+    assert {read.prefill for read in found.reads} | set(found.told) == set(range(len(prefill.ranks)))
 
 
 @FEW_EXAMPLES
