@@ -236,9 +236,9 @@ def test_table_names_the_states(plan: PlanCommand) -> None:
         "prefill 2 ranks tp=2,pp=1,block_size=544,layout=LBNHC",
         "Pages of decode have 544 tokens instead of 16: vLLM enlarges them until a page of "
         "attention has room for a state.",
-        "conv/q and conv/k 0-1023",
-        "conv/v 0-2047",
-        "ssm 0-15",
+        "conv/q and conv/k 1,024 each of 0-2047",
+        "conv/v 2,048 each of 0-4095",
+        "ssm 16 each of 0-31",
     ):
         assert part in said
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from kvferry.core.errors import KVFerryError
-from kvferry.testing.engines import POISON, CacheShape, EngineRank
+from kvferry.testing.engines import CacheShape
 
 LAYERS, HEADS, HEAD_DIM, DTYPE, ELEMENT_BYTES = 32, 8, 128, "bfloat16", 2
 """The dimensions are those of Llama 3 8B."""
@@ -62,30 +62,31 @@ class Request:
 
 
 def shape_of(text: str, tp: int | None = None) -> CacheShape:
-    """Return the shape that an option's text names, without room for a request yet.
+    """Return the shape that ``RANKS/ORDER/TOKENS`` names, or ``ORDER/TOKENS`` if ``tp`` is given.
 
-    The K and the V of a layer are layers of the shape, whose elements are words.
+    It has no room for a request yet. The K and the V of a layer are layers of the shape, whose
+    elements are words.
     """
-    pattern = "ORDER/TOKENS" if tp else "RANKS/ORDER/TOKENS"
     match (*([str(tp)] if tp else []), *text.split("/")):
         case (ranks, order, block) if ranks.isdecimal() and block.isdecimal():
-            return _checked(int(ranks), order.upper(), int(block))
-    example = "NHD/32" if tp else "2/HND/16"
-    raise DemoError(f"{text!r} is no shape of an engine: write {pattern}, such as {example}")
-
-
-def _checked(tp: int, order: str, block: int) -> CacheShape:
-    """Return the shape of an engine of this model; refuse one that no engine can have."""
+            tp, order, tokens = int(ranks), order.upper(), int(block)
+        case _:
+            pattern, example = "RANKS/ORDER/TOKENS", "2/HND/16"
+            if tp:
+                pattern, example = "ORDER/TOKENS", "NHD/32"
+            raise DemoError(
+                f"{text!r} is no shape of an engine: write {pattern}, such as {example}"
+            )
     if not 1 <= tp <= HEADS:
         raise DemoError(f"{tp} ranks: the model has {HEADS} heads, so 1 to {HEADS}")
     if order not in ORDERS:
         raise DemoError(f"order {order!r}: choose {' or '.join(ORDERS)}")
-    if not 1 <= block <= BLOCK_LIMIT:
-        raise DemoError(f"{block} tokens a page: choose 1 to {BLOCK_LIMIT}")
+    if not 1 <= tokens <= BLOCK_LIMIT:
+        raise DemoError(f"{tokens} tokens a page: choose 1 to {BLOCK_LIMIT}")
     return CacheShape(
         tp=tp,
         heads_first=order == ORDERS[0],
-        block=block,
+        block=tokens,
         layers=2 * LAYERS,
         model_heads=HEADS,
         dim=ROW_BYTES // WORD_BYTES,
@@ -130,9 +131,3 @@ def scattered_pages(
     ends = np.cumsum(counts)
     pages = (free[end - count : end].tolist() for count, end in zip(counts, ends, strict=True))
     return dict(zip(requests, pages, strict=True))
-
-
-def wrong_spare_bytes(rank: EngineRank, used: Sequence[int]) -> int:
-    """Return how many bytes of unused pages are not ``POISON`` any more."""
-    spare = np.setdiff1d(np.arange(rank.shape.pages), used)
-    return int(np.count_nonzero(rank.cache[:, spare].view(np.uint8) != POISON))

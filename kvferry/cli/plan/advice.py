@@ -12,7 +12,7 @@ from typing import Any
 
 from kvferry.cli.formatting import counted
 from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_engine
-from kvferry.cli.plan.estimate import ByteCounts, Estimate, estimate_reads
+from kvferry.cli.plan.estimate import Estimate, estimate_reads, merged
 from kvferry.cli.plan.model import Model
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ContextParallel, Field, axis_length
@@ -37,6 +37,9 @@ WORTH = 2
 TRIED = ("block_size", "layout", "interleave")
 """The settings that are varied; the number of ranks is not."""
 
+LIKE = "the ranks, order and pages of {}"
+"""The change of an engine whose settings are not known: it becomes like the other."""
+
 Pair = tuple[PlanSettings, PlanSettings]
 """The settings of prefill and of decode."""
 
@@ -46,17 +49,12 @@ Other = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Settings to change, and the copies that a request would take with the changed settings.
+    """Settings to change, such as ``layout=LBHNC``, and the copies that a request would then take.
 
     Attributes:
-        prefill: The settings to change on the prefill engine, such as ``layout=LBHNC``; empty if
-            there are none.
-        decode: The settings to change on the decode engine; empty if there are none.
-        copies: Number of copies.
+        prefill, decode: The settings to change on each engine; empty if there are none.
         busiest: Number of copies of the decode rank that makes the most.
-        smallest: Bytes of the smallest copy.
-        median: Bytes of the median copy.
-        largest: Bytes of the largest copy.
+        smallest, median, largest: Bytes of a copy.
     """
 
     prefill: str
@@ -79,10 +77,8 @@ class Advice:
 
     Attributes:
         reasons: Why copies are not larger, a sentence each.
-        changes: Up to three changes: the best change of one setting, of several settings of one
-            engine, and of both engines. The first change at least halves the number of copies that
-            the present settings take. Each further change at least halves the number that the
-            change before it takes.
+        changes: The best change of each effort that at least halves the number of copies of the
+            present settings, and of the change before it.
     """
 
     reasons: tuple[str, ...]
@@ -101,49 +97,55 @@ def is_many(estimate: Estimate) -> bool:
     return estimate.on_gpus and long and estimate.sizes.median < SMALL_BY_NVLINK
 
 
-def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: Estimate) -> Advice:
-    """Return advice for engines that were computed from a model and settings.
+def advice_for(
+    model: Model | None,
+    prefill: tuple[Engine, object],
+    decode: tuple[Engine, object],
+    estimate: Estimate,
+) -> Advice | None:
+    """Return advice on how to make copies larger; ``None`` without need, or if many cannot be few.
 
-    For each change that is tried, only the copies of decode rank 0 are counted; for the changes
-    that are returned, those of all decode ranks.
+    Engines that were computed have their settings beside them.
     """
-    old, tokens = (prefill, decode), estimate.tokens
+    if not is_small(estimate) and not is_many(estimate):
+        return None
+    (one, near), (other, far) = prefill, decode
+    if model is not None and isinstance(near, PlanSettings) and isinstance(far, PlanSettings):
+        changes = _advised(model, (near, far), estimate)
+    else:
+        alike = (estimate_reads(engine, engine, estimate.tokens) for engine in (other, one))
+        said = ((LIKE.format("decode"), ""), ("", LIKE.format("prefill")))
+        changes = _best(list(map(_change, said, alike)), estimate.sizes.copies)
+    # Small copies are explained even where nothing helps.
+    if not is_small(estimate) and not changes:
+        return None
+    return Advice(reasons=reasons(estimate), changes=changes)
+
+
+def _advised(model: Model, old: Pair, estimate: Estimate) -> tuple[Change, ...]:
+    """Return the best changes of engines that were computed from a model and settings."""
+    tokens = estimate.tokens
     engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
 
-    def counted(pair: Pair, ranks: Sequence[int] | None) -> Estimate:
-        """Count the copies with two engines' settings, on some decode ranks (``None``: on all)."""
+    def tried(pair: Pair, ranks: Sequence[int] | None = None) -> Estimate:
         return estimate_reads(engine(pair[0]), engine(pair[1]), tokens, ranks)
 
     changes: dict[Change, Pair] = {}
     for near, far in _candidates(*old):
         try:
-            pair = replace(prefill, **near), replace(decode, **far)
-            found = counted(pair, [0])
-        except KVFerryError:  # No engine can have these settings.
+            pair = replace(old[0], **near), replace(old[1], **far)
+            # Decode rank 0 stands for all; those of the best changes are counted below.
+            changes[_change(_difference(old, pair), tried(pair, [0]))] = pair
+        except KVFerryError:  # no engine can have these settings
             continue
-        changes[_change(_difference(old, pair), found)] = pair
-    best = _best(list(changes), estimate.sizes_of(estimate.of_decode(0)))
-    whole = {c: counted(changes[c], None) for c in best}
-    return Advice(
-        reasons=reasons(estimate),
-        changes=tuple(_change((c.prefill, c.decode), found) for c, found in whole.items()),
-    )
+    now = merged(read.sizes for read in estimate.of_decode(0)).copies
+    best = _best(list(changes), now)
+    return tuple(_change((one.prefill, one.decode), tried(changes[one])) for one in best)
 
 
-def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
-    """Return advice for engines whose settings are not known: to make one equal to the other."""
-    own = "the ranks, order and pages of {}"
-    changes = [
-        _change((own.format("decode"), ""), estimate_reads(decode, decode, estimate.tokens)),
-        _change(("", own.format("prefill")), estimate_reads(prefill, prefill, estimate.tokens)),
-    ]
-    return Advice(reasons=reasons(estimate), changes=_best(changes, estimate.sizes))
-
-
-def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
-    """Return the changes for ``Advice.changes``: of each effort the one with the fewest copies."""
+def _best(changes: Sequence[Change], copies: int) -> tuple[Change, ...]:
+    """Return of each effort the change with the fewest copies, if it is worth it."""
     best: list[Change] = []
-    copies = now.copies
     for effort in (1, 2, 3):
         candidates = [change for change in changes if change.effort == effort]
         change = min(candidates, key=lambda c: c.copies, default=None)
@@ -154,7 +156,7 @@ def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
 
 
 def _change(settings: tuple[str, str], found: Estimate) -> Change:
-    """Return a change with its copies."""
+    """Return a change of the settings of prefill and of decode with its copies."""
     sizes = found.sizes
     return Change(
         prefill=settings[0],
@@ -168,7 +170,7 @@ def _change(settings: tuple[str, str], found: Estimate) -> Change:
 
 
 def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
-    """Yield the changes to try, as changed settings of prefill and of decode."""
+    """Yield changes to try. Some are impossible for any engine, or equal the present settings."""
     one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
     larger = max(one, two, key=lambda size: size["block_size"])
     yield {}, one
@@ -187,22 +189,23 @@ def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[O
 
 
 def _ordered(settings: PlanSettings, order: str) -> Other:
-    """Return the settings to change so that an engine stores its cache in another order of axes."""
-    if settings.kernel_block and not order.startswith(WHOLE):
+    """Return the settings to change so that an engine stores its cache in another order."""
+    if settings.kernel_block and not order.startswith(WHOLE):  # kernels cannot split such pages
         return {"layout": order, "block_size": settings.kernel_block}
     return {"layout": order}
 
 
 def _difference(old: Pair, new: Pair) -> tuple[str, str]:
-    """Return as text the settings that differ from the old ones."""
-    before, after = (
-        [{name: getattr(side, name) for name in TRIED} for side in pair] for pair in (old, new)
+    """Return the settings of prefill, and those of decode, that differ from the old ones."""
+    one, other = (
+        ",".join(
+            f"{name}={getattr(after, name)}"
+            for name in TRIED
+            if getattr(after, name) != getattr(before, name)
+        )
+        for before, after in zip(old, new, strict=True)
     )
-    changed = [
-        ",".join(f"{name}={value}" for name, value in other.items() if value != one[name])
-        for one, other in zip(before, after, strict=True)
-    ]
-    return changed[0], changed[1]
+    return one, other
 
 
 def reasons(estimate: Estimate) -> tuple[str, ...]:

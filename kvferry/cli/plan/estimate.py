@@ -18,7 +18,7 @@ from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.memory import CUDA, I64Array
 from kvferry.core.planner.build_copies import CopyBatches, Pages, ReadRequest, Workspace
-from kvferry.core.planner.plan import Plan, Source, make_plan
+from kvferry.core.planner.plan import Source, make_plan
 from kvferry.core.planner.strips import Overlap
 
 
@@ -33,6 +33,11 @@ class ByteCounts:
 
     nbytes: I64Array
     counts: I64Array
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        """What is equal for equal counts."""
+        return self.nbytes.tobytes(), self.counts.tobytes()
 
     @property
     def copies(self) -> int:
@@ -107,12 +112,11 @@ class Estimate:
     """The reads that one request takes, and their copies.
 
     Attributes:
-        tokens: Number of tokens in the request.
         reads: The reads, ordered by decode rank, then by prefill rank.
         readers: For each prefill rank, how many decode ranks send it "done": those that read it, or
             the one in ``told``.
-        told: For the index of each prefill rank that no decode rank reads, the index of the decode
-            rank that sends it "done" nevertheless.
+        told: For each prefill rank that no decode rank reads, the decode rank that sends it "done"
+            nevertheless.
     """
 
     tokens: int
@@ -146,61 +150,47 @@ class Estimate:
         ]
         return all(region.kind == CUDA for layout in layouts for region in layout.regions)
 
-    def sizes_of(self, reads: Sequence[ReadEstimate]) -> ByteCounts:
-        """Return how many copies of which size some of the reads take."""
-        return merged(read.sizes for read in reads)
-
     def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
-        """Return the reads of the decode rank with index ``rank``."""
+        """Return the reads of a decode rank."""
         return tuple(read for read in self.reads if read.decode == rank)
 
-    def told_by(self, rank: int) -> list[int]:
-        """Return the unread prefill ranks to which this decode rank sends "done"."""
-        return [told for told, teller in self.told.items() if teller == rank]
-
     def of_prefill(self, rank: int) -> tuple[ReadEstimate, ...]:
-        """Return the reads from the prefill rank with index ``rank``."""
+        """Return the reads from a prefill rank."""
         return tuple(read for read in self.reads if read.prefill == rank)
+
+    def told_by(self, rank: int) -> list[int]:
+        """Return the unread prefill ranks to which a decode rank sends "done"."""
+        return [told for told, teller in self.told.items() if teller == rank]
 
 
 def estimate_reads(
     prefill: Engine, decode: Engine, tokens: int, ranks: Sequence[int] | None = None
 ) -> Estimate:
-    """Plan the reads of decode ranks, and count their copies."""
+    """Plan the reads of decode ranks (by default all), and count their copies."""
     workspace = Workspace()
     reads: list[ReadEstimate] = []
     told: dict[int, int] = {}
     readers: tuple[int, ...] = ()
     for rank in range(len(decode.ranks)) if ranks is None else ranks:
-        planned = _planned(prefill, decode, rank)
+        try:
+            planned = make_plan(decode.ranks, prefill.ranks, rank)
+        except PlanError as exc:
+            raise PlanError(f"{exc} (local is decode, remote is prefill)") from exc
         told |= dict.fromkeys(planned.notified_ranks, rank)
         readers = planned.readers
         for source in planned.sources:
-            counted = _counted(planned, source, decode, tokens, workspace)
-            early = (counted[group].total for group in counted if _is_early(decode, group))
-            reads.append(
-                ReadEstimate(
-                    decode=rank,
-                    source=source,
-                    sizes=merged(counted.values()),
-                    early_bytes=sum(early),
-                )
-            )
+            by_group = _counted(source, decode, tokens, workspace)
+            early = sum(by_group[group].total for group in by_group if _is_early(decode, group))
+            sizes = merged(by_group.values())
+            read = ReadEstimate(decode=rank, source=source, sizes=sizes, early_bytes=early)
+            reads.append(read)
     return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told)
 
 
-def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
-    """Return the plan of the decode rank with index ``rank``."""
-    try:
-        return make_plan(decode.ranks, prefill.ranks, rank)
-    except PlanError as exc:
-        raise PlanError(f"{exc} (local is decode, remote is prefill)") from exc
-
-
 def _counted(
-    planned: Plan, source: Source, decode: Engine, tokens: int, workspace: Workspace
+    source: Source, decode: Engine, tokens: int, workspace: Workspace
 ) -> dict[int, ByteCounts]:
-    """Count the copies with which one decode rank reads a request from one prefill rank."""
+    """Count the copies of a request's read from one prefill rank, by decode's cache group."""
     local = _pages("decode", source.local_layout, tokens)
     remote = _pages("prefill", source.remote_layout, tokens)
     counts_of_groups: dict[int, ByteCounts] = {}
@@ -222,6 +212,7 @@ def _counted(
 
 def _is_early(decode: Engine, group: int) -> bool:
     """Return whether a cache group's bytes are final once their token is computed."""
+    # A sliding window drops tokens again, and every token changes a state.
     kind = decode.ranks[0].groups[group].kind
     return kind is not GroupKind.STATE and not decode.drops_tokens(group)
 

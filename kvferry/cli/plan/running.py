@@ -10,9 +10,10 @@ from msgspec import structs
 from kvferry.cli.addresses import AddressError, host_and_port
 from kvferry.cli.keys import NONE, Keys, keys_of
 from kvferry.cli.plan.engines import Engine, EngineError, SettingsError
+from kvferry.cli.plan.fields import field_name
 from kvferry.cli.plan.model import Model
 from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError
-from kvferry.core.layout import Layout
+from kvferry.core.layout import Field, Layout
 from kvferry.core.side_channel import fetch, health
 from kvferry.core.side_channel.compatibility import EngineInfo, agree
 
@@ -90,51 +91,39 @@ def refusal(prefill: RunningEngine, decode: RunningEngine) -> str | None:
 def with_keys_of(computed: Engine, running: Engine) -> Engine:
     """Return a computed engine whose fields have the keys that a running engine's fields have.
 
-    Computed keys have the index of a layer and the name of a field within the layer; the keys of a
-    running engine have vLLM's name of the layer instead of the index. Fields that the running
-    engine does not have keep their keys.
+    These have vLLM's names of the layers. Fields that the running engine lacks keep their keys.
     """
     keys = {
-        place: f.key
+        _place(f): f.key
         for layout in running.ranks
         for f in layout.fields
-        if not f.draft and (place := field_place(f.key))[0] is not None
+        if not f.draft and field_name(f.key).layer is not None
     }
-    return replace(computed, ranks=tuple(_renamed(layout, keys) for layout in computed.ranks))
+    return replace(
+        computed,
+        ranks=tuple(
+            replace(
+                layout,
+                fields=tuple(
+                    structs.replace(f, key=keys.get(_place(f), f.key)) for f in layout.fields
+                ),
+            )
+            for layout in computed.ranks
+        ),
+    )
 
 
-FieldPlace = tuple[int | None, str]
-"""The index of a field's layer, ``None`` if its key has none, and its name within the layer."""
-
-
-def _renamed(layout: Layout, keys: Mapping[FieldPlace, str]) -> Layout:
-    """Return a layout whose fields have other keys."""
-    fields = (structs.replace(f, key=keys.get(field_place(f.key), f.key)) for f in layout.fields)
-    return replace(layout, fields=tuple(fields))
-
-
-def field_place(key: str) -> FieldPlace:
-    """Return the place of a field in a model: ``layers.3.mixer/conv/x`` is ``(3, "conv/x")``.
-
-    The fields of a layer's index have ``index`` before their name, since its latents have the same.
-    """
-    layer, _, name = key.partition("/")
-    words = layer.split(".")
-    index = next((int(word) for word in words if _is_index(word)), None)
-    return index, f"index/{name}" if "indexer" in words else name
-
-
-def _is_index(word: str) -> bool:
-    """Return whether a word in a layer's name is the layer's index."""
-    return word.isascii() and word.isdecimal() and len(word) < 10
+def _place(f: Field) -> tuple[int | None, str]:
+    """Return the layer of a field, and its name within the layer."""
+    name = field_name(f.key)
+    return name.layer, name.part
 
 
 def _by_group(lengths: Mapping[int, int], layouts: tuple[Layout, ...]) -> tuple[int, ...]:
     """Return the sliding window, or the size of the chunks, of each cache group; 0 for none."""
     found = [0] * len(layouts[0].groups)
-    for layout in layouts:
-        for f in layout.fields:
-            index, _ = field_place(f.key)
-            if index is not None and not f.draft and f.tokens:
-                found[f.group] = lengths.get(index, 0)
+    for f in (f for layout in layouts for f in layout.fields):
+        layer = field_name(f.key).layer
+        if layer is not None and not f.draft and f.tokens:
+            found[f.group] = lengths.get(layer, 0)
     return tuple(found)

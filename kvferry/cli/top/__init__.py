@@ -10,52 +10,39 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.live import Live
 
+from kvferry.cli.output import output
 from kvferry.cli.top.changes import changes
-from kvferry.cli.top.exposition import MetricsPageError
+from kvferry.cli.top.page import MetricsPageError
 from kvferry.cli.top.report import EngineReport, engine_report
 from kvferry.cli.top.scrape import MetricsAddress, MetricsReading, Scraper
-from kvferry.cli.top.view import WIDTH, tables
+from kvferry.cli.top.view import tables
 
 
 def run(
     addresses: Sequence[str], *, interval: float, timeout: float, once: bool, as_json: bool
 ) -> int:
-    """Show the engines until Ctrl-C."""
+    """Show the engines until Ctrl-C, or ``once``; then 1 is the status if one did not answer."""
     pages = list(dict.fromkeys(MetricsAddress.parse(address) for address in addresses))
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
-    scraper = Scraper(pages, timeout=timeout)
+    console, scraper = output(), Scraper(pages, timeout=timeout)
     reports = _reports(scraper, pages, interval)
     try:
         if once:
-            return _show_once(console, reports, as_json=as_json)
-        _show(console, reports, as_json=as_json)
+            next(reports)
+            engines = next(reports)  # the first that has rates
+            _print(console, engines, as_json=as_json, once=True)
+            return int(any(engine.is_silent for engine in engines))
+        if as_json or not console.is_terminal:
+            next(reports)
+            for engines in reports:
+                _print(console, engines, as_json=as_json)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for engines in reports:
+                live.update(tables(engines, console.width), refresh=True)
     except (KeyboardInterrupt, BrokenPipeError):
         pass
     finally:
         scraper.close()
     return 0
-
-
-def _show_once(console: Console, reports: Iterator[list[EngineReport]], *, as_json: bool) -> int:
-    """Print the second report, the first that has rates, and return the exit status."""
-    next(reports)
-    engines = next(reports)
-    _print(console, engines, as_json=as_json, once=True)
-    return int(any(engine.seconds is None and engine.error is not None for engine in engines))
-
-
-def _show(console: Console, reports: Iterator[list[EngineReport]], *, as_json: bool) -> None:
-    """Show every report: in place on a terminal, else one after the other, without the first."""
-    if as_json or not console.is_terminal:
-        next(reports)
-        for engines in reports:
-            _print(console, engines, as_json=as_json)
-        return
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        for engines in reports:
-            live.update(tables(engines), refresh=True)
 
 
 def _print(
@@ -66,7 +53,7 @@ def _print(
         record = {"engines": [dataclasses.asdict(engine) for engine in engines]}
         console.file.write(f"{json.dumps(record, allow_nan=False)}\n")
     else:
-        console.print(tables(engines, once=once))
+        console.print(tables(engines, console.width, once=once))
     console.file.flush()
 
 
@@ -94,7 +81,7 @@ def _engines(
     """Return the reports of the engines of a page, or one with the error."""
     if isinstance(outcome, MetricsPageError):
         return [EngineReport(name=address.name, error=str(outcome))]
-    found = changes(outcome, before)
+    found = dict(changes(outcome, before))
     if not found:
         return [EngineReport(name=address.name, error="the page has no metric of an engine")]
     return [

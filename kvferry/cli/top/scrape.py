@@ -14,13 +14,7 @@ from http import HTTPStatus
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
-from kvferry.cli.top.exposition import (
-    MAX_BYTES,
-    MetricsPage,
-    MetricsPageError,
-    parse,
-    printable,
-)
+from kvferry.cli.top.page import MAX_BYTES, MetricsPage, MetricsPageError, parse, printable
 
 MAX_THREADS = 32
 HEADERS = {"Accept": "text/plain;version=0.0.4"}
@@ -69,12 +63,7 @@ class MetricsAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsReading:
-    """An engine's page at one time.
-
-    Attributes:
-        time: When the page had been read, by ``time.monotonic``.
-        page: The values on the page.
-    """
+    """An engine's page, and when it had been read, by ``time.monotonic``."""
 
     time: float
     page: MetricsPage
@@ -110,17 +99,22 @@ def read(address: MetricsAddress, timeout: float) -> MetricsReading:
     """Fetch and parse a page."""
     deadline = time.monotonic() + timeout
     request = urllib.request.Request(address.url, headers=HEADERS)
+    page = bytearray()
     try:
         with _OPENER.open(request, timeout=timeout) as answer:
-            page = _body(answer, deadline)
+            # One byte more than a page may have at most.
+            while len(page) <= MAX_BYTES and (piece := answer.read1(PIECE)):
+                page += piece
+                if time.monotonic() > deadline:
+                    raise TimeoutError
     except urllib.error.HTTPError as exc:
         exc.close()
         hint = ": is this the port of vLLM's server?" if exc.code == HTTPStatus.NOT_FOUND else ""
         raise MetricsPageError(f"answers with HTTP status {exc.code}{hint}") from exc
     except (OSError, http.client.HTTPException, ValueError) as exc:
-        raise MetricsPageError(f"does not answer: {_reason(exc, timeout)}") from exc
+        raise _silent(exc, timeout) from exc
     now = time.monotonic()
-    return MetricsReading(time=now, page=parse(page))
+    return MetricsReading(time=now, page=parse(bytes(page)))
 
 
 def _parts(text: str) -> SplitResult | None:
@@ -138,30 +132,21 @@ def _parts(text: str) -> SplitResult | None:
 def _outcome(
     future: Future[MetricsReading], deadline: float, timeout: float
 ) -> MetricsReading | MetricsPageError:
-    """Wait for a reading, and return it or its error."""
+    """Wait for a reading until the deadline, and return it or its error."""
     try:
         return future.result(max(0.0, deadline - time.monotonic()))
     except MetricsPageError as exc:
         return exc
     except TimeoutError as exc:
-        return MetricsPageError(f"does not answer: {_reason(exc, timeout)}")
+        return _silent(exc, timeout)
 
 
-def _body(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """Read an answer, one byte more than a page may have at most."""
-    page = bytearray()
-    while len(page) <= MAX_BYTES and (piece := answer.read1(PIECE)):
-        page += piece
-        if time.monotonic() > deadline:
-            raise TimeoutError
-    return bytes(page)
-
-
-def _reason(error: Exception, timeout: float) -> str:
-    """Return why there was no answer, in a few words."""
+def _silent(error: Exception, timeout: float) -> MetricsPageError:
+    """Return the error of an engine that did not answer, with the reason in a few words."""
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(cause, TimeoutError):
-        return f"no page within {timeout:g} s"
+    reason = str(cause) or type(cause).__name__
     if isinstance(cause, OSError) and cause.strerror:
-        return printable(cause.strerror)
-    return printable(str(cause) or type(cause).__name__)
+        reason = cause.strerror
+    if isinstance(cause, TimeoutError):
+        reason = f"no page within {timeout:g} s"
+    return MetricsPageError(f"does not answer: {printable(reason)}")
