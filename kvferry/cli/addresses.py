@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from kvferry.core.errors import KVFerryError
 
@@ -23,3 +24,9 @@ def host_and_port(option: str, address: str) -> tuple[str, int]:
             f"a port in 1 to {MAX_PORT}: name the engine's side_channel_host and side_channel_port"
         )
     return found["host"].strip("[]"), int(found["port"])
+
+
+def engine_address(words: Sequence[str]) -> tuple[str, int]:
+    """Return the host and the port of an engine: of ``HOST:PORT``, or of two words."""
+    text = words[0] if len(words) == 1 else f"[{words[0]}]:{' '.join(words[1:])}"
+    return host_and_port("the engine", text)

@@ -114,7 +114,7 @@ def demo(
         typer.Option(
             metavar="RANKS/ORDER/TOKENS",
             show_default=False,
-            help="The prefill engine: how many ranks (processes) share the heads; whether a page "
+            help="The prefill engine: how many ranks share the heads; whether a page "
             "has its tokens inside its heads (HND) or its heads inside its tokens (NHD); tokens "
             "a page. 2/HND/16 if only --decode is given.",
         ),
@@ -124,16 +124,16 @@ def demo(
         typer.Option(
             metavar="ORDER/TOKENS",
             show_default=False,
-            help="The decode engine, which is one process. HND/16 if only --prefill is given.",
+            help="The decode engine, which has one rank. HND/16 if only --prefill is given.",
         ),
     ] = None,
 ) -> None:
     """Move a KV cache between two engines, and check every byte.
 
-    A prefill engine of two processes computes requests, and a decode engine (this process) pulls
-    them. Side channel, protocol and driver are real; only the model is missing. Prints what was
-    moved, and how fast compared with copies of pieces of the same size within one process, and with
-    a memcpy. Exit status 0 only if every byte is right.
+    A prefill engine (a process, with two ranks) computes requests, and a decode engine (this
+    process) pulls them. Side channel, protocol and driver are real; only the model is missing.
+    Prints what was moved, and how fast compared with copies of pieces of the same size within one
+    process, and with a memcpy. Exit status 0 only if every byte is right.
 
     First both engines have like pages (2/HND/16 and HND/16), so that large pieces are moved; then
     unlike ones (2/HND/16 and NHD/32), whose pieces are a head of a token. With --prefill or
@@ -147,14 +147,16 @@ def demo(
 
 @app.command()
 def doctor(
-    host: Annotated[
+    address: Annotated[
         str | None,
-        typer.Option(help="Also ask the side channel of a running engine.", show_default=False),
+        typer.Argument(
+            metavar="HOST:PORT",
+            help="Also ask the side channel of a running engine.",
+            show_default=False,
+        ),
     ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="The port of that side channel.", show_default=False),
-    ] = None,
+    host: Annotated[str | None, typer.Option(hidden=True)] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, hidden=True)] = None,
     engine: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Which engine should answer there.", show_default=False),
@@ -166,15 +168,19 @@ def doctor(
     """Check whether this machine can move KV cache, and say what to change.
 
     Tries what can be tried: loads every driver, lets one process read another's memory, binds a
-    side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With --host
-    and --port, checks from here whether a running engine answers.
+    side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With
+    HOST:PORT, checks from here whether a running engine answers: its side_channel_host and
+    side_channel_port.
 
     Exit status 0 unless something is bad. Findings that are only worth knowing do not change the
     exit status.
     """
+    from kvferry.cli.addresses import engine_address
     from kvferry.cli.doctor import run
     from kvferry.cli.keys import keys_of
 
+    if address is not None:
+        host, port = engine_address([address])
     keys = keys_of(curve_secret_key, curve_peer)
     _leave_after(lambda: run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
 
@@ -228,12 +234,13 @@ def check_config(
 
 @app.command()
 def health(
-    host: Annotated[
-        str, typer.Argument(help="The host of the engine's side channel.", show_default=False)
-    ],
-    port: Annotated[
-        int,
-        typer.Argument(min=1, max=65535, help="The port of the side channel.", show_default=False),
+    address: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="HOST:PORT",
+            help="The engine's side_channel_host and side_channel_port.",
+            show_default=False,
+        ),
     ],
     timeout: Annotated[
         float, typer.Option(min=0.001, max=86400, help="The most seconds to wait, in all.")
@@ -248,8 +255,10 @@ def health(
     of a failed read may still arrive in them).
     """
     # kvferry.cli.main runs the command itself, unless help or an error has to be printed.
+    from kvferry.cli.addresses import engine_address
     from kvferry.cli.health import run
 
+    host, port = engine_address(address)
     raise typer.Exit(run(host, port, timeout=timeout, secret_key=curve_secret_key, peer=curve_peer))
 
 

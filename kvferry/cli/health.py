@@ -9,12 +9,12 @@ import math
 import sys
 from typing import TypedDict
 
+from kvferry.cli.addresses import AddressError, engine_address
 from kvferry.cli.keys import keys_of
 from kvferry.core.side_channel import health
 
 SECONDS = 5.0
 """The most seconds to wait, unless an option says otherwise."""
-MAX_PORT = 65535
 OPTIONS = ("--timeout", "--curve-secret-key", "--curve-peer")
 
 
@@ -29,7 +29,10 @@ class Arguments(TypedDict):
 
 
 def parse(arguments: list[str]) -> Arguments | None:
-    """Return the arguments of ``run`` that a command line names, without typer."""
+    """Return the arguments of ``run`` that a command line names, without typer.
+
+    They are ``None`` if typer has to print help or an error.
+    """
     words, options, rest = [], dict.fromkeys(OPTIONS, ""), iter(arguments)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -42,11 +45,11 @@ def parse(arguments: list[str]) -> Arguments | None:
         else:
             words.append(word)
     try:
-        host, port = words[0], int(words[1])
+        host, port = engine_address(words)
         timeout = float(options["--timeout"] or SECONDS)
-    except (IndexError, ValueError):
+    except (AddressError, IndexError, ValueError):
         return None
-    if len(words) > 2 or not 1 <= port <= MAX_PORT or not 0 < timeout < math.inf:
+    if not 0 < timeout < math.inf:
         return None
     return Arguments(
         host=host,

@@ -96,15 +96,16 @@ def test_unreachable_engine_is_bad_in_the_table(
 ) -> None:
     lame = Driver(name="lame", distribution="lame 1", library="", memory=["cpu"], reason=None)
     monkeypatch.setattr(doctor, "probe", lambda: Probed(drivers=[lame]))
-    ran = command.run("doctor", "--host", "127.0.0.1", "--port", "1")
-    assert (ran.status, ran.err) == (1, "")
-    for part in ("✓ driver lame lame 1: cpu memory", "nobody listens there", "→ ", " 1 bad, "):
-        assert part in f" {ran.words}"
+    for address in (["127.0.0.1:1"], ["--host", "127.0.0.1", "--port", "1"]):
+        ran = command.run("doctor", *address)
+        assert (ran.status, ran.err) == (1, "")
+        for part in ("✓ driver lame: lame 1: cpu memory", "nobody listens there", "→ ", " 1 bad, "):
+            assert part in f" {ran.words}"
 
 
 @pytest.mark.parametrize("arguments", [{"host": "here"}, {"port": 1}, {"engine": "prefill"}])
 def test_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
-    with pytest.raises(DoctorError, match="--host HOST --port PORT"):
+    with pytest.raises(DoctorError, match="give HOST:PORT"):
         run(**arguments)
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
 
 from kvferry.cli.doctor import channel, devices, kernel, nvidia, software, topology
 from kvferry.cli.doctor.finding import Finding, FindingLevel
 from kvferry.cli.doctor.probe import Probed, probe
 from kvferry.cli.keys import NONE, Keys
+from kvferry.cli.output import output, print_json
 from kvferry.core.errors import KVFerryError
 
 MARKS = {
@@ -37,13 +37,18 @@ def run(
     keys: Keys = NONE,
     as_json: bool = False,
 ) -> int:
-    """Run all checks, and print the findings."""
+    """Run all checks, and print the findings; the exit status is 1 if something is bad."""
     about = engine is not None or keys != NONE
     if (host is None) != (port is None) or (about and host is None):
-        raise DoctorError("a running engine is asked at --host HOST --port PORT; give both")
-    findings = list(_findings(host, port, engine, keys))
+        raise DoctorError("a running engine is asked by its address: give HOST:PORT, too")
+    with Console(stderr=True).status("loading the drivers"):
+        probed = probe()
+    findings = list(_findings(probed))
+    if host is not None and port is not None:
+        findings.append(channel.running(host, port, engine, keys))
     if as_json:
-        Console().print_json(json.dumps(_json_record(findings)))
+        found = [asdict(finding) | {"verdict": finding.verdict.value} for finding in findings]
+        print_json({"verdict": worst(findings).value, "findings": found})
     else:
         _print(findings)
     return int(worst(findings) is FindingLevel.BAD)
@@ -77,12 +82,8 @@ def hardware(
     yield kernel.locked_memory(rdma=bool(nics))
 
 
-def _findings(
-    host: str | None, port: int | None, engine: str | None, keys: Keys
-) -> Iterator[Finding]:
-    """Run all checks, and yield their findings; see ``run`` for the arguments."""
-    with _step("loading the drivers"):
-        probed = probe()
+def _findings(probed: Probed) -> Iterator[Finding]:
+    """Run all checks of this machine, and yield their findings."""
     yield software.python()
     yield software.package()
     yield software.vllm()
@@ -92,49 +93,17 @@ def _findings(
     yield from hardware(probed)
     yield kernel.shared_memory()
     yield from channel.channels()
-    if host is not None and port is not None:
-        yield channel.running(host, port, engine, keys)
-
-
-@contextmanager
-def _step(title: str) -> Iterator[None]:
-    """Show a title while the ``with`` block runs, if stderr is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(title):
-        yield
-
-
-def _json_record(findings: Sequence[Finding]) -> dict[str, object]:
-    """Return the findings for ``--json``."""
-    return {
-        "verdict": worst(findings).value,
-        "findings": [
-            {
-                "name": finding.name,
-                "verdict": finding.verdict.value,
-                "found": finding.found,
-                "remedy": finding.remedy,
-            }
-            for finding in findings
-        ],
-    }
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    """Print the findings as a table, with a summary."""
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", max_width=32)
-    table.add_column(overflow="fold")
+    """Print the findings, each with its remedy below, and how many there are."""
+    console = output()
     for finding in findings:
-        table.add_row(MARKS[finding.verdict], escape(finding.name), escape(finding.found))
+        mark = f"{MARKS[finding.verdict]} [bold]{escape(finding.name)}[/]: "
+        console.print(f"{mark}{escape(finding.found)}")
         if finding.remedy:
-            table.add_row("", "", f"[bold]→ {escape(finding.remedy)}[/]")
-    console.print(table)
+            remedy = f"[bold]→ {escape(finding.remedy)}[/]"
+            console.print(Padding(remedy, (0, 0, 0, 4), expand=False))
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in FindingLevel}
     console.print(
         f"\n{counts[FindingLevel.BAD]} bad, {counts[FindingLevel.WARN]} worth knowing, "

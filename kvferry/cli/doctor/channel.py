@@ -65,15 +65,17 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
     except RefusedError as exc:
         if engine is None:
             return ok(name, f"a side channel of kvferry answers; it {_why(exc)}")
-        return bad(name, f"it {_why(exc)}", "correct --engine, or --port: it is of another engine")
+        return bad(
+            name, f"it {_why(exc)}", "correct --engine, or the port: it is of another engine"
+        )
     except AdmissionError as exc:
         return _not_admitted(name, exc, keys)
     except HandshakeError as exc:
         return bad(
             name,
             _why(exc),
-            "start the engine, or correct --host and --port: they are its side_channel_host, an "
-            "address that is reached from here, and its side_channel_port",
+            "start the engine, or correct HOST:PORT: they are its side_channel_host, an address "
+            "that is reached from here, and its side_channel_port",
         )
     return ok(name, f"engine {engine} answers, incarnation {incarnation}")
 

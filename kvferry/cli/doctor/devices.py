@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ ACTIVE = "ACTIVE"
 OPEN = "open"
 """The kind of NVIDIA's kernel module that exports GPU memory as dmabuf."""
 SMI_SECONDS = 10.0
-SMI_QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+SMI = "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
 VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 
 
@@ -121,22 +120,17 @@ def kernel_module(root: Path = Path("/")) -> str:
 
 def _from_smi() -> list[str]:
     """Return a description of each GPU that nvidia-smi lists; empty if the program fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
     try:
-        run = subprocess.run(
-            [program, *SMI_QUERY],
-            capture_output=True,
+        said = subprocess.check_output(
+            SMI,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             text=True,
             timeout=SMI_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return []
-    lines = [line.strip() for line in run.stdout.splitlines() if line.strip()]
-    return [f"{line} (driver)" for line in lines] if run.returncode == 0 else []
+    return [f"{line.strip()} (driver)" for line in said.splitlines() if line.strip()]
 
 
 def _from_proc(root: Path) -> list[str]:

@@ -19,14 +19,7 @@ class FindingLevel(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        name: What was checked.
-        verdict: How serious the result is.
-        found: The result.
-        remedy: What to do; empty if there is nothing to do.
-    """
+    """The result of one check; ``remedy`` is empty if there is nothing to do."""
 
     name: str
     verdict: FindingLevel

@@ -33,15 +33,7 @@ _RMA = 1 << 1
 
 
 class Driver(Struct, frozen=True, kw_only=True):
-    """An installed driver: what it can do on this machine, or why it does not work.
-
-    Attributes:
-        name: Name of the driver.
-        distribution: Name and version of the distribution that the driver is in.
-        library: The library that the driver uses, with its version; may be empty.
-        memory: The kinds of memory that the driver reaches here; empty if it does not work.
-        reason: Why the driver does not work; ``None`` if it does.
-    """
+    """An installed driver: the memory that it reaches here, or the reason why it does not work."""
 
     name: str
     distribution: str
@@ -56,9 +48,7 @@ class Ucx(Struct, frozen=True, kw_only=True):
     Attributes:
         driver: Name of the driver that loaded the library.
         path: Path of its libucp.
-        version: The version that the library reports.
         rdma: Whether the library has a module for RDMA that can be loaded.
-        transports: Names of devices by UCX transport, for transports that have a device.
         advice: Which other UCX would be better; empty if none would.
     """
 
@@ -74,7 +64,6 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """A GPU that CUDA sees, and what it can do together with NICs.
 
     Attributes:
-        index: CUDA's index of the GPU.
         address: The GPU's PCI address.
         dmabuf: Whether a NIC's driver can get the GPU's memory as a dmabuf.
         needs_flush: Whether what a NIC has written into the GPU's memory must be flushed before the
@@ -177,20 +166,18 @@ def gpus(cuda: CudaDriver | None) -> list[Gpu] | None:
     if cuda is None:
         return None
     try:
-        return [_gpu(cuda, index) for index in range(cuda.count())]
+        return [
+            Gpu(
+                index=index,
+                address=cuda.pci_address(index),
+                dmabuf=cuda.exports_dmabuf(index),
+                needs_flush=cuda.needs_flush(index),
+                can_flush=cuda.can_flush(index),
+            )
+            for index in range(cuda.count())
+        ]
     except TransportError:
         return None
-
-
-def _gpu(cuda: CudaDriver, index: int) -> Gpu:
-    """Return what CUDA says about the GPU with this index."""
-    return Gpu(
-        index=index,
-        address=cuda.pci_address(index),
-        dmabuf=cuda.exports_dmabuf(index),
-        needs_flush=cuda.needs_flush(index),
-        can_flush=cuda.can_flush(index),
-    )
 
 
 def ucx(path: str, driver: str) -> Ucx:

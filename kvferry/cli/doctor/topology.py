@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,28 +24,15 @@ _ADDRESS = re.compile(
 )
 
 
-class Distance(enum.IntEnum):
-    """What a NIC and a GPU have in common, the nearest first."""
-
-    SWITCH = 0
-    """They are behind one PCIe root port, so behind one switch."""
-    ROOT = 1
-    """They are in one PCIe root complex."""
-    NODE = 2
-    """They are at one NUMA node."""
-    UNKNOWN = 3
-    """They have nothing in common that the kernel shows."""
-    FAR = 4
-    """They are at different NUMA nodes."""
-
-
-NAMES = {
-    Distance.SWITCH: "same PCIe switch",
-    Distance.ROOT: "same PCIe root complex",
-    Distance.NODE: "same NUMA node",
-    Distance.UNKNOWN: "how near is not known",
-    Distance.FAR: "another NUMA node",
-}
+SWITCH, ROOT, NODE, UNKNOWN, FAR = range(5)
+"""What a NIC and a GPU have in common, the nearest first."""
+DISTANCES = (
+    "same PCIe switch",  # behind one PCIe root port
+    "same PCIe root complex",
+    "same NUMA node",
+    "how near is not known",
+    "another NUMA node",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +40,7 @@ class PciDevice:
     """A PCI device.
 
     Attributes:
-        name: Its name: the PCI address of a GPU, the RDMA name of a NIC.
-        bus: Its PCI address as the kernel writes it.
+        name: The PCI address of a GPU, the RDMA name of a NIC.
         route: The root complex and the PCI addresses on the way to it, itself included.
         node: Its NUMA node; -1 if not known.
     """
@@ -99,13 +84,13 @@ def near(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> Iterator[Finding
         return
     best = {card: min(_distance(card, nic) for nic in network) for card in cards}
     names = {
-        card: [nic.name for nic in network if _distance(card, nic) is nearest]
+        card: [nic.name for nic in network if _distance(card, nic) == nearest]
         for card, nearest in best.items()
     }
     text = "; ".join(
-        f"GPU {card.name}: {', '.join(names[card])} ({NAMES[best[card]]})" for card in cards
+        f"GPU {card.name}: {', '.join(names[card])} ({DISTANCES[best[card]]})" for card in cards
     )
-    far = [card.name for card in cards if best[card] is Distance.FAR]
+    far = [card.name for card in cards if best[card] == FAR]
     if far:
         yield warn(
             NEAR,
@@ -191,18 +176,18 @@ def _ucx_devices(listed: str, root: Path) -> Finding:
     return ok(UCX_DEVICES, f"{listed}; UCX uses no other network device")
 
 
-def _distance(gpu: PciDevice, nic: PciDevice) -> Distance:
+def _distance(gpu: PciDevice, nic: PciDevice) -> int:
     """Return how near a NIC is to a GPU."""
     shared = 0
     while gpu.route[: shared + 1] == nic.route[: shared + 1] and shared < len(gpu.route):
         shared += 1
     if shared > 1:
-        return Distance.SWITCH
+        return SWITCH
     if shared == 1:
-        return Distance.ROOT
+        return ROOT
     if min(gpu.node, nic.node) < 0:
-        return Distance.UNKNOWN
-    return Distance.NODE if gpu.node == nic.node else Distance.FAR
+        return UNKNOWN
+    return NODE if gpu.node == nic.node else FAR
 
 
 def _device(root: Path, path: Path, name: str) -> PciDevice:
