@@ -25,6 +25,7 @@ from kvferry.cli.options import (
     CurveSecretKey,
     DecodeEngine,
     HopMilliseconds,
+    Json,
     JsonInsteadOfTables,
     LayoutsFolder,
     ModelConfig,
@@ -34,6 +35,8 @@ from kvferry.cli.options import (
     Prompts,
     RequestTokens,
     RunningEngines,
+    argument,
+    option,
 )
 from kvferry.core.errors import KVFerryError
 
@@ -92,7 +95,7 @@ def _common(
 
 @app.command()
 def drivers(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the installed drivers, and what each can do here."""
     from kvferry.cli.drivers import run
@@ -149,21 +152,17 @@ def demo(
 def doctor(
     address: Annotated[
         str | None,
-        typer.Argument(
-            metavar="HOST:PORT",
-            help="Also ask the side channel of a running engine.",
-            show_default=False,
-        ),
+        argument(metavar="HOST:PORT", help="Also ask the side channel of a running engine."),
     ] = None,
     host: Annotated[str | None, typer.Option(hidden=True)] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, hidden=True)] = None,
     engine: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Which engine should answer there.", show_default=False),
+        option(metavar="ID", help="Which engine should answer there."),
     ] = None,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check whether this machine can move KV cache, and say what to change.
 
@@ -189,19 +188,17 @@ def doctor(
 def check_config(
     config: Annotated[
         str,
-        typer.Argument(
+        argument(
             metavar="FILE|JSON",
             help="The value of --kv-transfer-config, or kv_connector_extra_config: JSON, or a file "
             "with JSON.",
-            show_default=False,
         ),
     ] = "",
     peer: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             metavar="HOST:PORT",
             help="Also ask the side channel of a running engine. Again for another.",
-            show_default=False,
         ),
     ] = None,
     schema: Annotated[
@@ -236,11 +233,7 @@ def check_config(
 def health(
     address: Annotated[
         list[str],
-        typer.Argument(
-            metavar="HOST:PORT",
-            help="The engine's side_channel_host and side_channel_port.",
-            show_default=False,
-        ),
+        argument(metavar="HOST:PORT", help="The engine's side_channel_host and side_channel_port."),
     ],
     timeout: Annotated[
         float, typer.Option(min=0.001, max=86400, help="The most seconds to wait, in all.")
@@ -266,10 +259,9 @@ def health(
 def top(
     addresses: Annotated[
         list[str],
-        typer.Argument(
+        argument(
             metavar="URL",
             help="Pages of metrics, such as http://10.0.0.1:8000/metrics, or HOST:PORT.",
-            show_default=False,
         ),
     ],
     interval: Annotated[
@@ -322,16 +314,13 @@ def top(
 
 @app.command()
 def keygen(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to; made if need be.", show_default=False)
-    ],
+    folder: Annotated[Path, argument(metavar="DIR", help="Where to; made if need be.")],
     engine: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             metavar="NAME",
             help="Make keys for this engine. Again for another; prefill and decode if none is "
             "named.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -348,15 +337,12 @@ def keygen(
 
 @app.command()
 def bench(
-    driver: Annotated[
-        str, typer.Argument(help="Which driver; 'kvferry drivers' lists them.", show_default=False)
-    ],
+    driver: Annotated[str, argument(help="Which driver; 'kvferry drivers' lists them.")],
     option: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             metavar="KEY=VALUE",
             help="One of its driver_options, the value as JSON or text. Again for another.",
-            show_default=False,
         ),
     ] = None,
     size: Annotated[
@@ -371,7 +357,7 @@ def bench(
     seconds: Annotated[
         float, typer.Option(min=0, help="About how long to time, all in all; checks come on top.")
     ] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw a picture, .svg or .png (needs kvferry[plot])."),
@@ -408,7 +394,7 @@ def bench(
 def new_driver(
     name: Annotated[
         str,
-        typer.Argument(help="The name by which users will configure it.", show_default=False),
+        argument(help="The name by which users will configure it."),
     ],
 ) -> None:
     """Write a small driver that works, to make your own of: a distribution with its tests.
