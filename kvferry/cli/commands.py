@@ -94,9 +94,7 @@ def _common(
 
 
 @app.command()
-def drivers(
-    as_json: Json = False,
-) -> None:
+def drivers(as_json: Json = False) -> None:
     """List the installed drivers, and what each can do here."""
     from kvferry.cli.drivers import run
 
@@ -157,8 +155,7 @@ def doctor(
     host: Annotated[str | None, typer.Option(hidden=True)] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, hidden=True)] = None,
     engine: Annotated[
-        str | None,
-        option(metavar="ID", help="Which engine should answer there."),
+        str | None, option(metavar="ID", help="Which engine should answer there.")
     ] = None,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
@@ -202,8 +199,7 @@ def check_config(
         ),
     ] = None,
     schema: Annotated[
-        bool,
-        typer.Option("--schema", help="Print the JSON schema of kv_connector_extra_config."),
+        bool, typer.Option("--schema", help="Print the JSON schema of kv_connector_extra_config.")
     ] = False,
 ) -> None:
     """Check a configuration for vLLM on this host, before an engine starts.
@@ -392,10 +388,7 @@ def bench(
 
 @app.command("new-driver")
 def new_driver(
-    name: Annotated[
-        str,
-        argument(help="The name by which users will configure it."),
-    ],
+    name: Annotated[str, argument(help="The name by which users will configure it.")],
 ) -> None:
     """Write a small driver that works, to make your own of: a distribution with its tests.
 

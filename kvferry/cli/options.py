@@ -83,7 +83,7 @@ ChunkTokens = Annotated[
     int,
     Tokens(
         help="With --bandwidth: how many tokens prefill computes in a step, vLLM's "
-        "max_num_batched_tokens. The default is that of vLLM's server on an H100.",
+        "max_num_batched_tokens. The default is that of vLLM's server on an H100."
     ),
 ]
 PrefillRate = Annotated[

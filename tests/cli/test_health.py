@@ -109,11 +109,7 @@ OTHER = generate()
             KEYS,
             "it refuses the key of --curve-secret-key",
         ),
-        (
-            KEYED,
-            KEYS | {"peer": OTHER.public.hex()},
-            "by which it is known to --curve-peer",
-        ),
+        (KEYED, KEYS | {"peer": OTHER.public.hex()}, "by which it is known to --curve-peer"),
     ],
 )
 def test_wrong_keys_are_reported_with_options(

@@ -90,9 +90,7 @@ def test_settings_and_written_engine_are_read_back_equal(
 
 @FEW_EXAMPLES
 @given(models_with_settings())
-def test_every_byte_of_decode_is_read_once(
-    drawn: tuple[Model, PlanSettings, PlanSettings],
-) -> None:
+def test_every_byte_of_decode_is_read_once(drawn: tuple[Model, PlanSettings, PlanSettings]) -> None:
     model, one, other = drawn
     model = replace(model, windows=dict.fromkeys(model.windows, 0))
     tokens = 2 * math.lcm(*(side.block_size * side.dcp for side in (one, other)))

@@ -187,9 +187,7 @@ def test_nothing_follows_the_only_report(screen: Screen) -> None:
     assert "next reading" not in text
 
 
-def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown(
-    once: Once,
-) -> None:
+def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown(once: Once) -> None:
     with (
         MetricsServer(recorded("decode", 1)) as decode,
         MetricsServer(404) as elsewhere,

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection
 from time import perf_counter
 
 import numpy as np
@@ -53,8 +52,8 @@ COPIES_IN_MEMORY = 3
 """Number of buffers of the cache's size: prefill's, decode's, and the target of local copies."""
 COPY_ROUNDS = 3
 
-Advance = Callable[[], None]
-"""A function to call when one more part of a step is over, for the progress bar."""
+Advance = Callable[[Request], Request]
+"""A function to call with each request of a step, for the progress bar; returns it."""
 
 
 def run(
@@ -91,7 +90,7 @@ def _run(
     _check_memory(nbytes)
     requests = tuple(requests_of(nbytes))
     lease = 60.0 + nbytes / 1e7
-    spec = Spec(driver=driver, shape=with_room(prefill, requests), requests=requests, lease=lease)
+    spec = Spec(driver, with_room(prefill, requests), requests, lease)
     transport = _transport(driver)
     like = (prefill.heads_first, prefill.block) == (decode.heads_first, decode.block)
     console.print(
@@ -118,7 +117,7 @@ def _run(
         count, tokens = len(requests), sum(request.tokens for request in requests)
         title = f"prefill engine computed {tokens:,} tokens of {count} requests"
         with _step(console, title, count) as advance:
-            tickets = {request: _ticket(pipe, advance) for request in requests}
+            tickets = {request: receive(pipe, Ticket) for request in map(advance, requests)}
         with _step(console, "decode engine pulled them", count) as advance:
             pulled = consumer.pull(tickets, advance)
         with _step(console, "every byte was compared with what it must be", count) as advance:
@@ -136,13 +135,6 @@ def _run(
     _print_rates(console, pulled, local)
     console.print(_piece_text(prefill, decode))
     return int(any(wrong.values()) or not isinstance(refusal, StaleError))
-
-
-def _ticket(pipe: Connection, advance: Advance) -> Ticket:
-    """Return the next ticket from the prefill engine."""
-    ticket = receive(pipe, Ticket)
-    advance()
-    return ticket
 
 
 def _transport(driver: str) -> Transport:
@@ -212,12 +204,11 @@ class Decode:
         for request, ticket in tickets.items():
             self.engine.pull(request.name, ticket, self.pages[request])
         records: dict[str, LoadRecord] = {}
-        for request in tickets:
+        for request in map(advance, tickets):
             results = self.engine.outcome(request.name, math.inf)
             for name, error in results.failed.items():
                 raise DemoError(f"{name} was not loaded: {error}") from error
             [records[request.name]] = results.loads
-            advance()
         return Pulled(records, perf_counter() - begun)
 
     def pull_again(self, request: Request, ticket: Ticket) -> KVFerryError | None:
@@ -229,9 +220,10 @@ class Decode:
     def wrong_bytes(self, advance: Advance) -> dict[str, int]:
         """Return the number of wrong bytes by request id; "" has those in pages of no request."""
         wrong: dict[str, int] = {}
-        for request, pages in self.pages.items():
-            wrong[request.name] = self._rank.wrong_bytes(pages, request.tokens, request.first_token)
-            advance()
+        for request in map(advance, self.pages):
+            wrong[request.name] = self._rank.wrong_bytes(
+                self.pages[request], request.tokens, request.first_token
+            )
         used = [page for pages in self.pages.values() for page in pages]
         spare = np.setdiff1d(np.arange(self._rank.shape.pages), used)
         spare_bytes = self._rank.cache[:, spare].view(np.uint8)
@@ -275,7 +267,12 @@ def _step(console: Console, title: str, total: int | None = None) -> Iterator[Ad
         disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
+
+        def advance(request: Request) -> Request:
+            progress.advance(task)
+            return request
+
+        yield advance
     console.print(f"[green]✓[/] {title} [dim]{perf_counter() - begun:.2f} s[/]")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,34 +33,19 @@ SPARE_PAGES = 4
 No load may change these pages.
 """
 
+_SHAPE = re.compile(r"([0-9]{1,4})/(HND|NHD)/([0-9]{1,4})", re.IGNORECASE)
+
 
 class DemoError(KVFerryError):
     """The demo cannot start or continue; the message says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A request of the demo.
+class Request(NamedTuple):
+    """A request of the demo; its token ids count up from ``first_token``, and are in no other."""
 
-    Attributes:
-        number: The request's number.
-        first_token: The id of the first token of its prompt; the next ones follow it.
-        tokens: Number of tokens in the prompt.
-    """
-
-    number: int
+    name: str
     first_token: int
     tokens: int
-
-    @property
-    def name(self) -> str:
-        """The request's id."""
-        return f"demo-{self.number}"
-
-    @property
-    def prompt(self) -> range:
-        """The token ids of the prompt, which both engines know, and no other request has."""
-        return range(self.first_token, self.first_token + self.tokens)
 
 
 def shape_of(text: str, tp: int | None = None) -> CacheShape:
@@ -67,26 +54,17 @@ def shape_of(text: str, tp: int | None = None) -> CacheShape:
     It has no room for a request yet. The K and the V of a layer are layers of the shape, whose
     elements are words.
     """
-    match (*([str(tp)] if tp else []), *text.split("/")):
-        case (ranks, order, block) if ranks.isdecimal() and block.isdecimal():
-            tp, order, tokens = int(ranks), order.upper(), int(block)
-        case _:
-            pattern, example = "RANKS/ORDER/TOKENS", "2/HND/16"
-            if tp:
-                pattern, example = "ORDER/TOKENS", "NHD/32"
-            raise DemoError(
-                f"{text!r} is no shape of an engine: write {pattern}, such as {example}"
-            )
-    if not 1 <= tp <= HEADS:
-        raise DemoError(f"{tp} ranks: the model has {HEADS} heads, so 1 to {HEADS}")
-    if order not in ORDERS:
-        raise DemoError(f"order {order!r}: choose {' or '.join(ORDERS)}")
-    if not 1 <= tokens <= BLOCK_LIMIT:
-        raise DemoError(f"{tokens} tokens a page: choose 1 to {BLOCK_LIMIT}")
+    found = _SHAPE.fullmatch(text if tp is None else f"{tp}/{text}")
+    if found is None or not (1 <= int(found[1]) <= HEADS and 1 <= int(found[3]) <= BLOCK_LIMIT):
+        ranks, example = (f"RANKS (1 to {HEADS})/", "2/HND/16") if tp is None else ("", "NHD/32")
+        raise DemoError(
+            f"{text!r} is no shape of an engine: write {ranks}ORDER ({' or '.join(ORDERS)})/TOKENS "
+            f"(1 to {BLOCK_LIMIT}), such as {example}"
+        )
     return CacheShape(
-        tp=tp,
-        heads_first=order == ORDERS[0],
-        block=tokens,
+        tp=int(found[1]),
+        heads_first=found[2].upper() == ORDERS[0],
+        block=int(found[3]),
         layers=2 * LAYERS,
         model_heads=HEADS,
         dim=ROW_BYTES // WORD_BYTES,
@@ -117,7 +95,7 @@ def requests_of(nbytes: int, count: int = 8) -> list[Request]:
     lengths = [max(end - start, 1) for start, end in pairwise(ends)]
     starts = accumulate(lengths, initial=0)
     return [
-        Request(number=number, first_token=first, tokens=tokens)
+        Request(f"demo-{number}", first, tokens)
         for number, (first, tokens) in enumerate(zip(starts, lengths, strict=False))
     ]
 

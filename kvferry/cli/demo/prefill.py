@@ -10,9 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvferry.cli.demo.model import DemoError, Request, scattered_pages
 from kvferry.core.endpoint import EndpointOptions
@@ -25,8 +24,7 @@ GRACE_SECONDS = 5.0
 """Seconds that the process has to end after its pipe was closed; then it is killed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
+class Spec(NamedTuple):
     """The prefill engine, and the requests that it computes in their order."""
 
     driver: str
@@ -35,21 +33,18 @@ class Spec:
     lease: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class Started(NamedTuple):
     """The message that the engine has started."""
 
     pid: int
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
+class Released(NamedTuple):
     """The message that the pages of all requests have been released."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(NamedTuple):
     """The message that the engine has failed."""
 
     reason: str
@@ -102,7 +97,7 @@ def main(descriptor: int) -> None:
         _serve(pipe, spec)
     except (KVFerryError, OSError) as exc:
         with contextlib.suppress(OSError):  # a closed pipe may be the failure itself
-            pipe.send(Failed(reason=str(exc)))
+            pipe.send(Failed(str(exc)))
 
 
 def _end_with(pipe: Connection) -> None:
@@ -116,7 +111,7 @@ def _serve(pipe: Connection, spec: Spec) -> None:
     """Compute all requests, and keep their pages until they are read."""
     options = EndpointOptions(lease=spec.lease)
     with ModelFreeEngine("prefill", spec.shape, driver=spec.driver, options=options) as engine:
-        pipe.send(Started(pid=os.getpid(), port=engine.server.port))
+        pipe.send(Started(os.getpid(), engine.server.port))
         for request, pages in scattered_pages(spec.shape, spec.requests, seed=1).items():
             engine.take_on(request.name)
             for rank in engine.ranks:

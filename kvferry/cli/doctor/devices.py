@@ -122,11 +122,7 @@ def _from_smi() -> list[str]:
     """Return a description of each GPU that nvidia-smi lists; empty if the program fails."""
     try:
         said = subprocess.check_output(
-            SMI,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=SMI_SECONDS,
+            SMI, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, timeout=SMI_SECONDS
         )
     except (OSError, subprocess.SubprocessError):
         return []

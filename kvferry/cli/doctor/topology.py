@@ -197,10 +197,7 @@ def _device(root: Path, path: Path, name: str) -> PciDevice:
     route = where.relative_to(top).parts if where.is_relative_to(top) else ()
     node = devices.file_text(where / "numa_node")
     return PciDevice(
-        name=name,
-        bus=where.name,
-        route=route,
-        node=int(node) if re.fullmatch(r"\d+", node) else -1,
+        name=name, bus=where.name, route=route, node=int(node) if re.fullmatch(r"\d+", node) else -1
     )
 
 

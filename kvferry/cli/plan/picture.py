@@ -65,10 +65,7 @@ def _centres(count: int, rows: int) -> list[float]:
 
 
 def _draw_ribbons(
-    axes: Axes,
-    by_rank: Sequence[Sequence[ReadEstimate]],
-    centres: Sequence[float],
-    scale: float,
+    axes: Axes, by_rank: Sequence[Sequence[ReadEstimate]], centres: Sequence[float], scale: float
 ) -> None:
     """Draw the reads of all ranks, prefill's first, each in the colour of its prefill rank."""
     # Bottom and top of both ends of each ribbon, stacked from top to bottom at a rank's box.

@@ -392,11 +392,9 @@ def _read(read: ReadEstimate) -> Record:
     for overlap in read.overlaps:
         keys.setdefault(overlap.shard, []).append(overlap.local.key)
     fields = [{"shard": list(shard), "keys": names} for shard, names in keys.items()]
-    return {
-        "decode": read.decode,
-        "prefill": read.prefill,
-        "fields": fields,
-    } | _byte_counts(read.sizes)
+    return {"decode": read.decode, "prefill": read.prefill, "fields": fields} | _byte_counts(
+        read.sizes
+    )
 
 
 def _ranks(side: Side, estimate: Estimate) -> list[Record]:
