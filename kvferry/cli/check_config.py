@@ -127,7 +127,6 @@ def is_transfer(given: Mapping[str, Any]) -> bool:
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a ``--kv-transfer-config`` but for the settings of the connector."""
     if not is_transfer(given):
         return
     own = own_transfers(given)
@@ -147,14 +146,12 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unselected(connector: object) -> str:
-    """Return how a ``kv_connector`` fails to select this connector."""
     if connector is None:
         return "kv_connector is missing"
     return f"kv_connector {connector!r} does not select this connector"
 
 
 def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the keys of a ``--kv-transfer-config`` and their values."""
     for key in transfer:
         if key in SETTINGS:
             yield f"{key!r} is a setting of {NAME}, which belongs into {EXTRA}: move it there"
@@ -173,7 +170,6 @@ def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _own_settings(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings of the connector in what is checked; normally one object."""
     return [extra_of(one) for one in own_transfers(given)] if is_transfer(given) else [given]
 
 
@@ -246,7 +242,6 @@ def _engine_at(host: str, port: int, access: Access) -> str:
 
 
 def _summary(count: int, notes: int, given: Mapping[str, Any], peers: Sequence[str]) -> str:
-    """Return the last line of the output."""
     what = "--kv-transfer-config" if is_transfer(given) else EXTRA
     if count:
         return f"{what}: {_counted(count, 'problem')}"

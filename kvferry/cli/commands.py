@@ -75,7 +75,6 @@ def _leave_after(run: Callable[[], int | None]) -> NoReturn:
 
 
 def _print_version(wanted: bool) -> None:
-    """Print the version and exit, if ``--version`` was given."""
     if wanted:
         typer.echo(kvferry.__version__)
         raise typer.Exit

@@ -20,7 +20,6 @@ def run(*, as_json: bool) -> None:
 
 
 def _record(report: DriverReport) -> dict[str, object]:
-    """Return the report on a driver for ``--json``."""
     can, info = report.capabilities, report.info
     capabilities = can and {
         "memory": sorted(can.memory),
@@ -51,7 +50,6 @@ QUIESCENCE_TEXTS = {
 
 
 def _print_reports(reports: list[DriverReport]) -> None:
-    """Print for each driver a line with its name and library, and its abilities below."""
     console = output()
     if not reports:
         console.print("No driver is installed. kvferry brings one, loopback: reinstall kvferry.")
@@ -67,7 +65,6 @@ def _print_reports(reports: list[DriverReport]) -> None:
 
 
 def _more(can: Capabilities) -> str:
-    """Return as text the capabilities that have no column of their own in the table."""
     notes = [
         f"notifications up to {can.max_notification} bytes",
         "can cancel" if can.cancel else "cannot cancel",

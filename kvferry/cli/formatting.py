@@ -17,7 +17,6 @@ def size(nbytes: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Return a number with up to three significant digits."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if decimals else text

@@ -46,7 +46,6 @@ def run(folder: Path, engines: Sequence[str]) -> None:
 
 
 def _check_names(engines: Sequence[str]) -> None:
-    """Refuse names that cannot be file names, or that are repeated."""
     for engine in engines:
         if not NAME.fullmatch(engine) or engine == TICKETS:
             raise SecretError(
@@ -93,7 +92,6 @@ def _write_all(contents: Mapping[Path, str]) -> None:
 
 
 def _instructions(folder: Path, engine: str) -> str:
-    """Return text that shows the settings with which to configure an engine."""
     if engine == PROBE:
         return (
             f"\nTo ask an engine, give kvferry health and kvferry doctor these options:\n"

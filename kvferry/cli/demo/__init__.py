@@ -86,7 +86,6 @@ def run(
 def _run(
     console: Console, nbytes: int, driver: str, prefill: CacheShape, decode: CacheShape
 ) -> int:
-    """Start both engines, move the cache, and print the results."""
     _check_memory(nbytes)
     requests = tuple(requests_of(nbytes))
     lease = 60.0 + nbytes / 1e7
@@ -151,7 +150,6 @@ def _transport(driver: str) -> Transport:
 
 
 def _check_memory(nbytes: int) -> None:
-    """Refuse to move a cache for which this machine has not enough free memory."""
     needed = nbytes * COPIES_IN_MEMORY
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError), open("/proc/meminfo") as lines:  # counts reclaimable caches as free
@@ -244,7 +242,6 @@ class Decode:
 
 
 def _best_seconds(copy: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of ``COPY_ROUNDS`` calls."""
     best = math.inf
     for _ in range(COPY_ROUNDS):
         begun = perf_counter()
@@ -277,7 +274,6 @@ def _step(console: Console, title: str, total: int | None = None) -> Iterator[Ad
 
 
 def _rank(side: str, shape: CacheShape, pid: int, rank: int) -> list[str]:
-    """Return the row of a rank."""
     heads = shape.heads(rank)
     held = f"{heads.start} to {heads.stop - 1}"
     return [side, f"{rank} of {shape.tp}", str(pid), held, order_of(shape), str(shape.block)]
@@ -291,7 +287,6 @@ def _print_requests(
     records: Mapping[str, LoadRecord],
     wrong: Mapping[str, int],
 ) -> None:
-    """Print for each request its pages, copies, bytes and time, and whether all bytes are right."""
     rows: list[list[str | Text]] = []
     for request, ticket in tickets.items():
         record, count = records[request.name], wrong[request.name]
@@ -317,12 +312,10 @@ def _print_requests(
 
 
 def _wrong(count: int) -> Text:
-    """Return how many bytes are wrong."""
     return Text(f"{count:,} WRONG", style="red")
 
 
 def _print_rates(console: Console, pulled: Pulled, local: tuple[float, float]) -> None:
-    """Print the speed of all loads together, compared with copies within one process."""
     gather, memcpy = (f"{of / pulled.rate:.1f}x" for of in local)
     pieces = f"{pulled.copies:,} pieces of {pulled.piece:,} bytes, fences included"
     rows = [

@@ -83,7 +83,6 @@ def hardware(
 
 
 def _findings(probed: Probed) -> Iterator[Finding]:
-    """Run all checks of this machine, and yield their findings."""
     yield software.python()
     yield software.package()
     yield software.vllm()
@@ -96,7 +95,6 @@ def _findings(probed: Probed) -> Iterator[Finding]:
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    """Print the findings, each with its remedy below, and how many there are."""
     console = output()
     for finding in findings:
         mark = f"{MARKS[finding.verdict]} [bold]{escape(finding.name)}[/]: "

@@ -81,7 +81,6 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
 
 
 def _not_admitted(name: str, error: AdmissionError, keys: Keys) -> Finding:
-    """Return the finding about a side channel that does not admit this command."""
     found = f"a side channel is there, and does not admit everybody: {_why(error)}"
     if keys != NONE:
         remedy = "correct --curve-secret-key and --curve-peer, or list this command's public key"

@@ -75,7 +75,6 @@ def _lacking_for_dmabuf(gpus: Sequence[Gpu] | None, root: Path) -> Iterator[str]
 
 
 def _release(root: Path) -> str:
-    """Return the version of Linux; empty if it cannot be read."""
     return file_text(root / "proc/sys/kernel/osrelease")
 
 

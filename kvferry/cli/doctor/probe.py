@@ -145,12 +145,10 @@ def main() -> None:
 
 
 def _send(descriptor: int, probed: Probed) -> None:
-    """Write a report as one line of JSON to a file descriptor."""
     os.write(descriptor, msgspec.json.encode(probed) + b"\n")
 
 
 def _driver(report: DriverReport) -> Driver:
-    """Return the report on one driver."""
     info, can = report.info, report.capabilities
     return Driver(
         name=info.name,

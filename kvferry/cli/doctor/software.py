@@ -106,7 +106,6 @@ def drivers(probed: Probed, *, nics: Sequence[str] = ()) -> Iterator[Finding]:
 
 
 def _driver(driver: Driver) -> Finding:
-    """Return the finding about an installed driver."""
     name = f"driver {driver.name}"
     if driver.reason is not None:
         return warn(name, driver.reason, LEAVE)
@@ -116,7 +115,6 @@ def _driver(driver: Driver) -> Finding:
 
 
 def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:
-    """Return the finding about a UCX that a driver has loaded."""
     name = f"UCX of {ucx.driver}"
     able = "with RDMA" if ucx.rdma else "without RDMA"
     text = f"{ucx.version}, {able} ({ucx.path}): {listed(ucx.transports) or 'no transport'}"

@@ -72,7 +72,6 @@ def nics(root: Path = Path("/")) -> list[PciDevice]:
 
 
 def _is_gpu(path: Path) -> bool:
-    """Return whether a PCI device is a GPU of NVIDIA."""
     kind = devices.file_text(path / "class")
     return devices.file_text(path / "vendor") == NVIDIA and kind.startswith(DISPLAY)
 
@@ -117,7 +116,6 @@ def bound(
 def _binding(
     mapping: str, selection: str, cards: Sequence[PciDevice], network: Sequence[PciDevice]
 ) -> Finding:
-    """Return the finding about vLLM's two variables that bind each GPU to a NIC."""
     if not mapping or not selection:
         return bad(
             BINDING,
@@ -162,7 +160,6 @@ def _coverage(wanted: Mapping[Address, str], selection: str, cards: Sequence[Pci
 
 
 def _ucx_devices(listed: str, root: Path) -> Finding:
-    """Return the finding about the devices to which the environment restricts UCX."""
     known = {*devices.nics(root)}
     known |= {path.name for path in (root / "sys/class/net").glob("*")}
     named = [name.strip().partition(":")[0] for name in listed.removeprefix("^").split(",")]
@@ -177,7 +174,6 @@ def _ucx_devices(listed: str, root: Path) -> Finding:
 
 
 def _distance(gpu: PciDevice, nic: PciDevice) -> int:
-    """Return how near a NIC is to a GPU."""
     shared = 0
     while gpu.route[: shared + 1] == nic.route[: shared + 1] and shared < len(gpu.route):
         shared += 1
@@ -191,7 +187,6 @@ def _distance(gpu: PciDevice, nic: PciDevice) -> int:
 
 
 def _device(root: Path, path: Path, name: str) -> PciDevice:
-    """Return the PCI device that a link in sysfs leads to."""
     where = path.resolve()
     top = (root / "sys/devices").resolve()
     route = where.relative_to(top).parts if where.is_relative_to(top) else ()
@@ -208,6 +203,5 @@ def _address(text: str) -> Address:
 
 
 def _written(address: Address) -> str:
-    """Return a PCI address as the kernel writes it."""
     domain, bus, device, function = address
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"

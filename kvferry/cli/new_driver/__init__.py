@@ -87,7 +87,6 @@ def run(name: str) -> None:
 
 
 def _contents(name: str) -> dict[str, str]:
-    """Return the text of each file of the distribution, by its path."""
     driver = files(__package__).joinpath("template.py").read_text(encoding="utf-8")
     texts = {
         "pyproject.toml": _PROJECT.replace("VERSION", kvferry.__version__),

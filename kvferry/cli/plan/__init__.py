@@ -114,7 +114,6 @@ def _running(
 
 
 def _running_side(name: str, running: RunningEngine, model: Model | None) -> Side:
-    """Return the side of a running engine."""
     notes = (UNKNOWN_WINDOWS,) if model is None and name == "decode" else ()
     return Side(name=name, engine=running.engine(model), source=running, notes=notes)
 
@@ -176,7 +175,6 @@ def _estimate(prefill: Side, decode: Side, tokens: int, refusal: Sequence[str]) 
 
 
 def _draw(path: Path, result: PlanResult) -> None:
-    """Write the picture to an SVG file."""
     try:
         from kvferry.cli.plan.picture import draw_svg
     except ModuleNotFoundError as exc:

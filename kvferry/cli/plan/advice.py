@@ -156,7 +156,6 @@ def _best(changes: Sequence[Change], copies: int) -> tuple[Change, ...]:
 
 
 def _change(settings: tuple[str, str], found: Estimate) -> Change:
-    """Return a change of the settings of prefill and of decode with its copies."""
     sizes = found.sizes
     return Change(
         prefill=settings[0],
@@ -244,7 +243,6 @@ def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
 
 
 def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
-    """Yield a sentence for each engine whose kernels split pages into blocks of another size."""
     blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in sides.items()}
     for name, f in sides.items():
         if len(f.tokens) > 1 and len(set(blocks.values())) > 1:

@@ -146,7 +146,6 @@ def early_cases(
 
 
 def _case(question: EarlyQuestion, bandwidth: Bandwidth, estimate: Estimate) -> EarlyCase:
-    """Return how long until decode has the cache of one prompt, at one bandwidth."""
     prompt, chunk, rate = estimate.tokens, question.chunk, bandwidth.bytes_per_second
     total, early = estimate.sizes.total, estimate.early_bytes
     chunks = -(-prompt // chunk)

@@ -148,7 +148,6 @@ def parse(text: str, option: str) -> PlanSettings:
 
 
 def _value(name: str, value: str) -> int | str:
-    """Return a setting's value."""
     if name == "layout":
         order = value.upper()
         return ALIASES.get(order) or _known("layout", order, [*ORDERS, *ALIASES])
@@ -400,7 +399,6 @@ class _Rank:
         )
 
     def _strides(self, layers: int, pages: int, heads: int, tokens: int, entry: int) -> _Strides:
-        """Return the strides in bytes of a cache group's memory."""
         stride, strides, shape = 1, {}, (layers, pages, heads, tokens, entry)
         for name in reversed(self._settings.layout):
             strides[name] = stride

@@ -43,12 +43,10 @@ def field_name(key: str) -> FieldName:
 
 
 def _numbered(words: Sequence[str], at: int, part: str) -> FieldName:
-    """Return the name of a field whose layer has its index in the word ``at``."""
     return FieldName(".".join(words[:at]), int(words[at]), part)
 
 
 def _is_index(word: str) -> bool:
-    """Return whether a word in a layer's name is the layer's index."""
     return word.isascii() and word.isdecimal() and len(word) < 10
 
 
@@ -114,7 +112,6 @@ def _listed(layers: Sequence[int]) -> str:
 
 
 def _part(parts: Sequence[str], shards: Sequence[Shard]) -> str:
-    """Return parts of a layer with their range on each rank: ``heads 0-3``."""
     names, each = " and ".join(parts), shards[0][1] - shards[0][0]
     held = numbers(n for shard in set(shards) for n in range(*shard))
     among = f"{each:,} each of " if len(set(shards)) > 1 else ""

@@ -18,8 +18,8 @@ from msgspec import Meta, Struct
 
 from kvferry.cli.formatting import numbers
 from kvferry.cli.plan.defaults import LEFT_OUT, LOCAL
-from kvferry.cli.plan.states import ALIASES as STATE_ALIASES
 from kvferry.cli.plan.states import (
+    ALIASES,
     HYBRID,
     KINDS,
     NO_CACHE,
@@ -41,22 +41,6 @@ NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which a multimodal model keeps the configuration of its text model, as vLLM reads them
 (``transformers_utils/config.py`` and ``transformers_utils/configs``)."""
 
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
-    "num_key_value_heads": (
-        "n_head_kv",
-        "num_kv_heads",
-        "multi_query_group_num",
-        "num_attention_groups",
-    ),
-    "head_dim": ("attention_head_dim", "kv_channels", "hidden_size_per_head"),
-    "hidden_size": ("n_embd", "d_model"),
-    "dtype": ("torch_dtype",),
-    "layer_types": ("layers_block_type",),
-}
-"""Other names of a key, which older files or some models use."""
-
 DTYPES: Mapping[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -70,13 +54,12 @@ DTYPES: Mapping[str, str] = {
 
 EVERY_TOKEN = frozenset({"full_attention", "attention", HYBRID})
 """Types of layers that keep every token."""
-WINDOWED = frozenset({"sliding_attention"})
-CHUNKED = frozenset({"chunked_attention"})
-LENGTHS: Mapping[str, str] = (
-    dict.fromkeys(WINDOWED, "sliding_window")
-    | dict.fromkeys(CHUNKED, "attention_chunk_size")
-    | {"indexed_attention": "index_topk"}
-)
+WINDOWED, CHUNKED = "sliding_attention", "chunked_attention"
+LENGTHS: Mapping[str, str] = {
+    WINDOWED: "sliding_window",
+    CHUNKED: "attention_chunk_size",
+    "indexed_attention": "index_topk",
+}
 """The key that says to how many tokens a token attends, by the type of the layer."""
 
 EXCLUSIVE = frozenset({"cohere2", "cohere2_moe"})
@@ -298,7 +281,6 @@ def element_type(name: str | None) -> str:
 
 
 def _parsed(file: Path) -> dict[str, Any]:
-    """Return the keys of a config file."""
     with file.open("rb") as stream:
         data = stream.read(FILE_LIMIT + 1)
     if len(data) > FILE_LIMIT:
@@ -327,13 +309,12 @@ def _with_defaults(config: dict[str, Any]) -> tuple[dict[str, Any], frozenset[st
     left_out = {
         key: value
         for key, value in LEFT_OUT.get(name, {}).items()
-        if config.keys().isdisjoint((key, *ALIASES.get(key, ()), *STATE_ALIASES.get(key, ())))
+        if config.keys().isdisjoint((key, *ALIASES.get(key, ())))
     }
     return left_out | config | {"model_type": name}, frozenset(left_out)
 
 
 def _refuse_unsupported(keys: Mapping[str, Any]) -> None:
-    """Refuse models whose cache the config file does not describe completely."""
     name = keys.get("model_type", "")
     if keys.get("is_encoder_decoder"):
         raise ModelError(
@@ -356,7 +337,7 @@ def _converted(keys: Mapping[str, Any]) -> _Config:
     # A head_dim of 0 stands for a missing one, as in vLLM.
     kept = {k: v for k, v in keys.items() if k != "head_dim" or v != 0}
     try:
-        return msgspec.convert(with_aliases(kept, ALIASES), _Config)
+        return msgspec.convert(with_aliases(kept), _Config)
     except msgspec.ValidationError as exc:
         remedy = f". {DEFAULTS}" if "missing required field" in str(exc) else ""
         raise ModelError(f"does not say what a KV cache is made of: {exc}{remedy}") from exc
@@ -396,14 +377,12 @@ def _state(keys: Mapping[str, Any], layers: Sequence[int], name: str) -> Recurre
 
 
 def _kv_heads(config: _Config) -> int:
-    """Return the number of KV heads."""
     if config.multi_query and not config.new_decoder_architecture:
         return 1
     return config.num_key_value_heads or config.num_attention_heads
 
 
 def _head_dim(config: _Config) -> int:
-    """Return the number of elements of one head."""
     if config.head_dim is not None:
         return config.head_dim
     if config.hidden_size is None:
@@ -429,7 +408,7 @@ def _attention_types(
             raise ModelError(
                 f"is wrong: 'no_rope_layers' has {len(with_rope)} entries for {len(layers)} layers"
             )
-        types = ["chunked_attention" if rope else "full_attention" for rope in with_rope]
+        types = [CHUNKED if rope else "full_attention" for rope in with_rope]
         return types, _taken(name, left_out, "attention_chunk_size")
     # vLLM keeps every latent.
     if not window or config.use_sliding_window is False or config.kv_lora_rank:
@@ -446,7 +425,7 @@ def _attention_types(
         )
     first = config.max_window_layers if name in WINDOWS_FROM_A_LAYER else 0
     windowed = [n >= first and pattern[n % len(pattern)] == LOCAL for n in layers]
-    types = ["sliding_attention" if local else "full_attention" for local in windowed]
+    types = [WINDOWED if local else "full_attention" for local in windowed]
     return types, _taken(name, left_out, "sliding_window", "sliding_window_pattern")
 
 
@@ -473,8 +452,8 @@ def _windows(config: _Config, types: Sequence[str]) -> tuple[dict[int, int], dic
             raise ModelError(f"is wrong: 'layer_types' has {kind!r}, and the file has no {key!r}")
     window = (config.sliding_window or 0) + (config.model_type in EXCLUSIVE)
     attended = {n: kind for n, kind in enumerate(types) if kind in attending}
-    return {n: window if kind in WINDOWED else 0 for n, kind in attended.items()}, {
-        n: config.attention_chunk_size or 0 for n, kind in attended.items() if kind in CHUNKED
+    return {n: window if kind == WINDOWED else 0 for n, kind in attended.items()}, {
+        n: config.attention_chunk_size or 0 for n, kind in attended.items() if kind == CHUNKED
     }
 
 

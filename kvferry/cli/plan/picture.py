@@ -59,7 +59,6 @@ def draw_svg(path: Path, result: PlanResult) -> None:
 
 
 def _centres(count: int, rows: int) -> list[float]:
-    """Return the vertical centres of an engine's boxes, from top to bottom."""
     each = rows * STEP / count
     return [rows * STEP - each * (rank + 0.5) for rank in range(count)]
 
@@ -94,7 +93,6 @@ def _draw_ribbons(
 def _draw_side(
     axes: Axes, side: Side, centres: Sequence[float], x: float, totals: Sequence[int]
 ) -> None:
-    """Draw the boxes of an engine's ranks, with what each rank holds and how much is read."""
     top, height = max(centres) + STEP, STEP * FILLED
     axes.text(x, top, side.name, fontweight="bold", **_text(11, INK))
     axes.text(x, top - 0.21, _cut(str(side.source), 60), **_text(7, FAINT))
@@ -111,17 +109,14 @@ def _draw_side(
 
 
 def _text(points: float, colour: str) -> dict[str, Any]:
-    """Return matplotlib's keyword arguments for text of a size in points and a colour."""
     return {"fontsize": points, "color": colour, "va": "center", "parse_math": False}
 
 
 def _cut(text: str, limit: int) -> str:
-    """Return a text, cut to ``limit`` characters if it is longer."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def _title(axes: Axes, estimate: Estimate, rows: int) -> None:
-    """Draw the picture's title above its ``rows`` of boxes."""
     sizes, top = estimate.sizes, rows * STEP + 0.85
     title = f"A request of {counted(estimate.tokens, 'token')}"
     text = f"{size(sizes.total)} in {counted(sizes.copies, 'copy')}, median {size(sizes.median)}"

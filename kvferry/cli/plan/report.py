@@ -131,7 +131,6 @@ def print_result(result: PlanResult) -> None:
 
 
 def _model_lines(model: Model) -> Iterator[str]:
-    """Yield what was read from the config file."""
     entry = " + ".join(f"{name} {elements}" for name, elements in model.parts.items())
     heads = "one latent per token" if model.latent else counted(model.kv_heads, "KV head")
     layers = counted(len(model.windows), "layer")
@@ -235,7 +234,6 @@ def _print_served(console: Console, result: PlanResult) -> None:
 
 
 def _parts(read: ReadEstimate) -> list[FieldParts]:
-    """Return what is read."""
     return parts_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
 
 
@@ -248,7 +246,6 @@ def _among(
 
 
 def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
-    """Print that copies are small or many, why, and what would help."""
 
     def say(text: str, by: int = 2) -> None:
         console.print(Padding(text, (0, 0, 0, by), expand=False), style="dim" if by > 2 else "")
@@ -285,7 +282,6 @@ def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
 
 
 def _print_early(console: Console, question: EarlyQuestion, cases: Sequence[EarlyCase]) -> None:
-    """Print how long until decode has the cache, by ordinary tickets and by early ones."""
     hop = f", and decode starts to read {duration(question.hop_seconds)} after prefill's end"
     console.print(
         "Until decode has a prompt's cache, by an ordinary ticket (sequential) and by an early "
@@ -319,7 +315,6 @@ def _ipc_time(copies: int) -> str:
 
 
 def _copy_cells(reads: Sequence[ReadEstimate]) -> tuple[str, str, str]:
-    """Return the table cells of some reads' copies: number, total bytes, and sizes of a copy."""
     sizes = merged(read.sizes for read in reads)
     smallest, largest = size(sizes.smallest), size(sizes.largest)
     of_size = smallest if sizes.smallest == sizes.largest else f"{smallest} to {largest}"
@@ -327,14 +322,12 @@ def _copy_cells(reads: Sequence[ReadEstimate]) -> tuple[str, str, str]:
 
 
 def _sizes(sizes: ByteCounts | Change) -> str:
-    """Return as text the smallest, the largest and the median size of copies."""
     if sizes.smallest == sizes.largest:
         return size(sizes.median)
     return f"{size(sizes.smallest)} to {size(sizes.largest)}, median {size(sizes.median)}"
 
 
 def _wording(change: Change) -> str:
-    """Return the settings to change, as text."""
     if change.prefill == change.decode:
         return f"{change.prefill} on both"
     said = {"prefill": change.prefill, "decode": change.decode}
@@ -377,7 +370,6 @@ def record_of(result: PlanResult) -> Record:
 
 
 def _early(question: EarlyQuestion, cases: Sequence[EarlyCase]) -> Record:
-    """Return for JSON what early tickets save."""
     return {
         "chunk": question.chunk,
         "prefill_rate": question.prefill_rate,
@@ -387,7 +379,6 @@ def _early(question: EarlyQuestion, cases: Sequence[EarlyCase]) -> Record:
 
 
 def _read(read: ReadEstimate) -> Record:
-    """Return one read for JSON."""
     keys: dict[tuple[int, int], list[str]] = {}
     for overlap in read.overlaps:
         keys.setdefault(overlap.shard, []).append(overlap.local.key)
@@ -398,7 +389,6 @@ def _read(read: ReadEstimate) -> Record:
 
 
 def _ranks(side: Side, estimate: Estimate) -> list[Record]:
-    """Return an engine's ranks for JSON: who reads them, or what they read, and how much."""
     records = []
     for rank in range(len(side.engine.ranks)):
         where = side.engine.coordinates[rank] if side.engine.coordinates else None
@@ -418,7 +408,6 @@ def _ranks(side: Side, estimate: Estimate) -> list[Record]:
 
 
 def _byte_counts(sizes: ByteCounts) -> Record:
-    """Return number and sizes of copies for JSON."""
     return {
         "copies": sizes.copies,
         "bytes": sizes.total,

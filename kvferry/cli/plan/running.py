@@ -34,7 +34,6 @@ class RunningEngine:
     info: EngineInfo
 
     def __str__(self) -> str:
-        """Return the engine's id and address."""
         return f"engine {self.info.engine!r} at {self.address}"
 
     def engine(self, model: Model | None) -> Engine:

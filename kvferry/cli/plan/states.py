@@ -32,8 +32,15 @@ PATTERN: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "
 """The types of layers by their letters in ``hybrid_override_pattern``."""
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "dtype": ("torch_dtype",),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": (
+        *("n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
+    ),
+    "head_dim": ("attention_head_dim", "kv_channels", "hidden_size_per_head"),
     "hidden_size": ("n_embd", "d_model"),
+    "dtype": ("torch_dtype",),
+    "layer_types": ("layers_block_type",),
     "mamba_n_heads": ("n_mamba_heads", "mamba_num_heads"),
     "mamba_d_head": ("mamba_headdim", "mamba_head_dim"),
     "mamba_n_groups": ("mamba_ngroups", "n_groups"),
@@ -42,7 +49,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "mamba_expand": ("expand",),
     "mamba_ssm_dtype": ("mamba_ssm_cache_dtype",),
 }
-"""Other names of a key, which some models use."""
+"""Other names of a key, which older files or some models use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +298,7 @@ def read_state(
 
     ``dtype`` returns the key of ``ELEMENT_BYTES`` for a name of an element type.
     """
-    named = with_aliases(config, ALIASES)
+    named = with_aliases(config)
     kind = next((kind for key, kind in KINDS.items() if key in named), None)
     if kind is None:
         return None
@@ -301,12 +308,10 @@ def read_state(
     return replace(state, input_dtype=inputs, dtype=inputs if own == "auto" else dtype(own))
 
 
-def with_aliases(
-    config: Mapping[str, Any], aliases: Mapping[str, tuple[str, ...]]
-) -> dict[str, Any]:
+def with_aliases(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a config file that have a value, with their usual names added."""
     present = {key: value for key, value in config.items() if value is not None}
-    for key, others in aliases.items():
+    for key, others in ALIASES.items():
         if found := [name for name in (key, *others) if name in present]:
             present[key] = present[found[0]]
     return present

@@ -48,7 +48,6 @@ def run(
 def _print(
     console: Console, engines: list[EngineReport], *, as_json: bool, once: bool = False
 ) -> None:
-    """Print a report: tables, or a line of JSON."""
     if as_json:
         record = {"engines": [dataclasses.asdict(engine) for engine in engines]}
         console.file.write(f"{json.dumps(record, allow_nan=False)}\n")
@@ -78,7 +77,6 @@ def _engines(
     outcome: MetricsReading | MetricsPageError,
     before: MetricsReading | None,
 ) -> list[EngineReport]:
-    """Return the reports of the engines of a page, or one with the error."""
     if isinstance(outcome, MetricsPageError):
         return [EngineReport(name=address.name, error=str(outcome))]
     found = dict(changes(outcome, before))

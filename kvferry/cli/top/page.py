@@ -72,7 +72,6 @@ def parse(page: bytes) -> MetricsPage:
 
 
 def _wanted(name: str) -> bool:
-    """Return whether the values of a metric are parsed."""
     return name in OTHERS or (name.startswith(KVFERRY) and not name.endswith(UNUSED))
 
 

@@ -182,7 +182,6 @@ def _holds(change: MetricsChange) -> HoldsReport | None:
 
 
 def _problems(change: MetricsChange) -> Iterator[ProblemCount]:
-    """Yield everything that went wrong."""
     for (outcome,), counted in change.counted("holds_total", "outcome").items():
         if outcome in LOST and counted.total:
             yield ProblemCount(what=f"hold {outcome} before it was read", peer="", counted=counted)

@@ -112,7 +112,6 @@ def _heading(engines: Sequence[EngineReport], *, once: bool) -> Text:
 
 
 def _engine(engine: EngineReport) -> Row:
-    """Return the row of an engine that answered."""
     return [
         engine.name,
         number(engine.running),
@@ -129,7 +128,6 @@ def _engine(engine: EngineReport) -> Row:
 
 
 def _pulls(engines: Sequence[EngineReport], stages: Sequence[Stage]) -> Iterator[Row]:
-    """Yield a row per decode engine and prefill engine."""
 
     def row(name: str, pull: PeerPulls) -> Row:
         times = [number(pull.seconds_per_pull.get(stage), 1e3) for stage in stages]
@@ -144,7 +142,6 @@ def _pulls(engines: Sequence[EngineReport], stages: Sequence[Stage]) -> Iterator
 
 
 def _holds(name: str, holds: HoldsReport) -> Row:
-    """Return the row of a prefill engine."""
     of = holds.outcomes
     lost = [of[outcome] for outcome in LOST if outcome in of]
     new = [one.new for one in lost if one.new is not None]
@@ -160,7 +157,6 @@ def _holds(name: str, holds: HoldsReport) -> Row:
 
 
 def _problems(engines: Sequence[EngineReport]) -> Iterator[Row]:
-    """Yield what went wrong, the most recent first."""
     found: list[tuple[str, ProblemCount]] = [
         (engine.name, problem) for engine in engines for problem in engine.problems
     ]
@@ -172,7 +168,6 @@ def _problems(engines: Sequence[EngineReport]) -> Iterator[Row]:
 
 
 def _percent(share: float | None) -> str:
-    """Return a share as a percentage."""
     return UNKNOWN if share is None else f"{100 * share:.0f}%"
 
 
