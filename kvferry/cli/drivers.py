@@ -61,7 +61,8 @@ def _print_reports(reports: list[DriverReport]) -> None:
             lines = [f"[red]does not work here:[/] {escape(report.reason or '')}"]
         else:
             lines = [f"memory: {', '.join(sorted(can.memory))}", _more(can)]
-        console.print(Padding("\n".join(lines), (0, 0, 0, 4), expand=False))
+        for line in lines:
+            console.print(Padding(line, (0, 0, 0, 4), expand=False))
 
 
 def _more(can: Capabilities) -> str:

@@ -39,10 +39,8 @@ def field_name(key: str) -> FieldName:
     if "indexer" in words:
         part = f"index {part}"  # a layer's latents have the same names
     at = next((n for n, word in enumerate(words) if _is_index(word)), None)
-    return FieldName(name, None, part) if at is None else _numbered(words, at, part)
-
-
-def _numbered(words: Sequence[str], at: int, part: str) -> FieldName:
+    if at is None:
+        return FieldName(name, None, part)
     return FieldName(".".join(words[:at]), int(words[at]), part)
 
 

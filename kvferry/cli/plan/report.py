@@ -68,19 +68,17 @@ class Side:
     notes: tuple[str, ...] = ()
 
     def rank_name(self, *ranks: int) -> str:
-        """Return the name of ranks, such as ``3 (pp 1, tp 1)`` or ``0-3 (tp 0-3)``.
+        """Return the name of ranks, such as ``3 (pp 1, tp 1)`` or ``0-3 (pp 0)``.
 
-        Coordinates that are equal on all ranks of the engine are left out.
+        It has the coordinates that they share, and not all ranks of the engine.
         """
-        all_of = self.engine.coordinates
-        if not all_of:
-            return numbers(ranks)
-        where = ", ".join(
-            f"{name} {numbers(getattr(all_of[rank], name) for rank in ranks)}"
-            for name in ("pp", "tp", "pcp", "dcp")
-            if len({getattr(one, name) for one in all_of}) > 1
-        )
-        return f"{numbers(ranks)} ({where})" if where else numbers(ranks)
+        where = []
+        for name in ("pp", "tp", "pcp", "dcp"):
+            every = [getattr(one, name) for one in self.engine.coordinates]
+            shared = {every[rank] for rank in ranks if every}
+            if len(shared) == 1 < len(set(every)):
+                where.append(f"{name} {shared.pop()}")
+        return f"{numbers(ranks)} ({', '.join(where)})" if where else numbers(ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +185,7 @@ def _print_reads(console: Console, result: PlanResult) -> None:
         found = found or [("none", "nothing", "", "", "")]
         styles += ["dim"] * (len(found) - len(kinds))
         rows += [(who if n == 0 else "", *cells) for n, cells in enumerate(found)]
-    columns = {"decode rank": "name", "from prefill": "name", "what": "text"}
+    columns = {"each decode rank": "name", "from prefill": "name", "what": "text"}
     columns |= {"copies": "number", "bytes": "number", "of size": "sizes"}
     print_table(console, columns, rows, styles)
 
@@ -229,7 +227,7 @@ def _print_served(console: Console, result: PlanResult) -> None:
         copies = _copy_cells(estimate.of_prefill(ranks[0]))[:2]
         what = text_of([held[rank] for rank in ranks])
         rows.append((result.prefill.rank_name(*ranks), what, by, *copies))
-    columns = {"prefill rank": "name", "holds": "text", "to decode": "name"}
+    columns = {"each prefill rank": "name", "holds": "text", "to decode": "name"}
     print_table(console, columns | {"copies": "number", "bytes": "number"}, rows)
 
 
