@@ -37,13 +37,12 @@ from kvferry.cli.demo.model import (
 from kvferry.cli.demo.prefill import Released, Spec, Started, prefill_process, receive
 from kvferry.cli.output import output, print_table
 from kvferry.core.endpoint import EndpointOptions, LoadRecord
-from kvferry.core.errors import KVFerryError, StaleError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.errors import StaleError
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
-from kvferry.testing.engines import POISON, CacheShape, ModelFreeEngine
+from kvferry.testing.engines import POISON, CacheShape, Elements, EngineRank, ModelFreeEngine
 
 INTERRUPTED = 130
 PREFILL, DECODE, UNLIKE_DECODE = "2/HND/16", "HND/16", "NHD/32"
@@ -88,8 +87,8 @@ def _run(
 ) -> int:
     _check_memory(nbytes)
     requests = tuple(requests_of(nbytes))
+    count, tokens = len(requests), sum(request.tokens for request in requests)
     lease = 60.0 + nbytes / 1e7
-    spec = Spec(driver, with_room(prefill, requests), requests, lease)
     transport = _transport(driver)
     like = (prefill.heads_first, prefill.block) == (decode.heads_first, decode.block)
     console.print(
@@ -98,42 +97,62 @@ def _run(
     )
     with ExitStack() as stack:
         with _step(console, "engines started"):
+            spec = Spec(driver, with_room(prefill, requests), requests, lease)
             pipe = stack.enter_context(prefill_process(spec))
-            consumer = Decode(transport, driver, decode, requests, lease)
-            stack.enter_context(consumer.engine)
+            engine = ModelFreeEngine(
+                "decode",
+                with_room(decode, requests),
+                driver=driver,
+                transport=lambda: transport,
+                options=EndpointOptions(lease=lease, load_timeout=lease),
+            )
+            stack.enter_context(engine)
+            pages = scattered_pages(decode, requests, seed=2)
             started = receive(pipe, Started)
-        console.print(
-            f"\nKV cache of {LAYERS} layers with {HEADS} heads of {HEAD_DIM} ({DTYPE}); "
-            f"side channel at port {started.port}\n"
-        )
-        sides = ("prefill", prefill, started.pid), ("decode", decode, os.getpid())
-        rows = [
-            _rank(side, shape, pid, rank) for side, shape, pid in sides for rank in range(shape.tp)
-        ]
-        columns = dict.fromkeys(("engine", "rank", "process", "heads", "order"), "name")
-        print_table(console, columns | {"tokens a page": "number"}, rows)
-
-        count, tokens = len(requests), sum(request.tokens for request in requests)
+        _print_engines(console, prefill, decode, started)
         title = f"prefill engine computed {tokens:,} tokens of {count} requests"
         with _step(console, title, count) as advance:
             tickets = {request: receive(pipe, Ticket) for request in map(advance, requests)}
         with _step(console, "decode engine pulled them", count) as advance:
-            pulled = consumer.pull(tickets, advance)
+            begun = perf_counter()
+            for request, ticket in tickets.items():
+                engine.pull(request.name, ticket, pages[request])
+            records = {request: _loaded(engine, request) for request in map(advance, requests)}
+            seconds = perf_counter() - begun
         with _step(console, "every byte was compared with what it must be", count) as advance:
-            wrong = consumer.wrong_bytes(advance)
+            wrong = {
+                request: engine.ranks[0].wrong_bytes(
+                    pages[request], request.tokens, request.first_token
+                )
+                for request in map(advance, requests)
+            }
+            spare = wrong_spare_bytes(engine.ranks[0], pages)
         with _step(console, f"the same bytes were copied by numpy, {COPY_ROUNDS} times"):
-            local = consumer.local_rates(pulled)
+            pulled = Pulled(list(records.values()), seconds)
+            local = _local_rates(engine.ranks[0].cache, pulled)
         with _step(console, "every hold was released, and a used ticket tried again"):
             receive(pipe, Released)
-            refusal = consumer.pull_again(*next(iter(tickets.items())))
-    _print_requests(console, prefill, consumer, tickets, pulled.records, wrong)
+            engine.pull(requests[0].name, tickets[requests[0]], pages[requests[0]])
+            failed = engine.outcome(requests[0].name, math.inf).failed
+    rows: list[list[str | Text]] = []
+    for request, ticket in tickets.items():
+        record = records[request]
+        theirs, mine = prefill.tp * len(ticket.pages[0]), len(pages[request])
+        counts = [f"{n:,}" for n in (request.tokens, theirs, mine, record.copies)]
+        amount = f"{record.nbytes / 1e6:,.1f}", f"{record.seconds * 1e3:,.1f}"
+        rows.append([request.name, *counts, *amount, _verdict(wrong[request], "all right")])
+    rows.append(["(other pages)", *[""] * 6, _verdict(spare, "untouched")])
+    columns = dict.fromkeys(("tokens", "from pages", "to pages", "copies", "MB", "ms"), "number")
+    console.print()
+    print_table(console, {"request": "name"} | columns | {"bytes": "name"}, rows)
+    refusal = next(iter(failed.values()), None)
     if refusal is None:
         console.print("[red]A ticket whose pages were released was accepted again.[/]\n")
     else:
         console.print(f"A used ticket tried again is refused: {refusal}\n", markup=False)
-    _print_rates(console, pulled, local)
+    _print_rates(console, pulled, *local)
     console.print(_piece_text(prefill, decode))
-    return int(any(wrong.values()) or not isinstance(refusal, StaleError))
+    return int(any(wrong.values()) or spare > 0 or not isinstance(refusal, StaleError))
 
 
 def _transport(driver: str) -> Transport:
@@ -163,82 +182,45 @@ def _check_memory(nbytes: int) -> None:
 
 
 class Pulled:
-    """The loads of all requests, by id, and the seconds until the last was reported."""
+    """The loads of all requests, and how long they took together."""
 
-    def __init__(self, records: dict[str, LoadRecord], seconds: float) -> None:
-        self.records = records
-        self.nbytes = sum(record.nbytes for record in records.values())
-        self.copies = sum(record.copies for record in records.values())
+    def __init__(self, records: Sequence[LoadRecord], seconds: float) -> None:
+        self.nbytes = sum(record.nbytes for record in records)
+        self.copies = sum(record.copies for record in records)
         # All loads wait for the same handshake.
-        self.handshake = max(record.handshake_seconds for record in records.values())
+        self.handshake = max(record.handshake_seconds for record in records)
         self.rate = self.nbytes / (seconds - self.handshake)
         self.piece = self.nbytes // max(self.copies, 1)
 
 
-class Decode:
-    """The decode engine, in whose cache every byte is ``POISON`` at first; the caller closes it."""
+def _loaded(engine: ModelFreeEngine, request: Request) -> LoadRecord:
+    """Wait until a request is loaded, and return its figures."""
+    results = engine.outcome(request.name, math.inf)
+    for name, error in results.failed.items():
+        raise DemoError(f"{name} was not loaded: {error}") from error
+    [record] = results.loads
+    return record
 
-    def __init__(
-        self,
-        transport: Transport,
-        driver: str,
-        shape: CacheShape,
-        requests: Sequence[Request],
-        lease: float,
-    ) -> None:
-        self.pages = scattered_pages(shape, requests, seed=2)
-        self.engine = ModelFreeEngine(
-            "decode",
-            with_room(shape, requests),
-            driver=driver,
-            transport=lambda: transport,
-            options=EndpointOptions(lease=lease, load_timeout=lease),
-        )
-        [self._rank] = self.engine.ranks
 
-    def pull(self, tickets: Mapping[Request, Ticket], advance: Advance) -> Pulled:
-        """Load all requests at once."""
-        begun = perf_counter()
-        for request, ticket in tickets.items():
-            self.engine.pull(request.name, ticket, self.pages[request])
-        records: dict[str, LoadRecord] = {}
-        for request in map(advance, tickets):
-            results = self.engine.outcome(request.name, math.inf)
-            for name, error in results.failed.items():
-                raise DemoError(f"{name} was not loaded: {error}") from error
-            [records[request.name]] = results.loads
-        return Pulled(records, perf_counter() - begun)
+def wrong_spare_bytes(rank: EngineRank, pages: Mapping[Request, list[int]]) -> int:
+    """Return how many bytes of pages of no request are not as they were."""
+    used = [page for each in pages.values() for page in each]
+    spare = np.setdiff1d(np.arange(rank.shape.pages), used)
+    return int(np.count_nonzero(rank.cache[:, spare].view(np.uint8) != POISON))
 
-    def pull_again(self, request: Request, ticket: Ticket) -> KVFerryError | None:
-        """Load a request again with its used ticket; return the error, ``None`` without one."""
-        self.engine.pull(request.name, ticket, self.pages[request])
-        failed = self.engine.outcome(request.name, math.inf).failed
-        return failed.get(RequestId(request.name))
 
-    def wrong_bytes(self, advance: Advance) -> dict[str, int]:
-        """Return the number of wrong bytes by request id; "" has those in pages of no request."""
-        wrong: dict[str, int] = {}
-        for request in map(advance, self.pages):
-            wrong[request.name] = self._rank.wrong_bytes(
-                self.pages[request], request.tokens, request.first_token
-            )
-        used = [page for pages in self.pages.values() for page in pages]
-        spare = np.setdiff1d(np.arange(self._rank.shape.pages), used)
-        spare_bytes = self._rank.cache[:, spare].view(np.uint8)
-        return wrong | {"": int(np.count_nonzero(spare_bytes != POISON))}
-
-    def local_rates(self, pulled: Pulled) -> tuple[float, float]:
-        """Return the speed of numpy for the same bytes, in the same pieces and in one."""
-        words = self._rank.cache.reshape(-1)[: pulled.nbytes // WORD_BYTES]
-        width = max(pulled.piece // WORD_BYTES, 1)
-        pieces = words[: len(words) // width * width].reshape(-1, width)
-        target = np.empty_like(pieces)
-        target.fill(0)  # the system must have mapped its pages before the clock starts
-        order = np.random.default_rng(3).permutation(len(pieces))
-        # With "clip", numpy writes into the target at once; no index is out of range.
-        gather = _best_seconds(lambda: np.take(pieces, order, axis=0, out=target, mode="clip"))
-        memcpy = _best_seconds(lambda: np.copyto(target, pieces))
-        return pieces.nbytes / gather, pieces.nbytes / memcpy
+def _local_rates(cache: Elements, pulled: Pulled) -> tuple[float, float]:
+    """Return the speed of numpy for the same bytes, in the same pieces and in one."""
+    words = cache.reshape(-1)[: pulled.nbytes // WORD_BYTES]
+    width = max(pulled.piece // WORD_BYTES, 1)
+    pieces = words[: len(words) // width * width].reshape(-1, width)
+    target = np.empty_like(pieces)
+    target.fill(0)  # the system must have mapped its pages before the clock starts
+    order = np.random.default_rng(3).permutation(len(pieces))
+    # With "clip", numpy writes into the target at once; no index is out of range.
+    gather = _best_seconds(lambda: np.take(pieces, order, axis=0, out=target, mode="clip"))
+    memcpy = _best_seconds(lambda: np.copyto(target, pieces))
+    return pieces.nbytes / gather, pieces.nbytes / memcpy
 
 
 def _best_seconds(copy: Callable[[], object]) -> float:
@@ -273,64 +255,37 @@ def _step(console: Console, title: str, total: int | None = None) -> Iterator[Ad
     console.print(f"[green]✓[/] {title} [dim]{perf_counter() - begun:.2f} s[/]")
 
 
-def _rank(side: str, shape: CacheShape, pid: int, rank: int) -> list[str]:
-    heads = shape.heads(rank)
-    held = f"{heads.start} to {heads.stop - 1}"
-    return [side, f"{rank} of {shape.tp}", str(pid), held, order_of(shape), str(shape.block)]
-
-
-def _print_requests(
-    console: Console,
-    prefill: CacheShape,
-    consumer: Decode,
-    tickets: Mapping[Request, Ticket],
-    records: Mapping[str, LoadRecord],
-    wrong: Mapping[str, int],
+def _print_engines(
+    console: Console, prefill: CacheShape, decode: CacheShape, started: Started
 ) -> None:
-    rows: list[list[str | Text]] = []
-    for request, ticket in tickets.items():
-        record, count = records[request.name], wrong[request.name]
-        counts = (
-            request.tokens,
-            prefill.tp * len(ticket.pages[0]),
-            len(consumer.pages[request]),
-            record.copies,
-        )
-        rows.append(
-            [
-                request.name,
-                *(f"{number:,}" for number in counts),
-                f"{record.nbytes / 1e6:,.1f}",
-                f"{record.seconds * 1e3:,.1f}",
-                _wrong(count) if count else Text("all right", style="green"),
-            ]
-        )
-    rows.append(["(other pages)", *[""] * 6, _wrong(wrong[""]) if wrong[""] else "untouched"])
-    numbers = dict.fromkeys(("tokens", "from pages", "to pages", "copies", "MB", "ms"), "number")
-    console.print()
-    print_table(console, {"request": "name"} | numbers | {"bytes": "name"}, rows)
+    console.print(
+        f"\nKV cache of {LAYERS} layers with {HEADS} heads of {HEAD_DIM} ({DTYPE}); "
+        f"side channel at port {started.port}\n"
+    )
+    rows = []
+    for side, shape, pid in (("prefill", prefill, started.pid), ("decode", decode, os.getpid())):
+        page = order_of(shape), str(shape.block)
+        for rank in range(shape.tp):
+            heads = f"{shape.heads(rank).start} to {shape.heads(rank).stop - 1}"
+            rows.append([side, f"{rank} of {shape.tp}", str(pid), heads, *page])
+    columns = dict.fromkeys(("engine", "rank", "process", "heads", "order"), "name")
+    print_table(console, columns | {"tokens a page": "number"}, rows)
 
 
-def _wrong(count: int) -> Text:
-    return Text(f"{count:,} WRONG", style="red")
+def _verdict(wrong: int, right: str) -> Text:
+    return Text(f"{wrong:,} WRONG", "red") if wrong else Text(right, "green")
 
 
-def _print_rates(console: Console, pulled: Pulled, local: tuple[float, float]) -> None:
-    gather, memcpy = (f"{of / pulled.rate:.1f}x" for of in local)
+def _print_rates(console: Console, pulled: Pulled, gather: float, memcpy: float) -> None:
     pieces = f"{pulled.copies:,} pieces of {pulled.piece:,} bytes, fences included"
+    alike = f"pieces of this size, by numpy in one process: {gather / pulled.rate:.1f}x"
+    whole = f"the same bytes in one piece: {memcpy / pulled.rate:.1f}x"
+    handshake = "once for a peer: layouts fetched, plan made, connected"
     rows = [
         ("kvferry", f"{pulled.rate / 1e9:.2f} GB/s", pieces),
-        (
-            "gather",
-            f"{local[0] / 1e9:.2f} GB/s",
-            f"pieces of this size, by numpy in one process: {gather}",
-        ),
-        ("memcpy", f"{local[1] / 1e9:.2f} GB/s", f"the same bytes in one piece: {memcpy}"),
-        (
-            "handshake",
-            f"{pulled.handshake * 1e3:.1f} ms",
-            "once for a peer: layouts fetched, plan made, connected",
-        ),
+        ("gather", f"{gather / 1e9:.2f} GB/s", alike),
+        ("memcpy", f"{memcpy / 1e9:.2f} GB/s", whole),
+        ("handshake", f"{pulled.handshake * 1e3:.1f} ms", handshake),
     ]
     print_table(console, {"": "name", "speed": "number", "of": "text"}, rows)
 
