@@ -26,7 +26,6 @@ from kvferry.cli.options import (
     DecodeEngine,
     HopMilliseconds,
     Json,
-    JsonInsteadOfTables,
     LayoutsFolder,
     ModelConfig,
     PictureFile,
@@ -415,7 +414,7 @@ def plan(
     prefill_rate: PrefillRate = 10_000.0,
     hop: HopMilliseconds = 0.0,
     svg: PictureFile = None,
-    as_json: JsonInsteadOfTables = False,
+    as_json: Json = False,
     write_layouts: LayoutsFolder = None,
 ) -> None:
     """Show which decode rank reads what from which prefill rank, in how many copies of which size.

@@ -14,7 +14,7 @@ import typer
 option = partial(typer.Option, show_default=False)
 argument = partial(typer.Argument, show_default=False)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 CurveSecretKey = Annotated[
     str,
     option(
@@ -110,7 +110,6 @@ HopMilliseconds = Annotated[
 PictureFile = Annotated[
     Path | None, option(metavar="FILE", help="Draw a picture (needs kvferry[plot]).")
 ]
-JsonInsteadOfTables = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 LayoutsFolder = Annotated[
     Path | None, option(metavar="FOLDER", help="Write prefill.json and decode.json there.")
 ]
