@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import typer
 
 from kvferry.cli.addresses import host_and_port
+from kvferry.cli.formatting import counted
+from kvferry.cli.output import output
 from kvferry.core.errors import AdmissionError, DriverError, HandshakeError, KVFerryError
 from kvferry.core.security import Access
 from kvferry.core.side_channel import health
@@ -53,18 +55,11 @@ class InputError(KVFerryError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A connector's part of a ``--kv-transfer-config``, as far as its siblings matter.
-
-    Attributes:
-        kv_role: The role.
-        kv_connector_extra_config: The settings.
-        kv_load_failure_policy: What becomes of a request whose load failed; vLLM's default if the
-            key is missing.
-    """
+    """A connector's part of a ``--kv-transfer-config``, as far as its siblings matter."""
 
     kv_role: str
     kv_connector_extra_config: Mapping[str, Any]
-    kv_load_failure_policy: str = "fail"
+    kv_load_failure_policy: str
 
     @property
     def is_kv_consumer(self) -> bool:
@@ -74,12 +69,10 @@ class Transfer:
     @classmethod
     def of(cls, transfer: Mapping[str, Any]) -> Transfer:
         """Return a connector's part from its keys and values."""
-        role = str(transfer.get("kv_role"))
-        policy = str(transfer.get("kv_load_failure_policy") or "fail")
         return cls(
-            kv_role=role,
+            kv_role=str(transfer.get("kv_role")),
             kv_connector_extra_config=extra_of(transfer),
-            kv_load_failure_policy=policy,
+            kv_load_failure_policy=str(transfer.get("kv_load_failure_policy") or "fail"),
         )
 
 
@@ -96,12 +89,10 @@ def run(text: str, peers: Sequence[str] = ()) -> int:
     for extra in _own_settings(given):
         found += _settings_problems(extra)
         found += _peer_problems(acceptable(extra), addresses)
-    for problem in found:
-        typer.echo(f"- {problem}")
     notes = list(_notes(given))
-    for note in notes:
-        typer.echo(f"note: {note}")
-    typer.echo(_summary(len(found), len(notes), given, peers))
+    lines = [*(f"- {problem}" for problem in found), *(f"note: {note}" for note in notes)]
+    for line in [*lines, _summary(len(found), len(notes), given, peers)]:
+        output().print(line, markup=False)
     return int(bool(found))
 
 
@@ -199,21 +190,12 @@ def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the settings of the connector on this host."""
     yield from problems(extra)
     config = acceptable(extra)
-    yield from _raised(DriverError, lambda: _start_driver(config))
+    try:
+        registry.create(config.driver, config.driver_options).close()
+    except DriverError as exc:
+        yield str(exc)
     yield from examine_security_settings(config)[1]
     yield from address_problems(config, [0])
-
-
-def _start_driver(config: Config) -> None:
-    registry.create(config.driver, config.driver_options).close()
-
-
-def _raised(kind: type[KVFerryError], check: Callable[[], object]) -> Iterator[str]:
-    """Yield the text of the error that a check raises; nothing if it raises none."""
-    try:
-        check()
-    except kind as exc:
-        yield str(exc)
 
 
 def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) -> Iterator[str]:
@@ -227,7 +209,7 @@ def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) ->
         except HandshakeError as exc:
             yield f"--peer {peer}: {exc}"
         else:
-            typer.echo(f"peer {peer}: engine {engine} answers")
+            output().print(f"peer {peer}: engine {engine} answers", markup=False)
 
 
 def _engine_at(host: str, port: int, access: Access) -> str:
@@ -244,14 +226,10 @@ def _engine_at(host: str, port: int, access: Access) -> str:
 def _summary(count: int, notes: int, given: Mapping[str, Any], peers: Sequence[str]) -> str:
     what = "--kv-transfer-config" if is_transfer(given) else EXTRA
     if count:
-        return f"{what}: {_counted(count, 'problem')}"
+        return f"{what}: {counted(count, 'problem')}"
     unchecked = "" if peers else "; whether a peer can be reached, --peer HOST:PORT tells"
-    noted = f" but for {_counted(notes, 'note')} above" if notes else ""
+    noted = f" but for {counted(notes, 'note')} above" if notes else ""
     return (
         f"{what}: no problem on this host{noted}. What depends on the model and on vLLM's other "
         f"settings is checked when the engine starts{unchecked}"
     )
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count > 1 else ''}"

@@ -9,8 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import typer
-
+from kvferry.cli.output import output
 from kvferry.core.errors import SecretError
 from kvferry.core.security import generate
 
@@ -33,14 +32,15 @@ def run(folder: Path, engines: Sequence[str]) -> None:
         raise SecretError(
             f"{exc.filename or folder} cannot be written ({exc.strerror}): name another folder"
         ) from exc
-    typer.echo(f"Wrote, for their owner only: {', '.join(path.name for path in contents)}.")
+    console = output()
+    console.print(f"Wrote, for their owner only: {', '.join(path.name for path in contents)}.")
     if folder / f"{TICKETS}{SECRET}" not in contents:
-        typer.echo(f"Kept {TICKETS}{SECRET}, which was there.")
+        console.print(f"Kept {TICKETS}{SECRET}, which was there.")
     for engine in engines:
-        typer.echo(_instructions(folder.absolute(), engine))
-    typer.echo(
-        "\nCopy to the host of each engine only the files that it names, by a way that you trust,\n"
-        "and correct the paths there. Engines that were set up before need the new .public files\n"
+        console.print(_instructions(folder.absolute(), engine), markup=False, soft_wrap=True)
+    console.print(
+        "\nCopy to the host of each engine only the files that it names, by a way that you trust, "
+        "and correct the paths there. Engines that were set up before need the new .public files "
         "in their curve_peers, too. All engines must have the same ticket secret."
     )
 

@@ -22,7 +22,7 @@ CROWDED = 10
 
 def output() -> Console:
     """Return the console for a command's output, which wraps lines on a terminal only."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = UNWRAPPED
     return console

@@ -11,9 +11,8 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 
-import typer
-
 import kvferry
+from kvferry.cli.output import output
 from kvferry.core.errors import DriverError
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -77,12 +76,13 @@ def run(name: str) -> None:
             f"{exc.filename or folder} cannot be written ({exc.strerror}): move it away, or take "
             "another name"
         ) from exc
-    typer.echo(
-        f"Wrote {folder}: a driver that reads the memory of other processes of this host.\n"
+    output().print(
+        f"Wrote {folder}: a driver that reads the memory of other processes of this host. "
         f"Install it, look at it, and run the conformance suite, which takes a minute:\n\n"
         f"  pip install --editable '{folder}[test]'\n"
         f"  kvferry drivers\n"
-        f"  pytest {folder}"
+        f"  pytest {folder}",
+        markup=False,
     )
 
 
