@@ -94,7 +94,7 @@ def test_driver_that_kills_its_process_is_bad(
 def test_unreachable_engine_is_bad_in_the_table(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lame = Driver(name="lame", distribution="lame 1", library="", memory=["cpu"], reason=None)
+    lame = Driver(name="lame", works=True, found="lame 1: cpu memory")
     monkeypatch.setattr(doctor, "probe", lambda: Probed(drivers=[lame]))
     for address in (["127.0.0.1:1"], ["--host", "127.0.0.1", "--port", "1"]):
         ran = command.run("doctor", *address)
@@ -120,7 +120,7 @@ def test_worst_finding_decides() -> None:
 
 
 def test_no_working_driver_is_bad() -> None:
-    lame = Driver(name="lame", distribution="lame 1", library="", memory=[], reason="it is lame")
+    lame = Driver(name="lame", works=False, found="it is lame")
     assert [f.verdict for f in software.drivers(Probed(drivers=[lame]))] == [WARN, BAD]
 
 

@@ -33,13 +33,11 @@ _RMA = 1 << 1
 
 
 class Driver(Struct, frozen=True, kw_only=True):
-    """An installed driver: the memory that it reaches here, or the reason why it does not work."""
+    """An installed driver, and what it can do here, or why it does not work."""
 
     name: str
-    distribution: str
-    library: str
-    memory: list[str]
-    reason: str | None
+    works: bool
+    found: str
 
 
 class Ucx(Struct, frozen=True, kw_only=True):
@@ -150,13 +148,12 @@ def _send(descriptor: int, probed: Probed) -> None:
 
 def _driver(report: DriverReport) -> Driver:
     info, can = report.info, report.capabilities
-    return Driver(
-        name=info.name,
-        distribution=f"{info.distribution} {info.version}",
-        library=report.library,
-        memory=sorted(can.memory) if can else [],
-        reason=report.reason,
-    )
+    if can is None:
+        return Driver(name=info.name, works=False, found=report.reason or "")
+    library = f" ({report.library})" if report.library else ""
+    memory = f"{', '.join(sorted(can.memory))} memory"
+    found = f"{info.distribution} {info.version}{library}: {memory}"
+    return Driver(name=info.name, works=True, found=found)
 
 
 def gpus(cuda: CudaDriver | None) -> list[Gpu] | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 
 import kvferry
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
-from kvferry.cli.doctor.probe import Driver, Probed, Ucx
+from kvferry.cli.doctor.probe import Probed, Ucx
 from kvferry.core.side_channel_messages import SPOKEN
 from kvferry.core.transport import INTERFACE_VERSION
 from kvferry.drivers.ucx.library import listed
@@ -81,11 +81,7 @@ def vllm() -> Finding:
 
 def has_vllm() -> bool:
     """Return whether vLLM for GPUs is installed."""
-    try:
-        version(VLLM_DISTRIBUTIONS[0])
-    except PackageNotFoundError:
-        return False
-    return True
+    return any(distributions(name=VLLM_DISTRIBUTIONS[0]))
 
 
 def drivers(probed: Probed, *, nics: Sequence[str] = ()) -> Iterator[Finding]:
@@ -96,22 +92,13 @@ def drivers(probed: Probed, *, nics: Sequence[str] = ()) -> Iterator[Finding]:
             probed.trouble,
             "uninstall drivers that are not needed; python -m kvferry.cli.doctor.probe says more",
         )
-    works = [driver for driver in probed.drivers if driver.reason is None]
     for driver in probed.drivers:
-        yield _driver(driver)
-    if probed.drivers and not works:
+        name = f"driver {driver.name}"
+        yield ok(name, driver.found) if driver.works else warn(name, driver.found, LEAVE)
+    if probed.drivers and not any(driver.works for driver in probed.drivers):
         yield bad("drivers", "none of them works here", "follow one of the remedies above")
     for ucx in probed.ucx:
         yield _ucx(ucx, nics, cuda=bool(probed.gpus))
-
-
-def _driver(driver: Driver) -> Finding:
-    name = f"driver {driver.name}"
-    if driver.reason is not None:
-        return warn(name, driver.reason, LEAVE)
-    library = f" ({driver.library})" if driver.library else ""
-    memory = f"{', '.join(driver.memory)} memory"
-    return ok(name, f"{driver.distribution}{library}: {memory}")
 
 
 def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:
