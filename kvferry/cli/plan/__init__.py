@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvferry.cli.output import print_json
 from kvferry.cli.plan.advice import advice_for
@@ -23,10 +22,14 @@ from kvferry.cli.plan.engines import (
 from kvferry.cli.plan.estimate import Estimate, estimate_reads
 from kvferry.cli.plan.model import Model, read_model
 from kvferry.cli.plan.report import PlanResult, Side, print_result, record_of
+from kvferry.cli.plan.running import (
+    RunningEngine,
+    keys_of_engines,
+    read_running,
+    refusal,
+    with_keys_of,
+)
 from kvferry.core.errors import KVFerryError
-
-if TYPE_CHECKING:
-    from kvferry.cli.plan.running import RunningEngine
 
 UNKNOWN_WINDOWS = (
     "The side channel does not say which layers of decode have a sliding window: all tokens are "
@@ -63,8 +66,8 @@ def run(
         for name, text in texts.items()
     )
     one, other = _with_equal_keys(one, other), _with_equal_keys(other, one)
-    refusal = _refusal(running)
-    estimate = _estimate(one, other, tokens, refusal)
+    refused = _refused(running)
+    estimate = _estimate(one, other, tokens, refused)
     result = PlanResult(
         model=described,
         prefill=one,
@@ -74,7 +77,7 @@ def run(
             described, (one.engine, one.source), (other.engine, other.source), estimate
         ),
         early=(early, early_cases(early, one.engine, other.engine, estimate)) if early else None,
-        notes=(*one.notes, *other.notes, *refusal),
+        notes=(*one.notes, *other.notes, *refused),
     )
     if write_layouts is not None:
         for side in (one, other):
@@ -104,8 +107,6 @@ def _running(
         )
     if not addresses and not secret_key and not peers:
         return {}
-    from kvferry.cli.plan.running import keys_of_engines, read_running
-
     keys = keys_of_engines(secret_key, peers, len(addresses))
     return {
         name: read_running(address, key)
@@ -147,31 +148,27 @@ def _side(name: str, text: str, model: Model | None, tokens: int) -> Side:
 
 def _with_equal_keys(side: Side, other: Side) -> Side:
     """Return a side computed from settings with the keys of a running engine, if that is other."""
-    if not isinstance(side.source, PlanSettings) or isinstance(other.source, PlanSettings | Path):
+    if not isinstance(side.source, PlanSettings) or not isinstance(other.source, RunningEngine):
         return side
-    from kvferry.cli.plan.running import with_keys_of
-
     return replace(side, engine=with_keys_of(side.engine, other.engine))
 
 
-def _refusal(running: Mapping[str, RunningEngine]) -> tuple[str, ...]:
+def _refused(running: Mapping[str, RunningEngine]) -> tuple[str, ...]:
     """Return why two running engines refuse each other at the handshake, if they do."""
     if len(running) < 2:
         return ()
-    from kvferry.cli.plan.running import refusal
-
     reason = refusal(running["prefill"], running["decode"])
     return () if reason is None else (f"The handshake refuses this pair: {reason}",)
 
 
-def _estimate(prefill: Side, decode: Side, tokens: int, refusal: Sequence[str]) -> Estimate:
+def _estimate(prefill: Side, decode: Side, tokens: int, refused: Sequence[str]) -> Estimate:
     """Return the reads and copies that a request takes; an error has the refusal, too."""
     try:
         return estimate_reads(prefill.engine, decode.engine, tokens)
     except KVFerryError as exc:
-        if not refusal:
+        if not refused:
             raise
-        raise EngineError(". ".join((str(exc), *refusal))) from exc
+        raise EngineError(". ".join((str(exc), *refused))) from exc
 
 
 def _draw(path: Path, result: PlanResult) -> None:

@@ -156,16 +156,10 @@ def _best(changes: Sequence[Change], copies: int) -> tuple[Change, ...]:
 
 
 def _change(settings: tuple[str, str], found: Estimate) -> Change:
-    sizes = found.sizes
-    return Change(
-        prefill=settings[0],
-        decode=settings[1],
-        copies=sizes.copies,
-        busiest=found.busiest,
-        smallest=sizes.smallest,
-        median=sizes.median,
-        largest=sizes.largest,
-    )
+    figures = found.sizes.figures
+    figures["busiest"] = found.busiest
+    del figures["bytes"]
+    return Change(prefill=settings[0], decode=settings[1], **figures)
 
 
 def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:

@@ -147,7 +147,7 @@ def early_cases(
 
 def _case(question: EarlyQuestion, bandwidth: Bandwidth, estimate: Estimate) -> EarlyCase:
     prompt, chunk, rate = estimate.tokens, question.chunk, bandwidth.bytes_per_second
-    total, early = estimate.sizes.total, estimate.early_bytes
+    total, early = estimate.sizes.nbytes, estimate.early_bytes
     chunks = -(-prompt // chunk)
     computing, moving = prompt / question.prefill_rate, total / rate
     # Moving is busy from some chunk on until the end, so the end is the largest, over the chunks,

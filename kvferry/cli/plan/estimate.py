@@ -8,6 +8,7 @@ copy.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,67 +17,54 @@ import numpy as np
 from kvferry.cli.plan.engines import Engine, EngineError
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
-from kvferry.core.memory import CUDA, I64Array
+from kvferry.core.memory import CUDA
 from kvferry.core.planner.build_copies import CopyBatches, Pages, ReadRequest, Workspace
 from kvferry.core.planner.plan import Source, make_plan
 from kvferry.core.planner.strips import Overlap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ByteCounts:
-    """How many copies there are of each size.
-
-    Attributes:
-        nbytes: (n,) int64, the sizes in bytes, ascending.
-        counts: (n,) int64, the number of copies of each size.
-    """
-
-    nbytes: I64Array
-    counts: I64Array
+class CopySizes(Counter[int]):
+    """How many copies there are of each size in bytes."""
 
     @property
-    def key(self) -> tuple[bytes, bytes]:
-        """What is equal for equal counts."""
-        return self.nbytes.tobytes(), self.counts.tobytes()
+    def figures(self) -> dict[str, int]:
+        """The number of copies, their bytes, and the sizes of the extreme and the median copy."""
+        above, median = (self.total() + 1) // 2, 0
+        for nbytes in sorted(self):
+            above -= self[nbytes]
+            if above <= 0:
+                median = nbytes
+                break
+        return {
+            "copies": self.total(),
+            "bytes": sum(nbytes * count for nbytes, count in self.items()),
+            "smallest": min(self, default=0),
+            "median": median,
+            "largest": max(self, default=0),
+        }
 
     @property
     def copies(self) -> int:
         """The number of copies."""
-        return int(self.counts.sum())
+        return self.total()
 
     @property
-    def total(self) -> int:
+    def nbytes(self) -> int:
         """The bytes of all copies."""
-        return int((self.nbytes * self.counts).sum())
-
-    @property
-    def smallest(self) -> int:
-        """Bytes of the smallest copy; 0 if there is none."""
-        return int(self.nbytes[0]) if len(self.nbytes) else 0
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest copy; 0 if there is none."""
-        return int(self.nbytes[-1]) if len(self.nbytes) else 0
+        return self.figures["bytes"]
 
     @property
     def median(self) -> int:
         """The median size of a copy in bytes; 0 if there is none."""
-        if not len(self.nbytes):
-            return 0
-        upto = np.cumsum(self.counts)
-        return int(self.nbytes[np.searchsorted(upto, (upto[-1] + 1) // 2)])
+        return self.figures["median"]
 
 
-def merged(all_sizes: Iterable[ByteCounts]) -> ByteCounts:
+def merged(all_sizes: Iterable[CopySizes]) -> CopySizes:
     """Return the sum of several counts of copies."""
-    sizes = list(all_sizes)
-    nbytes = np.concatenate([np.empty(0, np.int64), *(s.nbytes for s in sizes)])
-    counts = np.concatenate([np.empty(0, np.int64), *(s.counts for s in sizes)])
-    distinct, where = np.unique(nbytes, return_inverse=True)
-    summed = np.zeros(len(distinct), np.int64)
-    np.add.at(summed, where, counts)
-    return ByteCounts(nbytes=distinct, counts=summed)
+    total = CopySizes()
+    for sizes in all_sizes:
+        total.update(sizes)
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,7 +81,7 @@ class ReadEstimate:
 
     decode: int
     source: Source = field(repr=False)
-    sizes: ByteCounts
+    sizes: CopySizes
     early_bytes: int
 
     @property
@@ -125,7 +113,7 @@ class Estimate:
     told: dict[int, int]
 
     @property
-    def sizes(self) -> ByteCounts:
+    def sizes(self) -> CopySizes:
         """How many copies of which size the whole request takes."""
         return merged(read.sizes for read in self.reads)
 
@@ -180,7 +168,7 @@ def estimate_reads(
         readers = planned.readers
         for source in planned.sources:
             by_group = _counted(source, decode, tokens, workspace)
-            early = sum(by_group[group].total for group in by_group if _is_early(decode, group))
+            early = sum(by_group[group].nbytes for group in by_group if _is_early(decode, group))
             sizes = merged(by_group.values())
             read = ReadEstimate(decode=rank, source=source, sizes=sizes, early_bytes=early)
             reads.append(read)
@@ -189,13 +177,13 @@ def estimate_reads(
 
 def _counted(
     source: Source, decode: Engine, tokens: int, workspace: Workspace
-) -> dict[int, ByteCounts]:
+) -> dict[int, CopySizes]:
     """Count the copies of a request's read from one prefill rank, by decode's cache group."""
     local = _pages("decode", source.local_layout, tokens)
     remote = _pages("prefill", source.remote_layout, tokens)
-    counts_of_groups: dict[int, ByteCounts] = {}
+    by_group: dict[int, CopySizes] = {}
     for group in {match.local_group for match in source.matches}:
-        counts_of_stretches: list[ByteCounts] = []
+        sizes = by_group[group] = CopySizes()
         first = decode.first_token(group, tokens)
         for start, stop, times in _stretches(source, group, first, tokens):
             ranges: list[tuple[int, int] | None] = [None] * len(local)
@@ -205,9 +193,8 @@ def _counted(
             while not batches.complete:
                 lengths = batches.build().nbytes.view(np.int64)
                 nbytes, counts = np.unique(lengths, return_counts=True)
-                counts_of_stretches.append(ByteCounts(nbytes=nbytes, counts=counts * times))
-        counts_of_groups[group] = merged(counts_of_stretches)
-    return counts_of_groups
+                sizes.update(dict(zip(nbytes.tolist(), (counts * times).tolist(), strict=True)))
+    return by_group
 
 
 def _is_early(decode: Engine, group: int) -> bool:

@@ -39,7 +39,7 @@ def draw_svg(path: Path, result: PlanResult) -> None:
     lefts, rights = (_centres(len(side.engine.ranks), rows) for side in sides)
     by_rank = [estimate.of_prefill(n) for n in range(len(lefts))]
     by_rank += [estimate.of_decode(n) for n in range(len(rights))]
-    totals = [merged(read.sizes for read in reads).total for reads in by_rank]
+    totals = [merged(read.sizes for read in reads).nbytes for reads in by_rank]
     _draw_ribbons(axes, by_rank, [*lefts, *rights], STEP * FILLED * 0.9 / max(1, *totals))
     for told, teller in estimate.told.items():
         xs, ys = (BOX + MARGIN, WIDTH - BOX - MARGIN), (lefts[told], rights[teller])
@@ -70,9 +70,9 @@ def _draw_ribbons(
     # Bottom and top of both ends of each ribbon, stacked from top to bottom at a rank's box.
     ends: dict[int, list[tuple[float, float]]] = {}
     for reads, centre in zip(by_rank, centres, strict=True):
-        top = centre + sum(read.sizes.total for read in reads) * scale / 2
+        top = centre + sum(read.sizes.nbytes for read in reads) * scale / 2
         for read in reads:
-            bottom = top - read.sizes.total * scale
+            bottom = top - read.sizes.nbytes * scale
             ends.setdefault(id(read), []).append((bottom, top))
             top = bottom
     x0, x1 = BOX + MARGIN, WIDTH - BOX - MARGIN
@@ -119,6 +119,6 @@ def _cut(text: str, limit: int) -> str:
 def _title(axes: Axes, estimate: Estimate, rows: int) -> None:
     sizes, top = estimate.sizes, rows * STEP + 0.85
     title = f"A request of {counted(estimate.tokens, 'token')}"
-    text = f"{size(sizes.total)} in {counted(sizes.copies, 'copy')}, median {size(sizes.median)}"
+    text = f"{size(sizes.nbytes)} in {counted(sizes.copies, 'copy')}, median {size(sizes.median)}"
     axes.text(WIDTH / 2, top, title, ha="center", **_text(9, INK))
     axes.text(WIDTH / 2, top - 0.2, text, ha="center", **_text(8, FAINT))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,13 +16,11 @@ from kvferry.cli.output import output, print_table
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
 from kvferry.cli.plan.early import EarlyCase, EarlyQuestion
 from kvferry.cli.plan.engines import Engine, PlanSettings
-from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate, merged
+from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
 from kvferry.cli.plan.fields import FieldParts, parts_of, shape_of, text_of
 from kvferry.cli.plan.model import Model
+from kvferry.cli.plan.running import RunningEngine
 from kvferry.core.transport.copies import SMALL_COPY
-
-if TYPE_CHECKING:
-    from kvferry.cli.plan.running import RunningEngine
 
 VLLM = {
     "layout": "VLLM_KV_CACHE_LAYOUT={} (if its attention backend can)",
@@ -115,10 +113,11 @@ def print_result(result: PlanResult) -> None:
         console.print(f"[yellow]{escape(note)}[/]")
     if result.notes:
         console.print()
-    sizes = estimate.sizes
+    total = estimate.sizes.figures
     console.print(
-        f"A request of {counted(estimate.tokens, 'token')} takes [bold]{size(sizes.total)}[/] in "
-        f"[bold]{counted(sizes.copies, 'copy')}[/] of {_sizes(sizes)}, its pages lying apart.\n"
+        f"A request of {counted(estimate.tokens, 'token')} takes [bold]{size(total['bytes'])}[/] "
+        f"in [bold]{counted(total['copies'], 'copy')}[/] of {_sizes(total)}, its pages lying "
+        "apart.\n"
     )
     _print_reads(console, result)
     _print_served(console, result)
@@ -197,7 +196,7 @@ class _Reading:
         self.rank, self.told = rank, estimate.told_by(rank)
         self.by_kind: dict[object, list[ReadEstimate]] = {}
         for read in estimate.of_decode(rank):
-            kind = shape_of(_parts(read)), read.sizes.key
+            kind = shape_of(_parts(read)), frozenset(read.sizes.items())
             self.by_kind.setdefault(kind, []).append(read)
 
     @property
@@ -216,7 +215,7 @@ def _print_served(console: Console, result: PlanResult) -> None:
     ]
     for rank, parts in enumerate(held):
         reads = estimate.of_prefill(rank)
-        sizes = merged(read.sizes for read in reads).key
+        sizes = frozenset(merged(read.sizes for read in reads).items())
         kind = shape_of(parts), sizes, len(reads), rank in estimate.told
         alike.setdefault(kind, []).append(rank)
     rows = []
@@ -248,14 +247,14 @@ def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
     def say(text: str, by: int = 2) -> None:
         console.print(Padding(text, (0, 0, 0, by), expand=False), style="dim" if by > 2 else "")
 
-    many = is_many(estimate)
+    many, sizes = is_many(estimate), _sizes(estimate.sizes.figures)
     if is_small(estimate):
         console.print(
-            f"[bold yellow]Small copies:[/] {_sizes(estimate.sizes)}. Below {size(SMALL_COPY)}, "
-            "what a copy costs outweighs what its bytes cost."
+            f"[bold yellow]Small copies:[/] {sizes}. Below {size(SMALL_COPY)}, what a copy costs "
+            "outweighs what its bytes cost."
         )
     else:
-        console.print(f"[bold yellow]Many copies[/] of {_sizes(estimate.sizes)}.")
+        console.print(f"[bold yellow]Many copies[/] of {sizes}.")
     if many:
         say(
             f"{BY_IPC}, a copy takes some {IPC_SECONDS * 1e6:.0f} µs beside the time of its bytes: "
@@ -268,7 +267,7 @@ def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
         fewer = estimate.sizes.copies / change.copies
         say(
             f"Try [bold]{_wording(change)}[/]: {counted(change.copies, 'copy')} of "
-            f"{_sizes(change)}; {fewer:,.0f} times fewer."
+            f"{_sizes(asdict(change))}; {fewer:,.0f} times fewer."
         )
         if many:
             say(f"{BY_IPC}: {_ipc_time(change.busiest)}.", 4)
@@ -313,16 +312,14 @@ def _ipc_time(copies: int) -> str:
 
 
 def _copy_cells(reads: Sequence[ReadEstimate]) -> tuple[str, str, str]:
-    sizes = merged(read.sizes for read in reads)
-    smallest, largest = size(sizes.smallest), size(sizes.largest)
-    of_size = smallest if sizes.smallest == sizes.largest else f"{smallest} to {largest}"
-    return f"{sizes.copies:,}", size(sizes.total), of_size
+    figures = merged(read.sizes for read in reads).figures
+    of_size = _sizes(figures).partition(",")[0]
+    return f"{figures['copies']:,}", size(figures["bytes"]), of_size
 
 
-def _sizes(sizes: ByteCounts | Change) -> str:
-    if sizes.smallest == sizes.largest:
-        return size(sizes.median)
-    return f"{size(sizes.smallest)} to {size(sizes.largest)}, median {size(sizes.median)}"
+def _sizes(sizes: Mapping[str, Any]) -> str:
+    smallest, median, largest = (size(sizes[name]) for name in ("smallest", "median", "largest"))
+    return median if smallest == largest else f"{smallest} to {largest}, median {median}"
 
 
 def _wording(change: Change) -> str:
@@ -357,7 +354,7 @@ def record_of(result: PlanResult) -> Record:
     estimate = result.estimate
     return {
         "tokens": estimate.tokens,
-        "total": _byte_counts(estimate.sizes),
+        "total": estimate.sizes.figures,
         "reads": [_read(read) for read in estimate.reads],
         "prefill": _ranks(result.prefill, estimate),
         "decode": _ranks(result.decode, estimate),
@@ -381,9 +378,7 @@ def _read(read: ReadEstimate) -> Record:
     for overlap in read.overlaps:
         keys.setdefault(overlap.shard, []).append(overlap.local.key)
     fields = [{"shard": list(shard), "keys": names} for shard, names in keys.items()]
-    return {"decode": read.decode, "prefill": read.prefill, "fields": fields} | _byte_counts(
-        read.sizes
-    )
+    return {"decode": read.decode, "prefill": read.prefill, "fields": fields} | read.sizes.figures
 
 
 def _ranks(side: Side, estimate: Estimate) -> list[Record]:
@@ -401,15 +396,5 @@ def _ranks(side: Side, estimate: Estimate) -> list[Record]:
             reads = estimate.of_decode(rank)
             record["reads"] = [read.prefill for read in reads]
             record["tells"] = estimate.told_by(rank)
-        records.append(record | _byte_counts(merged(read.sizes for read in reads)))
+        records.append(record | merged(read.sizes for read in reads).figures)
     return records
-
-
-def _byte_counts(sizes: ByteCounts) -> Record:
-    return {
-        "copies": sizes.copies,
-        "bytes": sizes.total,
-        "smallest": sizes.smallest,
-        "median": sizes.median,
-        "largest": sizes.largest,
-    }
