@@ -218,7 +218,10 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
     ``dtype`` is the element type of the cache; ``None`` or ``auto`` is the file's.
     """
     file = path / "config.json" if path.is_dir() else path
-    own = None if dtype in (None, "auto") else element_type(dtype)
+    try:
+        own = None if dtype in (None, "auto") else element_type(dtype)
+    except ModelError as exc:
+        raise ModelError(f"--dtype {exc}") from None
     try:
         return _model(*_with_defaults(_flat(_parsed(file))), own)
     except OSError as exc:
@@ -275,7 +278,8 @@ def element_type(name: str | None) -> str:
     plain = DTYPES.get(plain, plain)
     if plain not in ELEMENT_BYTES:
         raise ModelError(
-            f"unknown element type {name!r}; known are {', '.join((*ELEMENT_BYTES, *DTYPES))}"
+            f"names the unknown element type {name!r}; known are "
+            f"{', '.join((*ELEMENT_BYTES, *DTYPES))}"
         )
     return plain
 
