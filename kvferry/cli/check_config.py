@@ -86,10 +86,12 @@ def run(text: str, peers: Sequence[str] = ()) -> int:
     given = read(text)
     addresses = [(peer, *host_and_port("--peer", peer)) for peer in peers]
     found = list(_problems(given))
-    for extra in _own_settings(given):
+    notes: list[str] = []
+    for own in own_transfers(given) if is_transfer(given) else [{EXTRA: given}]:
+        extra = extra_of(own)
         found += _settings_problems(extra)
         found += _peer_problems(acceptable(extra), addresses)
-    notes = list(_notes(given))
+        notes += _notes(given, own)
     lines = [*(f"- {problem}" for problem in found), *(f"note: {note}" for note in notes)]
     for line in [*lines, _summary(len(found), len(notes), given, peers)]:
         output().print(line, markup=False)
@@ -122,8 +124,12 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
         return
     own = own_transfers(given)
     if not own:
+        connector = given.get("kv_connector")
+        unselected = (
+            "is missing" if connector is None else f"{connector!r} does not select this connector"
+        )
         yield (
-            f"{_unselected(given.get('kv_connector'))}: set kv_connector to {NAME!r} (or list it "
+            f"kv_connector {unselected}: set kv_connector to {NAME!r} (or list it "
             f'under "connectors" of {MULTI}), and remove kv_connector_module_path or set it to '
             f"{MODULE!r}"
         )
@@ -134,12 +140,6 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
             support.check_siblings(Transfer.of(one), Transfer.of(given))
         except ConfigError as exc:
             yield str(exc)
-
-
-def _unselected(connector: object) -> str:
-    if connector is None:
-        return "kv_connector is missing"
-    return f"kv_connector {connector!r} does not select this connector"
 
 
 def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
@@ -160,30 +160,25 @@ def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
         yield "enable_permute_local_kv: nothing is permuted here; remove it"
 
 
-def _own_settings(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [extra_of(one) for one in own_transfers(given)] if is_transfer(given) else [given]
-
-
-def _notes(given: Mapping[str, Any]) -> Iterator[str]:
+def _notes(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
     """Yield what an engine with this configuration would warn of at start, and a default driver."""
-    for own in own_transfers(given) if is_transfer(given) else [{EXTRA: given}]:
-        extra = extra_of(own)
-        config = acceptable(extra)
-        if "driver" not in extra:
-            yield (
-                f"driver is not set: the default, {config.driver!r}, is for engines of one host "
-                "with their caches in CPU memory"
-            )
-        yield from risks(config)
-        security, refused = examine_security_settings(config)
-        yield from (
-            security.exposed if refused else open_access_risks(security, config.side_channel_host)
+    extra = extra_of(own)
+    config = acceptable(extra)
+    if "driver" not in extra:
+        yield (
+            f"driver is not set: the default, {config.driver!r}, is for engines of one host with "
+            "their caches in CPU memory"
         )
-        chosen = "side_channel_host" in extra
-        if own.get("kv_role") != "kv_consumer" and (risk := loopback_risk(config, chosen=chosen)):
-            yield risk
-        if is_transfer(given) and (risk := support.late_turn_risk(config, Transfer.of(given))):
-            yield risk
+    yield from risks(config)
+    security, refused = examine_security_settings(config)
+    yield from (
+        security.exposed if refused else open_access_risks(security, config.side_channel_host)
+    )
+    chosen = "side_channel_host" in extra
+    if own.get("kv_role") != "kv_consumer" and (risk := loopback_risk(config, chosen=chosen)):
+        yield risk
+    if is_transfer(given) and (risk := support.late_turn_risk(config, Transfer.of(given))):
+        yield risk
 
 
 def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:

@@ -254,8 +254,8 @@ def top(
     addresses: Annotated[
         list[str],
         argument(
-            metavar="URL",
-            help="Pages of metrics, such as http://10.0.0.1:8000/metrics, or HOST:PORT.",
+            metavar="HOST:PORT",
+            help="The address of a vLLM server, or the URL of its page of metrics.",
         ),
     ],
     interval: Annotated[

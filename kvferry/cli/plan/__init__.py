@@ -26,7 +26,7 @@ from kvferry.cli.plan.running import (
     RunningEngine,
     keys_of_engines,
     read_running,
-    refusal,
+    refusals,
     with_keys_of,
 )
 from kvferry.core.errors import KVFerryError
@@ -66,7 +66,7 @@ def run(
         for name, text in texts.items()
     )
     one, other = _with_equal_keys(one, other), _with_equal_keys(other, one)
-    refused = _refused(running)
+    refused = refusals(running["prefill"], running["decode"]) if len(running) > 1 else ()
     estimate = _estimate(one, other, tokens, refused)
     result = PlanResult(
         model=described,
@@ -151,14 +151,6 @@ def _with_equal_keys(side: Side, other: Side) -> Side:
     if not isinstance(side.source, PlanSettings) or not isinstance(other.source, RunningEngine):
         return side
     return replace(side, engine=with_keys_of(side.engine, other.engine))
-
-
-def _refused(running: Mapping[str, RunningEngine]) -> tuple[str, ...]:
-    """Return why two running engines refuse each other at the handshake, if they do."""
-    if len(running) < 2:
-        return ()
-    reason = refusal(running["prefill"], running["decode"])
-    return () if reason is None else (f"The handshake refuses this pair: {reason}",)
 
 
 def _estimate(prefill: Side, decode: Side, tokens: int, refused: Sequence[str]) -> Estimate:

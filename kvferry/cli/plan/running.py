@@ -78,13 +78,13 @@ def read_running(address: str, keys: Keys = NONE) -> RunningEngine:
     return RunningEngine(address=address, info=info)
 
 
-def refusal(prefill: RunningEngine, decode: RunningEngine) -> str | None:
-    """Return why two engines refuse each other at the handshake; ``None`` if they do not."""
+def refusals(prefill: RunningEngine, decode: RunningEngine) -> tuple[str, ...]:
+    """Return why two engines refuse each other at the handshake; nothing if they do not."""
     try:
         agree(decode.info.ranks[0], prefill.info.ranks[0])
     except IncompatibleError as exc:
-        return str(exc)
-    return None
+        return (f"The handshake refuses this pair: {exc}",)
+    return ()
 
 
 def with_keys_of(computed: Engine, running: Engine) -> Engine:
