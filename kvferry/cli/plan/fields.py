@@ -84,7 +84,10 @@ def text_of(alike: Sequence[Sequence[FieldParts]]) -> str:
         layers = _layers(same[0].layers, several=len(owners) > 1)
         text = _part(same[0].parts, [one.shard for one in same])
         by_layers.setdefault(layers, []).append(text)
-    return "; ".join(f"{layers}, {', '.join(parts)}" for layers, parts in by_layers.items())
+    return "; ".join(
+        f"{layers}{': ' if len(parts) > 1 else ', '}{', '.join(parts)}"
+        for layers, parts in by_layers.items()
+    )
 
 
 def _layers(layers: Sequence[tuple[str, int | None]], *, several: bool) -> str:
