@@ -13,7 +13,7 @@ from rich.text import Text
 
 UNWRAPPED = 1 << 14
 """Columns of output that is not for a terminal: a line of it is as long as its text."""
-NARROWEST = {"text": 20, "name": 10, "sizes": 8}
+NARROWEST = {"text": 20, "sizes": 8, "name": 12}
 """To how many columns the cells of a table's column may be wrapped, by its kind; others are not."""
 
 CROWDED = 10

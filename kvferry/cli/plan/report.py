@@ -184,7 +184,7 @@ def _print_reads(console: Console, result: PlanResult) -> None:
         found = found or [("none", "nothing", "", "", "")]
         styles += ["dim"] * (len(found) - len(kinds))
         rows += [(who if n == 0 else "", *cells) for n, cells in enumerate(found)]
-    columns = {"each decode rank": "name", "from prefill": "name", "what": "text"}
+    columns = {"each\ndecode rank": "name", "from prefill": "name", "what": "text"}
     columns |= {"copies": "number", "bytes": "number", "of size": "sizes"}
     print_table(console, columns, rows, styles)
 
@@ -226,7 +226,7 @@ def _print_served(console: Console, result: PlanResult) -> None:
         copies = _copy_cells(estimate.of_prefill(ranks[0]))[:2]
         what = text_of([held[rank] for rank in ranks])
         rows.append((result.prefill.rank_name(*ranks), what, by, *copies))
-    columns = {"each prefill rank": "name", "holds": "text", "to decode": "name"}
+    columns = {"each\nprefill rank": "name", "holds": "text", "to decode": "name"}
     print_table(console, columns | {"copies": "number", "bytes": "number"}, rows)
 
 
