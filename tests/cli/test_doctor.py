@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.cli import doctor
 from kvferry.cli.doctor import DoctorError, channel, devices, kernel, run, software, worst
-from kvferry.cli.doctor.finding import FindingLevel, bad, ok, warn
+from kvferry.cli.doctor.finding import Check, FindingLevel
 from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx, probe
 from kvferry.cli.keys import keys_of
 from kvferry.core import side_channel_messages as wire
@@ -113,7 +113,8 @@ def test_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
 
 
 def test_worst_finding_decides() -> None:
-    fine, known, wrong = ok("a", "fine"), warn("b", "old", "renew"), bad("c", "broken", "mend")
+    a = Check("a")
+    fine, known, wrong = a.ok("fine"), a.warn("old", "renew"), a.bad("broken", "mend")
     assert worst([]) is worst([fine]) is OK
     assert worst([known, fine]) is WARN
     assert worst([known, wrong, fine]) is BAD

@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvferry.cli.doctor.finding import Finding, ok, warn
+from kvferry.cli.doctor.finding import Check, Finding
 from kvferry.drivers.ucx.dlopen import loads
 
-RDMA, GPU = "RDMA", "GPU"
+RDMA, GPU = Check("RDMA"), Check("GPU")
 ACTIVE = "ACTIVE"
 OPEN = "open"
 """The kind of NVIDIA's kernel module that exports GPU memory as dmabuf."""
@@ -42,20 +42,19 @@ def rdma(root: Path = Path("/")) -> Finding:
     """Return the finding about NICs with RDMA, and whether this process may use them."""
     names = nics(root)
     if not names:
-        return ok(RDMA, "no NIC with RDMA: between hosts bytes go by TCP")
+        return RDMA.ok("no NIC with RDMA: between hosts bytes go by TCP")
     ports = [port for nic in names for port in _ports(root, nic)]
     text = "; ".join(ports) or ", ".join(names)
     if not any(ACTIVE in port for port in ports):
-        return warn(RDMA, text, "no port is active: check the cable and the switch")
+        return RDMA.warn(text, "no port is active: check the cable and the switch")
     verbs = sorted((root / "dev/infiniband").glob("uverbs*"))
     if not any(os.access(path, os.R_OK | os.W_OK) for path in verbs):
-        return warn(
-            RDMA,
+        return RDMA.warn(
             f"{text}; but this process may not use /dev/infiniband/uverbs*",
             "give it the devices (--device=/dev/infiniband for a container), and the right to open "
             "them",
         )
-    return ok(RDMA, text)
+    return RDMA.ok(text)
 
 
 def _ports(root: Path, nic: str) -> Iterator[str]:
@@ -79,16 +78,15 @@ def gpu(
 ) -> Finding:
     """Return the finding about GPUs, and whether CUDA can use them."""
     if not found:
-        return ok(GPU, "none")
+        return GPU.ok("none")
     text = "; ".join(found)
     if "AMD" in text:
-        return ok(GPU, text)
+        return GPU.ok(text)
     module = kernel_module(root)
     if module:
         text = f"{text}; kernel module {module}"
     if not loads(Path(library)):
-        return warn(
-            GPU,
+        return GPU.warn(
             f"{text}; but {library} does not load, so that no driver can offer cuda memory",
             "give the container the GPU with CUDA's library (--gpus all, with compute in "
             "NVIDIA_DRIVER_CAPABILITIES)"
@@ -96,13 +94,12 @@ def gpu(
             else "install NVIDIA's driver, or give the container the GPU (--gpus all)",
         )
     if not cuda_answers:
-        return warn(
-            GPU,
+        return GPU.warn(
             f"{text}; but CUDA finds no GPU when it starts",
             "see what nvidia-smi says, and whether CUDA_VISIBLE_DEVICES hides the GPUs: "
             f"{library} and the kernel module must be of one version",
         )
-    return ok(GPU, text)
+    return GPU.ok(text)
 
 
 def kernel_module(root: Path = Path("/")) -> str:

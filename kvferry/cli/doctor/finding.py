@@ -27,16 +27,19 @@ class Finding:
     remedy: str = ""
 
 
-def ok(name: str, found: str) -> Finding:
-    """Return a finding that needs no remedy."""
-    return Finding(name=name, verdict=FindingLevel.OK, found=found)
+class Check(str):
+    """What is checked: the name of its findings."""
 
+    __slots__ = ()
 
-def warn(name: str, found: str, remedy: str) -> Finding:
-    """Return a finding that is worth knowing."""
-    return Finding(name=name, verdict=FindingLevel.WARN, found=found, remedy=remedy)
+    def ok(self, found: str) -> Finding:
+        """Return a finding that needs no remedy."""
+        return Finding(name=self, verdict=FindingLevel.OK, found=found)
 
+    def warn(self, found: str, remedy: str) -> Finding:
+        """Return a finding that is worth knowing."""
+        return Finding(name=self, verdict=FindingLevel.WARN, found=found, remedy=remedy)
 
-def bad(name: str, found: str, remedy: str) -> Finding:
-    """Return a finding that needs its remedy."""
-    return Finding(name=name, verdict=FindingLevel.BAD, found=found, remedy=remedy)
+    def bad(self, found: str, remedy: str) -> Finding:
+        """Return a finding that needs its remedy."""
+        return Finding(name=self, verdict=FindingLevel.BAD, found=found, remedy=remedy)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.cli.doctor import devices
-from kvferry.cli.doctor.finding import Finding, bad, ok, warn
+from kvferry.cli.doctor.finding import Check, Finding
 from kvferry.cli.doctor.probe import Gpu
 
-NEAR, BINDING, UCX_DEVICES = "NICs near GPUs", "NIC of each GPU", "UCX_NET_DEVICES"
+NEAR, BINDING = Check("NICs near GPUs"), Check("NIC of each GPU")
+UCX_DEVICES = Check("UCX_NET_DEVICES")
 MAPPING, SELECTION = "VLLM_GPU_NIC_PCIE_MAPPING", "VLLM_NIC_SELECTION_VARS"
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """Vendor of GPUs, and the class that their PCI devices have."""
@@ -91,14 +92,13 @@ def near(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> Iterator[Finding
     )
     far = [card.name for card in cards if best[card] == FAR]
     if far:
-        yield warn(
-            NEAR,
+        yield NEAR.warn(
             text,
             f"let engines that exchange pages with other hosts use other GPUs than {', '.join(far)}"
             ": their bytes cross the link between the processors",
         )
     else:
-        yield ok(NEAR, text)
+        yield NEAR.ok(text)
 
 
 def bound(
@@ -117,23 +117,20 @@ def _binding(
     mapping: str, selection: str, cards: Sequence[PciDevice], network: Sequence[PciDevice]
 ) -> Finding:
     if not mapping or not selection:
-        return bad(
-            BINDING,
+        return BINDING.bad(
             f"{MAPPING if mapping else SELECTION} is set alone, and vLLM then does not start",
             f"set both, such as {MAPPING}=GPU=NIC,... and {SELECTION}={UCX_DEVICES}:1",
         )
     pairs = [tuple(map(_address, pair.split("=", 1))) for pair in mapping.split(",") if pair]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        return bad(
-            BINDING,
+        return BINDING.bad(
             f"{MAPPING}={mapping} is no list of GPU=NIC, both PCI addresses",
             "write it as 0000:1b:00.0=0000:1c:00.0,...",
         )
     known = {_address(nic.bus): nic.name for nic in network}
     missing = [_written(pair[1]) for pair in pairs if pair[1] not in known]
     if missing:
-        return bad(
-            BINDING,
+        return BINDING.bad(
             f"{MAPPING} names {', '.join(missing)}, where no NIC with RDMA is: vLLM's worker ends",
             f"name one of {', '.join(nic.bus for nic in network) or 'none, there is no NIC'}",
         )
@@ -145,18 +142,16 @@ def _coverage(wanted: Mapping[Address, str], selection: str, cards: Sequence[Pci
     """Return the finding about a mapping whose NICs exist."""
     unbound = [card.name for card in cards if _address(card.bus) not in wanted]
     if unbound:
-        return warn(
-            BINDING,
+        return BINDING.warn(
             f"{MAPPING} has no entry for GPU {', '.join(unbound)}: vLLM's worker on it ends",
             "add entries, unless no engine uses these GPUs",
         )
     if UCX_DEVICES not in [name.partition(":")[0].strip() for name in selection.split(",")]:
-        return warn(
-            BINDING,
+        return BINDING.warn(
             f"{SELECTION}={selection} does not set {UCX_DEVICES}: UCX and NIXL stay unbound",
             f"add {UCX_DEVICES}:1 to it",
         )
-    return ok(BINDING, ", ".join(f"{_written(gpu)}: {nic}" for gpu, nic in wanted.items()))
+    return BINDING.ok(", ".join(f"{_written(gpu)}: {nic}" for gpu, nic in wanted.items()))
 
 
 def _ucx_devices(listed: str, root: Path) -> Finding:
@@ -165,12 +160,11 @@ def _ucx_devices(listed: str, root: Path) -> Finding:
     named = [name.strip().partition(":")[0] for name in listed.removeprefix("^").split(",")]
     missing = [name for name in named if name not in known | {"all", ""} and "*" not in name]
     if missing:
-        return warn(
-            UCX_DEVICES,
+        return UCX_DEVICES.warn(
             f"{listed}: there is no {', '.join(missing)} here",
             "correct it, or unset it: UCX then uses the NICs near the memory",
         )
-    return ok(UCX_DEVICES, f"{listed}; UCX uses no other network device")
+    return UCX_DEVICES.ok(f"{listed}; UCX uses no other network device")
 
 
 def _distance(gpu: PciDevice, nic: PciDevice) -> int:
