@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from kvferry.core.errors import KVFerryError
 
@@ -15,15 +16,7 @@ class AddressError(KVFerryError):
 
 
 def host_and_port(option: str, address: str) -> tuple[str, int]:
-    """Return the host and the port of a side channel's address.
-
-    Args:
-        option: The option, for the error.
-        address: The value of the option; an IPv6 address stands in brackets.
-
-    Raises:
-        AddressError: The address is not ``HOST:PORT``.
-    """
+    """Return the host and the port of a side channel's address."""
     found = ADDRESS.fullmatch(address)
     if found is None or not 1 <= int(found["port"]) <= MAX_PORT:
         raise AddressError(
@@ -31,3 +24,9 @@ def host_and_port(option: str, address: str) -> tuple[str, int]:
             f"a port in 1 to {MAX_PORT}: name the engine's side_channel_host and side_channel_port"
         )
     return found["host"].strip("[]"), int(found["port"])
+
+
+def engine_address(words: Sequence[str]) -> tuple[str, int]:
+    """Return the host and the port of an engine: of ``HOST:PORT``, or of two words."""
+    text = words[0] if len(words) == 1 else f"[{words[0]}]:{' '.join(words[1:])}"
+    return host_and_port("the engine", text)

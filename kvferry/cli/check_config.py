@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import typer
 
 from kvferry.cli.addresses import host_and_port
+from kvferry.cli.formatting import counted
+from kvferry.cli.output import output
 from kvferry.core.errors import AdmissionError, DriverError, HandshakeError, KVFerryError
 from kvferry.core.security import Access
 from kvferry.core.side_channel import health
@@ -58,18 +60,11 @@ class InputError(KVFerryError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A connector's part of a ``--kv-transfer-config``, as far as its siblings matter.
-
-    Attributes:
-        kv_role: The role.
-        kv_connector_extra_config: The settings.
-        kv_load_failure_policy: What becomes of a request whose load failed; vLLM's default if the
-            key is missing.
-    """
+    """A connector's part of a ``--kv-transfer-config``, as far as its siblings matter."""
 
     kv_role: str
     kv_connector_extra_config: Mapping[str, Any]
-    kv_load_failure_policy: str = "fail"
+    kv_load_failure_policy: str
 
     @property
     def is_kv_consumer(self) -> bool:
@@ -79,12 +74,10 @@ class Transfer:
     @classmethod
     def of(cls, transfer: Mapping[str, Any]) -> Transfer:
         """Return a connector's part from its keys and values."""
-        role = str(transfer.get("kv_role"))
-        policy = str(transfer.get("kv_load_failure_policy") or "fail")
         return cls(
-            kv_role=role,
+            kv_role=str(transfer.get("kv_role")),
             kv_connector_extra_config=extra_of(transfer),
-            kv_load_failure_policy=policy,
+            kv_load_failure_policy=str(transfer.get("kv_load_failure_policy") or "fail"),
         )
 
 
@@ -94,40 +87,24 @@ def print_schema() -> None:
 
 
 def run(text: str, peers: Sequence[str] = ()) -> int:
-    """Check a configuration, and print what is wrong with it.
-
-    Args:
-        text: A JSON object, or the path of a file with one: ``kv_connector_extra_config``, or the
-            value of ``--kv-transfer-config``.
-        peers: ``HOST:PORT`` of the side channel of each engine that must answer.
-
-    Returns:
-        The exit status: 0 if nothing is wrong, otherwise 1.
-
-    Raises:
-        InputError: There is no JSON object.
-    """
+    """Check a configuration, and print what is wrong with it."""
     given = read(text)
     addresses = [(peer, *host_and_port("--peer", peer)) for peer in peers]
     found = list(_problems(given))
-    for extra in _own_settings(given):
+    notes: list[str] = []
+    for own in own_transfers(given) if is_transfer(given) else [{EXTRA: given}]:
+        extra = extra_of(own)
         found += _settings_problems(extra)
         found += _peer_problems(acceptable(extra), addresses)
-    for problem in found:
-        typer.echo(f"- {problem}")
-    notes = list(_notes(given))
-    for note in notes:
-        typer.echo(f"note: {note}")
-    typer.echo(_summary(len(found), len(notes), given, peers))
+        notes += _notes(given, own)
+    lines = [*(f"- {problem}" for problem in found), *(f"note: {note}" for note in notes)]
+    for line in [*lines, _summary(len(found), len(notes), given, peers)]:
+        output().print(line, markup=False)
     return int(bool(found))
 
 
 def read(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text, or in the file that the text names.
-
-    Raises:
-        InputError: There is none.
-    """
+    """Return the JSON object in a text, or in the file that the text names."""
     literal = text.lstrip().startswith(("{", "["))
     try:
         given = json.loads(text if literal else Path(text).read_text(encoding="utf-8"))
@@ -148,13 +125,16 @@ def is_transfer(given: Mapping[str, Any]) -> bool:
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a ``--kv-transfer-config`` but for the settings of the connector."""
     if not is_transfer(given):
         return
     own = own_transfers(given)
     if not own:
+        connector = given.get("kv_connector")
+        unselected = (
+            "is missing" if connector is None else f"{connector!r} does not select this connector"
+        )
         yield (
-            f"{_unselected(given.get('kv_connector'))}: set kv_connector to {NAME!r} (or list it "
+            f"kv_connector {unselected}: set kv_connector to {NAME!r} (or list it "
             f'under "connectors" of {MULTI}), and remove kv_connector_module_path or set it to '
             f"{MODULE!r}"
         )
@@ -167,15 +147,7 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
             yield str(exc)
 
 
-def _unselected(connector: object) -> str:
-    """Return how a ``kv_connector`` fails to select this connector."""
-    if connector is None:
-        return "kv_connector is missing"
-    return f"kv_connector {connector!r} does not select this connector"
-
-
 def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the keys of a ``--kv-transfer-config`` and their values."""
     for key in transfer:
         if key in SETTINGS:
             yield f"{key!r} is a setting of {NAME}, which belongs into {EXTRA}: move it there"
@@ -193,64 +165,41 @@ def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
         yield "enable_permute_local_kv: nothing is permuted here; remove it"
 
 
-def _own_settings(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings of the connector in what is checked; normally one object."""
-    return [extra_of(one) for one in own_transfers(given)] if is_transfer(given) else [given]
-
-
-def _notes(given: Mapping[str, Any]) -> Iterator[str]:
+def _notes(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
     """Yield what an engine with this configuration would warn of at start, and a default driver."""
-    for own in own_transfers(given) if is_transfer(given) else [{EXTRA: given}]:
-        extra = extra_of(own)
-        config = acceptable(extra)
-        if "driver" not in extra:
-            yield (
-                f"driver is not set: the default, {config.driver!r}, is for engines of one host "
-                "with their caches in CPU memory"
-            )
-        yield from risks(config)
-        security, refused = examine_security_settings(config)
-        yield from (
-            security.exposed if refused else open_access_risks(security, config.side_channel_host)
+    extra = extra_of(own)
+    config = acceptable(extra)
+    if "driver" not in extra:
+        yield (
+            f"driver is not set: the default, {config.driver!r}, is for engines of one host with "
+            "their caches in CPU memory"
         )
-        chosen = "side_channel_host" in extra
-        if own.get("kv_role") != "kv_consumer" and (risk := loopback_risk(config, chosen=chosen)):
-            yield risk
-        if is_transfer(given) and (risk := late_turn_risk(config, Transfer.of(given))):
-            yield risk
+    yield from risks(config)
+    security, refused = examine_security_settings(config)
+    yield from (
+        security.exposed if refused else open_access_risks(security, config.side_channel_host)
+    )
+    chosen = "side_channel_host" in extra
+    if own.get("kv_role") != "kv_consumer" and (risk := loopback_risk(config, chosen=chosen)):
+        yield risk
+    if is_transfer(given) and (risk := late_turn_risk(config, Transfer.of(given))):
+        yield risk
 
 
 def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the settings of the connector on this host.
-
-    Unlike the check at an engine's launch, this check starts the driver with its options.
-    """
+    """Yield what is wrong with the settings of the connector on this host."""
     yield from problems(extra)
     config = acceptable(extra)
-    yield from _raised(DriverError, lambda: _start_driver(config))
+    try:
+        registry.create(config.driver, config.driver_options).close()
+    except DriverError as exc:
+        yield str(exc)
     yield from examine_security_settings(config)[1]
     yield from address_problems(config, [0])
 
 
-def _start_driver(config: Config) -> None:
-    registry.create(config.driver, config.driver_options).close()
-
-
-def _raised(kind: type[KVFerryError], check: Callable[[], object]) -> Iterator[str]:
-    """Yield the text of the error that a check raises; nothing if it raises none."""
-    try:
-        check()
-    except kind as exc:
-        yield str(exc)
-
-
 def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) -> Iterator[str]:
-    """Yield why engines do not answer this host with these settings.
-
-    Args:
-        config: The settings, whose keys and networks are used.
-        addresses: The option, the host and the port of each engine's side channel.
-    """
+    """Yield why engines do not answer this host with these settings."""
     security, refused = examine_security_settings(config)
     if refused:  # named among the problems of the settings
         return
@@ -260,17 +209,11 @@ def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) ->
         except HandshakeError as exc:
             yield f"--peer {peer}: {exc}"
         else:
-            typer.echo(f"peer {peer}: engine {engine} answers")
+            output().print(f"peer {peer}: engine {engine} answers", markup=False)
 
 
 def _engine_at(host: str, port: int, access: Access) -> str:
-    """Return the id of the engine whose side channel is at an address.
-
-    The address does not say which of ``curve_peers`` is the engine's key, so each is tried.
-
-    Raises:
-        HandshakeError: It does not answer, or has none of the keys.
-    """
+    """Return the id of the engine whose side channel is at an address."""
     *others, last = sorted(access.peers) or [b""]
     for key in others:
         try:
@@ -281,24 +224,12 @@ def _engine_at(host: str, port: int, access: Access) -> str:
 
 
 def _summary(count: int, notes: int, given: Mapping[str, Any], peers: Sequence[str]) -> str:
-    """Return the last line of the output.
-
-    Args:
-        count: The number of problems.
-        notes: The number of notes.
-        given: What was checked.
-        peers: The addresses that were asked.
-    """
     what = "--kv-transfer-config" if is_transfer(given) else EXTRA
     if count:
-        return f"{what}: {_counted(count, 'problem')}"
+        return f"{what}: {counted(count, 'problem')}"
     unchecked = "" if peers else "; whether a peer can be reached, --peer HOST:PORT tells"
-    noted = f" but for {_counted(notes, 'note')} above" if notes else ""
+    noted = f" but for {counted(notes, 'note')} above" if notes else ""
     return (
         f"{what}: no problem on this host{noted}. What depends on the model and on vLLM's other "
         f"settings is checked when the engine starts{unchecked}"
     )
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count > 1 else ''}"

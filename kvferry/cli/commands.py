@@ -25,7 +25,7 @@ from kvferry.cli.options import (
     CurveSecretKey,
     DecodeEngine,
     HopMilliseconds,
-    JsonInsteadOfTables,
+    Json,
     LayoutsFolder,
     ModelConfig,
     PictureFile,
@@ -34,6 +34,8 @@ from kvferry.cli.options import (
     Prompts,
     RequestTokens,
     RunningEngines,
+    argument,
+    option,
 )
 from kvferry.core.errors import KVFerryError
 
@@ -72,7 +74,6 @@ def _leave_after(run: Callable[[], int | None]) -> NoReturn:
 
 
 def _print_version(wanted: bool) -> None:
-    """Print the version and exit, if ``--version`` was given."""
     if wanted:
         typer.echo(kvferry.__version__)
         raise typer.Exit
@@ -91,9 +92,7 @@ def _common(
 
 
 @app.command()
-def drivers(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+def drivers(as_json: Json = False) -> None:
     """List the installed drivers, and what each can do here."""
     from kvferry.cli.drivers import run
 
@@ -114,7 +113,7 @@ def demo(
         typer.Option(
             metavar="RANKS/ORDER/TOKENS",
             show_default=False,
-            help="The prefill engine: how many ranks (processes) share the heads; whether a page "
+            help="The prefill engine: how many ranks share the heads; whether a page "
             "has its tokens inside its heads (HND) or its heads inside its tokens (NHD); tokens "
             "a page. 2/HND/16 if only --decode is given.",
         ),
@@ -124,16 +123,16 @@ def demo(
         typer.Option(
             metavar="ORDER/TOKENS",
             show_default=False,
-            help="The decode engine, which is one process. HND/16 if only --prefill is given.",
+            help="The decode engine, which has one rank. HND/16 if only --prefill is given.",
         ),
     ] = None,
 ) -> None:
     """Move a KV cache between two engines, and check every byte.
 
-    A prefill engine of two processes computes requests, and a decode engine (this process) pulls
-    them. Side channel, protocol and driver are real; only the model is missing. Prints what was
-    moved, and how fast compared with copies of pieces of the same size within one process, and with
-    a memcpy. Exit status 0 only if every byte is right.
+    A prefill engine (a process, with two ranks) computes requests, and a decode engine (this
+    process) pulls them. Side channel, protocol and driver are real; only the model is missing.
+    Prints what was moved, and how fast compared with copies of pieces of the same size within one
+    process, and with a memcpy. Exit status 0 only if every byte is right.
 
     First both engines have like pages (2/HND/16 and HND/16), so that large pieces are moved; then
     unlike ones (2/HND/16 and NHD/32), whose pieces are a head of a token. With --prefill or
@@ -147,34 +146,35 @@ def demo(
 
 @app.command()
 def doctor(
-    host: Annotated[
+    address: Annotated[
         str | None,
-        typer.Option(help="Also ask the side channel of a running engine.", show_default=False),
+        argument(metavar="HOST:PORT", help="Also ask the side channel of a running engine."),
     ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="The port of that side channel.", show_default=False),
-    ] = None,
+    host: Annotated[str | None, typer.Option(hidden=True)] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, hidden=True)] = None,
     engine: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Which engine should answer there.", show_default=False),
+        str | None, option(metavar="ID", help="Which engine should answer there.")
     ] = None,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check whether this machine can move KV cache, and say what to change.
 
     Tries what can be tried: loads every driver, lets one process read another's memory, binds a
-    side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With --host
-    and --port, checks from here whether a running engine answers.
+    side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With
+    HOST:PORT, checks from here whether a running engine answers: its side_channel_host and
+    side_channel_port.
 
     Exit status 0 unless something is bad. Findings that are only worth knowing do not change the
     exit status.
     """
+    from kvferry.cli.addresses import engine_address
     from kvferry.cli.doctor import run
     from kvferry.cli.keys import keys_of
 
+    if address is not None:
+        host, port = engine_address([address])
     keys = keys_of(curve_secret_key, curve_peer)
     _leave_after(lambda: run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
 
@@ -183,24 +183,21 @@ def doctor(
 def check_config(
     config: Annotated[
         str,
-        typer.Argument(
+        argument(
             metavar="FILE|JSON",
             help="The value of --kv-transfer-config, or kv_connector_extra_config: JSON, or a file "
             "with JSON.",
-            show_default=False,
         ),
     ] = "",
     peer: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             metavar="HOST:PORT",
             help="Also ask the side channel of a running engine. Again for another.",
-            show_default=False,
         ),
     ] = None,
     schema: Annotated[
-        bool,
-        typer.Option("--schema", help="Print the JSON schema of kv_connector_extra_config."),
+        bool, typer.Option("--schema", help="Print the JSON schema of kv_connector_extra_config.")
     ] = False,
 ) -> None:
     """Check a configuration for vLLM on this host, before an engine starts.
@@ -228,12 +225,9 @@ def check_config(
 
 @app.command()
 def health(
-    host: Annotated[
-        str, typer.Argument(help="The host of the engine's side channel.", show_default=False)
-    ],
-    port: Annotated[
-        int,
-        typer.Argument(min=1, max=65535, help="The port of the side channel.", show_default=False),
+    address: Annotated[
+        list[str],
+        argument(metavar="HOST:PORT", help="The engine's side_channel_host and side_channel_port."),
     ],
     timeout: Annotated[
         float, typer.Option(min=0.001, max=86400, help="The most seconds to wait, in all.")
@@ -248,8 +242,10 @@ def health(
     of a failed read may still arrive in them).
     """
     # kvferry.cli.main runs the command itself, unless help or an error has to be printed.
+    from kvferry.cli.addresses import engine_address
     from kvferry.cli.health import run
 
+    host, port = engine_address(address)
     raise typer.Exit(run(host, port, timeout=timeout, secret_key=curve_secret_key, peer=curve_peer))
 
 
@@ -257,10 +253,9 @@ def health(
 def top(
     addresses: Annotated[
         list[str],
-        typer.Argument(
-            metavar="URL",
-            help="Pages of metrics, such as http://10.0.0.1:8000/metrics, or HOST:PORT.",
-            show_default=False,
+        argument(
+            metavar="HOST:PORT",
+            help="The address of a vLLM server, or the URL of its page of metrics.",
         ),
     ],
     interval: Annotated[
@@ -313,16 +308,13 @@ def top(
 
 @app.command()
 def keygen(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to; made if need be.", show_default=False)
-    ],
+    folder: Annotated[Path, argument(metavar="DIR", help="Where to; made if need be.")],
     engine: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             metavar="NAME",
             help="Make keys for this engine. Again for another; prefill and decode if none is "
             "named.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -339,15 +331,12 @@ def keygen(
 
 @app.command()
 def bench(
-    driver: Annotated[
-        str, typer.Argument(help="Which driver; 'kvferry drivers' lists them.", show_default=False)
-    ],
+    driver: Annotated[str, argument(help="Which driver; 'kvferry drivers' lists them.")],
     option: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             metavar="KEY=VALUE",
             help="One of its driver_options, the value as JSON or text. Again for another.",
-            show_default=False,
         ),
     ] = None,
     size: Annotated[
@@ -362,7 +351,7 @@ def bench(
     seconds: Annotated[
         float, typer.Option(min=0, help="About how long to time, all in all; checks come on top.")
     ] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw a picture, .svg or .png (needs kvferry[plot])."),
@@ -397,10 +386,7 @@ def bench(
 
 @app.command("new-driver")
 def new_driver(
-    name: Annotated[
-        str,
-        typer.Argument(help="The name by which users will configure it.", show_default=False),
-    ],
+    name: Annotated[str, argument(help="The name by which users will configure it.")],
 ) -> None:
     """Write a small driver that works, to make your own of: a distribution with its tests.
 
@@ -428,7 +414,7 @@ def plan(
     prefill_rate: PrefillRate = 10_000.0,
     hop: HopMilliseconds = 0.0,
     svg: PictureFile = None,
-    as_json: JsonInsteadOfTables = False,
+    as_json: Json = False,
     write_layouts: LayoutsFolder = None,
 ) -> None:
     """Show which decode rank reads what from which prefill rank, in how many copies of which size.

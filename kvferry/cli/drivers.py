@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import json
-
-from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from kvferry.cli.output import output, print_json
 from kvferry.core.transport import Capabilities, Quiescence
 from kvferry.core.transport.registry import DriverReport, describe, installed
 
 
 def run(*, as_json: bool) -> None:
-    """Load every installed driver, and print its capabilities or why it does not work.
-
-    Args:
-        as_json: Whether to print JSON instead of text.
-    """
+    """Load every installed driver, and print its capabilities or why it does not work."""
     reports = [describe(info) for info in installed()]
     if as_json:
-        Console().print_json(json.dumps([_record(report) for report in reports]))
+        print_json([_record(report) for report in reports])
     else:
         _print_reports(reports)
 
 
 def _record(report: DriverReport) -> dict[str, object]:
-    """Return the report on a driver for ``--json``."""
     can, info = report.capabilities, report.info
-    return {
-        "name": info.name,
-        "distribution": info.distribution,
-        "version": info.version,
-        "entry_point": info.entry_point,
-        "library": report.library,
-        "works": can is not None,
-        "reason": report.reason,
-        "capabilities": None if can is None else _capabilities(can),
-    }
-
-
-def _capabilities(can: Capabilities) -> dict[str, object]:
-    """Return capabilities for ``--json``."""
-    return {
+    capabilities = can and {
         "memory": sorted(can.memory),
         "max_notification": can.max_notification,
         "cancel": can.cancel,
@@ -51,6 +30,16 @@ def _capabilities(can: Capabilities) -> dict[str, object]:
         "max_outstanding": can.max_outstanding,
         "concurrent_connect": can.concurrent_connect,
         "paged_reads": can.paged_reads,
+    }
+    return {
+        "name": info.name,
+        "distribution": info.distribution,
+        "version": info.version,
+        "entry_point": info.entry_point,
+        "library": report.library,
+        "works": can is not None,
+        "reason": report.reason,
+        "capabilities": capabilities,
     }
 
 
@@ -61,8 +50,7 @@ QUIESCENCE_TEXTS = {
 
 
 def _print_reports(reports: list[DriverReport]) -> None:
-    """Print for each driver a line with its name and library, and its abilities below."""
-    console = Console(highlight=False)
+    console = output()
     if not reports:
         console.print("No driver is installed. kvferry brings one, loopback: reinstall kvferry.")
     for report in reports:
@@ -73,11 +61,11 @@ def _print_reports(reports: list[DriverReport]) -> None:
             lines = [f"[red]does not work here:[/] {escape(report.reason or '')}"]
         else:
             lines = [f"memory: {', '.join(sorted(can.memory))}", _more(can)]
-        console.print(Padding("\n".join(lines), (0, 0, 0, 4), expand=False))
+        for line in lines:
+            console.print(Padding(line, (0, 0, 0, 4), expand=False))
 
 
 def _more(can: Capabilities) -> str:
-    """Return as text the capabilities that have no column of their own in the table."""
     notes = [
         f"notifications up to {can.max_notification} bytes",
         "can cancel" if can.cancel else "cannot cancel",

@@ -8,11 +8,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(nbytes: float) -> str:
-    """Return a size with a binary unit and three significant digits, such as ``1.25 GiB``.
-
-    Args:
-        nbytes: The size in bytes.
-    """
+    """Return a size with a binary unit and three significant digits, such as ``1.25 GiB``."""
     for unit in UNITS[:-1]:
         if nbytes < 1024:
             return f"{_three_digits(nbytes)} {unit}"
@@ -21,29 +17,20 @@ def size(nbytes: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Return a number with up to three significant digits."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if decimals else text
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with three significant digits, such as ``1.25 s`` or ``104 ms``.
-
-    Args:
-        seconds: The duration in seconds.
-    """
+    """Return a duration with three significant digits, such as ``1.25 s`` or ``104 ms``."""
     if seconds >= 1 or not seconds:
         return f"{_three_digits(seconds)} s"
     return f"{_three_digits(seconds * 1e3)} ms"
 
 
 def numbers(values: Iterable[int]) -> str:
-    """Return numbers as text, consecutive numbers as a range, such as ``0-4, 6``.
-
-    Args:
-        values: The numbers, in any order.
-    """
+    """Return numbers as text, consecutive numbers as a range, such as ``0-4, 6``."""
     runs: list[tuple[int, int]] = []
     for n in sorted(set(values)):
         if runs and n == runs[-1][1] + 1:
@@ -54,11 +41,6 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Return a count with its noun, such as ``1 copy`` and ``1,024 copies``.
-
-    Args:
-        count: The count.
-        what: The noun in the singular.
-    """
+    """Return a count with its noun, such as ``1 copy`` and ``1,024 copies``."""
     plural = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
     return f"{count:,} {what if count == 1 else plural}"

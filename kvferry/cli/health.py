@@ -9,12 +9,12 @@ import math
 import sys
 from typing import TypedDict
 
+from kvferry.cli.addresses import AddressError, engine_address
 from kvferry.cli.keys import keys_of
 from kvferry.core.side_channel import health
 
 SECONDS = 5.0
 """The most seconds to wait, unless an option says otherwise."""
-MAX_PORT = 65535
 OPTIONS = ("--timeout", "--curve-secret-key", "--curve-peer")
 
 
@@ -31,11 +31,7 @@ class Arguments(TypedDict):
 def parse(arguments: list[str]) -> Arguments | None:
     """Return the arguments of ``run`` that a command line names, without typer.
 
-    Args:
-        arguments: The words after ``kvferry health``.
-
-    Returns:
-        The arguments; ``None`` if typer has to print help or an error.
+    They are ``None`` if typer has to print help or an error.
     """
     words, options, rest = [], dict.fromkeys(OPTIONS, ""), iter(arguments)
     for word in rest:
@@ -49,11 +45,11 @@ def parse(arguments: list[str]) -> Arguments | None:
         else:
             words.append(word)
     try:
-        host, port = words[0], int(words[1])
+        host, port = engine_address(words)
         timeout = float(options["--timeout"] or SECONDS)
-    except (IndexError, ValueError):
+    except (AddressError, IndexError, ValueError):
         return None
-    if len(words) > 2 or not 1 <= port <= MAX_PORT or not 0 < timeout < math.inf:
+    if not 0 < timeout < math.inf:
         return None
     return Arguments(
         host=host,
@@ -67,22 +63,7 @@ def parse(arguments: list[str]) -> Arguments | None:
 def run(
     host: str, port: int, *, timeout: float = SECONDS, secret_key: str = "", peer: str = ""
 ) -> int:
-    """Ask an engine for its problems, and print them.
-
-    Args:
-        host: Host of the engine's side channel.
-        port: TCP port of that side channel.
-        timeout: Seconds for the whole exchange.
-        secret_key: Where the command's own secret key is, if the side channel is encrypted.
-        peer: The engine's public key, or where that key is, likewise.
-
-    Returns:
-        The exit status: 0 if the engine has no problems, otherwise 1.
-
-    Raises:
-        HandshakeError: The engine does not answer.
-        SecretError: Only one of the two keys is given, or one of them is not a valid key.
-    """
+    """Ask an engine for its problems, and print them."""
     keys = keys_of(secret_key, peer)
     condition = health(host, port, timeout=timeout, access=keys.access, key=keys.server)
     lines = [f"engine {condition.engine}: {problem}" for problem in condition.problems] or [

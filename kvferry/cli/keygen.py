@@ -9,8 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import typer
-
+from kvferry.cli.output import output
 from kvferry.core.errors import SecretError
 from kvferry.core.security import generate
 
@@ -23,18 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def run(folder: Path, engines: Sequence[str]) -> None:
-    """Write the keys of engines, and print the settings of each.
-
-    Args:
-        folder: Where to write; created if it does not exist. If it has public keys of other
-            engines, the printed settings list those engines as peers. If it has a ticket secret,
-            that secret is kept.
-        engines: Names of the engines; the files of an engine have its name, with a suffix.
-
-    Raises:
-        SecretError: A name is refused, or a file exists already or cannot be written. No file was
-            written then.
-    """
+    """Write the keys of engines, and print the settings of each."""
     _check_names(engines)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -44,24 +32,20 @@ def run(folder: Path, engines: Sequence[str]) -> None:
         raise SecretError(
             f"{exc.filename or folder} cannot be written ({exc.strerror}): name another folder"
         ) from exc
-    typer.echo(f"Wrote, for their owner only: {', '.join(path.name for path in contents)}.")
+    console = output()
+    console.print(f"Wrote, for their owner only: {', '.join(path.name for path in contents)}.")
     if folder / f"{TICKETS}{SECRET}" not in contents:
-        typer.echo(f"Kept {TICKETS}{SECRET}, which was there.")
+        console.print(f"Kept {TICKETS}{SECRET}, which was there.")
     for engine in engines:
-        typer.echo(_instructions(folder.absolute(), engine))
-    typer.echo(
-        "\nCopy to the host of each engine only the files that it names, by a way that you trust,\n"
-        "and correct the paths there. Engines that were set up before need the new .public files\n"
+        console.print(_instructions(folder.absolute(), engine), markup=False, soft_wrap=True)
+    console.print(
+        "\nCopy to the host of each engine only the files that it names, by a way that you trust, "
+        "and correct the paths there. Engines that were set up before need the new .public files "
         "in their curve_peers, too. All engines must have the same ticket secret."
     )
 
 
 def _check_names(engines: Sequence[str]) -> None:
-    """Refuse names that cannot be file names, or that are repeated.
-
-    Raises:
-        SecretError: A name is refused.
-    """
     for engine in engines:
         if not NAME.fullmatch(engine) or engine == TICKETS:
             raise SecretError(
@@ -73,15 +57,7 @@ def _check_names(engines: Sequence[str]) -> None:
 
 
 def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
-    """Make the keys, and a ticket secret if there is none; return each file's content by path.
-
-    Args:
-        folder: Where the files will be.
-        engines: Names of the engines.
-
-    Raises:
-        SecretError: One of the files exists already.
-    """
+    """Make the keys, and a ticket secret if there is none; return each file's content by path."""
     contents: dict[Path, str] = {}
     for engine in engines:
         pair = generate()
@@ -100,14 +76,7 @@ def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
 
 
 def _write_all(contents: Mapping[Path, str]) -> None:
-    """Write all files; if one cannot be written, remove those that were written before.
-
-    Args:
-        contents: The text of each file, by path.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
+    """Write all files; if one cannot be written, remove those that were written before."""
     written: list[Path] = []
     try:
         for path, text in contents.items():
@@ -123,12 +92,6 @@ def _write_all(contents: Mapping[Path, str]) -> None:
 
 
 def _instructions(folder: Path, engine: str) -> str:
-    """Return text that shows the settings with which to configure an engine.
-
-    Args:
-        folder: Absolute path of the folder with the keys.
-        engine: Name of the engine, or ``PROBE``, which has options and no settings.
-    """
     if engine == PROBE:
         return (
             f"\nTo ask an engine, give kvferry health and kvferry doctor these options:\n"

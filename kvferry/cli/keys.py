@@ -27,16 +27,7 @@ NONE = Keys()
 
 
 def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.environ) -> Keys:
-    """Return the keys that a command's options name.
-
-    Args:
-        secret_key: Where the command's own secret key is, ``file:PATH`` or ``env:NAME``.
-        peer: The engine's public key, or where that key is.
-        environment: The environment variables.
-
-    Raises:
-        SecretError: Only one of the two keys is given, or one of them is not a valid key.
-    """
+    """Return the keys that a command's options name."""
     if not secret_key and not peer:
         return NONE
     own = read_secret(secret_key, environment) if secret_key else None

@@ -5,97 +5,85 @@ Like ``commands``, this module imports nothing but typer.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+option = partial(typer.Option, show_default=False)
+argument = partial(typer.Argument, show_default=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 CurveSecretKey = Annotated[
     str,
-    typer.Option(
+    option(
         metavar="PLACE",
         help="Where this command's own secret key is, for a side channel with keys: file:PATH or "
         "env:NAME. The engine's curve_peers has to list the public one.",
-        show_default=False,
     ),
 ]
-CurvePeer = Annotated[
-    str,
-    typer.Option(metavar="KEY", help="That engine's public key, or its place.", show_default=False),
-]
+CurvePeer = Annotated[str, option(metavar="KEY", help="That engine's public key, or its place.")]
 
 # Of ``kvferry plan``.
 
 ModelConfig = Annotated[
     Path | None,
-    typer.Argument(
+    argument(
         metavar="CONFIG",
         help="A model's config.json, or its folder. Needed if an engine is given by settings.",
-        show_default=False,
     ),
 ]
 PrefillEngine = Annotated[
     str | None,
-    typer.Option(
+    option(
         metavar="SETTINGS|FILE",
         help="The prefill engine: settings as above, or a JSON file with its layouts.",
-        show_default=False,
     ),
 ]
 DecodeEngine = Annotated[
-    str | None,
-    typer.Option(metavar="SETTINGS|FILE", help="The decode engine, likewise.", show_default=False),
+    str | None, option(metavar="SETTINGS|FILE", help="The decode engine, likewise.")
 ]
 RunningEngines = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--from",
         metavar="HOST:PORT",
         help="Take the layouts of a running engine from its side channel; then --prefill or "
         "--decode is left out. If given twice, the first is the prefill engine.",
-        show_default=False,
     ),
 ]
 CurvePeers = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         metavar="KEY",
         help="The public key of a running engine, or its place; one for each --from in "
         "their order.",
-        show_default=False,
     ),
 ]
-RequestTokens = Annotated[int, typer.Option(min=1, max=1 << 24, help="How long the request is.")]
-CacheDtype = Annotated[
-    str | None,
-    typer.Option(help="Element type of the cache, if not the config's.", show_default=False),
-]
+Tokens = partial(typer.Option, min=1, max=1 << 24)
+RequestTokens = Annotated[int, Tokens(help="How long the request is.")]
+CacheDtype = Annotated[str | None, option(help="Element type of the cache, if not the config's.")]
 Bandwidths = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         metavar="RATE",
         help="What the network carries from prefill to decode in a second, all ranks together: "
         "25Gbit, 100Gbit, 40MB/s. Prints what early tickets would save. Again for another.",
-        show_default=False,
     ),
 ]
 Prompts = Annotated[
     list[int] | None,
-    typer.Option(
-        min=1,
-        max=1 << 24,
+    Tokens(
         metavar="TOKENS",
         help="With --bandwidth: a prompt's length; --tokens if not given. Again for another.",
-        show_default=False,
     ),
 ]
 ChunkTokens = Annotated[
     int,
-    typer.Option(
-        min=1,
-        max=1 << 24,
+    Tokens(
         help="With --bandwidth: how many tokens prefill computes in a step, vLLM's "
-        "max_num_batched_tokens. The default is that of vLLM's server on an H100.",
+        "max_num_batched_tokens. The default is that of vLLM's server on an H100."
     ),
 ]
 PrefillRate = Annotated[
@@ -120,11 +108,8 @@ HopMilliseconds = Annotated[
     ),
 ]
 PictureFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Draw a picture (needs kvferry[plot])."),
+    Path | None, option(metavar="FILE", help="Draw a picture (needs kvferry[plot]).")
 ]
-JsonInsteadOfTables = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 LayoutsFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Write prefill.json and decode.json there."),
+    Path | None, option(metavar="FOLDER", help="Write prefill.json and decode.json there.")
 ]

@@ -45,13 +45,16 @@ class Command:
 
     capsys: pytest.CaptureFixture[str]
 
-    def run(self, *arguments: str, width: int = 200) -> CommandResult:
-        """Run the command with these arguments, in a terminal of this width."""
+    def run(self, *arguments: str, width: int = 0) -> CommandResult:
+        """Run the command, with its output in a terminal of this width, or in a pipe if it is 0."""
         status: Any = 0
+        terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "LINES": "100"} if width else {}
         with pytest.MonkeyPatch.context() as patch:
+            for name, value in terminal.items():
+                patch.setenv(name, value)
             patch.setattr(sys, "argv", ["kvferry", *arguments])
             patch.setattr(os, "_exit", leave)
-            patch.setenv("COLUMNS", str(width))
+            patch.setenv("COLUMNS", str(width or 200))
             try:
                 main()
             except SystemExit as exc:

@@ -41,7 +41,7 @@ class PlanCommand:
     folder: Path
     command: Command
 
-    def run(self, *arguments: str, width: int = 200) -> CommandResult:
+    def run(self, *arguments: str, width: int = 0) -> CommandResult:
         """Run the command with these arguments."""
         return self.command.run("plan", *arguments, width=width)
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.cli import doctor
 from kvferry.cli.doctor import DoctorError, channel, devices, kernel, run, software, worst
-from kvferry.cli.doctor.finding import FindingLevel, bad, ok, warn
+from kvferry.cli.doctor.finding import Check, FindingLevel
 from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx, probe
 from kvferry.cli.keys import keys_of
 from kvferry.core import side_channel_messages as wire
@@ -94,17 +94,18 @@ def test_driver_that_kills_its_process_is_bad(
 def test_unreachable_engine_is_bad_in_the_table(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lame = Driver(name="lame", distribution="lame 1", library="", memory=["cpu"], reason=None)
+    lame = Driver(name="lame", works=True, found="lame 1: cpu memory")
     monkeypatch.setattr(doctor, "probe", lambda: Probed(drivers=[lame]))
-    ran = command.run("doctor", "--host", "127.0.0.1", "--port", "1")
-    assert (ran.status, ran.err) == (1, "")
-    for part in ("✓ driver lame lame 1: cpu memory", "nobody listens there", "→ ", " 1 bad, "):
-        assert part in f" {ran.words}"
+    for address in (["127.0.0.1:1"], ["--host", "127.0.0.1", "--port", "1"]):
+        ran = command.run("doctor", *address)
+        assert (ran.status, ran.err) == (1, "")
+        for part in ("✓ driver lame: lame 1: cpu memory", "nobody listens there", "→ ", " 1 bad, "):
+            assert part in f" {ran.words}"
 
 
 @pytest.mark.parametrize("arguments", [{"host": "here"}, {"port": 1}, {"engine": "prefill"}])
 def test_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
-    with pytest.raises(DoctorError, match="--host HOST --port PORT"):
+    with pytest.raises(DoctorError, match="give HOST:PORT"):
         run(**arguments)
 
 
@@ -112,14 +113,15 @@ def test_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
 
 
 def test_worst_finding_decides() -> None:
-    fine, known, wrong = ok("a", "fine"), warn("b", "old", "renew"), bad("c", "broken", "mend")
+    a = Check("a")
+    fine, known, wrong = a.ok("fine"), a.warn("old", "renew"), a.bad("broken", "mend")
     assert worst([]) is worst([fine]) is OK
     assert worst([known, fine]) is WARN
     assert worst([known, wrong, fine]) is BAD
 
 
 def test_no_working_driver_is_bad() -> None:
-    lame = Driver(name="lame", distribution="lame 1", library="", memory=[], reason="it is lame")
+    lame = Driver(name="lame", works=False, found="it is lame")
     assert [f.verdict for f in software.drivers(Probed(drivers=[lame]))] == [WARN, BAD]
 
 

@@ -109,11 +109,7 @@ OTHER = generate()
             KEYS,
             "it refuses the key of --curve-secret-key",
         ),
-        (
-            KEYED,
-            KEYS | {"peer": OTHER.public.hex()},
-            "by which it is known to --curve-peer",
-        ),
+        (KEYED, KEYS | {"peer": OTHER.public.hex()}, "by which it is known to --curve-peer"),
     ],
 )
 def test_wrong_keys_are_reported_with_options(
@@ -134,7 +130,7 @@ def test_options_have_the_names_of_the_settings(
     command: Command, keyed_server: HandshakeServer
 ) -> None:
     keys = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
-    asked = ["health", keyed_server.host, str(keyed_server.port), "--timeout", "60"]
+    asked = ["health", f"{keyed_server.host}:{keyed_server.port}", "--timeout", "60"]
     result = CliRunner().invoke(app, [*asked, *keys])
     assert (result.exit_code, result.output) == (0, HEALTHY)
     assert command.run(*asked, *keys) == (0, HEALTHY, "")
@@ -161,19 +157,20 @@ def test_probe_and_typer_have_the_same_options() -> None:
             {"host": "::1", "port": 5600, "timeout": 5.0, "secret_key": "", "peer": ""},
         ),
         (
-            ["--timeout=2", "h", "--curve-peer", "aa", "1", "--curve-secret-key=file:a=b"],
-            {"host": "h", "port": 1, "timeout": 2.0, "secret_key": "file:a=b", "peer": "aa"},
+            ["--timeout=2", "--curve-peer", "aa", "[::1]:1", "--curve-secret-key=file:a=b"],
+            {"host": "::1", "port": 1, "timeout": 2.0, "secret_key": "file:a=b", "peer": "aa"},
         ),
         (["h"], None),
+        (["h:0"], None),
         (["h", "port"], None),
         (["h", "1", "2"], None),
         (["h", "0"], None),
         (["h", "65536"], None),
-        (["h", "1", "--timeout=nan"], None),
-        (["h", "1", "--timeout=0"], None),
-        (["h", "1", "--timeout"], None),
-        (["h", "1", "--timeout", "soon"], None),
-        (["h", "1", "--verbose"], None),
+        (["h:1", "--timeout=nan"], None),
+        (["h:1", "--timeout=0"], None),
+        (["h:1", "--timeout"], None),
+        (["h:1", "--timeout", "soon"], None),
+        (["h:1", "--verbose"], None),
         (["--help"], None),
     ],
 )
@@ -184,14 +181,15 @@ def test_arguments(arguments: list[str], parsed: object) -> None:
 def test_help_and_usage_are_those_of_typer(command: Command) -> None:
     helped = command.run("health", "--help")
     assert (helped.status, "--curve-secret-key" in helped.out) == (0, True)
-    wrong = command.run("health", "localhost")
-    assert (wrong.status, "Missing argument" in wrong.err) == (2, True)
+    assert "'localhost' is not HOST:PORT" in command.run("health", "localhost").err
+    wrong = command.run("health", "localhost:1", "--timeout=0")
+    assert (wrong.status, "Invalid value for '--timeout'" in wrong.err) == (2, True)
 
 
 def test_probe_imports_little(keyed_server: HandshakeServer) -> None:
     """Modules are counted, not milliseconds, which depend on the machine and on its load."""
     keys = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
-    arguments = ["kvferry", "health", keyed_server.host, str(keyed_server.port), *keys]
+    arguments = ["kvferry", "health", f"{keyed_server.host}:{keyed_server.port}", *keys]
     code = (
         "import sys\n"
         f"sys.argv = {arguments}\n"

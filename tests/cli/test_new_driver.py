@@ -40,11 +40,7 @@ def test_files_name_the_driver_everywhere(folder: Path) -> None:
         for path in folder.rglob("*")
         if path.is_file()
     }
-    assert set(texts) == {
-        "pyproject.toml",
-        "kvferry_my_nic/__init__.py",
-        "tests/test_contract.py",
-    }
+    assert set(texts) == {"pyproject.toml", "kvferry_my_nic/__init__.py", "tests/test_contract.py"}
     assert "template" not in "".join(texts.values()).lower()
     project = tomllib.loads(texts["pyproject.toml"])["project"]
     assert project["name"] == "kvferry-my-nic"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.cli import hybrid_configs as configs
-from tests.cli.plan_command import LATENT, TINY, WINDOWS, Config, PlanCommand
+from tests.cli.plan_command import LATENT, TINY, WINDOWS, Config, PlanCommand, write_config
 
 ROOT = Path(__file__).parents[2]
 HND = "layout=HND"
@@ -53,7 +53,7 @@ def test_unread_replicas_are_notified(plan: PlanCommand) -> None:
     assert [read["prefill"] for read in found["reads"]] == [0, 2]
     assert [rank["told_by"] for rank in found["prefill"]] == [None, 0, None, 1]
     assert [rank["tells"] for rank in found["decode"]] == [[1], [3]]
-    assert "none; 0 tells it so" in plan.text(LATENT, "tp=4", "tp=2")
+    assert "none; 0-1 tell them so" in plan.text(LATENT, "tp=4", "tp=2")
 
 
 def test_ranks_without_cache_take_part(plan: PlanCommand) -> None:
@@ -71,15 +71,33 @@ def test_table_and_advice_as_text(plan: PlanCommand) -> None:
         "4 layers, 4 KV heads (k 8 + v 8, bfloat16): 512 B per token",
         "prefill 2 ranks tp=2,pp=1,block_size=16,layout=LBHNC",
         "A request of 64 tokens takes 32 KiB in 1,024 copies of 32 B",
-        "0 (pp 0) 0 (tp 0) layers 0-1, heads 0-1 256 8 KiB 32 B",
-        "1 (pp 1) 0 (tp 0) layers 2-3, heads 0-1 256 8 KiB 32 B",
-        "1 (tp 1) layers 0-3, heads 2-3 0-1 512 16 KiB",
+        "0 (pp 0) 0-1 layers 0-1, 2 each of heads 0-3 512 16 KiB 32 B",
+        "1 (pp 1) 0-1 layers 2-3, 2 each of heads 0-3 512 16 KiB 32 B",
+        "0-1 layers 0-3, 2 each of heads 0-3 0-1 512 16 KiB",
         "Small copies: 32 B.",
         "Decode keeps the heads of a token together (NHD), prefill the tokens of a head (HND)",
         "Try layout=LBHNC on decode: 64 copies of 512 B; 16 times fewer.",
         "VLLM_KV_CACHE_LAYOUT=LBHNC",
     ):
         assert part in said
+
+
+@pytest.mark.parametrize("width", [80, 50])
+def test_alike_ranks_are_a_row_that_fits_a_terminal(plan: PlanCommand, width: int) -> None:
+    config = write_config(plan.folder, configs.NEMOTRON_H)
+    shown = plan.run(config, "--prefill=tp=2", "--decode=tp=8", width=width).out
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown.count("ssm") == 2
+    # A row, or below 80 columns a line for each cell, whose words are not torn.
+    words = " ".join(shown.split())
+    assert ("prefill rank holds to decode copies bytes" in words) == (width == 80)
+    assert "decode rank 0-7 from prefill 1 each of 0-1" in words or width == 80
+
+
+def test_output_in_a_pipe_is_not_wrapped(plan: PlanCommand) -> None:
+    lines = plan.between(configs.NEMOTRON_H, "tp=2", "tp=8").out.splitlines()
+    row = next(line for line in lines if line.startswith("0-7 "))
+    assert "conv/B and conv/C 128 each of 0-1023, ssm 16 each of 0-127; layers 7" in row
 
 
 LLAMA: Config = {
@@ -227,7 +245,7 @@ def test_ranks_of_unknown_coordinates_are_numbered(plan: PlanCommand) -> None:
     prefill, decode = plan.layouts(TINY, "tp=2")
     ranks = msgspec.json.decode(Path(prefill).read_bytes())["ranks"]
     Path(prefill).write_bytes(msgspec.json.encode({"ranks": ranks}))
-    assert " 1 layers 0-3, heads 2-3 " in plan.text(None, prefill, decode)
+    assert "0-1 layers 0-3, 2 each of heads 0-3 " in plan.text(None, prefill, decode)
 
 
 def test_engines_of_different_models_are_refused(plan: PlanCommand) -> None:

@@ -132,11 +132,7 @@ WRONG_SETTINGS = [
     (TINY, "kernel_block=5", "kernel_block=5 does not divide block_size=16"),
     (TINY, "kernel_block=8,layout=BLHNC", "so kernels cannot cut them: use block_size=8 or"),
     (TINY, "tp=1024,pp=1024", "more than 4096 ranks"),
-    (
-        configs.NEMOTRON_H,
-        "tp=16",
-        "tp=16 does not divide the 8 units of a state's B channels",
-    ),
+    (configs.NEMOTRON_H, "tp=16", "tp=16 does not divide the 8 units of a state's B channels"),
     (
         configs.QWEN3_NEXT | {"linear_num_value_heads": 1},
         "tp=2",

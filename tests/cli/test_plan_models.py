@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.cli.plan.engines import PlanSettings, fit_states, make_engine, parse
-from kvferry.cli.plan.estimate import ByteCounts, estimate_reads
+from kvferry.cli.plan.estimate import CopySizes, estimate_reads
 from kvferry.cli.plan.model import read_model
 from kvferry.cli.plan.running import with_keys_of
 from tests.cli import hybrid_configs as configs
@@ -28,7 +28,7 @@ def copies_of(
     *,
     tokens: int = 16,
     dtype: str | None = None,
-) -> ByteCounts:
+) -> CopySizes:
     """Return the copies of a request between two engines of the model of a config file."""
     model = read_model(Path(write_config(folder, config)), dtype)
     one, other = (make_engine(model, parse(side, ""), tokens) for side in (prefill, decode))
@@ -77,13 +77,13 @@ EQUIVALENT: dict[str, Config] = {
 
 @pytest.mark.parametrize("model", EQUIVALENT.values(), ids=EQUIVALENT)
 def test_equivalent_config_files_give_the_same_bytes(tmp_path: Path, model: Config) -> None:
-    assert copies_of(tmp_path, model).total == 16 * BYTES_PER_TOKEN
+    assert copies_of(tmp_path, model).nbytes == 16 * BYTES_PER_TOKEN
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("fp8", 1), ("auto", 2), ("torch.float32", 4)])
 def test_element_types_set_the_bytes(tmp_path: Path, name: str, nbytes: int) -> None:
     found = copies_of(tmp_path, TINY, dtype=name)
-    assert found.total == 16 * BYTES_PER_TOKEN * nbytes // 2
+    assert found.nbytes == 16 * BYTES_PER_TOKEN * nbytes // 2
 
 
 def test_assumed_heads_are_reported(plan: PlanCommand) -> None:
@@ -167,7 +167,7 @@ def test_indexes_are_moved_with_latents(tmp_path: Path, layout: str, kernel: int
     side = f"layout={layout}" + f",kernel_block={kernel}" * bool(kernel)
     model = INDEXED | {"index_topk_pattern": "FSSF"}
     found = copies_of(tmp_path, model, f"tp=2,{side}", side, tokens=64)
-    assert found.total == 64 * (4 * 64 + 2 * 132)
+    assert found.nbytes == 64 * (4 * 64 + 2 * 132)
 
 
 def test_layers_with_an_index_are_named(plan: PlanCommand) -> None:
@@ -221,7 +221,7 @@ def test_bytes_of_hybrids(
     block = step * -(-state // (step * token))
     side = f"layout={layout}"
     found = copies_of(tmp_path, model, side, side, tokens=block)
-    assert found.total == attending * block * token + stateful * state
+    assert found.nbytes == attending * block * token + stateful * state
     read = read_model(Path(write_config(tmp_path, model)))
     assert fit_states(read, parse(side, "")).block_size == block
 
@@ -236,9 +236,9 @@ def test_table_names_the_states(plan: PlanCommand) -> None:
         "prefill 2 ranks tp=2,pp=1,block_size=544,layout=LBNHC",
         "Pages of decode have 544 tokens instead of 16: vLLM enlarges them until a page of "
         "attention has room for a state.",
-        "conv/q and conv/k 0-1023",
-        "conv/v 0-2047",
-        "ssm 0-15",
+        "conv/q and conv/k 1,024 each of 0-2047",
+        "conv/v 2,048 each of 0-4095",
+        "ssm 16 each of 0-31",
     ):
         assert part in said
 

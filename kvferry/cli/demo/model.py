@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.core.errors import KVFerryError
-from kvferry.testing.engines import POISON, CacheShape, EngineRank
+from kvferry.testing.engines import CacheShape
 
 LAYERS, HEADS, HEAD_DIM, DTYPE, ELEMENT_BYTES = 32, 8, 128, "bfloat16", 2
 """The dimensions are those of Llama 3 8B."""
@@ -31,68 +33,38 @@ SPARE_PAGES = 4
 No load may change these pages.
 """
 
+_SHAPE = re.compile(r"([0-9]{1,4})/(HND|NHD)/([0-9]{1,4})", re.IGNORECASE)
+
 
 class DemoError(KVFerryError):
     """The demo cannot start or continue; the message says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A request of the demo.
+class Request(NamedTuple):
+    """A request of the demo; its token ids count up from ``first_token``, and are in no other."""
 
-    Attributes:
-        number: The request's number.
-        first_token: The id of the first token of its prompt; the next ones follow it.
-        tokens: Number of tokens in the prompt.
-    """
-
-    number: int
+    name: str
     first_token: int
     tokens: int
 
-    @property
-    def name(self) -> str:
-        """The request's id."""
-        return f"demo-{self.number}"
-
-    @property
-    def prompt(self) -> range:
-        """The token ids of the prompt, which both engines know, and no other request has."""
-        return range(self.first_token, self.first_token + self.tokens)
-
 
 def shape_of(text: str, tp: int | None = None) -> CacheShape:
-    """Return the shape that an option's text names, without room for a request yet.
+    """Return the shape that ``RANKS/ORDER/TOKENS`` names, or ``ORDER/TOKENS`` if ``tp`` is given.
 
-    The K and the V of a layer are layers of the shape, whose elements are words.
-
-    Args:
-        text: ``RANKS/ORDER/TOKENS`` such as ``2/HND/16``, or ``ORDER/TOKENS`` if ``tp`` is given.
-        tp: Number of ranks; ``None`` if the text has it.
-
-    Raises:
-        DemoError: The text is written in another way, or there is no such shape.
+    It has no room for a request yet. The K and the V of a layer are layers of the shape, whose
+    elements are words.
     """
-    pattern = "ORDER/TOKENS" if tp else "RANKS/ORDER/TOKENS"
-    match (*([str(tp)] if tp else []), *text.split("/")):
-        case (ranks, order, block) if ranks.isdecimal() and block.isdecimal():
-            return _checked(int(ranks), order.upper(), int(block))
-    example = "NHD/32" if tp else "2/HND/16"
-    raise DemoError(f"{text!r} is no shape of an engine: write {pattern}, such as {example}")
-
-
-def _checked(tp: int, order: str, block: int) -> CacheShape:
-    """Return the shape of an engine of this model; refuse one that no engine can have."""
-    if not 1 <= tp <= HEADS:
-        raise DemoError(f"{tp} ranks: the model has {HEADS} heads, so 1 to {HEADS}")
-    if order not in ORDERS:
-        raise DemoError(f"order {order!r}: choose {' or '.join(ORDERS)}")
-    if not 1 <= block <= BLOCK_LIMIT:
-        raise DemoError(f"{block} tokens a page: choose 1 to {BLOCK_LIMIT}")
+    found = _SHAPE.fullmatch(text if tp is None else f"{tp}/{text}")
+    if found is None or not (1 <= int(found[1]) <= HEADS and 1 <= int(found[3]) <= BLOCK_LIMIT):
+        ranks, example = (f"RANKS (1 to {HEADS})/", "2/HND/16") if tp is None else ("", "NHD/32")
+        raise DemoError(
+            f"{text!r} is no shape of an engine: write {ranks}ORDER ({' or '.join(ORDERS)})/TOKENS "
+            f"(1 to {BLOCK_LIMIT}), such as {example}"
+        )
     return CacheShape(
-        tp=tp,
-        heads_first=order == ORDERS[0],
-        block=block,
+        tp=int(found[1]),
+        heads_first=found[2].upper() == ORDERS[0],
+        block=int(found[3]),
         layers=2 * LAYERS,
         model_heads=HEADS,
         dim=ROW_BYTES // WORD_BYTES,
@@ -116,19 +88,14 @@ def with_room(shape: CacheShape, requests: Sequence[Request]) -> CacheShape:
 
 
 def requests_of(nbytes: int, count: int = 8) -> list[Request]:
-    """Return requests of increasing length whose prompts together fill a cache.
-
-    Args:
-        nbytes: Size of the cache in bytes, rounded up to whole tokens.
-        count: Number of requests; fewer if the cache has fewer tokens.
-    """
+    """Return requests of increasing length whose prompts together fill a cache."""
     total = max(-(-nbytes // TOKEN_BYTES), 1)
     count = min(count, total)
     ends = [total * k * (k + 1) // (count * (count + 1)) for k in range(count + 1)]
     lengths = [max(end - start, 1) for start, end in pairwise(ends)]
     starts = accumulate(lengths, initial=0)
     return [
-        Request(number=number, first_token=first, tokens=tokens)
+        Request(f"demo-{number}", first, tokens)
         for number, (first, tokens) in enumerate(zip(starts, lengths, strict=False))
     ]
 
@@ -136,26 +103,9 @@ def requests_of(nbytes: int, count: int = 8) -> list[Request]:
 def scattered_pages(
     shape: CacheShape, requests: Sequence[Request], seed: int
 ) -> dict[Request, list[int]]:
-    """Return the page ids of each request, scattered as in an engine that has run for a while.
-
-    Args:
-        shape: How the engine stores the cache.
-        requests: The requests.
-        seed: Seed of the random order. Engines with different seeds use different pages.
-    """
+    """Return the page ids of each request, scattered as in an engine that has run for a while."""
     counts = [pages_of(shape, request) for request in requests]
     free = 1 + np.random.default_rng(seed).permutation(sum(counts) + SPARE_PAGES - 1)
     ends = np.cumsum(counts)
     pages = (free[end - count : end].tolist() for count, end in zip(counts, ends, strict=True))
     return dict(zip(requests, pages, strict=True))
-
-
-def wrong_spare_bytes(rank: EngineRank, used: Sequence[int]) -> int:
-    """Return how many bytes of unused pages are not ``POISON`` any more.
-
-    Args:
-        rank: A rank of the engine.
-        used: The ids of the pages of all requests.
-    """
-    spare = np.setdiff1d(np.arange(rank.shape.pages), used)
-    return int(np.count_nonzero(rank.cache[:, spare].view(np.uint8) != POISON))

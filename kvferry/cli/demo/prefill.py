@@ -1,203 +1,123 @@
-"""One rank of the demo's prefill engine, as a process; rank 0 is also its scheduler."""
+"""The demo's prefill engine: a process of its own, which computes requests and serves them."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import socket
+import subprocess
 import sys
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import NamedTuple, TypeVar
 
 from kvferry.cli.demo.model import DemoError, Request, scattered_pages
-from kvferry.cli.demo.pipes import (
-    DemoStep,
-    Failed,
-    Joined,
-    ReleasedRequest,
-    Spec,
-    Started,
-    Stepped,
-    receive,
-)
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import KVFerryError
-from kvferry.core.lifecycle.digest import digest
-from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.side_channel import HandshakeServer
-from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport.registry import create
-from kvferry.testing.engines import EngineRank
+from kvferry.testing.engines import CacheShape, ModelFreeEngine
 
-PACE_SECONDS = 0.02
+T = TypeVar("T")
+
+GRACE_SECONDS = 5.0
+"""Seconds that the process has to end after its pipe was closed; then it is killed."""
 
 
-class DemoRank:
-    """The worker of a rank: computes what the scheduler says, and serves its pages.
+class Spec(NamedTuple):
+    """The prefill engine, and the requests that it computes in their order."""
 
-    Args:
-        spec: The setup of the engine.
-        rank: The rank's index.
-
-    Attributes:
-        pages: The ids of each request's pages, the same on every rank.
-        endpoint: The rank's endpoint, which the caller closes.
-    """
-
-    def __init__(self, spec: Spec, rank: int) -> None:
-        self.pages = scattered_pages(spec.shape, spec.requests, seed=1)
-        self._rank = EngineRank.start(
-            spec.engine,
-            spec.incarnation,
-            spec.shape,
-            rank,
-            create(spec.driver),
-            driver=spec.driver,
-            options=EndpointOptions(lease=spec.lease),
-        )
-        self.endpoint = self._rank.endpoint
-
-    def step(self, step: DemoStep) -> Stepped:
-        """Apply the scheduler's commands of a step, then compute the step's request, if any."""
-        self.endpoint.apply(step.orders)
-        if (request := step.compute) is not None:
-            self._rank.compute(self.pages[request], request.tokens, request.first_token)
-        return Stepped(sent=self.endpoint.results().sent)
+    driver: str
+    shape: CacheShape
+    requests: tuple[Request, ...]
+    lease: float
 
 
-class Lead:
-    """The engine's scheduler: picks holds, makes tickets, and counts the ends of holds.
+class Started(NamedTuple):
+    """The message that the engine has started."""
 
-    A hold keeps a request's pages for decode; it is released when it has ended on every rank.
-
-    Args:
-        spec: The setup of the engine.
-        rank: Rank 0, which runs in this process.
-        others: The pipes to the other ranks' processes, in rank order.
-    """
-
-    def __init__(self, spec: Spec, rank: DemoRank, others: Sequence[Connection]) -> None:
-        self._spec, self._rank, self._others = spec, rank, others
-        self._holds = SchedulerHolds(len(spec.requests))
-        self._sent: Counter[RequestId] = Counter()
-
-    @property
-    def held(self) -> int:
-        """The number of requests whose pages are held."""
-        return self._holds.held
-
-    def compute(self, request: Request, server: HandshakeServer) -> Ticket:
-        """Compute a request on every rank, and return its ticket.
-
-        Args:
-            request: The request.
-            server: The engine's side channel, which the ticket names.
-
-        Raises:
-            DemoError: There is no hold for the request.
-        """
-        name = RequestId(request.name)
-        self._holds.take_on(name)
-        self.step(request)
-        hold = self._holds.ticket(name, self._spec.lease)
-        if hold is None:
-            raise DemoError(f"{name} was not taken on: it is computed twice, or no slot was free")
-        self.step()
-        return Ticket(
-            engine=self._spec.engine,
-            incarnation=self._spec.incarnation,
-            request=name,
-            host=server.host,
-            port=server.port,
-            hold=hold,
-            pages=(tuple(self._rank.pages[request]),),
-            first_index=(0,),
-            tokens=request.tokens,
-            digest=digest(request.prompt),
-            computed=True,
-            tp_size=self._spec.shape.tp,
-        )
-
-    def step(self, request: Request | None = None) -> None:
-        """Run one engine step on all ranks at once, and release holds that all ranks have ended.
-
-        Args:
-            request: The request to compute, if any.
-        """
-        step = DemoStep(orders=self._holds.drain(), compute=request)
-        for other in self._others:
-            other.send(step)
-        stepped = [self._rank.step(step), *(receive(other, Stepped) for other in self._others)]
-        for sent in (name for answer in stepped for name in answer.sent):
-            self._sent[sent] += 1
-            if self._sent[sent] == self._spec.shape.tp:
-                self._holds.sent(sent)
+    pid: int
+    port: int
 
 
-def lead(control: Connection, others: Sequence[Connection]) -> None:
-    """Run rank 0: start the engine, compute all requests, and keep their pages until they are read.
-
-    Args:
-        control: The pipe to the command's process.
-        others: The pipes to the other ranks' processes, in rank order.
-    """
-    spec = receive(control, Spec)
-    for other in others:
-        other.send(spec)
-    rank = DemoRank(spec, 0)
-    with rank.endpoint:
-        ranks = [receive(other, Joined) for other in others]
-        payloads = [encode(rank.endpoint.payload), *(joined.payload for joined in ranks)]
-        with HandshakeServer(payloads, engine=spec.engine, incarnation=spec.incarnation) as server:
-            pids = (os.getpid(), *(joined.pid for joined in ranks))
-            control.send(Started(pids=pids, host=server.host, port=server.port))
-            engine = Lead(spec, rank, others)
-            for request in spec.requests:
-                control.send(engine.compute(request, server))
-            while engine.held and not control.poll():
-                rank.endpoint.wait(PACE_SECONDS)
-                engine.step()
-            control.send(ReleasedRequest(requests=len(spec.requests)))
-            control.poll(None)  # wait until the other end closes the pipe
+class Released(NamedTuple):
+    """The message that the pages of all requests have been released."""
 
 
-def follow(pipe: Connection, index: int) -> None:
-    """Run a rank other than 0: execute the steps that rank 0 sends, until rank 0 closes the pipe.
+class Failed(NamedTuple):
+    """The message that the engine has failed."""
 
-    Args:
-        pipe: The pipe to rank 0.
-        index: The rank's index.
-    """
-    rank = DemoRank(receive(pipe, Spec), index)
-    with rank.endpoint:
-        pipe.send(Joined(pid=os.getpid(), payload=encode(rank.endpoint.payload)))
-        while True:
-            pipe.send(rank.step(receive(pipe, DemoStep)))
+    reason: str
 
 
-def main(rank: int, *descriptors: int) -> int:
-    """Run a rank on inherited pipes, and return the exit status of its process.
-
-    Args:
-        rank: The rank's index.
-        descriptors: The file descriptors of the pipes: for rank 0, one to the command's process and
-            one to each other rank; for other ranks, one to rank 0. A failure is reported over the
-            first one.
-    """
-    pipes = [Connection(descriptor) for descriptor in descriptors]
+def receive(pipe: Connection, kind: type[T]) -> T:
+    """Return the engine's next message, which must be of a given type."""
     try:
-        if rank == 0:
-            lead(pipes[0], pipes[1:])
-        else:
-            follow(pipes[0], rank)
+        message = pipe.recv()
+    except (EOFError, OSError) as exc:
+        raise DemoError("the process of the prefill engine has ended unexpectedly") from exc
+    if not isinstance(message, kind):
+        raise DemoError(message.reason if isinstance(message, Failed) else f"got {message!r}")
+    return message
+
+
+@contextlib.contextmanager
+def prefill_process(spec: Spec) -> Iterator[Connection]:
+    """Start the engine, and yield the pipe to it.
+
+    It ends when the ``with`` block or this process ends, because its pipe is closed then. It is in
+    a process group of its own, so that only this process gets Ctrl-C.
+    """
+    one, other = socket.socketpair()
+    with other:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main({other.fileno()})"],
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )
+    try:
+        with Connection(one.detach()) as pipe:
+            pipe.send(spec)
+            yield pipe
+    finally:
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main(descriptor: int) -> None:
+    """Run the engine on an inherited pipe, until the other end is closed."""
+    pipe = Connection(descriptor)
+    spec: Spec = pipe.recv()
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    try:
+        _serve(pipe, spec)
     except (KVFerryError, OSError) as exc:
-        with suppress(OSError):  # a closed pipe may be the failure itself
-            pipes[0].send(Failed(reason=str(exc)))
-        return 1
-    return 0
+        with contextlib.suppress(OSError):  # a closed pipe may be the failure itself
+            pipe.send(Failed(str(exc)))
 
 
-if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+def _end_with(pipe: Connection) -> None:
+    """End this process as soon as the pipe's other end is closed; nothing is sent to here."""
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv()
+    os._exit(0)
+
+
+def _serve(pipe: Connection, spec: Spec) -> None:
+    """Compute all requests, and keep their pages until they are read."""
+    options = EndpointOptions(lease=spec.lease)
+    with ModelFreeEngine("prefill", spec.shape, driver=spec.driver, options=options) as engine:
+        pipe.send(Started(os.getpid(), engine.server.port))
+        for request, pages in scattered_pages(spec.shape, spec.requests, seed=1).items():
+            engine.take_on(request.name)
+            for rank in engine.ranks:
+                rank.compute(pages, request.tokens, request.first_token)
+            pipe.send(engine.finish(request.name, pages, request.tokens, lease=spec.lease))
+        for request in spec.requests:
+            engine.released(request.name, math.inf)
+        pipe.send(Released())
+        threading.Event().wait()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
 
 from kvferry.cli.doctor import channel, devices, kernel, nvidia, software, topology
 from kvferry.cli.doctor.finding import Finding, FindingLevel
 from kvferry.cli.doctor.probe import Probed, probe
 from kvferry.cli.keys import NONE, Keys
+from kvferry.cli.output import output, print_json
 from kvferry.core.errors import KVFerryError
 
 MARKS = {
@@ -37,38 +37,25 @@ def run(
     keys: Keys = NONE,
     as_json: bool = False,
 ) -> int:
-    """Run all checks, and print the findings.
-
-    Args:
-        host: Host of a running engine's side channel, to be checked as well.
-        port: TCP port of that side channel.
-        engine: Id of the engine that should answer there; ``None`` for any.
-        keys: Keys for that side channel, if the side channel is encrypted.
-        as_json: Whether to print JSON instead of a table.
-
-    Returns:
-        The exit status: 1 if something is bad, otherwise 0.
-
-    Raises:
-        DoctorError: Host and port are not given together, or engine or keys without them.
-    """
+    """Run all checks, and print the findings; the exit status is 1 if something is bad."""
     about = engine is not None or keys != NONE
     if (host is None) != (port is None) or (about and host is None):
-        raise DoctorError("a running engine is asked at --host HOST --port PORT; give both")
-    findings = list(_findings(host, port, engine, keys))
+        raise DoctorError("a running engine is asked by its address: give HOST:PORT, too")
+    with Console(stderr=True).status("loading the drivers"):
+        probed = probe()
+    findings = list(_findings(probed))
+    if host is not None and port is not None:
+        findings.append(channel.running(host, port, engine, keys))
     if as_json:
-        Console().print_json(json.dumps(_json_record(findings)))
+        found = [asdict(finding) | {"verdict": finding.verdict.value} for finding in findings]
+        print_json({"verdict": worst(findings).value, "findings": found})
     else:
         _print(findings)
     return int(worst(findings) is FindingLevel.BAD)
 
 
 def worst(findings: Sequence[Finding]) -> FindingLevel:
-    """Return the worst verdict of all findings; ``OK`` if there are none.
-
-    Args:
-        findings: The findings.
-    """
+    """Return the worst verdict of all findings; ``OK`` if there are none."""
     order = list(FindingLevel)
     return max((finding.verdict for finding in findings), key=order.index, default=FindingLevel.OK)
 
@@ -76,13 +63,7 @@ def worst(findings: Sequence[Finding]) -> FindingLevel:
 def hardware(
     probed: Probed, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """Yield the findings about GPUs, NICs and pinned memory.
-
-    Args:
-        probed: The report of ``probe``, which asked CUDA about the GPUs.
-        environment: The environment variables.
-        root: The file system's root; another one in tests.
-    """
+    """Yield the findings about GPUs, NICs and pinned memory."""
     gpus, nics = devices.gpus(root), devices.nics(root)
     yield devices.gpu(gpus, cuda_answers=bool(probed.gpus or probed.trouble), root=root)
     nvidia_gpus = [gpu for gpu in gpus if "AMD" not in gpu]
@@ -101,12 +82,7 @@ def hardware(
     yield kernel.locked_memory(rdma=bool(nics))
 
 
-def _findings(
-    host: str | None, port: int | None, engine: str | None, keys: Keys
-) -> Iterator[Finding]:
-    """Run all checks, and yield their findings; see ``run`` for the arguments."""
-    with _step("loading the drivers"):
-        probed = probe()
+def _findings(probed: Probed) -> Iterator[Finding]:
     yield software.python()
     yield software.package()
     yield software.vllm()
@@ -116,49 +92,16 @@ def _findings(
     yield from hardware(probed)
     yield kernel.shared_memory()
     yield from channel.channels()
-    if host is not None and port is not None:
-        yield channel.running(host, port, engine, keys)
-
-
-@contextmanager
-def _step(title: str) -> Iterator[None]:
-    """Show a title while the ``with`` block runs, if stderr is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(title):
-        yield
-
-
-def _json_record(findings: Sequence[Finding]) -> dict[str, object]:
-    """Return the findings for ``--json``."""
-    return {
-        "verdict": worst(findings).value,
-        "findings": [
-            {
-                "name": finding.name,
-                "verdict": finding.verdict.value,
-                "found": finding.found,
-                "remedy": finding.remedy,
-            }
-            for finding in findings
-        ],
-    }
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    """Print the findings as a table, with a summary."""
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", max_width=32)
-    table.add_column(overflow="fold")
+    console = output()
     for finding in findings:
-        table.add_row(MARKS[finding.verdict], escape(finding.name), escape(finding.found))
+        mark = f"{MARKS[finding.verdict]} [bold]{escape(finding.name)}[/]: "
+        console.print(f"{mark}{escape(finding.found)}")
         if finding.remedy:
-            table.add_row("", "", f"[bold]→ {escape(finding.remedy)}[/]")
-    console.print(table)
+            remedy = f"[bold]→ {escape(finding.remedy)}[/]"
+            console.print(Padding(remedy, (0, 0, 0, 4), expand=False))
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in FindingLevel}
     console.print(
         f"\n{counts[FindingLevel.BAD]} bad, {counts[FindingLevel.WARN]} worth knowing, "

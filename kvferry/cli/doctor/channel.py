@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry.cli.doctor.finding import Finding, bad, ok, warn
+from kvferry.cli.doctor.finding import Check, Finding
 from kvferry.cli.keys import NONE, Keys
 from kvferry.core.errors import AdmissionError, HandshakeError, RefusedError
 from kvferry.core.layout import Group, GroupKind, Layout
@@ -25,8 +25,7 @@ def channels() -> Iterator[Finding]:
     yield _served(LOOPBACK, "the default of side_channel_host: only engines on this host reach it")
     address = own_address()
     if address is None:
-        yield warn(
-            "side channel",
+        yield Check("side channel").warn(
             "this host has no route but to itself: engines of other hosts cannot reach it",
             "connect it to a network, unless both engines run here",
         )
@@ -35,13 +34,8 @@ def channels() -> Iterator[Finding]:
 
 
 def _served(host: str, use: str) -> Finding:
-    """Open a side channel at an address of this host, ping it, and return the finding.
-
-    Args:
-        host: The address.
-        use: What the address is for.
-    """
-    name = f"side channel at {host}"
+    """Open a side channel at an address of this host, ping it, and return the finding."""
+    check = Check(f"side channel at {host}")
     payload = _payload()
     try:
         with HandshakeServer(
@@ -49,61 +43,46 @@ def _served(host: str, use: str) -> Finding:
         ) as server:
             answered = ping(host, server.port, ENGINE, timeout=SECONDS)
     except HandshakeError as exc:
-        return bad(
-            name,
+        return check.bad(
             _why(exc),
             "let this host reach its own ports by TCP at that address, or set side_channel_host to "
             "another",
         )
     if answered != payload.incarnation:
-        return bad(name, "another process answered", "find out what redirects connections here")
-    return ok(name, f"bound, and reached from here; {use}")
+        return check.bad("another process answered", "find out what redirects connections here")
+    return check.ok(f"bound, and reached from here; {use}")
 
 
 def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Finding:
-    """Return the finding about the side channel of a running engine.
-
-    Args:
-        host: Host of the side channel, as in the engine's tickets.
-        port: TCP port of the side channel.
-        engine: The engine's id; ``None`` accepts any engine.
-        keys: Keys for the side channel, if it is encrypted.
-    """
-    name = f"engine at {host} port {port}"
+    """Return the finding about the side channel of a running engine."""
+    check = Check(f"engine at {host} port {port}")
     try:
         incarnation = ping(
             host, port, engine or ENGINE, timeout=SECONDS, access=keys.access, key=keys.server
         )
     except RefusedError as exc:
         if engine is None:
-            return ok(name, f"a side channel of kvferry answers; it {_why(exc)}")
-        return bad(name, f"it {_why(exc)}", "correct --engine, or --port: it is of another engine")
-    except AdmissionError as exc:
-        return _not_admitted(name, exc, keys)
-    except HandshakeError as exc:
-        return bad(
-            name,
-            _why(exc),
-            "start the engine, or correct --host and --port: they are its side_channel_host, an "
-            "address that is reached from here, and its side_channel_port",
+            return check.ok(f"a side channel of kvferry answers; it {_why(exc)}")
+        return check.bad(
+            f"it {_why(exc)}", "correct --engine, or the port: it is of another engine"
         )
-    return ok(name, f"engine {engine} answers, incarnation {incarnation}")
+    except AdmissionError as exc:
+        return _not_admitted(check, exc, keys)
+    except HandshakeError as exc:
+        return check.bad(
+            _why(exc),
+            "start the engine, or correct HOST:PORT: they are its side_channel_host, an address "
+            "that is reached from here, and its side_channel_port",
+        )
+    return check.ok(f"engine {engine} answers, incarnation {incarnation}")
 
 
-def _not_admitted(name: str, error: AdmissionError, keys: Keys) -> Finding:
-    """Return the finding about a side channel that does not admit this command.
-
-    Args:
-        name: What was checked.
-        error: Why the command is not admitted.
-        keys: The keys that the command has.
-    """
+def _not_admitted(check: Check, error: AdmissionError, keys: Keys) -> Finding:
     found = f"a side channel is there, and does not admit everybody: {_why(error)}"
     if keys != NONE:
         remedy = "correct --curve-secret-key and --curve-peer, or list this command's public key"
-        return warn(name, found, f"{remedy} in the engine's curve_peers")
-    return warn(
-        name,
+        return check.warn(found, f"{remedy} in the engine's curve_peers")
+    return check.warn(
         f"{found}. Host and port are right, and a firewall is not in the way; without keys, the "
         "engine itself cannot be asked. Engines with keys may reach it all the same",
         "to ask it, make a key pair ('kvferry keygen DIR --engine doctor'), list the public key in "

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvferry.cli.doctor.finding import Finding, ok, warn
+from kvferry.cli.doctor.finding import Check, Finding
 from kvferry.drivers.ucx.dlopen import loads
 
-RDMA, GPU = "RDMA", "GPU"
+RDMA, GPU = Check("RDMA"), Check("GPU")
 ACTIVE = "ACTIVE"
 OPEN = "open"
 """The kind of NVIDIA's kernel module that exports GPU memory as dmabuf."""
 SMI_SECONDS = 10.0
-SMI_QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+SMI = "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
 VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 
 
 def file_text(path: Path) -> str:
-    """Return a file's text without white space around it; empty if it cannot be read.
-
-    Args:
-        path: The file.
-    """
+    """Return a file's text without white space around it; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -34,65 +29,43 @@ def file_text(path: Path) -> str:
 
 
 def nics(root: Path = Path("/")) -> list[str]:
-    """Return the names of the NICs with RDMA, ascending.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return the names of the NICs with RDMA, ascending."""
     return sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
 
 
 def active_nics(root: Path = Path("/")) -> list[str]:
-    """Return the names of the NICs with RDMA that have an active port, ascending.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return the names of the NICs with RDMA that have an active port, ascending."""
     return [nic for nic in nics(root) if any(ACTIVE in port for port in _ports(root, nic))]
 
 
 def rdma(root: Path = Path("/")) -> Finding:
-    """Return the finding about NICs with RDMA: their ports, and whether this process may use them.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return the finding about NICs with RDMA, and whether this process may use them."""
     names = nics(root)
     if not names:
-        return ok(RDMA, "no NIC with RDMA: between hosts bytes go by TCP")
+        return RDMA.ok("no NIC with RDMA: between hosts bytes go by TCP")
     ports = [port for nic in names for port in _ports(root, nic)]
     text = "; ".join(ports) or ", ".join(names)
     if not any(ACTIVE in port for port in ports):
-        return warn(RDMA, text, "no port is active: check the cable and the switch")
+        return RDMA.warn(text, "no port is active: check the cable and the switch")
     verbs = sorted((root / "dev/infiniband").glob("uverbs*"))
     if not any(os.access(path, os.R_OK | os.W_OK) for path in verbs):
-        return warn(
-            RDMA,
+        return RDMA.warn(
             f"{text}; but this process may not use /dev/infiniband/uverbs*",
             "give it the devices (--device=/dev/infiniband for a container), and the right to open "
             "them",
         )
-    return ok(RDMA, text)
+    return RDMA.ok(text)
 
 
 def _ports(root: Path, nic: str) -> Iterator[str]:
-    """Yield a text for each port of a NIC: its name, link layer, rate and state.
-
-    Args:
-        root: The file system's root.
-        nic: Name of the NIC.
-    """
+    """Yield a text for each port of a NIC: its name, link layer, rate and state."""
     for port in sorted((root / "sys/class/infiniband" / nic / "ports").glob("*")):
         facts = (file_text(port / name) for name in ("link_layer", "rate", "state"))
         yield f"{nic}:{port.name} {', '.join(fact for fact in facts if fact)}"
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
-    """Return a description of each GPU, with less detail if the GPU's driver is not installed.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return a description of each GPU, with less detail if the GPU's driver is not installed."""
     return _from_smi() or _from_proc(root) or _from_bus(root)
 
 
@@ -103,25 +76,17 @@ def gpu(
     root: Path = Path("/"),
     library: str = "libcuda.so.1",
 ) -> Finding:
-    """Return the finding about GPUs, and whether CUDA can use them.
-
-    Args:
-        found: The descriptions that ``gpus`` returned.
-        cuda_answers: Whether CUDA found a GPU when it was asked.
-        root: The file system's root; another one in tests.
-        library: File name of CUDA's driver library.
-    """
+    """Return the finding about GPUs, and whether CUDA can use them."""
     if not found:
-        return ok(GPU, "none")
+        return GPU.ok("none")
     text = "; ".join(found)
     if "AMD" in text:
-        return ok(GPU, text)
+        return GPU.ok(text)
     module = kernel_module(root)
     if module:
         text = f"{text}; kernel module {module}"
     if not loads(Path(library)):
-        return warn(
-            GPU,
+        return GPU.warn(
             f"{text}; but {library} does not load, so that no driver can offer cuda memory",
             "give the container the GPU with CUDA's library (--gpus all, with compute in "
             "NVIDIA_DRIVER_CAPABILITIES)"
@@ -129,22 +94,18 @@ def gpu(
             else "install NVIDIA's driver, or give the container the GPU (--gpus all)",
         )
     if not cuda_answers:
-        return warn(
-            GPU,
+        return GPU.warn(
             f"{text}; but CUDA finds no GPU when it starts",
             "see what nvidia-smi says, and whether CUDA_VISIBLE_DEVICES hides the GPUs: "
             f"{library} and the kernel module must be of one version",
         )
-    return ok(GPU, text)
+    return GPU.ok(text)
 
 
 def kernel_module(root: Path = Path("/")) -> str:
     """Return kind and version of NVIDIA's kernel module, such as ``open 570.86.15``.
 
     Empty if the module is not loaded, or if this process cannot see it.
-
-    Args:
-        root: The file system's root; another one in tests.
     """
     said = file_text(root / "proc/driver/nvidia/version").partition("\n")[0]
     if not said:
@@ -156,22 +117,13 @@ def kernel_module(root: Path = Path("/")) -> str:
 
 def _from_smi() -> list[str]:
     """Return a description of each GPU that nvidia-smi lists; empty if the program fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
     try:
-        run = subprocess.run(
-            [program, *SMI_QUERY],
-            capture_output=True,
-            text=True,
-            timeout=SMI_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
+        said = subprocess.check_output(
+            SMI, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, timeout=SMI_SECONDS
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return []
-    lines = [line.strip() for line in run.stdout.splitlines() if line.strip()]
-    return [f"{line} (driver)" for line in lines] if run.returncode == 0 else []
+    return [f"{line.strip()} (driver)" for line in said.splitlines() if line.strip()]
 
 
 def _from_proc(root: Path) -> list[str]:

@@ -19,14 +19,7 @@ class FindingLevel(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        name: What was checked.
-        verdict: How serious the result is.
-        found: The result.
-        remedy: What to do; empty if there is nothing to do.
-    """
+    """The result of one check; ``remedy`` is empty if there is nothing to do."""
 
     name: str
     verdict: FindingLevel
@@ -34,33 +27,19 @@ class Finding:
     remedy: str = ""
 
 
-def ok(name: str, found: str) -> Finding:
-    """Return a finding that needs no remedy.
+class Check(str):
+    """What is checked: the name of its findings."""
 
-    Args:
-        name: What was checked.
-        found: The result.
-    """
-    return Finding(name=name, verdict=FindingLevel.OK, found=found)
+    __slots__ = ()
 
+    def ok(self, found: str) -> Finding:
+        """Return a finding that needs no remedy."""
+        return Finding(name=self, verdict=FindingLevel.OK, found=found)
 
-def warn(name: str, found: str, remedy: str) -> Finding:
-    """Return a finding that is worth knowing.
+    def warn(self, found: str, remedy: str) -> Finding:
+        """Return a finding that is worth knowing."""
+        return Finding(name=self, verdict=FindingLevel.WARN, found=found, remedy=remedy)
 
-    Args:
-        name: What was checked.
-        found: The result.
-        remedy: What to do.
-    """
-    return Finding(name=name, verdict=FindingLevel.WARN, found=found, remedy=remedy)
-
-
-def bad(name: str, found: str, remedy: str) -> Finding:
-    """Return a finding that needs its remedy.
-
-    Args:
-        name: What was checked.
-        found: The result.
-        remedy: What to do.
-    """
-    return Finding(name=name, verdict=FindingLevel.BAD, found=found, remedy=remedy)
+    def bad(self, found: str, remedy: str) -> Finding:
+        """Return a finding that needs its remedy."""
+        return Finding(name=self, verdict=FindingLevel.BAD, found=found, remedy=remedy)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.cli.doctor.finding import Finding, bad, ok, warn
+from kvferry.cli.doctor.finding import Check, Finding
 from kvferry.cli.formatting import size
 from kvferry.core.errors import DriverError
 from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_read, why_forbidden
 
-READING = "reading processes"
+READING = Check("reading processes")
 SECONDS = 30.0
 SHARED_ENOUGH = 1 << 30
 """Free bytes of /dev/shm that suffice for engines and UCX."""
@@ -32,7 +32,7 @@ def reading() -> Finding:
     try:
         allow_readers()
     except DriverError as exc:
-        return bad(READING, str(exc), "use another driver than loopback")
+        return READING.bad(str(exc), "use another driver than loopback")
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(word.ctypes.data)]
     try:
         run = subprocess.run(
@@ -44,27 +44,19 @@ def reading() -> Finding:
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        return warn(READING, f"not known: a process did not answer in {SECONDS:.0f} s", "try again")
+        return READING.warn(f"not known: a process did not answer in {SECONDS:.0f} s", "try again")
     said = run.stdout.strip()
     if said == str(word[0]):
-        return ok(READING, "process_vm_readv: a process read this one, which is not its child")
+        return READING.ok("process_vm_readv: a process read this one, which is not its child")
     problem, _, remedy = said.rpartition(": ")
-    return bad(
-        READING,
+    return READING.bad(
         problem or said or f"the process that should read ended with status {run.returncode}",
         remedy or "loopback between processes needs process_vm_readv: use another driver",
     )
 
 
 def _read(pid: int, address: int) -> str:
-    """Read a word of another process; return the word as text, or why it cannot be read.
-
-    The child process of ``reading`` calls this.
-
-    Args:
-        pid: The id of the process to read.
-        address: The address of the word in that process.
-    """
+    """Read a word of another process; return the word as text, or why it cannot be read."""
     word = np.zeros(1, np.uint64)
     try:
         vm_read(pid, IOVEC.pack(word.ctypes.data, word.nbytes), IOVEC.pack(address, word.nbytes))
@@ -74,20 +66,15 @@ def _read(pid: int, address: int) -> str:
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
-    """Return the finding about Yama's ``ptrace_scope``, which restricts reading other processes.
-
-    Args:
-        proc: Where procfs is mounted; another folder in tests.
-    """
-    name = "ptrace scope"
+    """Return the finding about Yama's ``ptrace_scope``, which restricts reading other processes."""
+    check = Check("ptrace scope")
     try:
         scope = int((proc / "sys/kernel/yama/ptrace_scope").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return ok(name, "this kernel has no Yama, or hides it")
+        return check.ok("this kernel has no Yama, or hides it")
     if scope < 2:
-        return ok(name, f"kernel.yama.ptrace_scope is {scope}")
-    return warn(
-        name,
+        return check.ok(f"kernel.yama.ptrace_scope is {scope}")
+    return check.warn(
         f"kernel.yama.ptrace_scope is {scope}: only processes with CAP_SYS_PTRACE read others",
         "sysctl -w kernel.yama.ptrace_scope=1, or run engines with CAP_SYS_PTRACE; UCX's cma needs "
         "it, too",
@@ -95,20 +82,14 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
 
 
 def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
-    """Return the finding about how much memory a process may pin for a NIC.
-
-    Args:
-        rdma: Whether there is a NIC that needs pinned memory.
-        limit: How many bytes may be pinned; ``None`` for this process's limit.
-    """
-    name = "locked memory"
+    """Return the finding about how much memory a process may pin for a NIC."""
+    check = Check("locked memory")
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if soft == resource.RLIM_INFINITY:
-        return ok(name, "unlimited")
+        return check.ok("unlimited")
     if not rdma:
-        return ok(name, f"{size(soft)} (matters only with RDMA)")
-    return warn(
-        name,
+        return check.ok(f"{size(soft)} (matters only with RDMA)")
+    return check.warn(
         f"{size(soft)}: registering a KV cache with a NIC will fail",
         "ulimit -l unlimited before the engine starts (LimitMEMLOCK=infinity in systemd, "
         "--ulimit memlock=-1 for a container)",
@@ -116,22 +97,17 @@ def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Return the finding about how much shared memory is free.
-
-    Args:
-        folder: Where the file system for shared memory is mounted; another folder in tests.
-    """
-    name = "shared memory"
+    """Return the finding about how much shared memory is free."""
+    check = Check("shared memory")
     try:
         found = os.statvfs(folder)
     except OSError as exc:
-        return warn(name, f"{folder}: {exc.strerror}", f"mount a tmpfs at {folder}")
+        return check.warn(f"{folder}: {exc.strerror}", f"mount a tmpfs at {folder}")
     total, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
     said = f"{folder}: {size(free)} of {size(total)} free"
     if free >= SHARED_ENOUGH:
-        return ok(name, said)
-    return warn(
-        name,
+        return check.ok(said)
+    return check.warn(
         said,
         f"enlarge or empty {folder} (--shm-size or --ipc=host for a container): vLLM's workers "
         "and UCX's shared-memory transports keep their buffers there",

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvferry.cli.doctor.devices import OPEN, file_text, kernel_module
-from kvferry.cli.doctor.finding import Finding, ok, warn
+from kvferry.cli.doctor.finding import Check, Finding
 from kvferry.cli.doctor.probe import Gpu
 from kvferry.cli.formatting import numbers
 
-DIRECT = "GPU memory over RDMA"
-VISIBILITY = "RDMA writes to GPU memory"
-IPC = "CUDA IPC"
-MNNVL = "NVLink between hosts"
-CACHE_ORDER = "cache order"
+DIRECT = Check("GPU memory over RDMA")
+VISIBILITY = Check("RDMA writes to GPU memory")
+IPC = Check("CUDA IPC")
+MNNVL = Check("NVLink between hosts")
+CACHE_ORDER = Check("cache order")
 
 PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 """Kernel modules with which a NIC's driver reaches GPU memory. UCX looks for the same."""
@@ -34,29 +34,22 @@ MULTI_NODE_GPUS = ("GB200", "GB300")
 
 
 def direct(gpus: Sequence[Gpu] | None = None, root: Path = Path("/")) -> Finding:
-    """Return the finding about the two ways in which a NIC can reach GPU memory.
-
-    Args:
-        gpus: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
-        root: The file system's root; another one in tests.
-    """
+    """Return the finding about the two ways in which a NIC can reach GPU memory."""
     loaded = [name for name in PEER_MODULES if (root / "sys/module" / name).exists()]
     if loaded:
-        return ok(DIRECT, f"kernel module {loaded[0]} is loaded")
+        return DIRECT.ok(f"kernel module {loaded[0]} is loaded")
     lacking = list(_lacking_for_dmabuf(gpus, root))
     if lacking:
-        return warn(
-            DIRECT,
+        return DIRECT.warn(
             f"none of the kernel modules {', '.join(PEER_MODULES)} is loaded, and dmabuf is not "
             f"known to work: {'; '.join(lacking)}",
             "modprobe nvidia_peermem; or, for dmabuf, Linux 5.12 or later with NVIDIA's open "
             "kernel modules and CUDA 11.7 or later",
         )
     asked = "CUDA exports GPU memory" if gpus else "the kernel module is open"
-    return ok(
-        DIRECT,
+    return DIRECT.ok(
         f"dmabuf: Linux {_release(root)}, and {asked}. Whether the NIC's driver takes it is known "
-        "when UCX starts with UCX_LOG_LEVEL=debug, which prints 'dmabuf is supported'",
+        "when UCX starts with UCX_LOG_LEVEL=debug, which prints 'dmabuf is supported'"
     )
 
 
@@ -80,37 +73,28 @@ def _lacking_for_dmabuf(gpus: Sequence[Gpu] | None, root: Path) -> Iterator[str]
 
 
 def _release(root: Path) -> str:
-    """Return the version of Linux; empty if it cannot be read."""
     return file_text(root / "proc/sys/kernel/osrelease")
 
 
 def visibility(gpus: Sequence[Gpu]) -> Finding:
-    """Return the finding about the order in which GPUs see what NICs have written.
-
-    Args:
-        gpus: The GPUs that CUDA sees.
-    """
+    """Return the finding about the order in which GPUs see what NICs have written."""
     blind = [gpu.index for gpu in gpus if gpu.needs_flush and not gpu.can_flush]
     if blind:
-        return warn(
-            VISIBILITY,
+        return VISIBILITY.warn(
             f"GPU {numbers(blind)} may not see at once what a NIC has written, and cannot be told "
             "to: kvferry refuses such reads",
             "use NVLink, or keep the cache in CPU memory",
         )
     flushed = [gpu.index for gpu in gpus if gpu.needs_flush]
     if flushed:
-        return ok(VISIBILITY, f"before a read is done, kvferry flushes GPU {numbers(flushed)}")
-    return ok(VISIBILITY, "each GPU sees them in order")
+        return VISIBILITY.ok(f"before a read is done, kvferry flushes GPU {numbers(flushed)}")
+    return VISIBILITY.ok("each GPU sees them in order")
 
 
 def ipc(root: Path = Path("/")) -> Finding:
     """Return the finding about CUDA IPC, by which engines on one host use NVLink.
 
     Legacy handles of CUDA IPC are only valid within a PID namespace (UCX's ``cuda_ipc_iface.c``).
-
-    Args:
-        root: The file system's root; another one in tests.
     """
     try:
         own = os.readlink(root / "proc/self/ns/pid")
@@ -118,11 +102,10 @@ def ipc(root: Path = Path("/")) -> Finding:
         own = ""
     number = re.search(r"\[(\d+)\]", own)
     if number is None:
-        return ok(IPC, "this process's PID namespace cannot be told; engines must share one")
+        return IPC.ok("this process's PID namespace cannot be told; engines must share one")
     if int(number[1]) == FIRST_PID_NAMESPACE:
-        return ok(IPC, "this process is in the host's PID namespace, which engines must share")
-    return warn(
-        IPC,
+        return IPC.ok("this process is in the host's PID namespace, which engines must share")
+    return IPC.warn(
         "this process is in a PID namespace of a container: to engines of other containers on this "
         "host, bytes go without NVLink, and by tcp if there is no RDMA",
         "run both engines in one container, or in containers that share a PID and an IPC namespace "
@@ -131,16 +114,11 @@ def ipc(root: Path = Path("/")) -> Finding:
 
 
 def mig(root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield a finding if a GPU is split into MIG instances.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Yield a finding if a GPU is split into MIG instances."""
     found = (root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*")
     instances = sorted(f"{path.parents[1].name} {path.name}" for path in found)
     if instances:
-        yield warn(
-            "MIG",
+        yield Check("MIG").warn(
             f"instances {', '.join(instances)}: there is no CUDA IPC between MIG instances, and no "
             "NVLink",
             "give engines that exchange pages on this host whole GPUs (nvidia-smi -mig 0)",
@@ -148,46 +126,33 @@ def mig(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def imex(gpus: Sequence[str], root: Path = Path("/")) -> Finding:
-    """Return the finding about IMEX channels, without which NVLink ends at the host.
-
-    Args:
-        gpus: Descriptions of the GPUs.
-        root: The file system's root; another one in tests.
-    """
+    """Return the finding about IMEX channels, without which NVLink ends at the host."""
     channels = sorted((root / "dev/nvidia-caps-imex-channels").glob("channel*"))
     usable = [path.name for path in channels if os.access(path, os.R_OK | os.W_OK)]
     if usable:
-        return ok(
-            MNNVL,
+        return MNNVL.ok(
             f"IMEX {', '.join(usable)}: NVLink reaches hosts of the same IMEX domain, if the cache "
-            "was allocated for that (vLLM's --enable-cumem-allocator)",
+            "was allocated for that (vLLM's --enable-cumem-allocator)"
         )
     if channels:
-        return warn(
-            MNNVL,
+        return MNNVL.warn(
             f"this process may not open {', '.join(map(str, channels))}",
             "give it the right to read and write an IMEX channel",
         )
     if any(name in gpu for gpu in gpus for name in MULTI_NODE_GPUS):
-        return warn(
-            MNNVL,
+        return MNNVL.warn(
             "there is no IMEX channel: NVLink ends at this host",
             "start nvidia-imex, and create /dev/nvidia-caps-imex-channels/channel0 (NVIDIA's IMEX "
             "guide), also in the container",
         )
-    return ok(MNNVL, "no IMEX channel; only GPUs of one NVLink domain of several hosts need one")
+    return MNNVL.ok("no IMEX channel; only GPUs of one NVLink domain of several hosts need one")
 
 
 def cache_order(environment: Mapping[str, str], *, has_vllm: bool) -> Finding:
-    """Return the finding about the order of vLLM's cache in memory, which decides on small copies.
-
-    Args:
-        environment: The environment variables.
-        has_vllm: Whether vLLM for GPUs is installed. Otherwise the order is no warning.
-    """
+    """Return the finding about the order of vLLM's cache, which decides on small copies."""
     order = environment.get(ORDER, "").strip()
     if order.startswith("B"):
-        return ok(CACHE_ORDER, f"{ORDER} is {order}: the layers of a page lie together")
+        return CACHE_ORDER.ok(f"{ORDER} is {order}: the layers of a page lie together")
     asked = f"is {order}" if order else "is not set: kvferry asks for LBHNC (not with MLA)"
     found = (
         f"{ORDER} {asked}. With layers outermost, each page of each layer is a copy of its own: a "
@@ -195,9 +160,8 @@ def cache_order(environment: Mapping[str, str], *, has_vllm: bool) -> Finding:
         "CUDA IPC takes some 164 ms; with BLHNC in 512 copies of 640 KiB"
     )
     if not has_vllm:
-        return ok(CACHE_ORDER, found)
-    return warn(
-        CACHE_ORDER,
+        return CACHE_ORDER.ok(found)
+    return CACHE_ORDER.warn(
         found,
         f"set {ORDER}=BLHNC on both engines if their attention backend can use this order "
         "(FLASH_ATTN, FLASHINFER and TRITON_ATTN can). kvferry plan counts a model's copies; it "

@@ -33,21 +33,11 @@ _RMA = 1 << 1
 
 
 class Driver(Struct, frozen=True, kw_only=True):
-    """An installed driver: what it can do on this machine, or why it does not work.
-
-    Attributes:
-        name: Name of the driver.
-        distribution: Name and version of the distribution that the driver is in.
-        library: The library that the driver uses, with its version; may be empty.
-        memory: The kinds of memory that the driver reaches here; empty if it does not work.
-        reason: Why the driver does not work; ``None`` if it does.
-    """
+    """An installed driver, and what it can do here, or why it does not work."""
 
     name: str
-    distribution: str
-    library: str
-    memory: list[str]
-    reason: str | None
+    works: bool
+    found: str
 
 
 class Ucx(Struct, frozen=True, kw_only=True):
@@ -56,9 +46,7 @@ class Ucx(Struct, frozen=True, kw_only=True):
     Attributes:
         driver: Name of the driver that loaded the library.
         path: Path of its libucp.
-        version: The version that the library reports.
         rdma: Whether the library has a module for RDMA that can be loaded.
-        transports: Names of devices by UCX transport, for transports that have a device.
         advice: Which other UCX would be better; empty if none would.
     """
 
@@ -74,7 +62,6 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """A GPU that CUDA sees, and what it can do together with NICs.
 
     Attributes:
-        index: CUDA's index of the GPU.
         address: The GPU's PCI address.
         dmabuf: Whether a NIC's driver can get the GPU's memory as a dmabuf.
         needs_flush: Whether what a NIC has written into the GPU's memory must be flushed before the
@@ -107,11 +94,7 @@ class Probed(Struct, frozen=True, kw_only=True):
 
 
 def probe() -> Probed:
-    """Load every driver in a child process, and return the process's report.
-
-    Returns:
-        The report. If the process fails, ``Probed.trouble`` says why.
-    """
+    """Load every driver in a child process, and return the process's report."""
     try:
         run = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -160,58 +143,40 @@ def main() -> None:
 
 
 def _send(descriptor: int, probed: Probed) -> None:
-    """Write a report as one line of JSON to a file descriptor."""
     os.write(descriptor, msgspec.json.encode(probed) + b"\n")
 
 
 def _driver(report: DriverReport) -> Driver:
-    """Return the report on one driver."""
     info, can = report.info, report.capabilities
-    return Driver(
-        name=info.name,
-        distribution=f"{info.distribution} {info.version}",
-        library=report.library,
-        memory=sorted(can.memory) if can else [],
-        reason=report.reason,
-    )
+    if can is None:
+        return Driver(name=info.name, works=False, found=report.reason or "")
+    library = f" ({report.library})" if report.library else ""
+    memory = f"{', '.join(sorted(can.memory))} memory"
+    found = f"{info.distribution} {info.version}{library}: {memory}"
+    return Driver(name=info.name, works=True, found=found)
 
 
 def gpus(cuda: CudaDriver | None) -> list[Gpu] | None:
-    """Return what CUDA says about each GPU; ``None`` if CUDA does not answer.
-
-    Args:
-        cuda: CUDA's driver API; ``None`` if there is none.
-    """
+    """Return what CUDA says about each GPU; ``None`` if CUDA does not answer."""
     if cuda is None:
         return None
     try:
-        return [_gpu(cuda, index) for index in range(cuda.count())]
+        return [
+            Gpu(
+                index=index,
+                address=cuda.pci_address(index),
+                dmabuf=cuda.exports_dmabuf(index),
+                needs_flush=cuda.needs_flush(index),
+                can_flush=cuda.can_flush(index),
+            )
+            for index in range(cuda.count())
+        ]
     except TransportError:
         return None
 
 
-def _gpu(cuda: CudaDriver, index: int) -> Gpu:
-    """Return what CUDA says about the GPU with this index.
-
-    Raises:
-        TransportError: CUDA refuses a call.
-    """
-    return Gpu(
-        index=index,
-        address=cuda.pci_address(index),
-        dmabuf=cuda.exports_dmabuf(index),
-        needs_flush=cuda.needs_flush(index),
-        can_flush=cuda.can_flush(index),
-    )
-
-
 def ucx(path: str, driver: str) -> Ucx:
-    """Return the report on a UCX that this process has loaded.
-
-    Args:
-        path: Path of the library's libucp.
-        driver: Name of the driver that loaded the library.
-    """
+    """Return the report on a UCX that this process has loaded."""
     library = ctypes.CDLL(path)
     library.ucp_get_version_string.restype = ctypes.c_char_p
     return Ucx(
@@ -241,11 +206,7 @@ def _loaded(name: str) -> Iterator[str]:
 
 
 def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library
-    """Return the devices of each UCX transport for one-sided access; empty if UCX does not start.
-
-    Args:
-        library: The loaded libucp.
-    """
+    """Return the devices of each UCX transport for one-sided access."""
     major, minor, release = (ctypes.c_uint() for _ in range(3))
     library.ucp_get_version(*map(ctypes.byref, (major, minor, release)))
     params = (ctypes.c_uint64 * 64)(1, _RMA)  # of ucp_params_t, the mask and the features

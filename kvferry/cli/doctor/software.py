@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 
 import kvferry
-from kvferry.cli.doctor.finding import Finding, bad, ok, warn
-from kvferry.cli.doctor.probe import Driver, Probed, Ucx
+from kvferry.cli.doctor.finding import Check, Finding
+from kvferry.cli.doctor.probe import Probed, Ucx
 from kvferry.core.side_channel_messages import SPOKEN
 from kvferry.core.transport import INTERFACE_VERSION
 from kvferry.drivers.ucx.library import listed
@@ -47,18 +47,16 @@ def python() -> Finding:
     """Return the finding about the interpreter and its platform."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1] and sys.platform == "linux":
-        return ok("python", found)
+        return Check("python").ok(found)
     low, high = (".".join(map(str, one)) for one in PYTHONS)
-    return warn("python", found, f"kvferry is tested with Python {low} to {high} on Linux")
+    return Check("python").warn(found, f"kvferry is tested with Python {low} to {high} on Linux")
 
 
 def package() -> Finding:
     """Return the finding about kvferry: versions of package, protocol and transport interface."""
     interface = ".".join(map(str, INTERFACE_VERSION))
-    return ok(
-        "kvferry",
-        f"{kvferry.__version__}; protocol versions {SPOKEN.spoken}, transport interface "
-        f"{interface}",
+    return Check("kvferry").ok(
+        f"{kvferry.__version__}; protocol versions {SPOKEN.spoken}, transport interface {interface}"
     )
 
 
@@ -70,88 +68,58 @@ def vllm() -> Finding:
         except PackageNotFoundError:
             continue
         if versions.is_in_window(found):
-            return ok("vllm", f"{name} {found}")
-        return warn(
-            "vllm",
+            return Check("vllm").ok(f"{name} {found}")
+        return Check("vllm").warn(
             f"{name} {found}, on which the connector was not run",
             f"install a vLLM of versions {versions.window()}: pip install 'kvferry[vllm]'",
         )
-    return ok("vllm", f"not installed; the connector is for vLLM {versions.window()}")
+    return Check("vllm").ok(f"not installed; the connector is for vLLM {versions.window()}")
 
 
 def has_vllm() -> bool:
     """Return whether vLLM for GPUs is installed."""
-    try:
-        version(VLLM_DISTRIBUTIONS[0])
-    except PackageNotFoundError:
-        return False
-    return True
+    return any(distributions(name=VLLM_DISTRIBUTIONS[0]))
 
 
 def drivers(probed: Probed, *, nics: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yield the findings about every installed driver, and about the UCX that each has loaded.
-
-    Args:
-        probed: The report of ``probe``, which loaded the drivers.
-        nics: Names of the machine's NICs with RDMA and an active port.
-    """
+    """Yield the findings about every installed driver, and about the UCX that each has loaded."""
     if probed.trouble:
-        yield bad(
-            "drivers",
+        yield Check("drivers").bad(
             probed.trouble,
             "uninstall drivers that are not needed; python -m kvferry.cli.doctor.probe says more",
         )
-    works = [driver for driver in probed.drivers if driver.reason is None]
     for driver in probed.drivers:
-        yield _driver(driver)
-    if probed.drivers and not works:
-        yield bad("drivers", "none of them works here", "follow one of the remedies above")
+        check = Check(f"driver {driver.name}")
+        yield check.ok(driver.found) if driver.works else check.warn(driver.found, LEAVE)
+    if probed.drivers and not any(driver.works for driver in probed.drivers):
+        yield Check("drivers").bad("none of them works here", "follow one of the remedies above")
     for ucx in probed.ucx:
         yield _ucx(ucx, nics, cuda=bool(probed.gpus))
 
 
-def _driver(driver: Driver) -> Finding:
-    """Return the finding about an installed driver."""
-    name = f"driver {driver.name}"
-    if driver.reason is not None:
-        return warn(name, driver.reason, LEAVE)
-    library = f" ({driver.library})" if driver.library else ""
-    memory = f"{', '.join(driver.memory)} memory"
-    return ok(name, f"{driver.distribution}{library}: {memory}")
-
-
 def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:
-    """Return the finding about a UCX that a driver has loaded.
-
-    Args:
-        ucx: The UCX.
-        nics: Names of the machine's NICs with RDMA and an active port.
-        cuda: Whether CUDA sees a GPU.
-    """
-    name = f"UCX of {ucx.driver}"
+    check = Check(f"UCX of {ucx.driver}")
     able = "with RDMA" if ucx.rdma else "without RDMA"
     text = f"{ucx.version}, {able} ({ucx.path}): {listed(ucx.transports) or 'no transport'}"
     if NETWORK.isdisjoint(ucx.transports):
-        return warn(
-            name,
+        return check.warn(
             f"{text}; none of them leads to another host",
             "see UCX_TLS and UCX_NET_DEVICES, if they are set; UCX_LOG_LEVEL=info says more",
         )
     if ucx.advice:
-        return warn(name, text, ucx.advice)
+        return check.warn(text, ucx.advice)
     if nics and not ucx.rdma:
-        return warn(name, f"{text}; there is a NIC with RDMA, which it cannot use", OWN_UCX)
+        return check.warn(f"{text}; there is a NIC with RDMA, which it cannot use", OWN_UCX)
     lacking = [transport for transport in CUDA if transport not in ucx.transports]
     if cuda and lacking:
-        return warn(name, f"{text}; it lacks {' and '.join(lacking)} for GPU memory", CUDA_UCX)
+        return check.warn(f"{text}; it lacks {' and '.join(lacking)} for GPU memory", CUDA_UCX)
     unseen = [nic for nic in nics if nic not in _rdma_devices(ucx)]
     if unseen:
-        return warn(
-            name,
+        return check.warn(
             f"{text}; it does not use the NIC {', '.join(unseen)}",
             "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and UCX_LOG_LEVEL=info",
         )
-    return ok(name, text)
+    return check.ok(text)
 
 
 def _rdma_devices(ucx: Ucx) -> set[str]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.cli.doctor import devices
-from kvferry.cli.doctor.finding import Finding, bad, ok, warn
+from kvferry.cli.doctor.finding import Check, Finding
 from kvferry.cli.doctor.probe import Gpu
 
-NEAR, BINDING, UCX_DEVICES = "NICs near GPUs", "NIC of each GPU", "UCX_NET_DEVICES"
+NEAR, BINDING = Check("NICs near GPUs"), Check("NIC of each GPU")
+UCX_DEVICES = Check("UCX_NET_DEVICES")
 MAPPING, SELECTION = "VLLM_GPU_NIC_PCIE_MAPPING", "VLLM_NIC_SELECTION_VARS"
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """Vendor of GPUs, and the class that their PCI devices have."""
@@ -25,28 +25,15 @@ _ADDRESS = re.compile(
 )
 
 
-class Distance(enum.IntEnum):
-    """What a NIC and a GPU have in common, the nearest first."""
-
-    SWITCH = 0
-    """They are behind one PCIe root port, so behind one switch."""
-    ROOT = 1
-    """They are in one PCIe root complex."""
-    NODE = 2
-    """They are at one NUMA node."""
-    UNKNOWN = 3
-    """They have nothing in common that the kernel shows."""
-    FAR = 4
-    """They are at different NUMA nodes."""
-
-
-NAMES = {
-    Distance.SWITCH: "same PCIe switch",
-    Distance.ROOT: "same PCIe root complex",
-    Distance.NODE: "same NUMA node",
-    Distance.UNKNOWN: "how near is not known",
-    Distance.FAR: "another NUMA node",
-}
+SWITCH, ROOT, NODE, UNKNOWN, FAR = range(5)
+"""What a NIC and a GPU have in common, the nearest first."""
+DISTANCES = (
+    "same PCIe switch",  # behind one PCIe root port
+    "same PCIe root complex",
+    "same NUMA node",
+    "how near is not known",
+    "another NUMA node",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +41,7 @@ class PciDevice:
     """A PCI device.
 
     Attributes:
-        name: Its name: the PCI address of a GPU, the RDMA name of a NIC.
-        bus: Its PCI address as the kernel writes it.
+        name: The PCI address of a GPU, the RDMA name of a NIC.
         route: The root complex and the PCI addresses on the way to it, itself included.
         node: Its NUMA node; -1 if not known.
     """
@@ -70,10 +56,6 @@ def gpus(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> list[PciDevice]:
     """Return those of NVIDIA's GPUs that this process may use, by PCI address.
 
     A container sees all devices of its host in sysfs, so CUDA says which are the container's.
-
-    Args:
-        seen: The GPUs that CUDA sees; ``None`` if CUDA could not be asked: all GPUs are returned.
-        root: The file system's root; another one in tests.
     """
     paths = sorted((root / "sys/bus/pci/devices").glob("*"))
     found = [_device(root, path, path.name) for path in paths if _is_gpu(path)]
@@ -84,62 +66,45 @@ def gpus(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> list[PciDevice]:
 
 
 def nics(root: Path = Path("/")) -> list[PciDevice]:
-    """Return the NICs with RDMA that are PCI devices, by name.
-
-    Args:
-        root: The file system's root; another one in tests.
-    """
+    """Return the NICs with RDMA that are PCI devices, by name."""
     folder = root / "sys/class/infiniband"
     found = [_device(root, folder / name / "device", name) for name in devices.nics(root)]
     return [nic for nic in found if _address(nic.bus)]
 
 
 def _is_gpu(path: Path) -> bool:
-    """Return whether a PCI device is a GPU of NVIDIA."""
     kind = devices.file_text(path / "class")
     return devices.file_text(path / "vendor") == NVIDIA and kind.startswith(DISPLAY)
 
 
 def near(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield the finding about the nearest NICs of each GPU, if there are GPUs and NICs.
-
-    Args:
-        seen: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
-        root: The file system's root; another one in tests.
-    """
+    """Yield the finding about the nearest NICs of each GPU, if there are GPUs and NICs."""
     cards, network = gpus(seen, root), nics(root)
     if not cards or not network:
         return
     best = {card: min(_distance(card, nic) for nic in network) for card in cards}
     names = {
-        card: [nic.name for nic in network if _distance(card, nic) is nearest]
+        card: [nic.name for nic in network if _distance(card, nic) == nearest]
         for card, nearest in best.items()
     }
     text = "; ".join(
-        f"GPU {card.name}: {', '.join(names[card])} ({NAMES[best[card]]})" for card in cards
+        f"GPU {card.name}: {', '.join(names[card])} ({DISTANCES[best[card]]})" for card in cards
     )
-    far = [card.name for card in cards if best[card] is Distance.FAR]
+    far = [card.name for card in cards if best[card] == FAR]
     if far:
-        yield warn(
-            NEAR,
+        yield NEAR.warn(
             text,
             f"let engines that exchange pages with other hosts use other GPUs than {', '.join(far)}"
             ": their bytes cross the link between the processors",
         )
     else:
-        yield ok(NEAR, text)
+        yield NEAR.ok(text)
 
 
 def bound(
     environment: Mapping[str, str], seen: Sequence[Gpu] | None, root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """Yield findings about the variables that bind GPUs to NICs, as far as they are set.
-
-    Args:
-        environment: The environment variables.
-        seen: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
-        root: The file system's root; another one in tests.
-    """
+    """Yield findings about the variables that bind GPUs to NICs, as far as they are set."""
     mapping, selection = (environment.get(name, "").strip() for name in (MAPPING, SELECTION))
     if mapping or selection:
         yield _binding(mapping, selection, gpus(seen, root), nics(root))
@@ -151,32 +116,21 @@ def bound(
 def _binding(
     mapping: str, selection: str, cards: Sequence[PciDevice], network: Sequence[PciDevice]
 ) -> Finding:
-    """Return the finding about vLLM's two variables that bind each GPU to a NIC.
-
-    Args:
-        mapping: The value of ``MAPPING``: pairs of PCI addresses, ``GPU=NIC``.
-        selection: The value of ``SELECTION``: the variables that vLLM sets to the NIC's name.
-        cards: The GPUs.
-        network: The NICs.
-    """
     if not mapping or not selection:
-        return bad(
-            BINDING,
+        return BINDING.bad(
             f"{MAPPING if mapping else SELECTION} is set alone, and vLLM then does not start",
             f"set both, such as {MAPPING}=GPU=NIC,... and {SELECTION}={UCX_DEVICES}:1",
         )
     pairs = [tuple(map(_address, pair.split("=", 1))) for pair in mapping.split(",") if pair]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        return bad(
-            BINDING,
+        return BINDING.bad(
             f"{MAPPING}={mapping} is no list of GPU=NIC, both PCI addresses",
             "write it as 0000:1b:00.0=0000:1c:00.0,...",
         )
     known = {_address(nic.bus): nic.name for nic in network}
     missing = [_written(pair[1]) for pair in pairs if pair[1] not in known]
     if missing:
-        return bad(
-            BINDING,
+        return BINDING.bad(
             f"{MAPPING} names {', '.join(missing)}, where no NIC with RDMA is: vLLM's worker ends",
             f"name one of {', '.join(nic.bus for nic in network) or 'none, there is no NIC'}",
         )
@@ -185,75 +139,54 @@ def _binding(
 
 
 def _coverage(wanted: Mapping[Address, str], selection: str, cards: Sequence[PciDevice]) -> Finding:
-    """Return the finding about a mapping whose NICs exist: which GPUs it has, and for whom it is.
-
-    Args:
-        wanted: The NIC of each GPU's address.
-        selection: The value of ``SELECTION``.
-        cards: The GPUs.
-    """
+    """Return the finding about a mapping whose NICs exist."""
     unbound = [card.name for card in cards if _address(card.bus) not in wanted]
     if unbound:
-        return warn(
-            BINDING,
+        return BINDING.warn(
             f"{MAPPING} has no entry for GPU {', '.join(unbound)}: vLLM's worker on it ends",
             "add entries, unless no engine uses these GPUs",
         )
     if UCX_DEVICES not in [name.partition(":")[0].strip() for name in selection.split(",")]:
-        return warn(
-            BINDING,
+        return BINDING.warn(
             f"{SELECTION}={selection} does not set {UCX_DEVICES}: UCX and NIXL stay unbound",
             f"add {UCX_DEVICES}:1 to it",
         )
-    return ok(BINDING, ", ".join(f"{_written(gpu)}: {nic}" for gpu, nic in wanted.items()))
+    return BINDING.ok(", ".join(f"{_written(gpu)}: {nic}" for gpu, nic in wanted.items()))
 
 
 def _ucx_devices(listed: str, root: Path) -> Finding:
-    """Return the finding about the devices to which the environment restricts UCX."""
     known = {*devices.nics(root)}
     known |= {path.name for path in (root / "sys/class/net").glob("*")}
     named = [name.strip().partition(":")[0] for name in listed.removeprefix("^").split(",")]
     missing = [name for name in named if name not in known | {"all", ""} and "*" not in name]
     if missing:
-        return warn(
-            UCX_DEVICES,
+        return UCX_DEVICES.warn(
             f"{listed}: there is no {', '.join(missing)} here",
             "correct it, or unset it: UCX then uses the NICs near the memory",
         )
-    return ok(UCX_DEVICES, f"{listed}; UCX uses no other network device")
+    return UCX_DEVICES.ok(f"{listed}; UCX uses no other network device")
 
 
-def _distance(gpu: PciDevice, nic: PciDevice) -> Distance:
-    """Return how near a NIC is to a GPU."""
+def _distance(gpu: PciDevice, nic: PciDevice) -> int:
     shared = 0
     while gpu.route[: shared + 1] == nic.route[: shared + 1] and shared < len(gpu.route):
         shared += 1
     if shared > 1:
-        return Distance.SWITCH
+        return SWITCH
     if shared == 1:
-        return Distance.ROOT
+        return ROOT
     if min(gpu.node, nic.node) < 0:
-        return Distance.UNKNOWN
-    return Distance.NODE if gpu.node == nic.node else Distance.FAR
+        return UNKNOWN
+    return NODE if gpu.node == nic.node else FAR
 
 
 def _device(root: Path, path: Path, name: str) -> PciDevice:
-    """Return the PCI device that a link in sysfs leads to.
-
-    Args:
-        root: The file system's root.
-        path: The link.
-        name: The device's name.
-    """
     where = path.resolve()
     top = (root / "sys/devices").resolve()
     route = where.relative_to(top).parts if where.is_relative_to(top) else ()
     node = devices.file_text(where / "numa_node")
     return PciDevice(
-        name=name,
-        bus=where.name,
-        route=route,
-        node=int(node) if re.fullmatch(r"\d+", node) else -1,
+        name=name, bus=where.name, route=route, node=int(node) if re.fullmatch(r"\d+", node) else -1
     )
 
 
@@ -264,6 +197,5 @@ def _address(text: str) -> Address:
 
 
 def _written(address: Address) -> str:
-    """Return a PCI address as the kernel writes it."""
     domain, bus, device, function = address
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"

@@ -11,9 +11,8 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 
-import typer
-
 import kvferry
+from kvferry.cli.output import output
 from kvferry.core.errors import DriverError
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -59,15 +58,7 @@ class TestTemplate(TransportContract):
 
 
 def run(name: str) -> None:
-    """Write a distribution with a driver into the folder ``kvferry-NAME``, and say what comes next.
-
-    Args:
-        name: The name of the driver.
-
-    Raises:
-        DriverError: The name cannot be a driver's, a driver of that name is installed, or the
-            folder exists or cannot be written.
-    """
+    """Write a distribution with a driver into the folder ``kvferry-NAME``."""
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise DriverError(
             f"{name!r} cannot be the name of a driver here: take 1 to 32 of a-z, 0-9 and _, a "
@@ -85,17 +76,17 @@ def run(name: str) -> None:
             f"{exc.filename or folder} cannot be written ({exc.strerror}): move it away, or take "
             "another name"
         ) from exc
-    typer.echo(
-        f"Wrote {folder}: a driver that reads the memory of other processes of this host.\n"
+    output().print(
+        f"Wrote {folder}: a driver that reads the memory of other processes of this host. "
         f"Install it, look at it, and run the conformance suite, which takes a minute:\n\n"
         f"  pip install --editable '{folder}[test]'\n"
         f"  kvferry drivers\n"
-        f"  pytest {folder}"
+        f"  pytest {folder}",
+        markup=False,
     )
 
 
 def _contents(name: str) -> dict[str, str]:
-    """Return the text of each file of the distribution, by its path."""
     driver = files(__package__).joinpath("template.py").read_text(encoding="utf-8")
     texts = {
         "pyproject.toml": _PROJECT.replace("VERSION", kvferry.__version__),

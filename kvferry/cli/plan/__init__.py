@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-from rich.console import Console
-
-from kvferry.cli.plan import report
-from kvferry.cli.plan.advice import Advice, advise, advise_alike, is_many, is_small
+from kvferry.cli.output import print_json
+from kvferry.cli.plan.advice import advice_for
 from kvferry.cli.plan.early import EarlyQuestion, early_cases
 from kvferry.cli.plan.engines import (
-    Engine,
     EngineError,
     PlanSettings,
     SettingsError,
@@ -25,27 +21,20 @@ from kvferry.cli.plan.engines import (
 )
 from kvferry.cli.plan.estimate import Estimate, estimate_reads
 from kvferry.cli.plan.model import Model, read_model
+from kvferry.cli.plan.report import PlanResult, Side, print_result, record_of
+from kvferry.cli.plan.running import (
+    RunningEngine,
+    keys_of_engines,
+    read_running,
+    refusals,
+    with_keys_of,
+)
 from kvferry.core.errors import KVFerryError
 
-if TYPE_CHECKING:
-    from kvferry.cli.plan.running import RunningEngine
-
-
-class _Side(NamedTuple):
-    """One of the two engines, and the text that described it.
-
-    Attributes:
-        name: ``prefill`` or ``decode``.
-        engine: The layouts of the engine's ranks.
-        source: The settings from which the layouts were computed, the JSON file that has them, or
-            the running engine that publishes them.
-        notes: What else there is to know about the engine, a sentence each.
-    """
-
-    name: str
-    engine: Engine
-    source: PlanSettings | Path | RunningEngine
-    notes: tuple[str, ...] = ()
+UNKNOWN_WINDOWS = (
+    "The side channel does not say which layers of decode have a sliding window: all tokens are "
+    "counted. Name the model's config.json, too, if it has windows."
+)
 
 
 def run(
@@ -63,74 +52,48 @@ def run(
     as_json: bool = False,
     write_layouts: Path | None = None,
 ) -> None:
-    """Plan a request, and print which decode rank reads what from which prefill rank.
-
-    Args:
-        model: A model's ``config.json`` or its folder; ``None`` if no engine is given by settings.
-        prefill: Settings of the prefill engine, such as ``tp=2,block_size=16,layout=LBHNC``, or a
-            JSON file of its layouts; ``None`` if it is a running engine.
-        decode: Settings, or a JSON file, of the decode engine; ``None`` if it is a running engine.
-        addresses: ``HOST:PORT`` of the side channel of each running engine, prefill first.
-        secret_key: Where this command's secret key for side channels with keys is.
-        peers: The public key of each running engine, if their side channels have keys.
-        tokens: Number of tokens in the request.
-        dtype: Element type of the cache; by default the config file's.
-        early: What to compute about early tickets; ``None`` for nothing.
-        svg: File for a picture.
-        as_json: Whether to print JSON instead of tables.
-        write_layouts: Folder for both engines' layouts as JSON.
-
-    Raises:
-        KVFerryError: An argument is wrong, or the layouts cannot be matched.
-    """
+    """Plan a request, and print which decode rank reads what from which prefill rank."""
     described = None if model is None else read_model(model, dtype)
     if described is None and dtype is not None:
         raise SettingsError("--dtype is for a model's config file; layouts say their own")
     longest = max(tokens, early.longest if early else 0)
     texts = {"prefill": prefill, "decode": decode}
     running = _running(texts, addresses, secret_key, peers)
-    refusal = tuple(_refusal(running))
-    producer, consumer = (
+    one, other = (
         _running_side(name, running[name], described)
         if text is None
         else _side(name, text, described, longest)
         for name, text in texts.items()
     )
-    producer, consumer = _with_equal_keys(producer, consumer), _with_equal_keys(consumer, producer)
-    estimate = _estimate(producer, consumer, tokens, refusal)
-    advice = _advice(described, producer, consumer, estimate)
-    cases = early_cases(early, producer.engine, consumer.engine, estimate) if early else []
-    notes = (*producer.notes, *consumer.notes, *refusal)
+    one, other = _with_equal_keys(one, other), _with_equal_keys(other, one)
+    refused = refusals(running["prefill"], running["decode"]) if len(running) > 1 else ()
+    estimate = _estimate(one, other, tokens, refused)
+    result = PlanResult(
+        model=described,
+        prefill=one,
+        decode=other,
+        estimate=estimate,
+        advice=advice_for(
+            described, (one.engine, one.source), (other.engine, other.source), estimate
+        ),
+        early=(early, early_cases(early, one.engine, other.engine, estimate)) if early else None,
+        notes=(*one.notes, *other.notes, *refused),
+    )
     if write_layouts is not None:
-        for side in (producer, consumer):
+        for side in (one, other):
             write_engine(write_layouts / f"{side.name}.json", side.engine)
     if svg is not None:
-        _draw(svg, estimate, producer, consumer)
+        _draw(svg, result)
     if as_json:
-        record = report.json_record(estimate, producer.engine, consumer.engine, advice)
-        more = {"early": report.early_record(early, cases) if early else None, "notes": notes}
-        Console().print_json(json.dumps(record | more))
-        return
-    _print(described, estimate, producer, consumer, advice, notes)
-    if early is not None:
-        report.print_early(Console(highlight=False), early, cases)
+        print_json(record_of(result))
+    else:
+        print_result(result)
 
 
 def _running(
     texts: Mapping[str, str | None], addresses: Sequence[str], secret_key: str, peers: Sequence[str]
 ) -> dict[str, RunningEngine]:
-    """Return the running engines by side, ``prefill`` or ``decode``.
-
-    Args:
-        texts: The value of the option of each side; ``None`` if the side is a running engine.
-        addresses: ``HOST:PORT`` of the side channel of each running engine.
-        secret_key: Where this command's own secret key is, if their side channels have keys.
-        peers: The public key of each running engine, if their side channels have keys.
-
-    Raises:
-        KVFerryError: There are more or fewer addresses than sides without a value, the keys are not
-            valid, or an engine does not answer.
-    """
+    """Return the running engines by side: those whose option has no value."""
     missing = [name for name, text in texts.items() if text is None]
     if len(missing) > len(addresses):
         raise SettingsError(
@@ -144,8 +107,6 @@ def _running(
         )
     if not addresses and not secret_key and not peers:
         return {}
-    from kvferry.cli.plan.running import keys_of_engines, read_running
-
     keys = keys_of_engines(secret_key, peers, len(addresses))
     return {
         name: read_running(address, key)
@@ -153,68 +114,16 @@ def _running(
     }
 
 
-def _running_side(name: str, running: RunningEngine, model: Model | None) -> _Side:
-    """Return the side of a running engine.
-
-    Args:
-        name: ``prefill`` or ``decode``.
-        running: The engine.
-        model: The engine's model; ``None`` if no config file was named.
-    """
-    notes = (
-        "The side channel does not say which layers of decode have a sliding window: all tokens "
-        "are counted. Name the model's config.json, too, if it has windows.",
-    )
-    counts_all = model is None and name == "decode"
-    return _Side(name, running.engine(model), running, notes if counts_all else ())
+def _running_side(name: str, running: RunningEngine, model: Model | None) -> Side:
+    notes = (UNKNOWN_WINDOWS,) if model is None and name == "decode" else ()
+    return Side(name=name, engine=running.engine(model), source=running, notes=notes)
 
 
-def _with_equal_keys(side: _Side, other: _Side) -> _Side:
-    """Return a side whose fields have the keys of the other side.
-
-    A side is returned unchanged unless it was computed from settings and the other engine runs.
-
-    Args:
-        side: The side.
-        other: The other side.
-    """
-    if not isinstance(side.source, PlanSettings) or isinstance(other.source, PlanSettings | Path):
-        return side
-    from kvferry.cli.plan.running import with_keys_of
-
-    return side._replace(engine=with_keys_of(side.engine, other.engine))
-
-
-def _refusal(running: Mapping[str, RunningEngine]) -> Iterator[str]:
-    """Yield why two running engines refuse each other at the handshake, if they do.
-
-    Args:
-        running: The running engines by side.
-    """
-    if len(running) < 2:
-        return
-    from kvferry.cli.plan.running import refusal
-
-    reason = refusal(running["prefill"], running["decode"])
-    if reason is not None:
-        yield f"The handshake refuses this pair: {reason}"
-
-
-def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
-    """Return the engine that an option describes.
-
-    Args:
-        name: ``prefill`` or ``decode``, which is also the option's name.
-        text: The option's value: settings, or the name of a JSON file.
-        model: The model of the engine; ``None`` if no config file was named.
-        tokens: Number of tokens of a request that must fit into the engine's cache.
-
-    Raises:
-        KVFerryError: The settings or the file are refused.
-    """
+def _side(name: str, text: str, model: Model | None, tokens: int) -> Side:
+    """Return the engine that the settings, or the JSON file, of an option describe."""
     option = f"--{name}"
     if text.endswith(".json") or "=" not in text:
-        return _Side(name, read_engine(Path(text)), Path(text))
+        return Side(name=name, engine=read_engine(Path(text)), source=Path(text))
     if model is None:
         raise SettingsError(
             f"{option} {text!r} is how a model is set up: name the model's config.json first, or "
@@ -225,85 +134,36 @@ def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
         settings = fit_states(model, asked)
     except SettingsError as exc:
         raise SettingsError(f"{option}: {exc}") from None
-    engine = make_engine(model, asked, tokens)
-    notes = (
+    enlarged = (
         f"Pages of {name} have {settings.block_size:,} tokens instead of {asked.block_size}: vLLM "
         "enlarges them until a page of attention has room for a state.",
     )
-    return _Side(name, engine, settings, notes if settings != asked else ())
+    return Side(
+        name=name,
+        engine=make_engine(model, asked, tokens),
+        source=settings,
+        notes=enlarged if settings != asked else (),
+    )
 
 
-def _estimate(prefill: _Side, decode: _Side, tokens: int, refusal: Sequence[str]) -> Estimate:
-    """Return the reads and copies that a request takes.
+def _with_equal_keys(side: Side, other: Side) -> Side:
+    """Return a side computed from settings with the keys of a running engine, if that is other."""
+    if not isinstance(side.source, PlanSettings) or not isinstance(other.source, RunningEngine):
+        return side
+    return replace(side, engine=with_keys_of(side.engine, other.engine))
 
-    Args:
-        prefill: The prefill engine.
-        decode: The decode engine.
-        tokens: Number of tokens in the request.
-        refusal: Why the engines refuse each other at the handshake, if they do.
 
-    Raises:
-        KVFerryError: The layouts cannot be matched; the message also has the refusal.
-    """
+def _estimate(prefill: Side, decode: Side, tokens: int, refused: Sequence[str]) -> Estimate:
+    """Return the reads and copies that a request takes; an error has the refusal, too."""
     try:
         return estimate_reads(prefill.engine, decode.engine, tokens)
     except KVFerryError as exc:
-        if not refusal:
+        if not refused:
             raise
-        raise EngineError(". ".join((str(exc), *refusal))) from exc
+        raise EngineError(". ".join((str(exc), *refused))) from exc
 
 
-def _advice(
-    model: Model | None, prefill: _Side, decode: _Side, estimate: Estimate
-) -> Advice | None:
-    """Return advice on how to make copies larger; ``None`` if there is no need, or nothing to do.
-
-    Small copies are explained even where nothing helps.
-
-    Args:
-        model: The model of both engines; ``None`` if no config file was named.
-        prefill: The prefill engine.
-        decode: The decode engine.
-        estimate: The reads and copies that a request takes between these engines.
-    """
-    if not is_small(estimate) and not is_many(estimate):
-        return None
-    one, other = prefill.source, decode.source
-    if model is not None and isinstance(one, PlanSettings) and isinstance(other, PlanSettings):
-        advice = advise(model, one, other, estimate)
-    else:
-        advice = advise_alike(prefill.engine, decode.engine, estimate)
-    return advice if is_small(estimate) or advice.changes else None
-
-
-def _print(
-    model: Model | None,
-    estimate: Estimate,
-    prefill: _Side,
-    decode: _Side,
-    advice: Advice | None,
-    notes: Sequence[str],
-) -> None:
-    """Print the tables, the notes, and the advice if there is any."""
-    console = Console(highlight=False)
-    if model is not None:
-        report.print_model(console, model)
-    report.print_engines(console, [side[:3] for side in (prefill, decode)])
-    report.print_notes(console, notes)
-    report.print_total(console, estimate)
-    report.print_reads(console, estimate, prefill.engine, decode.engine)
-    report.print_served(console, estimate, prefill.engine)
-    if advice is not None:
-        report.print_advice(console, estimate, advice)
-
-
-def _draw(path: Path, estimate: Estimate, prefill: _Side, decode: _Side) -> None:
-    """Write the picture to an SVG file.
-
-    Raises:
-        SettingsError: matplotlib is not installed.
-        EngineError: The file cannot be written.
-    """
+def _draw(path: Path, result: PlanResult) -> None:
     try:
         from kvferry.cli.plan.picture import draw_svg
     except ModuleNotFoundError as exc:
@@ -312,6 +172,4 @@ def _draw(path: Path, estimate: Estimate, prefill: _Side, decode: _Side) -> None
         raise SettingsError(
             "--svg draws with matplotlib, which is not installed: pip install 'kvferry[plot]'"
         ) from exc
-    draw_svg(
-        path, estimate, (prefill.engine, str(prefill.source)), (decode.engine, str(decode.source))
-    )
+    draw_svg(path, result)

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvferry.cli.formatting import counted
 from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_engine
-from kvferry.cli.plan.estimate import ByteCounts, Estimate, estimate_reads
+from kvferry.cli.plan.estimate import Estimate, estimate_reads, merged
 from kvferry.cli.plan.model import Model
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ContextParallel, Field, axis_length
@@ -37,6 +37,9 @@ WORTH = 2
 TRIED = ("block_size", "layout", "interleave")
 """The settings that are varied; the number of ranks is not."""
 
+LIKE = "the ranks, order and pages of {}"
+"""The change of an engine whose settings are not known: it becomes like the other."""
+
 Pair = tuple[PlanSettings, PlanSettings]
 """The settings of prefill and of decode."""
 
@@ -46,17 +49,12 @@ Other = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Settings to change, and the copies that a request would take with the changed settings.
+    """Settings to change, such as ``layout=LBHNC``, and the copies that a request would then take.
 
     Attributes:
-        prefill: The settings to change on the prefill engine, such as ``layout=LBHNC``; empty if
-            there are none.
-        decode: The settings to change on the decode engine; empty if there are none.
-        copies: Number of copies.
+        prefill, decode: The settings to change on each engine; empty if there are none.
         busiest: Number of copies of the decode rank that makes the most.
-        smallest: Bytes of the smallest copy.
-        median: Bytes of the median copy.
-        largest: Bytes of the largest copy.
+        smallest, median, largest: Bytes of a copy.
     """
 
     prefill: str
@@ -79,10 +77,8 @@ class Advice:
 
     Attributes:
         reasons: Why copies are not larger, a sentence each.
-        changes: Up to three changes: the best change of one setting, of several settings of one
-            engine, and of both engines. The first change at least halves the number of copies that
-            the present settings take. Each further change at least halves the number that the
-            change before it takes.
+        changes: The best change of each effort that at least halves the number of copies of the
+            present settings, and of the change before it.
     """
 
     reasons: tuple[str, ...]
@@ -90,87 +86,66 @@ class Advice:
 
 
 def is_small(estimate: Estimate) -> bool:
-    """Return whether at least half of the copies are smaller than ``SMALL_COPY`` bytes.
-
-    Args:
-        estimate: The estimate of a request.
-    """
+    """Return whether at least half of the copies are smaller than ``SMALL_COPY`` bytes."""
     sizes = estimate.sizes
     return sizes.copies > 0 and sizes.median < SMALL_COPY
 
 
 def is_many(estimate: Estimate) -> bool:
-    """Return whether copies between GPUs take longer for their number than for their bytes.
-
-    Args:
-        estimate: The estimate of a request.
-    """
+    """Return whether copies between GPUs take longer for their number than for their bytes."""
     long = estimate.busiest * IPC_SECONDS > MANY_SECONDS
     return estimate.on_gpus and long and estimate.sizes.median < SMALL_BY_NVLINK
 
 
-def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: Estimate) -> Advice:
-    """Return advice for engines that were computed from a model and settings.
+def advice_for(
+    model: Model | None,
+    prefill: tuple[Engine, object],
+    decode: tuple[Engine, object],
+    estimate: Estimate,
+) -> Advice | None:
+    """Return advice on how to make copies larger; ``None`` without need, or if many cannot be few.
 
-    For each change that is tried, only the copies of decode rank 0 are counted; for the changes
-    that are returned, those of all decode ranks.
-
-    Args:
-        model: The model of both engines.
-        prefill: The settings of the prefill engine.
-        decode: The settings of the decode engine.
-        estimate: The reads and copies that a request takes with these settings.
+    Engines that were computed have their settings beside them.
     """
-    old, tokens = (prefill, decode), estimate.tokens
+    if not is_small(estimate) and not is_many(estimate):
+        return None
+    (one, near), (other, far) = prefill, decode
+    if model is not None and isinstance(near, PlanSettings) and isinstance(far, PlanSettings):
+        changes = _advised(model, (near, far), estimate)
+    else:
+        alike = (estimate_reads(engine, engine, estimate.tokens) for engine in (other, one))
+        said = ((LIKE.format("decode"), ""), ("", LIKE.format("prefill")))
+        changes = _best(list(map(_change, said, alike)), estimate.sizes.copies)
+    # Small copies are explained even where nothing helps.
+    if not is_small(estimate) and not changes:
+        return None
+    return Advice(reasons=reasons(estimate), changes=changes)
+
+
+def _advised(model: Model, old: Pair, estimate: Estimate) -> tuple[Change, ...]:
+    """Return the best changes of engines that were computed from a model and settings."""
+    tokens = estimate.tokens
     engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
 
-    def counted(pair: Pair, ranks: Sequence[int] | None) -> Estimate:
-        """Count the copies with two engines' settings, on some decode ranks (``None``: on all)."""
+    def tried(pair: Pair, ranks: Sequence[int] | None = None) -> Estimate:
         return estimate_reads(engine(pair[0]), engine(pair[1]), tokens, ranks)
 
     changes: dict[Change, Pair] = {}
     for near, far in _candidates(*old):
         try:
-            pair = replace(prefill, **near), replace(decode, **far)
-            found = counted(pair, [0])
-        except KVFerryError:  # No engine can have these settings.
+            pair = replace(old[0], **near), replace(old[1], **far)
+            # Decode rank 0 stands for all; those of the best changes are counted below.
+            changes[_change(_difference(old, pair), tried(pair, [0]))] = pair
+        except KVFerryError:  # no engine can have these settings
             continue
-        changes[_change(_difference(old, pair), found)] = pair
-    best = _best(list(changes), estimate.sizes_of(estimate.of_decode(0)))
-    whole = {c: counted(changes[c], None) for c in best}
-    return Advice(
-        reasons=reasons(estimate),
-        changes=tuple(_change((c.prefill, c.decode), found) for c, found in whole.items()),
-    )
+    now = merged(read.sizes for read in estimate.of_decode(0)).copies
+    best = _best(list(changes), now)
+    return tuple(_change((one.prefill, one.decode), tried(changes[one])) for one in best)
 
 
-def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
-    """Return advice for engines whose settings are not known: to make one equal to the other.
-
-    Args:
-        prefill: The prefill engine.
-        decode: The decode engine.
-        estimate: The reads and copies that a request takes between these engines.
-    """
-    own = "the ranks, order and pages of {}"
-    changes = [
-        _change((own.format("decode"), ""), estimate_reads(decode, decode, estimate.tokens)),
-        _change(("", own.format("prefill")), estimate_reads(prefill, prefill, estimate.tokens)),
-    ]
-    return Advice(reasons=reasons(estimate), changes=_best(changes, estimate.sizes))
-
-
-def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
-    """Return the changes for ``Advice.changes``: of each effort the one with the fewest copies.
-
-    A change that does not halve the number of copies, as ``Advice.changes`` demands, is left out.
-
-    Args:
-        changes: All changes that were tried.
-        now: The copies with the present settings.
-    """
+def _best(changes: Sequence[Change], copies: int) -> tuple[Change, ...]:
+    """Return of each effort the change with the fewest copies, if it is worth it."""
     best: list[Change] = []
-    copies = now.copies
     for effort in (1, 2, 3):
         candidates = [change for change in changes if change.effort == effort]
         change = min(candidates, key=lambda c: c.copies, default=None)
@@ -181,33 +156,14 @@ def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
 
 
 def _change(settings: tuple[str, str], found: Estimate) -> Change:
-    """Return a change with its copies.
-
-    Args:
-        settings: The changed settings of prefill and of decode, as text; empty if there are none.
-        found: The copies with the changed settings.
-    """
-    sizes = found.sizes
-    return Change(
-        prefill=settings[0],
-        decode=settings[1],
-        copies=sizes.copies,
-        busiest=found.busiest,
-        smallest=sizes.smallest,
-        median=sizes.median,
-        largest=sizes.largest,
-    )
+    figures = found.sizes.figures
+    figures["busiest"] = found.busiest
+    del figures["bytes"]
+    return Change(prefill=settings[0], decode=settings[1], **figures)
 
 
 def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
-    """Yield the changes to try, as changed settings of prefill and of decode.
-
-    Some yielded changes are impossible for any engine, and some equal the present settings.
-
-    Args:
-        prefill: The present settings of prefill.
-        decode: The present settings of decode.
-    """
+    """Yield changes to try. Some are impossible for any engine, or equal the present settings."""
     one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
     larger = max(one, two, key=lambda size: size["block_size"])
     yield {}, one
@@ -226,46 +182,27 @@ def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[O
 
 
 def _ordered(settings: PlanSettings, order: str) -> Other:
-    """Return the settings to change so that an engine stores its cache in another order of axes.
-
-    If kernels split the engine's pages, and cannot do so in the new order, ``block_size`` becomes
-    ``kernel_block``.
-
-    Args:
-        settings: The present settings of the engine.
-        order: The new order, one of ``ORDERS``.
-    """
-    if settings.kernel_block and not order.startswith(WHOLE):
+    """Return the settings to change so that an engine stores its cache in another order."""
+    if settings.kernel_block and not order.startswith(WHOLE):  # kernels cannot split such pages
         return {"layout": order, "block_size": settings.kernel_block}
     return {"layout": order}
 
 
 def _difference(old: Pair, new: Pair) -> tuple[str, str]:
-    """Return as text the settings that differ from the old ones.
-
-    Args:
-        old: The present settings of prefill and of decode.
-        new: The changed settings of prefill and of decode.
-
-    Returns:
-        The changed settings of prefill, and those of decode, such as ``layout=LBHNC``.
-    """
-    before, after = (
-        [{name: getattr(side, name) for name in TRIED} for side in pair] for pair in (old, new)
+    """Return the settings of prefill, and those of decode, that differ from the old ones."""
+    one, other = (
+        ",".join(
+            f"{name}={getattr(after, name)}"
+            for name in TRIED
+            if getattr(after, name) != getattr(before, name)
+        )
+        for before, after in zip(old, new, strict=True)
     )
-    changed = [
-        ",".join(f"{name}={value}" for name, value in other.items() if value != one[name])
-        for one, other in zip(before, after, strict=True)
-    ]
-    return changed[0], changed[1]
+    return one, other
 
 
 def reasons(estimate: Estimate) -> tuple[str, ...]:
-    """Return the reasons why copies are not larger, a sentence each.
-
-    Args:
-        estimate: The estimate of a request.
-    """
+    """Return the reasons why copies are not larger, a sentence each."""
     sentences = {
         reason: None
         for read in estimate.reads
@@ -300,11 +237,6 @@ def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
 
 
 def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
-    """Yield a sentence for each engine whose kernels split pages into blocks of another size.
-
-    Args:
-        sides: The field of ``prefill`` and that of ``decode``.
-    """
     blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in sides.items()}
     for name, f in sides.items():
         if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
@@ -339,9 +271,6 @@ def _distribution(context: ContextParallel) -> str:
 
 
 def _shards_inside(f: Field) -> bool | None:
-    """Return whether a field's neighbouring heads are closer in memory than neighbouring tokens.
-
-    ``None`` if there is only one head or one token.
-    """
+    """Return whether a field's neighbouring heads are closer in memory than neighbouring tokens."""
     tokens, shard = ([d.stride for d in axis if d.extent > 1] for axis in (f.tokens, f.shard))
     return min(shard) < min(tokens) if tokens and shard else None

@@ -8,7 +8,7 @@ to compute at an even rate, and the network to carry nothing else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.cli.plan.engines import Engine, EngineError, SettingsError
@@ -22,12 +22,7 @@ _SLOWEST, _FASTEST = 1.0, 1e15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """What the network carries from prefill to decode.
-
-    Attributes:
-        text: The bandwidth as it was given.
-        bytes_per_second: The bandwidth in bytes per second.
-    """
+    """What the network carries from prefill to decode; ``text`` is as it was given."""
 
     text: str
     bytes_per_second: float
@@ -38,7 +33,6 @@ class EarlyQuestion:
     """What to compute the effect of early tickets for.
 
     Attributes:
-        bandwidths: The bandwidths.
         prompts: Lengths of prompts in tokens; empty for that of the planned request.
         chunk: How many tokens prefill computes in a step.
         prefill_rate: How many tokens prefill computes in a second.
@@ -63,13 +57,9 @@ class EarlyCase:
     """How long until decode has the cache of one prompt, at one bandwidth.
 
     Attributes:
-        bandwidth: The bandwidth.
-        prompt: The prompt's length in tokens.
         chunks: In how many chunks prefill computes the prompt.
         early_bytes: Bytes that may be moved while prefill computes.
         late_bytes: Bytes of sliding windows and states, which are moved after prefill's end.
-        prefill_seconds: How long prefill computes.
-        move_seconds: How long moving all bytes takes.
         sequential_seconds: When decode has the cache, from prefill's start, by an ordinary ticket.
         early_seconds: The same by an early ticket.
     """
@@ -97,21 +87,7 @@ def make_question(
     prefill_rate: float,
     hop_seconds: float,
 ) -> EarlyQuestion | None:
-    """Return what the command's options ask about early tickets.
-
-    Args:
-        bandwidths: The values of ``--bandwidth``; if empty, nothing is asked.
-        prompts: The values of ``--prompt``.
-        chunk: How many tokens prefill computes in a step.
-        prefill_rate: How many tokens prefill computes in a second.
-        hop_seconds: The value of ``--hop``, in seconds.
-
-    Returns:
-        The question; ``None`` if nothing is asked.
-
-    Raises:
-        SettingsError: A bandwidth is not valid, or there are prompts without a bandwidth.
-    """
+    """Return what the command's options ask about early tickets; ``None`` for nothing."""
     if not bandwidths and prompts:
         raise SettingsError(
             f"--prompt {prompts[0]} is a prompt for --bandwidth: add --bandwidth, such as 25Gbit, "
@@ -133,12 +109,6 @@ def parse_bandwidth(text: str) -> Bandwidth:
 
     Units are ``bit`` (or ``bps``) and ``B`` with k, M, G and T for powers of 1,000, and KiB to TiB
     for powers of 1,024; ``/s`` may follow. ``Gb`` is refused, because it is used for both.
-
-    Args:
-        text: The value of ``--bandwidth``.
-
-    Raises:
-        SettingsError: The text is no bandwidth, or out of range.
     """
     match = _RATE.fullmatch(text.strip())
     if match is None:
@@ -160,18 +130,14 @@ def parse_bandwidth(text: str) -> Bandwidth:
 def early_cases(
     question: EarlyQuestion, prefill: Engine, decode: Engine, planned: Estimate
 ) -> list[EarlyCase]:
-    """Return how long until decode has the cache, for each bandwidth and prompt.
-
-    Args:
-        question: What to compute.
-        prefill: The prefill engine.
-        decode: The decode engine.
-        planned: The estimate of the planned request.
-
-    Raises:
-        EngineError: A cache is too small for a prompt.
-    """
-    estimates = list(_estimates(question.prompts, prefill, decode, planned))
+    """Return how long until decode has the cache, for each bandwidth and prompt."""
+    estimates = []
+    for prompt in question.prompts or (planned.tokens,):
+        try:
+            same = prompt == planned.tokens
+            estimates.append(planned if same else estimate_reads(prefill, decode, prompt))
+        except EngineError as exc:
+            raise EngineError(f"--prompt {prompt}: {exc}") from exc
     return [
         _case(question, bandwidth, estimate)
         for bandwidth in question.bandwidths
@@ -179,70 +145,28 @@ def early_cases(
     ]
 
 
-def _estimates(
-    prompts: Iterable[int], prefill: Engine, decode: Engine, planned: Estimate
-) -> Iterator[Estimate]:
-    """Yield the estimate of each prompt; that of the planned request if there are no prompts.
-
-    Raises:
-        EngineError: A cache is too small for a prompt.
-    """
-    for prompt in prompts or (planned.tokens,):
-        if prompt == planned.tokens:
-            yield planned
-            continue
-        try:
-            yield estimate_reads(prefill, decode, prompt)
-        except EngineError as exc:
-            raise EngineError(f"--prompt {prompt}: {exc}") from exc
-
-
 def _case(question: EarlyQuestion, bandwidth: Bandwidth, estimate: Estimate) -> EarlyCase:
-    """Return how long until decode has the cache of one prompt, at one bandwidth.
-
-    Args:
-        question: What to compute.
-        bandwidth: The bandwidth.
-        estimate: The estimate of the prompt.
-    """
-    prompt, total = estimate.tokens, estimate.sizes.total
-    chunks = -(-prompt // question.chunk)
-    computing, moving = prompt / question.prefill_rate, total / bandwidth.bytes_per_second
+    prompt, chunk, rate = estimate.tokens, question.chunk, bandwidth.bytes_per_second
+    total, early = estimate.sizes.nbytes, estimate.early_bytes
+    chunks = -(-prompt // chunk)
+    computing, moving = prompt / question.prefill_rate, total / rate
+    # Moving is busy from some chunk on until the end, so the end is the largest, over the chunks,
+    # of the time when a chunk is computed plus the time that it and all later ones take to be
+    # moved. Both are linear in the chunk's index, but for a shorter last chunk, so only the first
+    # and the last two chunks can give the largest.
+    end = max(
+        min(index * chunk, prompt) / question.prefill_rate
+        + (prompt - (index - 1) * chunk) * early / prompt / rate
+        for index in (1, max(1, chunks - 1), chunks)
+    )
     return EarlyCase(
         bandwidth=bandwidth,
         prompt=prompt,
         chunks=chunks,
-        early_bytes=estimate.early_bytes,
-        late_bytes=total - estimate.early_bytes,
+        early_bytes=early,
+        late_bytes=total - early,
         prefill_seconds=computing,
         move_seconds=moving,
         sequential_seconds=computing + question.hop_seconds + moving,
-        early_seconds=_early_seconds(question, bandwidth, estimate, chunks),
+        early_seconds=end + (total - early) / rate,
     )
-
-
-def _early_seconds(
-    question: EarlyQuestion, bandwidth: Bandwidth, estimate: Estimate, chunks: int
-) -> float:
-    """Return when decode has the cache of a prompt, by an early ticket.
-
-    Moving is busy from some chunk on until the end, so the end is the largest, over the chunks, of
-    the time when a chunk is computed plus the time that it and all later chunks take to be moved.
-    Both are linear in the chunk's index, but for a shorter last chunk, so only the first and the
-    last two chunks can give the largest.
-
-    Args:
-        question: What to compute.
-        bandwidth: The bandwidth.
-        estimate: The estimate of the prompt.
-        chunks: In how many chunks prefill computes the prompt.
-    """
-    prompt, chunk = estimate.tokens, question.chunk
-    late = estimate.sizes.total - estimate.early_bytes
-    token_seconds = estimate.early_bytes / prompt / bandwidth.bytes_per_second
-    ends = (
-        min(index * chunk, prompt) / question.prefill_rate
-        + (prompt - (index - 1) * chunk) * token_seconds
-        for index in (1, max(1, chunks - 1), chunks)
-    )
-    return max(ends) + late / bandwidth.bytes_per_second

@@ -22,7 +22,6 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.states import RecurrentState
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import (
     ELEMENT_BYTES,
@@ -39,10 +38,11 @@ from kvferry.core.side_channel_messages import DECODE_ERRORS, MAX_RANKS
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Orders of memory, outermost first: Layers, Blocks, Heads, tokeNs, Content (K, then V)."""
-
 WHOLE = "LB"
 """Prefix of the orders in which a layer's pages are contiguous and follow each other."""
-
+SCATTERED = "LHBNC"
+"""The order in which a block is not in one piece even within a layer, so it has no room for a
+state."""
 ALIASES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
 """Other names of two orders, which say only whether heads or tokens are outermost in a page."""
 
@@ -55,26 +55,38 @@ LIMITS: Mapping[str, int] = {
     "kernel_block": 1 << 16,
 }
 """The largest value of each setting that is a number."""
+SHOWN = ("tp", "pp", "block_size", "layout")
+"""The settings that are always printed."""
+
+MAX_FILE_BYTES = 1 << 26
+"""Largest size of a JSON file with layouts."""
+ADDRESS = 1 << 40
+"""The address of every computed buffer. Any address will do, since no memory is read."""
+UNEVEN = 1.5
+"""If the largest kind of layers is less than this many times as large as the smallest, vLLM pads
+the smaller groups instead of splitting the larger ones
+(``_get_kv_cache_groups_uniform_page_size``)."""
+ALIGNMENT = 16
+"""If pages are enlarged for states, they hold a multiple of this many tokens: the smallest block of
+the kernels of FLASH_ATTN, FLASHINFER and TRITON_ATTN."""
+LATENT_ALIGNMENT = 128
+"""The same for latents (MLA)."""
 
 
 class SettingsError(KVFerryError):
     """A setting is refused; the message has its name, the allowed values, and the nearest name."""
 
 
+class EngineError(KVFerryError):
+    """A model does not fit the ranks that were set, or a file does not describe an engine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
     """The settings of one engine, written as ``tp=2,pp=1,block_size=16,layout=LBHNC``.
 
-    Attributes:
-        tp: Number of tensor-parallel ranks, which share the heads.
-        pp: Number of pipeline-parallel ranks, which share the layers.
-        dcp: Number of decode context-parallel ranks: tensor-parallel ranks that store the same
-            heads, and over which a request's tokens are distributed.
-        interleave: How many consecutive tokens one of the ``dcp`` ranks stores before the next.
-        block_size: Number of tokens in a page of one rank.
-        layout: Order of memory, one of ``ORDERS``.
-        kernel_block: Number of tokens in the blocks into which kernels split a page; 0 if kernels
-            do not split pages.
+    The rank with pipeline index p and tensor index t has index ``p * tp + t``. ``kvferry plan
+    --help`` says what each setting is.
 
     Raises:
         SettingsError: No engine can have these settings, whatever the model.
@@ -96,31 +108,14 @@ class PlanSettings:
                 f"dcp={self.dcp} does not divide tp={self.tp}: tokens are spread over ranks that "
                 "share the heads"
             )
-        if self.block_size % self.interleave:
-            raise SettingsError(
-                f"interleave={self.interleave} does not divide block_size={self.block_size}"
-            )
-        self._check_kernel_block()
-
-    def _check_kernel_block(self) -> None:
-        """Refuse a ``kernel_block`` that does not fit the block size or the order of memory."""
-        if self.kernel_block and self.block_size % self.kernel_block:
-            raise SettingsError(
-                f"kernel_block={self.kernel_block} does not divide block_size={self.block_size}"
-            )
+        for name, part in (("interleave", self.interleave), ("kernel_block", self.kernel_block)):
+            if part and self.block_size % part:
+                raise SettingsError(f"{name}={part} does not divide block_size={self.block_size}")
         if self.kernels > 1 and not self.layout.startswith(WHOLE):
             raise SettingsError(
                 f"layout={self.layout} scatters the pages of a layer, so kernels cannot cut them: "
                 f"use block_size={self.kernel_block} or a layout that starts with {WHOLE}"
             )
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks.
-
-        The rank with pipeline index p and tensor index t has index ``p * tp + t``.
-        """
-        return self.tp * self.pp
 
     @property
     def kernels(self) -> int:
@@ -134,112 +129,41 @@ class PlanSettings:
         return ",".join(f"{key}={value}" for key, value in shown.items())
 
 
-SHOWN = ("tp", "pp", "block_size", "layout")
-
-
 def parse(text: str, option: str) -> PlanSettings:
-    """Return the settings of one engine.
-
-    Args:
-        text: ``key=value`` pairs, separated by commas.
-        option: The name of the command's option, for errors.
-
-    Raises:
-        SettingsError: A key is unknown or repeated, or a value is unknown or out of range.
-    """
+    """Return the settings of one engine: ``key=value`` pairs, separated by commas."""
     values: dict[str, int | str] = {}
-    for pair in text.split(","):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        name = _check_name(
-            option, "setting", key.replace("-", "_"), [f.name for f in fields(PlanSettings)]
-        )
-        if not equals or not value:
-            raise SettingsError(f"{option}: {key!r} has no value: write {key}=...")
-        if name in values:
-            raise SettingsError(f"{option}: {name!r} stands twice")
-        values[name] = _order(option, value) if name == "layout" else _count(option, name, value)
+    known = [f.name for f in fields(PlanSettings)]
     try:
+        for pair in text.split(","):
+            key, equals, value = (part.strip() for part in pair.partition("="))
+            name = _known("setting", key.replace("-", "_"), known)
+            if not equals or not value:
+                raise SettingsError(f"{key!r} has no value: write {key}=...")
+            if name in values:
+                raise SettingsError(f"{name!r} stands twice")
+            values[name] = _value(name, value)
         return PlanSettings(**values)  # type: ignore[arg-type]  # each value is of its field's type
     except SettingsError as exc:
         raise SettingsError(f"{option}: {exc}") from None
 
 
-def _order(option: str, value: str) -> str:
-    """Return an order of memory by its name or alias.
-
-    Args:
-        option: The name of the command's option, for errors.
-        value: The name or alias, in upper or lower case.
-
-    Raises:
-        SettingsError: There is no such order.
-    """
-    name = value.upper()
-    return ALIASES.get(name) or _check_name(option, "layout", name, [*ORDERS, *ALIASES])
-
-
-def _count(option: str, name: str, value: str) -> int:
-    """Return the number in a setting's value.
-
-    Args:
-        option: The name of the command's option, for errors.
-        name: The setting's name.
-        value: The setting's value.
-
-    Raises:
-        SettingsError: The value is no number from 1 to the setting's limit.
-    """
+def _value(name: str, value: str) -> int | str:
+    if name == "layout":
+        order = value.upper()
+        return ALIASES.get(order) or _known("layout", order, [*ORDERS, *ALIASES])
     limit = LIMITS[name]
     if not (value.isascii() and value.isdecimal() and len(value) < 10 and 1 <= int(value) <= limit):
-        raise SettingsError(f"{option}: {name}={value[:32]} must be a number in 1 to {limit}")
+        raise SettingsError(f"{name}={value[:32]} must be a number in 1 to {limit}")
     return int(value)
 
 
-def _check_name(option: str, what: str, name: str, allowed: list[str]) -> str:
-    """Return a name if it is allowed, and refuse it otherwise.
-
-    Args:
-        option: The name of the command's option, for errors.
-        what: What has the name, such as ``setting``, for errors.
-        name: The name.
-        allowed: All allowed names.
-
-    Raises:
-        SettingsError: The name is not allowed; the message has the nearest allowed name.
-    """
+def _known(what: str, name: str, allowed: list[str]) -> str:
+    """Return a name if it is allowed; the error has the nearest one that is."""
     if name in allowed:
         return name
     near = get_close_matches(name, allowed, 1, 0.5)
-    meant = f": did you mean {near[0]!r}?" if near else ""
-    raise SettingsError(
-        f"{option}: unknown {what} {name[:32]!r}{meant} Allowed are {', '.join(allowed)}"
-        if meant
-        else f"{option}: unknown {what} {name[:32]!r}; allowed are {', '.join(allowed)}"
-    )
-
-
-MAX_FILE_BYTES = 1 << 26
-"""Largest size of a JSON file with layouts."""
-ADDRESS = 1 << 40
-"""The address of every computed buffer. Any address will do, since no memory is read."""
-
-UNEVEN = 1.5
-"""If the largest kind of layers is less than this many times as large as the smallest, vLLM pads
-the smaller groups instead of splitting the larger ones
-(``_get_kv_cache_groups_uniform_page_size``)."""
-
-ALIGNMENT = 16
-"""If pages are enlarged for states, they hold a multiple of this many tokens: the smallest block of
-the kernels of FLASH_ATTN, FLASHINFER and TRITON_ATTN."""
-LATENT_ALIGNMENT = 128
-"""The same for latents (MLA)."""
-SCATTERED = "LHBNC"
-"""The order in which a block is not contiguous even within one layer, so it has no room for a
-state."""
-
-
-class EngineError(KVFerryError):
-    """A model does not fit the ranks that were set, or a file does not describe an engine."""
+    meant = f": did you mean {near[0]!r}? Allowed" if near else "; allowed"
+    raise SettingsError(f"unknown {what} {name[:32]!r}{meant} are {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,15 +171,9 @@ class Engine:
     """The layouts of all ranks of an engine; also the schema of the JSON files.
 
     Attributes:
-        ranks: The layout of each rank.
         coordinates: The parallel indices (``pp``, ``tp``, ...) of each rank; empty if unknown.
-        windows: The sliding window in tokens of each cache group, 0 for no window; may be empty if
-            no group has a window.
-        chunks: The size in tokens of the chunks of each cache group with chunked attention, 0 for
-            other groups; may be empty if there is no such group.
-
-    Raises:
-        EngineError: The attributes do not fit together.
+        windows: The sliding window in tokens of each cache group, 0 for none; may be empty.
+        chunks: Likewise the size in tokens of the chunks of chunked attention.
     """
 
     ranks: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=MAX_RANKS)]
@@ -275,23 +193,11 @@ class Engine:
                 raise EngineError(f"{len(given)} {what} for {groups} groups")
 
     def drops_tokens(self, group: int) -> bool:
-        """Return whether a cache group has a sliding window or chunks.
-
-        Args:
-            group: The group's index.
-        """
+        """Return whether a cache group has a sliding window or chunks."""
         return any(given[group] for given in (self.windows, self.chunks) if given)
 
     def first_token(self, group: int, tokens: int) -> int:
-        """Return the index of the first token to read for a request.
-
-        With a sliding window or chunks, that is the first token to which the request's next token
-        attends.
-
-        Args:
-            group: The cache group's index.
-            tokens: Number of tokens in the request, without the next token.
-        """
+        """Return the first token of a request to which the token after its last attends."""
         if self.chunks and self.chunks[group]:
             return tokens // self.chunks[group] * self.chunks[group]
         window = self.windows[group] if self.windows else 0
@@ -299,19 +205,12 @@ class Engine:
 
 
 def read_engine(path: Path) -> Engine:
-    """Return the engine that a JSON file describes.
-
-    Args:
-        path: The file. Its content is ``{"ranks": [layout, ...]}``, or the layout of a single rank.
-
-    Raises:
-        EngineError: The file cannot be read, or does not describe an engine.
-    """
+    """Return the engine that a JSON file describes; a single layout is an engine of one rank."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise EngineError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+            raise EngineError(f"it has more than {MAX_FILE_BYTES} bytes")
         content = msgspec.json.decode(data)
         if isinstance(content, dict) and "ranks" not in content and "fields" in content:
             content = {"ranks": [content]}
@@ -325,15 +224,7 @@ def read_engine(path: Path) -> Engine:
 
 
 def write_engine(path: Path, engine: Engine) -> None:
-    """Write an engine's layouts to a JSON file that ``read_engine`` reads.
-
-    Args:
-        path: The file; folders that do not exist are created.
-        engine: The engine.
-
-    Raises:
-        EngineError: The file cannot be written.
-    """
+    """Write an engine's layouts to a JSON file that ``read_engine`` reads."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(engine) + b"\n")
@@ -341,53 +232,17 @@ def write_engine(path: Path, engine: Engine) -> None:
         raise EngineError(f"{path} cannot be written: {exc.strerror}") from exc
 
 
-def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
-    """Return the layouts of an engine that runs a model.
-
-    Args:
-        model: The model.
-        settings: The engine's settings.
-        tokens: Number of tokens of the largest request that the cache must have room for.
-
-    Raises:
-        EngineError: The model cannot be distributed over these ranks.
-        LayoutError: The cache would be larger than a layout can describe.
-    """
-    settings = fit_states(model, settings)
-    check_spread(model, settings)
-    groups = _groups(model)
-    pages = 1 + sum(
-        1 if group.holds_states else -(-tokens // (settings.block_size * settings.dcp))
-        for group in groups
-    )
-    ranks = list(itertools.product(range(settings.pp), range(settings.tp)))
-    return Engine(
-        ranks=tuple(_rank(model, settings, groups, pages, pp, tp) for pp, tp in ranks),
-        coordinates=tuple(Coordinates(pp=pp, tp=tp, dcp=tp % settings.dcp) for pp, tp in ranks),
-        windows=tuple(group.window for group in groups),
-        chunks=tuple(group.chunk for group in groups) if model.chunks else (),
-    )
-
-
 def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
     """Return settings whose pages of attention have room for a state, as vLLM enlarges them.
 
     See ``Platform._align_hybrid_block_size`` in vLLM's ``platforms/interface.py``.
-
-    Args:
-        model: The model. If it has no states, the settings are returned unchanged.
-        settings: The engine's settings.
-
-    Raises:
-        SettingsError: The other settings do not fit the enlarged pages; the message has both sizes.
     """
     if model.state is None:
         return settings
     token = max(1, model.kv_heads // settings.tp) * model.entry_bytes
     step = max(settings.block_size, LATENT_ALIGNMENT if model.latent else ALIGNMENT)
     size = step * -(-model.state.nbytes(settings.tp) // (step * token))
-    size = ALIGNMENT * -(-size // ALIGNMENT)
-    enlarged = max(settings.block_size, size)
+    enlarged = max(settings.block_size, ALIGNMENT * -(-size // ALIGNMENT))
     try:
         return replace(settings, block_size=enlarged)
     except SettingsError as exc:
@@ -398,15 +253,7 @@ def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
 
 
 def check_spread(model: Model, settings: PlanSettings) -> None:
-    """Refuse settings with more ranks than a model can be distributed over.
-
-    Args:
-        model: The model.
-        settings: The engine's settings.
-
-    Raises:
-        EngineError: There are too many ranks; the message names the setting and the limit.
-    """
+    """Refuse settings with more ranks than a model can be distributed over."""
     tp, heads = settings.tp, model.kv_heads
     if model.attention_heads % tp:
         raise EngineError(f"tp={tp} does not divide the {model.attention_heads} attention heads")
@@ -419,30 +266,15 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
             f"dcp={settings.dcp} spreads tokens over ranks that hold the same heads, and with "
             f"tp={tp} and {heads} KV heads there are {max(1, tp // heads)}"
         )
-    if model.state is not None:
-        _check_states(model.state, settings)
-
-
-def _check_states(state: RecurrentState, settings: PlanSettings) -> None:
-    """Refuse settings with which no engine can store a model's states.
-
-    Args:
-        state: The state of one layer.
-        settings: The engine's settings.
-
-    Raises:
-        EngineError: The message names the setting and what it does not fit.
-    """
-    tp = settings.tp
-    parts = [(f"the {state.heads} heads of a state", state.heads)]
-    parts += [
-        (f"the {part.units} units of a state's {part.name} channels", part.units)
-        for part in state.channels
-        if part.units > 1
-    ]
-    for what, count in parts:
-        if count % tp:
-            raise EngineError(f"tp={tp} does not divide {what}")
+    if model.state is None:
+        return
+    if model.state.heads % tp:
+        raise EngineError(f"tp={tp} does not divide the {model.state.heads} heads of a state")
+    for part in model.state.channels:
+        if part.units > 1 and part.units % tp:
+            raise EngineError(
+                f"tp={tp} does not divide the {part.units} units of a state's {part.name} channels"
+            )
     if settings.layout == SCATTERED:
         others = ", ".join(order for order in ORDERS if order != SCATTERED)
         raise EngineError(
@@ -452,14 +284,7 @@ def _check_states(state: RecurrentState, settings: PlanSettings) -> None:
 
 
 class _CacheGroup(NamedTuple):
-    """Layers that share block ids.
-
-    Attributes:
-        layers: The layers' indices.
-        window: Their sliding window in tokens, 0 for no window.
-        chunk: The size in tokens of their chunks, 0 for no chunks.
-        holds_states: Whether the group has the layers' states instead of their attention.
-    """
+    """Layers that share block ids; a window or chunk of 0 is none."""
 
     layers: list[int]
     window: int = 0
@@ -468,14 +293,9 @@ class _CacheGroup(NamedTuple):
 
 
 def _groups(model: Model) -> list[_CacheGroup]:
-    """Return the cache groups of a model.
+    """Return the cache groups of a model: layers of one window or chunk size, or with states.
 
-    The layers of a group have the same sliding window or chunks, or states. If the most frequent
-    kind of layers has at least ``UNEVEN`` times as many layers as the rarest, vLLM splits its
-    layers, and those of other frequent kinds, into several groups.
-
-    Raises:
-        EngineError: No layer of the model has a cache.
+    vLLM splits the layers of frequent kinds into several groups; see ``UNEVEN``.
     """
     by_reach: dict[tuple[int, int], list[int]] = {}
     for layer, window in model.windows.items():
@@ -497,19 +317,32 @@ def _groups(model: Model) -> list[_CacheGroup]:
 
 
 def _stage(layers: int, pp: int, rank: int) -> range:
-    """Return the layer indices of a pipeline rank.
+    """Return the layers of a pipeline rank.
 
     If n layers remain after an even division, the n ranks before the last one get one more each.
-
-    Args:
-        layers: Number of layers in the model.
-        pp: Number of pipeline-parallel ranks.
-        rank: The rank's pipeline index.
     """
     each, over = divmod(layers, pp)
     sizes = [each + (pp - 1 - over <= stage < pp - 1) for stage in range(pp)]
     start = sum(sizes[:rank])
     return range(start, start + sizes[rank])
+
+
+def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
+    """Return the layouts of an engine that runs a model, with room for a request of ``tokens``."""
+    settings = fit_states(model, settings)
+    check_spread(model, settings)
+    groups = _groups(model)
+    pages = 1 + sum(
+        1 if group.holds_states else -(-tokens // (settings.block_size * settings.dcp))
+        for group in groups
+    )
+    ranks = list(itertools.product(range(settings.pp), range(settings.tp)))
+    return Engine(
+        ranks=tuple(_Rank(model, settings, pages, pp, tp).layout(groups) for pp, tp in ranks),
+        coordinates=tuple(Coordinates(pp=pp, tp=tp, dcp=tp % settings.dcp) for pp, tp in ranks),
+        windows=tuple(group.window for group in groups),
+        chunks=tuple(group.chunk for group in groups) if model.chunks else (),
+    )
 
 
 class _Strides(NamedTuple):
@@ -522,222 +355,130 @@ class _Strides(NamedTuple):
     content: int
 
 
-def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strides:
-    """Return the strides in bytes of a cache group's memory.
+class _Rank:
+    """One rank, whose layout is computed."""
 
-    Args:
-        settings: The engine's settings, with the order of the axes.
-        shape: Numbers of layers, blocks, heads, tokens per block, and bytes per entry.
-        block: Bytes from one block to the next, the same for all groups; used only if blocks are
-            the outermost axis.
-    """
-    stride, strides = 1, {}
-    for name in reversed(settings.layout):
-        strides[name] = stride
-        stride *= shape["LBHNC".index(name)]
-    if settings.layout.startswith("B"):
-        strides["B"] = block
-    return _Strides(*(strides[name] for name in "LBHNC"))
+    def __init__(self, model: Model, settings: PlanSettings, pages: int, pp: int, tp: int) -> None:
+        self._model, self._settings, self._pages, self._tp = model, settings, pages, tp
+        self._stage = _stage(model.layers, settings.pp, pp)
+        # If there are more ranks than heads, several ranks store the same head.
+        start = tp * model.kv_heads // settings.tp
+        self._heads = start, max(start + 1, (tp + 1) * model.kv_heads // settings.tp)
+        self._page = (self._heads[1] - start) * settings.block_size * model.entry_bytes
+        self._block = 0
 
-
-def _rank(
-    model: Model, settings: PlanSettings, groups: list[_CacheGroup], pages: int, pp: int, tp: int
-) -> Layout:
-    """Return the layout of one rank.
-
-    Args:
-        model: The model.
-        settings: The engine's settings.
-        groups: The cache groups, with the layers of all ranks.
-        pages: Number of pages, which all groups share.
-        pp: The rank's pipeline index.
-        tp: The rank's tensor index.
-    """
-    stage = _stage(model.layers, settings.pp, pp)
-    here = [
-        group._replace(layers=[layer for layer in group.layers if layer in stage])
-        for group in groups
-    ]
-    heads = _heads(model.kv_heads, settings.tp, tp)
-    page = (heads[1] - heads[0]) * settings.block_size * model.entry_bytes
-    indexed = [layer for layer in model.indexed if layer in stage]
-    index_page = settings.block_size * model.index_bytes
-    block = max(len(group.layers) for group in here) * page + len(indexed) * index_page
-    context = ContextParallel(
-        size=settings.dcp, rank=tp % settings.dcp, interleave=settings.interleave
-    )
-    paged = Group(kind=GroupKind.PAGED, block_tokens=settings.block_size, context=context)
-    state = Group(kind=GroupKind.STATE, block_tokens=0)
-    memory = _Memory(settings, pages, block)
-    return Layout(
-        regions=(Region(address=ADDRESS, nbytes=max(1, block * pages), kind=CUDA),),
-        groups=tuple(state if group.holds_states else paged for group in here),
-        fields=tuple(
-            f
-            for index, group in enumerate(here)
-            for f in (
-                _state_fields(model.state, memory, index, group.layers, page, tp)
-                if group.holds_states and model.state is not None
-                else _fields(model, memory, index, group.layers, heads)
-            )
+    def layout(self, groups: Sequence[_CacheGroup]) -> Layout:
+        """Return the rank's layout."""
+        model, settings = self._model, self._settings
+        here = [[layer for layer in group.layers if layer in self._stage] for group in groups]
+        indexed = [layer for layer in model.indexed if layer in self._stage]
+        most = max(map(len, here))
+        index_page = settings.block_size * model.index_bytes
+        self._block = most * self._page + len(indexed) * index_page
+        latents = len(here[0]) * self._page
+        first = latents if settings.layout.startswith("B") else latents * self._pages
+        context = ContextParallel(
+            size=settings.dcp, rank=self._tp % settings.dcp, interleave=settings.interleave
         )
-        + tuple(_index_fields(model, memory, indexed, len(here[0].layers) * page)),
-    )
+        paged = Group(kind=GroupKind.PAGED, block_tokens=settings.block_size, context=context)
+        state = Group(kind=GroupKind.STATE, block_tokens=0)
+        item = ELEMENT_BYTES[model.dtype]
+        entry = {name: elements * item for name, elements in model.parts.items()}
+        index = self._paged(0, indexed, "indexer", model.index_parts, (0, 1), first)
+        found = [
+            self._states(n, layers)
+            if group.holds_states
+            else self._paged(n, layers, "attn", entry, self._heads)
+            for n, (group, layers) in enumerate(zip(groups, here, strict=True))
+        ]
+        nbytes = max(1, self._block * self._pages)
+        return Layout(
+            regions=(Region(address=ADDRESS, nbytes=nbytes, kind=CUDA),),
+            groups=tuple(state if group.holds_states else paged for group in groups),
+            fields=tuple(itertools.chain(*found, index)),
+        )
 
+    def _strides(self, layers: int, pages: int, heads: int, tokens: int, entry: int) -> _Strides:
+        stride, strides, shape = 1, {}, (layers, pages, heads, tokens, entry)
+        for name in reversed(self._settings.layout):
+            strides[name] = stride
+            stride *= shape["LBHNC".index(name)]
+        if self._settings.layout.startswith("B"):
+            strides["B"] = self._block  # the same for all groups
+        return _Strides(*(strides[name] for name in "LBHNC"))
 
-class _Memory(NamedTuple):
-    """What all groups of a rank have in common.
+    def _paged(
+        self,
+        group: int,
+        layers: Sequence[int],
+        name: str,
+        parts: Mapping[str, int],
+        heads: tuple[int, int],
+        start: int | None = None,
+    ) -> Iterator[Field]:
+        """Yield the fields of entries with these parts, in bytes.
 
-    Attributes:
-        settings: The engine's settings.
-        pages: Number of pages.
-        block: Bytes from one page to the next; used only if blocks are the outermost axis.
-    """
+        With ``start``, the fields are a layer's index, as the connector's (``indexer`` in
+        ``integrations/vllm/caches/attention_pages.py``): a block has all its tokens' values, then
+        all their scales.
+        """
+        is_index, held, kernels = start is not None, heads[1] - heads[0], self._settings.kernels
+        tokens = self._settings.block_size // kernels
+        entry = sum(parts.values())
+        step = self._strides(len(layers), self._pages * kernels, held, tokens, entry)
+        split = [(kernels, step.block)] * (kernels > 1)
+        for index, layer in enumerate(layers):
+            offset = (start or 0) + index * step.layer
+            for part, unit in parts.items():
+                yield Field(
+                    key=f"layers.{layer}.{name}/{part}",
+                    group=group,
+                    region=0,
+                    offset=offset,
+                    page_stride=kernels * step.block,
+                    pages=self._pages,
+                    dtype="uint8" if is_index else self._model.dtype,
+                    unit=unit,
+                    tokens=axis(*split, (tokens, unit if is_index else step.token)),
+                    shard=axis((held, unit if is_index else step.head)),
+                    shard_range=heads,
+                )
+                offset += unit * tokens if is_index else unit
 
-    settings: PlanSettings
-    pages: int
-    block: int
+    def _states(self, group: int, layers: Sequence[int]) -> Iterator[Field]:
+        """Yield the fields of a cache group with states.
 
-
-def _heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the range of KV heads that a tensor-parallel rank stores.
-
-    If there are more ranks than heads, several ranks store the same head.
-
-    Args:
-        total: Number of KV heads in the model.
-        ranks: Number of tensor-parallel ranks.
-        rank: The rank's tensor index.
-
-    Returns:
-        The index of the first head, and that after the last head.
-    """
-    start = rank * total // ranks
-    return start, max(start + 1, (rank + 1) * total // ranks)
-
-
-def _fields(
-    model: Model, memory: _Memory, group: int, layers: list[int], heads: tuple[int, int]
-) -> Iterator[Field]:
-    """Yield the fields of one cache group with attention on one rank.
-
-    Args:
-        model: The model.
-        memory: What the rank's groups have in common.
-        group: The group's index.
-        layers: The indices of the group's layers on this rank.
-        heads: The range [first, last) of the KV heads on this rank.
-    """
-    settings, pages, block = memory
-    kernels, held = settings.kernels, heads[1] - heads[0]
-    tokens = settings.block_size // kernels
-    shape = (len(layers), pages * kernels, held, tokens, model.entry_bytes)
-    step = _strides(settings, shape, block)
-    split = ((kernels, step.block),) if kernels > 1 else ()
-    item = ELEMENT_BYTES[model.dtype]
-    for index, layer in enumerate(layers):
-        offset = index * step.layer
-        for name, elements in model.parts.items():
-            yield Field(
-                key=f"layers.{layer}.attn/{name}",
-                group=group,
-                region=0,
-                offset=offset,
-                page_stride=kernels * step.block,
-                pages=pages,
-                dtype=model.dtype,
-                unit=elements * item,
-                tokens=axis(*split, (tokens, step.token)),
-                shard=axis((held, step.head)),
-                shard_range=heads,
-            )
-            offset += elements * item
-
-
-def _index_fields(
-    model: Model, memory: _Memory, layers: list[int], latents: int
-) -> Iterator[Field]:
-    """Yield the fields of the layers' indexes on one rank, which are in the first cache group.
-
-    The keys and axes are the connector's (``indexer`` in
-    ``integrations/vllm/caches/attention_pages.py``): a block has all its tokens' values, then all
-    their scales.
-
-    Args:
-        model: The model.
-        memory: What the rank's groups have in common.
-        layers: The indices of the layers on this rank that have an index.
-        latents: Bytes of a page of all layers' latents on this rank.
-    """
-    settings, pages, block = memory
-    kernels = settings.kernels
-    tokens = settings.block_size // kernels
-    shape = (len(layers), pages * kernels, 1, tokens, model.index_bytes)
-    step = _strides(settings, shape, block)
-    split = ((kernels, step.block),) if kernels > 1 else ()
-    start = latents if settings.layout.startswith("B") else latents * pages
-    for index, layer in enumerate(layers):
-        offset = start + index * step.layer
-        for name, unit in model.index_parts.items():
-            yield Field(
-                key=f"layers.{layer}.indexer/{name}",
-                group=0,
-                region=0,
-                offset=offset,
-                page_stride=kernels * step.block,
-                pages=pages,
-                dtype="uint8",
-                unit=unit,
-                tokens=axis(*split, (tokens, unit)),
-                shard=axis((1, unit)),
-                shard_range=(0, 1),
-            )
-            offset += tokens * unit
-
-
-def _state_fields(
-    state: RecurrentState, memory: _Memory, group: int, layers: list[int], page: int, tp: int
-) -> Iterator[Field]:
-    """Yield the fields of one cache group with states on one rank.
-
-    The keys and axes are those of the connector (``integrations/vllm/caches/state_pages.py``). The
-    convolution's inputs have their channels innermost, as vLLM stores them by default.
-
-    Args:
-        state: The state of one layer.
-        memory: What the rank's groups have in common.
-        group: The group's index.
-        layers: The indices of the group's layers on this rank.
-        page: Bytes of a page of one layer.
-        tp: The rank's tensor index.
-    """
-    settings, pages, block = memory
-    step = _strides(settings, (len(layers), pages, 1, 1, page), block)
-    item, element = ELEMENT_BYTES[state.input_dtype], ELEMENT_BYTES[state.dtype]
-    shares = [part.share(settings.tp, tp) for part in state.channels]
-    row = sum(stop - start for start, stop in shares) * item
-    heads = state.heads // settings.tp
-    field = partial(Field, group=group, region=0, page_stride=step.block, pages=pages)
-    for index, layer in enumerate(layers):
-        key, offset = f"layers.{layer}.mixer", index * step.layer
-        for part, (start, stop) in zip(state.channels, shares, strict=True):
-            yield field(
-                key=f"{key}/conv/{part.name}",
-                offset=offset,
-                dtype=state.input_dtype,
-                unit=item,
-                shard=axis((stop - start, item)),
-                shard_range=(start, stop),
-                inner=(axis((state.columns, row)),),
-            )
-            offset += (stop - start) * item
-        if heads:
-            unit = state.elements * element
-            yield field(
-                key=f"{key}/ssm",
-                offset=index * step.layer + state.columns * row,
-                dtype=state.dtype,
-                unit=unit,
-                shard=axis((heads, unit)),
-                shard_range=(tp * heads, (tp + 1) * heads),
-            )
+        Keys and axes are the connector's (``integrations/vllm/caches/state_pages.py``). The
+        convolution's inputs have their channels innermost, as vLLM stores them by default.
+        """
+        state, tp = self._model.state, self._settings.tp
+        if state is None:
+            return
+        step = self._strides(len(layers), self._pages, 1, 1, self._page)
+        item, element = ELEMENT_BYTES[state.input_dtype], ELEMENT_BYTES[state.dtype]
+        shares = [part.share(tp, self._tp) for part in state.channels]
+        row = sum(stop - start for start, stop in shares) * item
+        heads = state.heads // tp
+        field = partial(Field, group=group, region=0, page_stride=step.block, pages=self._pages)
+        for index, layer in enumerate(layers):
+            key, offset = f"layers.{layer}.mixer", index * step.layer
+            for part, (start, stop) in zip(state.channels, shares, strict=True):
+                yield field(
+                    key=f"{key}/conv/{part.name}",
+                    offset=offset,
+                    dtype=state.input_dtype,
+                    unit=item,
+                    shard=axis((stop - start, item)),
+                    shard_range=(start, stop),
+                    inner=(axis((state.columns, row)),),
+                )
+                offset += (stop - start) * item
+            if heads:
+                yield field(
+                    key=f"{key}/ssm",
+                    offset=index * step.layer + state.columns * row,
+                    dtype=state.dtype,
+                    unit=state.elements * element,
+                    shard=axis((heads, state.elements * element)),
+                    shard_range=(self._tp * heads, (self._tp + 1) * heads),
+                )

@@ -8,6 +8,7 @@ copy.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,66 +17,54 @@ import numpy as np
 from kvferry.cli.plan.engines import Engine, EngineError
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
-from kvferry.core.memory import CUDA, I64Array
+from kvferry.core.memory import CUDA
 from kvferry.core.planner.build_copies import CopyBatches, Pages, ReadRequest, Workspace
-from kvferry.core.planner.plan import Plan, Source, make_plan
+from kvferry.core.planner.plan import Source, make_plan
 from kvferry.core.planner.strips import Overlap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ByteCounts:
-    """How many copies there are of each size.
+class CopySizes(Counter[int]):
+    """How many copies there are of each size in bytes."""
 
-    Attributes:
-        nbytes: (n,) int64, the sizes in bytes, ascending.
-        counts: (n,) int64, the number of copies of each size.
-    """
-
-    nbytes: I64Array
-    counts: I64Array
+    @property
+    def figures(self) -> dict[str, int]:
+        """The number of copies, their bytes, and the sizes of the extreme and the median copy."""
+        above, median = (self.total() + 1) // 2, 0
+        for nbytes in sorted(self):
+            above -= self[nbytes]
+            if above <= 0:
+                median = nbytes
+                break
+        return {
+            "copies": self.total(),
+            "bytes": sum(nbytes * count for nbytes, count in self.items()),
+            "smallest": min(self, default=0),
+            "median": median,
+            "largest": max(self, default=0),
+        }
 
     @property
     def copies(self) -> int:
         """The number of copies."""
-        return int(self.counts.sum())
+        return self.total()
 
     @property
-    def total(self) -> int:
+    def nbytes(self) -> int:
         """The bytes of all copies."""
-        return int((self.nbytes * self.counts).sum())
-
-    @property
-    def smallest(self) -> int:
-        """Bytes of the smallest copy; 0 if there is none."""
-        return int(self.nbytes[0]) if len(self.nbytes) else 0
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest copy; 0 if there is none."""
-        return int(self.nbytes[-1]) if len(self.nbytes) else 0
+        return self.figures["bytes"]
 
     @property
     def median(self) -> int:
         """The median size of a copy in bytes; 0 if there is none."""
-        if not len(self.nbytes):
-            return 0
-        upto = np.cumsum(self.counts)
-        return int(self.nbytes[np.searchsorted(upto, (upto[-1] + 1) // 2)])
+        return self.figures["median"]
 
 
-def merged(all_sizes: Iterable[ByteCounts]) -> ByteCounts:
-    """Return the sum of several counts of copies.
-
-    Args:
-        all_sizes: The counts, such as those of several reads.
-    """
-    sizes = list(all_sizes)
-    nbytes = np.concatenate([np.empty(0, np.int64), *(s.nbytes for s in sizes)])
-    counts = np.concatenate([np.empty(0, np.int64), *(s.counts for s in sizes)])
-    distinct, where = np.unique(nbytes, return_inverse=True)
-    summed = np.zeros(len(distinct), np.int64)
-    np.add.at(summed, where, counts)
-    return ByteCounts(nbytes=distinct, counts=summed)
+def merged(all_sizes: Iterable[CopySizes]) -> CopySizes:
+    """Return the sum of several counts of copies."""
+    total = CopySizes()
+    for sizes in all_sizes:
+        total.update(sizes)
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,7 +81,7 @@ class ReadEstimate:
 
     decode: int
     source: Source = field(repr=False)
-    sizes: ByteCounts
+    sizes: CopySizes
     early_bytes: int
 
     @property
@@ -111,12 +100,11 @@ class Estimate:
     """The reads that one request takes, and their copies.
 
     Attributes:
-        tokens: Number of tokens in the request.
         reads: The reads, ordered by decode rank, then by prefill rank.
         readers: For each prefill rank, how many decode ranks send it "done": those that read it, or
             the one in ``told``.
-        told: For the index of each prefill rank that no decode rank reads, the index of the decode
-            rank that sends it "done" nevertheless.
+        told: For each prefill rank that no decode rank reads, the decode rank that sends it "done"
+            nevertheless.
     """
 
     tokens: int
@@ -125,7 +113,7 @@ class Estimate:
     told: dict[int, int]
 
     @property
-    def sizes(self) -> ByteCounts:
+    def sizes(self) -> CopySizes:
         """How many copies of which size the whole request takes."""
         return merged(read.sizes for read in self.reads)
 
@@ -150,106 +138,52 @@ class Estimate:
         ]
         return all(region.kind == CUDA for layout in layouts for region in layout.regions)
 
-    def sizes_of(self, reads: Sequence[ReadEstimate]) -> ByteCounts:
-        """Return how many copies of which size some of the reads take.
-
-        Args:
-            reads: The reads to count.
-        """
-        return merged(read.sizes for read in reads)
-
     def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
-        """Return the reads of the decode rank with index ``rank``."""
+        """Return the reads of a decode rank."""
         return tuple(read for read in self.reads if read.decode == rank)
 
-    def told_by(self, rank: int) -> list[int]:
-        """Return the prefill ranks that no rank reads, and to which this decode rank sends "done".
-
-        Args:
-            rank: The index of the decode rank.
-
-        Returns:
-            The indices of the prefill ranks.
-        """
-        return [told for told, teller in self.told.items() if teller == rank]
-
     def of_prefill(self, rank: int) -> tuple[ReadEstimate, ...]:
-        """Return the reads from the prefill rank with index ``rank``."""
+        """Return the reads from a prefill rank."""
         return tuple(read for read in self.reads if read.prefill == rank)
+
+    def told_by(self, rank: int) -> list[int]:
+        """Return the unread prefill ranks to which a decode rank sends "done"."""
+        return [told for told, teller in self.told.items() if teller == rank]
 
 
 def estimate_reads(
     prefill: Engine, decode: Engine, tokens: int, ranks: Sequence[int] | None = None
 ) -> Estimate:
-    """Plan the reads of decode ranks, and count their copies.
-
-    Args:
-        prefill: The engine that is read.
-        decode: The engine that reads.
-        tokens: Number of tokens in the request.
-        ranks: The indices of the decode ranks whose reads are planned; by default all.
-
-    Raises:
-        PlanError: The layouts cannot be matched.
-        EngineError: A cache is too small for the request.
-    """
+    """Plan the reads of decode ranks (by default all), and count their copies."""
     workspace = Workspace()
     reads: list[ReadEstimate] = []
     told: dict[int, int] = {}
     readers: tuple[int, ...] = ()
     for rank in range(len(decode.ranks)) if ranks is None else ranks:
-        planned = _planned(prefill, decode, rank)
+        try:
+            planned = make_plan(decode.ranks, prefill.ranks, rank)
+        except PlanError as exc:
+            raise PlanError(f"{exc} (local is decode, remote is prefill)") from exc
         told |= dict.fromkeys(planned.notified_ranks, rank)
         readers = planned.readers
         for source in planned.sources:
-            counted = _counted(planned, source, decode, tokens, workspace)
-            early = (counted[group].total for group in counted if _is_early(decode, group))
-            reads.append(
-                ReadEstimate(
-                    decode=rank,
-                    source=source,
-                    sizes=merged(counted.values()),
-                    early_bytes=sum(early),
-                )
-            )
+            by_group = _counted(source, decode, tokens, workspace)
+            early = sum(by_group[group].nbytes for group in by_group if _is_early(decode, group))
+            sizes = merged(by_group.values())
+            read = ReadEstimate(decode=rank, source=source, sizes=sizes, early_bytes=early)
+            reads.append(read)
     return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told)
 
 
-def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
-    """Return the plan of the decode rank with index ``rank``.
-
-    Raises:
-        PlanError: The layouts cannot be matched.
-    """
-    try:
-        return make_plan(decode.ranks, prefill.ranks, rank)
-    except PlanError as exc:
-        raise PlanError(f"{exc} (local is decode, remote is prefill)") from exc
-
-
 def _counted(
-    planned: Plan, source: Source, decode: Engine, tokens: int, workspace: Workspace
-) -> dict[int, ByteCounts]:
-    """Count the copies with which one decode rank reads a request from one prefill rank.
-
-    Args:
-        planned: The plan of the decode rank.
-        source: The part of the plan for the prefill rank.
-        decode: The decode engine, with the windows of its cache groups.
-        tokens: Number of tokens in the request.
-        workspace: Arrays to reuse.
-
-    Returns:
-        The copies by the index of the decode engine's cache group.
-
-    Raises:
-        EngineError: A cache is too small for the request.
-    """
+    source: Source, decode: Engine, tokens: int, workspace: Workspace
+) -> dict[int, CopySizes]:
+    """Count the copies of a request's read from one prefill rank, by decode's cache group."""
     local = _pages("decode", source.local_layout, tokens)
     remote = _pages("prefill", source.remote_layout, tokens)
-    counts_of_groups: dict[int, ByteCounts] = {}
+    by_group: dict[int, CopySizes] = {}
     for group in {match.local_group for match in source.matches}:
-        counts_of_stretches: list[ByteCounts] = []
+        sizes = by_group[group] = CopySizes()
         first = decode.first_token(group, tokens)
         for start, stop, times in _stretches(source, group, first, tokens):
             ranges: list[tuple[int, int] | None] = [None] * len(local)
@@ -259,35 +193,19 @@ def _counted(
             while not batches.complete:
                 lengths = batches.build().nbytes.view(np.int64)
                 nbytes, counts = np.unique(lengths, return_counts=True)
-                counts_of_stretches.append(ByteCounts(nbytes=nbytes, counts=counts * times))
-        counts_of_groups[group] = merged(counts_of_stretches)
-    return counts_of_groups
+                sizes.update(dict(zip(nbytes.tolist(), (counts * times).tolist(), strict=True)))
+    return by_group
 
 
 def _is_early(decode: Engine, group: int) -> bool:
-    """Return whether a cache group's bytes are final once their token is computed.
-
-    A sliding window drops tokens again, and every token changes a state.
-
-    Args:
-        decode: The decode engine.
-        group: The index of the cache group.
-    """
+    """Return whether a cache group's bytes are final once their token is computed."""
+    # A sliding window drops tokens again, and every token changes a state.
     kind = decode.ranks[0].groups[group].kind
     return kind is not GroupKind.STATE and not decode.drops_tokens(group)
 
 
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
-    """Return a page list for each cache group, with descending ids: no two pages share a copy.
-
-    Args:
-        side: ``prefill`` or ``decode``, for errors.
-        layout: The layout of a rank.
-        tokens: Number of tokens in the request.
-
-    Raises:
-        EngineError: A group has too few pages for the request.
-    """
+    """Return a page list for each cache group, with descending ids: no two pages share a copy."""
     lists = []
     for index, group in enumerate(layout.groups):
         needed = 1 if group.kind is GroupKind.STATE else -(-tokens // _span(group))
@@ -308,20 +226,7 @@ def _span(group: Group) -> int:
 
 
 def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Split the tokens ``[first, last)`` into ranges whose copies are to be counted.
-
-    After every period of tokens, pages of both engines start at the same token. All whole periods
-    take equal copies, so the copies of one of them are counted, times the number of periods.
-
-    Args:
-        source: The part of a plan for one prefill rank.
-        group: The index of the decode engine's cache group.
-        first: The index of the first token to read.
-        last: The index after the last token to read.
-
-    Yields:
-        (start, stop, times): a range ``[start, stop)``, and how many times to count its copies.
-    """
+    """Split the tokens ``[first, last)`` into ranges whose copies are to be counted."""
     kinds = [m.pairing for m in source.matches if m.local_group == group]
     if kinds[0].local.kind is GroupKind.STATE:
         yield 0, last, 1

@@ -18,8 +18,8 @@ from msgspec import Meta, Struct
 
 from kvferry.cli.formatting import numbers
 from kvferry.cli.plan.defaults import LEFT_OUT, LOCAL
-from kvferry.cli.plan.states import ALIASES as STATE_ALIASES
 from kvferry.cli.plan.states import (
+    ALIASES,
     HYBRID,
     KINDS,
     NO_CACHE,
@@ -41,22 +41,6 @@ NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which a multimodal model keeps the configuration of its text model, as vLLM reads them
 (``transformers_utils/config.py`` and ``transformers_utils/configs``)."""
 
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
-    "num_key_value_heads": (
-        "n_head_kv",
-        "num_kv_heads",
-        "multi_query_group_num",
-        "num_attention_groups",
-    ),
-    "head_dim": ("attention_head_dim", "kv_channels", "hidden_size_per_head"),
-    "hidden_size": ("n_embd", "d_model"),
-    "dtype": ("torch_dtype",),
-    "layer_types": ("layers_block_type",),
-}
-"""Other names of a key, which older files or some models use."""
-
 DTYPES: Mapping[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -70,13 +54,12 @@ DTYPES: Mapping[str, str] = {
 
 EVERY_TOKEN = frozenset({"full_attention", "attention", HYBRID})
 """Types of layers that keep every token."""
-WINDOWED = frozenset({"sliding_attention"})
-CHUNKED = frozenset({"chunked_attention"})
-LENGTHS: Mapping[str, str] = (
-    dict.fromkeys(WINDOWED, "sliding_window")
-    | dict.fromkeys(CHUNKED, "attention_chunk_size")
-    | {"indexed_attention": "index_topk"}
-)
+WINDOWED, CHUNKED = "sliding_attention", "chunked_attention"
+LENGTHS: Mapping[str, str] = {
+    WINDOWED: "sliding_window",
+    CHUNKED: "attention_chunk_size",
+    "indexed_attention": "index_topk",
+}
 """The key that says to how many tokens a token attends, by the type of the layer."""
 
 EXCLUSIVE = frozenset({"cohere2", "cohere2_moe"})
@@ -138,6 +121,10 @@ DEFAULTS = (
     "AutoConfig.from_pretrained(PATH).to_json_file(FILE, use_diff=False)"
 )
 
+ASSUMED_HEADS = (
+    "As many KV heads as attention heads are assumed: the file has no 'num_key_value_heads'."
+)
+
 
 class ModelError(KVFerryError):
     """A config file cannot be read, or does not describe the cache; the message names the key."""
@@ -175,22 +162,18 @@ class _Config(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The properties of a model that decide which rank reads what.
+    """The properties of a model that decide which rank reads what. Layers are named by index.
 
     Attributes:
-        layers: Number of layers, which pipeline ranks share.
-        windows: Sliding window in tokens by the index of each layer with attention, 0 for no
-            window. It has no layer that uses the cache of another layer.
-        chunks: Size in tokens of the chunks of each layer with chunked attention, by its index.
-        attention_heads: Number of query heads.
+        windows: Sliding window in tokens of each layer with attention, 0 for no window. It has no
+            layer that uses the cache of another layer.
+        chunks: Size in tokens of the chunks of each layer with chunked attention.
         kv_heads: Number of KV heads; 1 if an entry is a latent (MLA), which every rank stores.
         parts: Parts of an entry (one head of one token) in order: name to number of elements.
-        dtype: Element type, a key of ``ELEMENT_BYTES``.
-        indexed: The indices of the layers that have an index beside their latents.
+        indexed: The layers that have an index beside their latents.
         index_parts: Bytes per token of the index's parts: a value for each of its elements, and a
-            float32 for each 128 of them; empty if no layer has an index.
-        states: The indices of the layers that have a recurrent state.
-        state: The state of each of these layers; ``None`` if there are none.
+            float32 for each 128 of them.
+        states: The layers that have a recurrent state.
         notes: Assumptions about what the file does not say, a sentence each.
     """
 
@@ -230,32 +213,47 @@ class Model:
 
 
 def read_model(path: Path, dtype: str | None = None) -> Model:
-    """Return the model of a config file.
+    """Return the model of a config file, or of the folder that has one.
 
-    Args:
-        path: A ``config.json``, or the folder that contains one.
-        dtype: Element type of the cache; ``None`` or ``auto`` for the file's.
-
-    Raises:
-        ModelError: The file cannot be read, or does not describe the cache completely.
+    ``dtype`` is the element type of the cache; ``None`` or ``auto`` is the file's.
     """
     file = path / "config.json" if path.is_dir() else path
-    flat, left_out = _with_defaults(_flat(_parsed(file)))
-    _refuse_unsupported(file, flat)
-    config = _converted(file, flat)
-    types = _layer_types(file, flat, config)
-    kinds, notes = (types, []) if types else _attention_types(file, config, left_out)
-    own = kinds[: config.num_hidden_layers - (config.num_kv_shared_layers or 0)]
-    windows, chunks = _windows(config, own)
-    states = _state_layers(config, types)
+    try:
+        own = None if dtype in (None, "auto") else element_type(dtype)
+    except ModelError as exc:
+        raise ModelError(f"--dtype {exc}") from None
+    try:
+        return _model(*_with_defaults(_flat(_parsed(file))), own)
+    except OSError as exc:
+        raise ModelError(f"{file} cannot be read: {exc.strerror}") from exc
+    except ModelError as exc:
+        raise ModelError(f"{file} {exc}") from exc
+    except DECODE_ERRORS as exc:
+        raise ModelError(f"{file} is not the config of a model: {exc}") from exc
+
+
+def _model(keys: dict[str, Any], left_out: frozenset[str], dtype: str | None) -> Model:
+    """Return the model of a config file's keys; errors go on after the file's name."""
+    _refuse_unsupported(keys)
+    config = _converted(keys)
+    types = _layer_types(keys, config)
+    kinds, notes = (types, []) if types else _attention_types(config, left_out)
+    windows, chunks = _windows(
+        config, kinds[: config.num_hidden_layers - (config.num_kv_shared_layers or 0)]
+    )
+    states = tuple(n for n in range(config.num_hidden_layers) if types and types[n] in STATEFUL)
     latent = config.kv_lora_rank is not None
     indexed = _indexed_layers(config)
-    element = element_type(dtype if dtype not in (None, "auto") else config.dtype)
+    element = dtype or element_type(config.dtype)
     if indexed and ELEMENT_BYTES[element] == 1:
         raise ModelError(
-            f"{element} latents beside an index: vLLM packs them with their scales (fp8_ds_mla), "
-            f"which is not drawn from a file; {REMEDY}"
+            f"has {element} latents beside an index: vLLM packs them with their scales "
+            f"(fp8_ds_mla), which is not drawn from a file; {REMEDY}"
         )
+    if not (config.num_key_value_heads or latent or config.multi_query):
+        notes = [*notes, ASSUMED_HEADS]
+    scales = config.index_head_dim // INDEX_SCALED * 4
+    index_parts = {"latent": config.index_head_dim} | ({"scale": scales} if scales else {})
     return Model(
         layers=config.num_hidden_layers,
         windows=windows,
@@ -264,246 +262,147 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
         kv_heads=1 if latent else _kv_heads(config),
         parts={"latent": (config.kv_lora_rank or 0) + config.qk_rope_head_dim}
         if latent
-        else dict.fromkeys(("k", "v"), _head_dim(file, config)),
+        else dict.fromkeys(("k", "v"), _head_dim(config)),
         dtype=element,
         indexed=indexed,
-        index_parts=_index_parts(config) if indexed else {},
+        index_parts=index_parts if indexed else {},
         states=states,
-        state=_state(file, flat, states, types[states[0]]) if types and states else None,
-        notes=(*notes, *_assumed_heads(config)),
+        state=_state(keys, states, types[states[0]]) if types and states else None,
+        notes=tuple(notes),
     )
 
 
 def element_type(name: str | None) -> str:
-    """Return the key of ``ELEMENT_BYTES`` for an element type.
-
-    Args:
-        name: A name of the type, as in files and options; ``None`` for bfloat16.
-
-    Raises:
-        ModelError: The type is unknown.
-    """
+    """Return the key of ``ELEMENT_BYTES`` for a name in files and options; ``None`` is bfloat16."""
     plain = (name or "bfloat16").removeprefix("torch.")
     plain = DTYPES.get(plain, plain)
     if plain not in ELEMENT_BYTES:
         raise ModelError(
-            f"unknown element type {name!r}; known are {', '.join((*ELEMENT_BYTES, *DTYPES))}"
+            f"names the unknown element type {name!r}; known are "
+            f"{', '.join((*ELEMENT_BYTES, *DTYPES))}"
         )
     return plain
 
 
 def _parsed(file: Path) -> dict[str, Any]:
-    """Return the keys of a config file."""
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(FILE_LIMIT + 1)
-        if len(data) > FILE_LIMIT:
-            raise ModelError(f"{file} has more than {FILE_LIMIT} bytes: that is no model's config")
-        # Not msgspec's decoder: files of hybrids have Infinity, which Python writes and reads.
-        return msgspec.convert(json.loads(data), dict[str, Any])
-    except OSError as exc:
-        raise ModelError(f"{file} cannot be read: {exc.strerror}") from exc
-    except DECODE_ERRORS as exc:
-        raise ModelError(f"{file} is not the config of a model: {exc}") from exc
+    with file.open("rb") as stream:
+        data = stream.read(FILE_LIMIT + 1)
+    if len(data) > FILE_LIMIT:
+        raise ModelError(f"has more than {FILE_LIMIT} bytes: that is no model's config")
+    # Not msgspec's decoder: files of hybrids have Infinity, which Python writes and reads.
+    return msgspec.convert(json.loads(data), dict[str, Any])
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config file's keys, with the nested keys of a text model moved to the top level.
-
-    A multimodal model has such a text model. Its value counts if both levels have a key, but for
-    the element type, where vLLM takes the top level's.
-    """
+    """Return a config file's keys, with the nested keys of a text model at the top level."""
     inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
     if inner is None:
         return config
+    # The inner value counts if both levels have a key, but for the element type: as in vLLM.
     dtype = config.get("dtype") or config.get("torch_dtype")
     outer = {"dtype": dtype} if dtype else {}
     return _flat({**config, **dict.fromkeys(NESTED), **inner, **outer})
 
 
 def _with_defaults(config: dict[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return a config file's keys with those that it leaves out, and the names of the latter.
-
-    A key that is null is not left out.
-    """
+    """Return a config file's keys with those that it leaves out, and the names of the latter."""
     name = str(config.get("model_type") or "")
     if f"{name}_text" in LEFT_OUT.keys() | UNLIKE.keys():
         name = f"{name}_text"  # the file of a multimodal model does not name its text model's type
+    # A key that is null is not left out.
     left_out = {
         key: value
         for key, value in LEFT_OUT.get(name, {}).items()
-        if config.keys().isdisjoint((key, *ALIASES.get(key, ()), *STATE_ALIASES.get(key, ())))
+        if config.keys().isdisjoint((key, *ALIASES.get(key, ())))
     }
     return left_out | config | {"model_type": name}, frozenset(left_out)
 
 
-def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse models whose cache the config file does not describe completely.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys, from ``_flat``.
-
-    Raises:
-        ModelError: The file is of such a model; the message says what shows it.
-    """
-    if config.get("is_encoder_decoder"):
+def _refuse_unsupported(keys: Mapping[str, Any]) -> None:
+    name = keys.get("model_type", "")
+    if keys.get("is_encoder_decoder"):
         raise ModelError(
-            f"{file} is of an encoder and a decoder ('is_encoder_decoder'): only decoders are drawn"
+            "is of an encoder and a decoder ('is_encoder_decoder'): only decoders are drawn"
         )
-    for key, what in UNSUPPORTED.items():
-        if config.get(key):
-            raise ModelError(f"{file} has {key!r}, {what}: that is not drawn from a file; {REMEDY}")
-    name = config.get("model_type", "")
+    reasons = [f"has {key!r}, {what}" for key, what in UNSUPPORTED.items() if keys.get(key)]
     if name in UNLIKE:
+        reasons.append(f"has model_type {name!r}, {UNLIKE[name]}")
+    if reasons:
+        raise ModelError(f"{reasons[0]}: that is not drawn from a file; {REMEDY}")
+    if keys.get("index_topk") and name not in INDEXED:
         raise ModelError(
-            f"{file} has model_type {name!r}, {UNLIKE[name]}: that is not drawn from a file; "
-            f"{REMEDY}"
-        )
-    if config.get("index_topk") and config.get("model_type") not in INDEXED:
-        raise ModelError(
-            f"{file} has 'index_topk', an index in every layer, which is drawn for the model types "
+            "has 'index_topk', an index in every layer, which is drawn for the model types "
             f"{', '.join(sorted(INDEXED))} only; {REMEDY}"
         )
 
 
-def _converted(file: Path, config: Mapping[str, Any]) -> _Config:
-    """Return the validated keys of a config file, under their usual names.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys, from ``_flat``.
-
-    Raises:
-        ModelError: A key is missing, or its value is not valid.
-    """
+def _converted(keys: Mapping[str, Any]) -> _Config:
+    """Return the validated keys of a config file, under their usual names."""
     # A head_dim of 0 stands for a missing one, as in vLLM.
-    kept = {k: v for k, v in config.items() if k != "head_dim" or v != 0}
+    kept = {k: v for k, v in keys.items() if k != "head_dim" or v != 0}
     try:
-        return msgspec.convert(with_aliases(kept, ALIASES), _Config)
+        return msgspec.convert(with_aliases(kept), _Config)
     except msgspec.ValidationError as exc:
         remedy = f". {DEFAULTS}" if "missing required field" in str(exc) else ""
-        raise ModelError(f"{file} does not say what a KV cache is made of: {exc}{remedy}") from exc
+        raise ModelError(f"does not say what a KV cache is made of: {exc}{remedy}") from exc
 
 
-def _layer_types(file: Path, config: Mapping[str, Any], converted: _Config) -> Sequence[str] | None:
-    """Return the type of each layer; ``None`` if all layers have attention.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys, from ``_flat``.
-        converted: The validated keys.
-
-    Raises:
-        ModelError: A value is not valid, or the file does not say which layers have a state.
-    """
-    layers = converted.num_hidden_layers
+def _layer_types(keys: Mapping[str, Any], config: _Config) -> Sequence[str] | None:
+    """Return the type of each layer; ``None`` if all layers have attention."""
+    layers = config.num_hidden_layers
     try:
-        types = converted.layer_types or layer_types(config, layers)
+        types = config.layer_types or layer_types(keys, layers)
     except msgspec.ValidationError as exc:
-        raise ModelError(f"{file} does not say which layers have a state: {exc}") from exc
+        raise ModelError(f"does not say which layers have a state: {exc}") from exc
     if types is not None and len(types) < layers:
-        key = next((key for key in TYPE_KEYS if config.get(key)), "layer_types")
-        raise ModelError(f"{key!r} has {len(types)} entries for {layers} layers")
-    state = next((key for key in config if STATES.match(key) and config[key]), None)
+        key = next((key for key in TYPE_KEYS if keys.get(key)), "layer_types")
+        raise ModelError(f"is wrong: {key!r} has {len(types)} entries for {layers} layers")
+    state = next((key for key in keys if STATES.match(key) and keys[key]), None)
     if state and types is None:
         raise ModelError(
-            f"{file} has {state!r}, so the model has states, and no 'layer_types' that says which "
-            f"layers have them: such states are not drawn from a file; {REMEDY}"
+            f"has {state!r}, so the model has states, and no 'layer_types' that says which layers "
+            f"have them: such states are not drawn from a file; {REMEDY}"
         )
     return types
 
 
-def _state_layers(config: _Config, types: Sequence[str] | None) -> tuple[int, ...]:
-    """Return the indices of the layers that have a recurrent state.
-
-    Args:
-        config: The keys of the file.
-        types: The type of each layer; ``None`` if all layers have attention.
-    """
-    return tuple(n for n in range(config.num_hidden_layers) if types and types[n] in STATEFUL)
-
-
-def _state(
-    file: Path, config: Mapping[str, Any], layers: Sequence[int], name: str
-) -> RecurrentState:
-    """Return the state of the layers that have one.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys, from ``_flat``.
-        layers: The indices of these layers, for errors.
-        name: The type of the first of these layers, for errors.
-
-    Raises:
-        ModelError: The file does not say how large the state is.
-    """
+def _state(keys: Mapping[str, Any], layers: Sequence[int], name: str) -> RecurrentState:
+    """Return the state of the layers that have one; ``name`` is the type of the first of them."""
     try:
-        state = read_state(config, element_type)
+        state = read_state(keys, element_type)
     except msgspec.ValidationError as exc:
-        raise ModelError(f"{file} does not say what its states are made of: {exc}") from exc
+        raise ModelError(f"does not say what its states are made of: {exc}") from exc
     if state is None:
         raise ModelError(
-            f"layers {numbers(layers)} are {name!r}, which have states, and the file has none of "
-            f"the keys that give a state's size ({', '.join(KINDS)}); {REMEDY}"
+            f"says that layers {numbers(layers)} are {name!r}, which have states, and the file has "
+            f"none of the keys that give a state's size ({', '.join(KINDS)}); {REMEDY}"
         )
     return state
 
 
-def _assumed_heads(config: _Config) -> tuple[str, ...]:
-    """Return a sentence if the file does not say the number of KV heads; else nothing."""
-    if config.num_key_value_heads or config.kv_lora_rank or config.multi_query:
-        return ()
-    return (
-        "As many KV heads as attention heads are assumed: the file has no 'num_key_value_heads'.",
-    )
-
-
 def _kv_heads(config: _Config) -> int:
-    """Return the number of KV heads."""
     if config.multi_query and not config.new_decoder_architecture:
         return 1
     return config.num_key_value_heads or config.num_attention_heads
 
 
-def _head_dim(file: Path, config: _Config) -> int:
-    """Return the number of elements of one head.
-
-    Args:
-        file: The config file, for errors.
-        config: The file's keys.
-
-    Raises:
-        ModelError: The file does not say the number, or there are more heads than elements.
-    """
+def _head_dim(config: _Config) -> int:
     if config.head_dim is not None:
         return config.head_dim
     if config.hidden_size is None:
-        raise ModelError(f"{file} says neither 'head_dim' nor 'hidden_size'")
+        raise ModelError("says neither 'head_dim' nor 'hidden_size'")
     if config.hidden_size < config.num_attention_heads:
         raise ModelError(
-            f"{file} has no 'head_dim', and hidden_size={config.hidden_size} is less than "
+            f"has no 'head_dim', and hidden_size={config.hidden_size} is less than "
             f"num_attention_heads={config.num_attention_heads}: a head would have no elements"
         )
     return config.hidden_size // config.num_attention_heads
 
 
 def _attention_types(
-    file: Path, config: _Config, left_out: frozenset[str]
-) -> tuple[Sequence[str], list[str]]:
-    """Return the type of each layer of a model whose file does not say it, and what was assumed.
-
-    Args:
-        file: The config file, for errors.
-        config: The keys of the file.
-        left_out: The keys that are not in the file, and have the default of its model type.
-
-    Returns:
-        The types, and a sentence for each assumption.
-
-    Raises:
-        ModelError: The file has a window, and it is not known which layers have it.
-    """
+    config: _Config, left_out: frozenset[str]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the types of the layers of a file that does not say them, and what was assumed."""
     layers = range(config.num_hidden_layers)
     name, window = config.model_type, config.sliding_window
     if config.attention_chunk_size and name.startswith("llama4"):
@@ -511,9 +410,9 @@ def _attention_types(
         with_rope = config.no_rope_layers or [int((n + 1) % every > 0) for n in layers]
         if len(with_rope) < len(layers):
             raise ModelError(
-                f"'no_rope_layers' has {len(with_rope)} entries for {len(layers)} layers"
+                f"is wrong: 'no_rope_layers' has {len(with_rope)} entries for {len(layers)} layers"
             )
-        types = ["chunked_attention" if rope else "full_attention" for rope in with_rope]
+        types = [CHUNKED if rope else "full_attention" for rope in with_rope]
         return types, _taken(name, left_out, "attention_chunk_size")
     # vLLM keeps every latent.
     if not window or config.use_sliding_window is False or config.kv_lora_rank:
@@ -523,18 +422,14 @@ def _attention_types(
         pattern = LOCAL * (pattern - 1) + "G"
     if pattern == LOCAL and name not in LEFT_OUT:
         raise ModelError(
-            f"{file} has sliding_window={window}, and which layers have that window is not known "
+            f"has sliding_window={window}, and which layers have that window is not known "
             f"for model_type {name!r}: add 'layer_types', a list with 'sliding_attention' or "
             f"'full_attention' for each of the {len(layers)} layers, or 'sliding_window': null if "
             "none has it"
         )
     first = config.max_window_layers if name in WINDOWS_FROM_A_LAYER else 0
-    types = [
-        "sliding_attention"
-        if n >= first and pattern[n % len(pattern)] == LOCAL
-        else "full_attention"
-        for n in layers
-    ]
+    windowed = [n >= first and pattern[n % len(pattern)] == LOCAL for n in layers]
+    types = [WINDOWED if local else "full_attention" for local in windowed]
     return types, _taken(name, left_out, "sliding_window", "sliding_window_pattern")
 
 
@@ -545,19 +440,7 @@ def _taken(name: str, left_out: frozenset[str], *keys: str) -> list[str]:
 
 
 def _windows(config: _Config, types: Sequence[str]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return how far each layer with attention looks back, from the layers' types.
-
-    Args:
-        config: The keys of the file.
-        types: The type of each layer that has a cache of its own.
-
-    Returns:
-        The window in tokens by layer index, 0 for a layer without a window; and the size in tokens
-        of chunks by the index of each layer with chunked attention.
-
-    Raises:
-        ModelError: A type is unknown, or the length of its window is missing.
-    """
+    """Return the windows and the chunks of the layers that have a cache; see ``Model``."""
     attending = EVERY_TOKEN | set(LENGTHS)
     known = attending | STATEFUL | NO_CACHE
     unknown = {n: t for n, t in enumerate(types) if t not in known}
@@ -565,18 +448,16 @@ def _windows(config: _Config, types: Sequence[str]) -> tuple[dict[int, int], dic
         name = next(iter(unknown.values()))
         of = numbers([n for n, kind in unknown.items() if kind == name])
         raise ModelError(
-            f"layers {of} are {name[:64]!r}, and known are {', '.join(sorted(known))}: other "
-            f"layers are not drawn from a file; {REMEDY}"
+            f"says that layers {of} are {name[:64]!r}, and known are {', '.join(sorted(known))}: "
+            f"other layers are not drawn from a file; {REMEDY}"
         )
     for kind, key in LENGTHS.items():
         if kind in types and not getattr(config, key):
-            raise ModelError(f"'layer_types' has {kind!r}, and the file has no {key!r}")
+            raise ModelError(f"is wrong: 'layer_types' has {kind!r}, and the file has no {key!r}")
     window = (config.sliding_window or 0) + (config.model_type in EXCLUSIVE)
-    windows = {
-        n: window if kind in WINDOWED else 0 for n, kind in enumerate(types) if kind in attending
-    }
-    return windows, {
-        n: config.attention_chunk_size or 0 for n, kind in enumerate(types) if kind in CHUNKED
+    attended = {n: kind for n, kind in enumerate(types) if kind in attending}
+    return {n: window if kind == WINDOWED else 0 for n, kind in attended.items()}, {
+        n: config.attention_chunk_size or 0 for n, kind in attended.items() if kind == CHUNKED
     }
 
 
@@ -593,9 +474,3 @@ def _indexed_layers(config: _Config) -> tuple[int, ...]:
         return tuple(n for n in layers if n not in shared)
     offset = config.index_skip_topk_offset - 1
     return tuple(n for n in layers if not max(n - offset, 0) % config.index_topk_freq)
-
-
-def _index_parts(config: _Config) -> dict[str, int]:
-    """Return the bytes per token of each part of an index."""
-    scales = config.index_head_dim // INDEX_SCALED * 4
-    return {"latent": config.index_head_dim} | ({"scale": scales} if scales else {})

@@ -6,9 +6,8 @@ This module needs matplotlib. It draws without pyplot, which would look for a di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -17,239 +16,109 @@ from matplotlib.patches import FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Outline
 
 from kvferry.cli.formatting import counted, size
-from kvferry.cli.plan.engines import Engine, EngineError
-from kvferry.cli.plan.estimate import Estimate, ReadEstimate
-from kvferry.cli.plan.report import of_fields, rank_name
+from kvferry.cli.plan.engines import EngineError
+from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
+from kvferry.cli.plan.fields import parts_of, text_of
+from kvferry.cli.plan.report import PlanResult, Side
 
-STEP = 0.62
-"""Inches from one rank to the next."""
-WIDTH = 10.0
-"""Width of the picture in inches."""
-BOX = 2.7
-"""Width of a rank's box in inches."""
-MARGIN = 0.25
+# In inches: from one rank to the next, of the picture, of a rank's box, and beside it.
+STEP, WIDTH, BOX, MARGIN = 0.62, 10.0, 2.7, 0.25
 FILLED = 0.86
 """Height of a rank's box as a fraction of ``STEP``."""
 INK, FAINT, PAPER = "#1f2430", "#8a93a6", "#f4f6fa"
 
 
-class _Ribbon(NamedTuple):
-    """The ribbon of one read, from a prefill rank to a decode rank.
-
-    Attributes:
-        read: The read.
-        left: Bottom and top of the ribbon's end at prefill, in inches from the picture's bottom.
-        right: Bottom and top of the ribbon's end at decode.
-    """
-
-    read: ReadEstimate
-    left: tuple[float, float]
-    right: tuple[float, float]
-
-
-def draw_svg(
-    path: Path, estimate: Estimate, prefill: tuple[Engine, str], decode: tuple[Engine, str]
-) -> None:
-    """Draw which rank reads from which, as ribbons whose width is the number of bytes.
-
-    Args:
-        path: The SVG file.
-        estimate: The reads of one request.
-        prefill: The prefill engine, and its settings as text.
-        decode: The decode engine, and its settings as text.
-
-    Raises:
-        EngineError: The file cannot be written.
-    """
-    rows = max(len(prefill[0].ranks), len(decode[0].ranks))
+def draw_svg(path: Path, result: PlanResult) -> None:
+    """Draw which rank reads from which, as ribbons whose width is the number of bytes."""
+    estimate, sides = result.estimate, (result.prefill, result.decode)
+    rows = max(len(side.engine.ranks) for side in sides)
     figure = Figure(figsize=(WIDTH, rows * STEP + 1.3))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(-0.2, rows * STEP + 1.1))
     axes.axis("off")
-    lefts, rights = (_centres(len(engine.ranks), rows) for engine, _ in (prefill, decode))
-    for ribbon in _ribbons(estimate, lefts, rights):
-        _draw_ribbon(axes, ribbon, len(lefts))
-    _draw_told(axes, estimate, lefts, rights)
-    _draw_side(axes, "prefill", *prefill, lefts, MARGIN, estimate)
-    _draw_side(axes, "decode", *decode, rights, WIDTH - BOX - MARGIN, estimate)
-    _title(axes, estimate, rows)
-    # Keep text as text, for search and screen readers, and make equal files from equal plans.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvferry"}):
-        _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Write a picture to an SVG file.
-
-    Raises:
-        EngineError: The file cannot be written.
-    """
-    try:
-        figure.savefig(path, format="svg", metadata={"Date": None, "Title": "kvferry plan"})
-    except OSError as exc:
-        raise EngineError(f"{path} cannot be written: {exc.strerror}") from exc
-
-
-def _centres(count: int, rows: int) -> list[float]:
-    """Return the vertical centres of an engine's boxes in inches, from top to bottom.
-
-    Args:
-        count: Number of boxes.
-        rows: Number of boxes of the engine that has more. The boxes of both engines fill the
-            height of this number.
-    """
-    each = rows * STEP / count
-    return [rows * STEP - each * (rank + 0.5) for rank in range(count)]
-
-
-def _ribbons(estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]) -> list[_Ribbon]:
-    """Return a ribbon for each read, whose width is proportional to the read's bytes.
-
-    Args:
-        estimate: The reads of one request.
-        lefts: The vertical centre of each prefill rank's box.
-        rights: The vertical centre of each decode rank's box.
-    """
-    busiest = max(
-        1,
-        *(estimate.sizes_of(estimate.of_prefill(rank)).total for rank in range(len(lefts))),
-        *(estimate.sizes_of(estimate.of_decode(rank)).total for rank in range(len(rights))),
-    )
-    scale = STEP * FILLED * 0.9 / busiest
-    left: dict[int, tuple[float, float]] = {}
-    right: dict[int, tuple[float, float]] = {}
-    for rank, centre in enumerate(lefts):
-        left |= _stacked(estimate.of_prefill(rank), centre, scale)
-    for rank, centre in enumerate(rights):
-        right |= _stacked(estimate.of_decode(rank), centre, scale)
-    return [_Ribbon(read, left[id(read)], right[id(read)]) for read in estimate.reads]
-
-
-def _stacked(
-    reads: Sequence[ReadEstimate], centre: float, scale: float
-) -> dict[int, tuple[float, float]]:
-    """Return where the ribbons of some reads end at a rank's box, stacked from top to bottom.
-
-    Args:
-        reads: The reads of the rank.
-        centre: The vertical centre of the box.
-        scale: Height of a ribbon in inches per byte.
-
-    Returns:
-        Bottom and top of each ribbon's end, by Python's ``id`` of its ``ReadEstimate``.
-    """
-    heights = [read.sizes.total * scale for read in reads]
-    tops = [centre + sum(heights) / 2]
-    for height in heights:
-        tops.append(tops[-1] - height)
-    return {id(read): (low, top) for read, (top, low) in zip(reads, pairwise(tops), strict=True)}
-
-
-def _draw_ribbon(axes: Axes, ribbon: _Ribbon, colours: int) -> None:
-    """Draw a ribbon in the colour of its prefill rank.
-
-    Args:
-        axes: Where to draw.
-        ribbon: The ribbon.
-        colours: Number of prefill ranks.
-    """
-    x0, x1 = BOX + MARGIN, WIDTH - BOX - MARGIN
-    middle = (x0 + x1) / 2
-    (low0, top0), (low1, top1) = ribbon.left, ribbon.right
-    vertices = [(x0, top0), (middle, top0), (middle, top1), (x1, top1)]
-    vertices += [(x1, low1), (middle, low1), (middle, low0), (x0, low0), (x0, top0)]
-    curve = [Outline.CURVE4] * 3
-    codes = [Outline.MOVETO, *curve, Outline.LINETO, *curve, Outline.CLOSEPOLY]
-    colour = mpl.colormaps["viridis"](0.06 + 0.76 * ribbon.read.prefill / max(1, colours - 1))
-    axes.add_patch(
-        PathPatch(
-            Outline(vertices, codes), facecolor=colour, edgecolor=colour, linewidth=0.4, alpha=0.55
-        )
-    )
-
-
-def _draw_told(
-    axes: Axes, estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]
-) -> None:
-    """Draw a dashed line between each unread prefill rank and the decode rank that tells it "done".
-
-    Args:
-        axes: Where to draw.
-        estimate: The reads of one request.
-        lefts: The vertical centre of each prefill rank's box.
-        rights: The vertical centre of each decode rank's box.
-    """
+    lefts, rights = (_centres(len(side.engine.ranks), rows) for side in sides)
+    by_rank = [estimate.of_prefill(n) for n in range(len(lefts))]
+    by_rank += [estimate.of_decode(n) for n in range(len(rights))]
+    totals = [merged(read.sizes for read in reads).nbytes for reads in by_rank]
+    _draw_ribbons(axes, by_rank, [*lefts, *rights], STEP * FILLED * 0.9 / max(1, *totals))
     for told, teller in estimate.told.items():
         xs, ys = (BOX + MARGIN, WIDTH - BOX - MARGIN), (lefts[told], rights[teller])
         axes.plot(xs, ys, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
     if estimate.told:
         meaning = "dashed: only told that nobody reads it"
         axes.text(WIDTH / 2, -0.08, meaning, ha="center", **_text(7, FAINT))
+    _draw_side(axes, result.prefill, lefts, MARGIN, totals)
+    _draw_side(axes, result.decode, rights, WIDTH - BOX - MARGIN, totals[len(lefts) :])
+    _title(axes, estimate, rows)
+    # Keep text as text, for search and screen readers, and make equal files from equal plans.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvferry"}):
+        try:
+            figure.savefig(path, format="svg", metadata={"Date": None, "Title": "kvferry plan"})
+        except OSError as exc:
+            raise EngineError(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+def _centres(count: int, rows: int) -> list[float]:
+    each = rows * STEP / count
+    return [rows * STEP - each * (rank + 0.5) for rank in range(count)]
+
+
+def _draw_ribbons(
+    axes: Axes, by_rank: Sequence[Sequence[ReadEstimate]], centres: Sequence[float], scale: float
+) -> None:
+    """Draw the reads of all ranks, prefill's first, each in the colour of its prefill rank."""
+    # Bottom and top of both ends of each ribbon, stacked from top to bottom at a rank's box.
+    ends: dict[int, list[tuple[float, float]]] = {}
+    for reads, centre in zip(by_rank, centres, strict=True):
+        top = centre + sum(read.sizes.nbytes for read in reads) * scale / 2
+        for read in reads:
+            bottom = top - read.sizes.nbytes * scale
+            ends.setdefault(id(read), []).append((bottom, top))
+            top = bottom
+    x0, x1 = BOX + MARGIN, WIDTH - BOX - MARGIN
+    middle, curve = (x0 + x1) / 2, [Outline.CURVE4] * 3
+    prefills = max((read.prefill for reads in by_rank for read in reads), default=0)
+    for read in dict.fromkeys(read for reads in by_rank for read in reads):
+        (low0, top0), (low1, top1) = ends[id(read)]
+        vertices = [(x0, top0), (middle, top0), (middle, top1), (x1, top1)]
+        vertices += [(x1, low1), (middle, low1), (middle, low0), (x0, low0), (x0, top0)]
+        codes = [Outline.MOVETO, *curve, Outline.LINETO, *curve, Outline.CLOSEPOLY]
+        colour = mpl.colormaps["viridis"](0.06 + 0.76 * read.prefill / max(1, prefills))
+        ribbon = Outline(vertices, codes)
+        axes.add_patch(
+            PathPatch(ribbon, facecolor=colour, edgecolor=colour, linewidth=0.4, alpha=0.55)
+        )
 
 
 def _draw_side(
-    axes: Axes,
-    side: str,
-    engine: Engine,
-    text: str,
-    centres: Sequence[float],
-    x: float,
-    estimate: Estimate,
+    axes: Axes, side: Side, centres: Sequence[float], x: float, totals: Sequence[int]
 ) -> None:
-    """Draw the boxes of an engine's ranks, with what each rank holds and how much is read.
-
-    Args:
-        axes: Where to draw.
-        side: ``prefill`` or ``decode``.
-        engine: The engine.
-        text: The engine's settings as text.
-        centres: The vertical centre of each rank's box.
-        x: The left edge of the boxes.
-        estimate: The reads of one request.
-    """
-    top = max(centres) + STEP
-    axes.text(x, top, side, fontweight="bold", **_text(11, INK))
-    axes.text(x, top - 0.21, _cut(text, 60), **_text(7, FAINT))
-    for rank, (layout, centre) in enumerate(zip(engine.ranks, centres, strict=True)):
-        low = centre - STEP * FILLED / 2
-        box = FancyBboxPatch(
-            (x, low),
-            BOX,
-            STEP * FILLED,
-            boxstyle="round,pad=0,rounding_size=0.08",
-            facecolor=PAPER,
-            edgecolor=FAINT,
-            linewidth=0.8,
-        )
+    top, height = max(centres) + STEP, STEP * FILLED
+    axes.text(x, top, side.name, fontweight="bold", **_text(11, INK))
+    axes.text(x, top - 0.21, _cut(str(side.source), 60), **_text(7, FAINT))
+    rounded = "round,pad=0,rounding_size=0.08"
+    for rank, (layout, centre) in enumerate(zip(side.engine.ranks, centres, strict=True)):
+        at = x, centre - height / 2
+        box = FancyBboxPatch(at, BOX, height, rounded, facecolor=PAPER, edgecolor=FAINT, lw=0.8)
         axes.add_patch(box)
-        reads = estimate.of_prefill(rank) if side == "prefill" else estimate.of_decode(rank)
-        amount = size(estimate.sizes_of(reads).total) if reads else "not read"
-        axes.text(x + 0.1, centre + 0.09, f"{side} {rank_name(engine, rank)}", **_text(8, INK))
+        amount = size(totals[rank]) if totals[rank] else "not read"
+        axes.text(x + 0.1, centre + 0.09, f"{side.name} {side.rank_name(rank)}", **_text(8, INK))
         axes.text(x + BOX - 0.1, centre + 0.09, amount, ha="right", **_text(7, INK))
-        held = of_fields((f.key, f.shard_range) for f in layout.fields)
+        held = text_of([parts_of((f.key, f.shard_range) for f in layout.fields)])
         axes.text(x + 0.1, centre - 0.11, _cut(held, 48), **_text(7, FAINT))
 
 
 def _text(points: float, colour: str) -> dict[str, Any]:
-    """Return matplotlib's keyword arguments for text of a size in points and a colour."""
     return {"fontsize": points, "color": colour, "va": "center", "parse_math": False}
 
 
 def _cut(text: str, limit: int) -> str:
-    """Return a text, cut to ``limit`` characters if it is longer."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def _title(axes: Axes, estimate: Estimate, rows: int) -> None:
-    """Draw the picture's title above its ``rows`` of boxes."""
-    sizes = estimate.sizes
-    middle, top = WIDTH / 2, rows * STEP + 0.85
-    text = f"{size(sizes.total)} in {counted(sizes.copies, 'copy')}, median {size(sizes.median)}"
-    axes.text(
-        middle,
-        top,
-        f"A request of {counted(estimate.tokens, 'token')}",
-        ha="center",
-        **_text(9, INK),
-    )
-    axes.text(middle, top - 0.2, text, ha="center", **_text(8, FAINT))
+    sizes, top = estimate.sizes, rows * STEP + 0.85
+    title = f"A request of {counted(estimate.tokens, 'token')}"
+    text = f"{size(sizes.nbytes)} in {counted(sizes.copies, 'copy')}, median {size(sizes.median)}"
+    axes.text(WIDTH / 2, top, title, ha="center", **_text(9, INK))
+    axes.text(WIDTH / 2, top - 0.2, text, ha="center", **_text(8, FAINT))

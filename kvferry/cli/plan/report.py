@@ -1,24 +1,25 @@
-"""The output of ``kvferry plan``: tables and advice, or JSON."""
+"""The result of ``kvferry plan``, as tables and advice, and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 
 from kvferry.cli.formatting import counted, duration, numbers, size
+from kvferry.cli.output import output, print_table
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
 from kvferry.cli.plan.early import EarlyCase, EarlyQuestion
-from kvferry.cli.plan.engines import Engine
-from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate
+from kvferry.cli.plan.engines import Engine, PlanSettings
+from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
+from kvferry.cli.plan.fields import FieldParts, parts_of, shape_of, text_of
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.states import RecurrentState
-from kvferry.core.messages import Coordinates
-from kvferry.core.planner.strips import Overlap
+from kvferry.cli.plan.running import RunningEngine
 from kvferry.core.transport.copies import SMALL_COPY
 
 VLLM = {
@@ -45,218 +46,263 @@ PREFERRED = "LBHNC"
 
 BY_IPC = "Between GPUs of one host (CUDA IPC)"
 
-SIDES = ("prefill", "decode")
+Record = dict[str, object]
 
 
-def print_model(console: Console, described: Model) -> None:
-    """Print what was read from the config file."""
-    windows = sorted({window for window in described.windows.values() if window})
-    entry = " + ".join(f"{name} {elements}" for name, elements in described.parts.items())
-    heads = "one latent per token" if described.latent else counted(described.kv_heads, "KV head")
-    console.print(
-        f"{counted(len(described.windows), 'layer')}, {heads} ({entry}, {described.dtype}): "
-        f"{size(described.token_bytes)} per token"
-    )
-    for window in windows:
-        layers = [layer for layer, length in described.windows.items() if length == window]
-        console.print(f"layers {numbers(layers)} look back {window:,} tokens")
-    for chunk in sorted(set(described.chunks.values())):
-        layers = [layer for layer, length in described.chunks.items() if length == chunk]
-        console.print(
-            f"layers {numbers(layers)} look back to the start of a chunk of {chunk:,} tokens"
-        )
-    if described.indexed:
-        console.print(
-            f"layers {numbers(described.indexed)} have an index: {described.index_bytes} bytes per "
-            "token each"
-        )
-    if described.state is not None:
-        console.print(
-            f"layers {numbers(described.states)} have a state: {_state_text(described.state)}"
-        )
-    for note in described.notes:
-        console.print(f"[yellow]{note}[/]")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two engines.
 
-
-def _state_text(state: RecurrentState) -> str:
-    """Return the size and the parts of a layer's state, as text."""
-    inputs = sum(part.count for part in state.channels)
-    text = (
-        f"{size(state.nbytes(1))} each ({counted(inputs, 'channel')} of "
-        f"{counted(state.columns, 'token')} in {state.input_dtype}"
-    )
-    if state.heads:
-        text += f", {state.heads:,} x {counted(state.elements, 'element')} in {state.dtype}"
-    return f"{text})"
-
-
-def print_engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> None:
-    """Print both engines: name, number of ranks, and settings or file.
-
-    Args:
-        console: Where to print.
-        sides: For each engine its name, the engine, and the settings or file that describe it.
+    Attributes:
+        name: ``prefill`` or ``decode``.
+        source: The settings from which the layouts were computed, the JSON file that has them, or
+            the running engine that publishes them.
+        notes: What else there is to know about the engine, a sentence each.
     """
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, engine, said in sides:
-        table.add_row(name, counted(len(engine.ranks), "rank"), escape(str(said)))
-    console.print(table)
+
+    name: str
+    engine: Engine
+    source: PlanSettings | Path | RunningEngine
+    notes: tuple[str, ...] = ()
+
+    def rank_name(self, *ranks: int) -> str:
+        """Return the name of ranks, such as ``3 (pp 1, tp 1)`` or ``0-3 (pp 0)``.
+
+        It has the coordinates that they share, and not all ranks of the engine.
+        """
+        where = []
+        for name in ("pp", "tp", "pcp", "dcp"):
+            every = [getattr(one, name) for one in self.engine.coordinates]
+            shared = {every[rank] for rank in ranks if every}
+            if len(shared) == 1 < len(set(every)):
+                where.append(f"{name} {shared.pop()}")
+        return f"{numbers(ranks)} ({', '.join(where)})" if where else numbers(ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """All that ``kvferry plan`` has computed; table, JSON and picture show it.
+
+    Attributes:
+        model: The model; ``None`` if both engines were given by layouts.
+        advice: What to do about small or many copies; ``None`` without need.
+        early: What was asked about early tickets, and the answers; ``None`` if nothing was.
+        notes: What else there is to know, a sentence each.
+    """
+
+    model: Model | None
+    prefill: Side
+    decode: Side
+    estimate: Estimate
+    advice: Advice | None
+    early: tuple[EarlyQuestion, list[EarlyCase]] | None
+    notes: tuple[str, ...]
+
+
+def print_result(result: PlanResult) -> None:
+    """Print the tables, the notes, and the advice if there is any."""
+    console, estimate = output(), result.estimate
+    if result.model is not None:
+        for line in _model_lines(result.model):
+            console.print(line)
+    for side in (result.prefill, result.decode):
+        ranks = counted(len(side.engine.ranks), "rank")
+        console.print(escape(f"{side.name:<9}{ranks:<9}{side.source}"))
     console.print()
-
-
-def print_notes(console: Console, notes: Sequence[str]) -> None:
-    """Print what else there is to know about the engines, a sentence each."""
-    for note in notes:
+    for note in result.notes:
         console.print(f"[yellow]{escape(note)}[/]")
-    if notes:
+    if result.notes:
         console.print()
-
-
-def print_total(console: Console, estimate: Estimate) -> None:
-    """Print the number and size of copies in a sentence."""
-    sizes = estimate.sizes
+    total = estimate.sizes.figures
     console.print(
-        f"A request of {counted(estimate.tokens, 'token')} takes [bold]{size(sizes.total)}[/] in "
-        f"[bold]{counted(sizes.copies, 'copy')}[/] of {_sizes(sizes)}, its pages lying apart.\n"
+        f"A request of {counted(estimate.tokens, 'token')} takes [bold]{size(total['bytes'])}[/] "
+        f"in [bold]{counted(total['copies'], 'copy')}[/] of {_sizes(total)}, its pages lying "
+        "apart.\n"
     )
+    _print_reads(console, result)
+    _print_served(console, result)
+    if result.advice is not None:
+        _print_advice(console, estimate, result.advice)
+    if result.early is not None:
+        _print_early(console, *result.early)
 
 
-def print_reads(console: Console, estimate: Estimate, prefill: Engine, decode: Engine) -> None:
-    """Print what each decode rank reads from which prefill rank."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("decode rank", "from prefill"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("what", overflow="fold", min_width=14)
-    for heading in ("copies", "bytes"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("of size", justify="right", overflow="fold")
-    for rank in range(len(decode.ranks)):
-        name = rank_name(decode, rank)
-        for cells, style in _reading(estimate, prefill, rank):
-            table.add_row(name, *cells, style=style)
-            name = ""
-    console.print(table)
-    console.print()
-
-
-def _reading(
-    estimate: Estimate, prefill: Engine, rank: int
-) -> Iterator[tuple[tuple[str, ...], str | None]]:
-    """Yield the rows of the table for one decode rank.
-
-    Args:
-        estimate: The estimate of the request.
-        prefill: The prefill engine.
-        rank: The index of the decode rank.
-
-    Yields:
-        The cells of a row, all but the decode rank's name, and the row's style; ``None`` for the
-        normal style.
-    """
-    reads, released = estimate.of_decode(rank), estimate.told_by(rank)
-    for read in reads:
-        what = escape(what_of(read.overlaps))
-        yield (rank_name(prefill, read.prefill), what, *_copy_cells(read.sizes)), None
-    if len(reads) > 1:
-        yield (f"{len(reads)} ranks", "", *_copy_cells(estimate.sizes_of(reads))), "dim"
-    if released:
-        whom = "it" if len(released) == 1 else "them"
-        yield (numbers(released), f"nothing, and tells {whom} so"), "dim"
-    if not reads and not released:
-        yield ("none", "nothing"), "dim"
-
-
-def print_served(console: Console, estimate: Estimate, prefill: Engine) -> None:
-    """Print for each prefill rank which decode ranks read it, or only send it "done"."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("prefill rank", "holds", "to decode"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("copies", "bytes"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for rank, layout in enumerate(prefill.ranks):
-        readers = estimate.of_prefill(rank)
-        sizes = estimate.sizes_of(readers)
-        by = numbers(read.decode for read in readers)
-        if rank in estimate.told:
-            by = f"none; {estimate.told[rank]} tells it so"
-        held = of_fields((f.key, f.shard_range) for f in layout.fields)
-        table.add_row(
-            rank_name(prefill, rank), escape(held), by, f"{sizes.copies:,}", size(sizes.total)
+def _model_lines(model: Model) -> Iterator[str]:
+    entry = " + ".join(f"{name} {elements}" for name, elements in model.parts.items())
+    heads = "one latent per token" if model.latent else counted(model.kv_heads, "KV head")
+    layers = counted(len(model.windows), "layer")
+    yield f"{layers}, {heads} ({entry}, {model.dtype}): {size(model.token_bytes)} per token"
+    for lengths, said in (
+        (model.windows, "look back {:,} tokens"),
+        (model.chunks, "look back to the start of a chunk of {:,} tokens"),
+    ):
+        for length in sorted({length for length in lengths.values() if length}):
+            alike = numbers(layer for layer, other in lengths.items() if other == length)
+            yield f"layers {alike} {said.format(length)}"
+    if model.indexed:
+        yield (
+            f"layers {numbers(model.indexed)} have an index: {model.index_bytes} bytes per token "
+            "each"
         )
-    console.print(table)
-    console.print()
+    if (state := model.state) is not None:
+        inputs = counted(sum(part.count for part in state.channels), "channel")
+        text = f"{inputs} of {counted(state.columns, 'token')} in {state.input_dtype}"
+        if state.heads:
+            text += f", {state.heads:,} x {counted(state.elements, 'element')} in {state.dtype}"
+        states = numbers(model.states)
+        yield f"layers {states} have a state: {size(state.nbytes(1))} each ({text})"
+    yield from (f"[yellow]{note}[/]" for note in model.notes)
 
 
-def print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
-    """Print that copies are small or many, why, and what would help."""
+def _print_reads(console: Console, result: PlanResult) -> None:
+    """Print what decode ranks read from which prefill ranks: a row for ranks that are alike."""
+    estimate, name = result.estimate, result.prefill.rank_name
+    alike: dict[object, list[_Reading]] = {}
+    for rank in range(len(result.decode.engine.ranks)):
+        reading = _Reading(estimate, rank)
+        alike.setdefault(reading.kind, []).append(reading)
+    rows: list[tuple[str, ...]] = []
+    styles: list[str | None] = []
+    for readings in alike.values():
+        first, kinds = readings[0], readings[0].by_kind
+        who = result.decode.rank_name(*(one.rank for one in readings))
+        found: list[tuple[str, ...]] = []
+        for kind in kinds:
+            reads = [one.by_kind[kind] for one in readings]
+            what = text_of([_parts(read) for each in reads for read in each])
+            whom = _among([[read.prefill for read in each] for each in reads], name)
+            found.append((whom, what, *_copy_cells(reads[0])))
+        styles += [None] * len(kinds)
+        if len(kinds) > 1:
+            found.append(
+                ("all", "", *_copy_cells([read for each in kinds.values() for read in each]))
+            )
+        if first.told:
+            whom = "it" if len(first.told) == 1 else "them"
+            told = _among([one.told for one in readings])
+            found.append((told, f"nothing, and tells {whom} so", "", "", ""))
+        found = found or [("none", "nothing", "", "", "")]
+        styles += ["dim"] * (len(found) - len(kinds))
+        rows += [(who if n == 0 else "", *cells) for n, cells in enumerate(found)]
+    columns = {"each\ndecode rank": "name", "from prefill": "name", "what": "text"}
+    columns |= {"copies": "number", "bytes": "number", "of size": "sizes"}
+    print_table(console, columns, rows, styles)
+
+
+class _Reading:
+    """What a decode rank reads: reads of a kind differ in heads and prefill rank only."""
+
+    def __init__(self, estimate: Estimate, rank: int) -> None:
+        self.rank, self.told = rank, estimate.told_by(rank)
+        self.by_kind: dict[object, list[ReadEstimate]] = {}
+        for read in estimate.of_decode(rank):
+            kind = shape_of(_parts(read)), frozenset(read.sizes.items())
+            self.by_kind.setdefault(kind, []).append(read)
+
+    @property
+    def kind(self) -> object:
+        """What is equal for ranks that are alike."""
+        return tuple((kind, len(of)) for kind, of in self.by_kind.items()), len(self.told)
+
+
+def _print_served(console: Console, result: PlanResult) -> None:
+    """Print which decode ranks read prefill ranks, or only tell them so: a row for alike ranks."""
+    estimate = result.estimate
+    alike: dict[object, list[int]] = {}
+    held = [
+        parts_of((f.key, f.shard_range) for f in layout.fields)
+        for layout in result.prefill.engine.ranks
+    ]
+    for rank, parts in enumerate(held):
+        reads = estimate.of_prefill(rank)
+        sizes = frozenset(merged(read.sizes for read in reads).items())
+        kind = shape_of(parts), sizes, len(reads), rank in estimate.told
+        alike.setdefault(kind, []).append(rank)
+    rows = []
+    for ranks in alike.values():
+        by = _among([[read.decode for read in estimate.of_prefill(rank)] for rank in ranks])
+        if tellers := sorted({estimate.told[rank] for rank in ranks if rank in estimate.told}):
+            by = f"none; {numbers(tellers)} tell{'s it' if len(ranks) == 1 else ' them'} so"
+        copies = _copy_cells(estimate.of_prefill(ranks[0]))[:2]
+        what = text_of([held[rank] for rank in ranks])
+        rows.append((result.prefill.rank_name(*ranks), what, by, *copies))
+    columns = {"each\nprefill rank": "name", "holds": "text", "to decode": "name"}
+    print_table(console, columns | {"copies": "number", "bytes": "number"}, rows)
+
+
+def _parts(read: ReadEstimate) -> list[FieldParts]:
+    return parts_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
+
+
+def _among(
+    each: Sequence[Sequence[int]], name: Callable[..., str] = lambda *ranks: numbers(ranks)
+) -> str:
+    """Return other ranks of some ranks: ``0-3`` if all have the same, else ``1 each of 0-3``."""
+    text = name(*sorted({rank for ranks in each for rank in ranks}))
+    return text if len(set(map(tuple, each))) == 1 else f"{len(each[0])} each of {text}"
+
+
+def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
+
+    def say(text: str, by: int = 2) -> None:
+        console.print(Padding(text, (0, 0, 0, by), expand=False), style="dim" if by > 2 else "")
+
+    many, sizes = is_many(estimate), _sizes(estimate.sizes.figures)
     if is_small(estimate):
         console.print(
-            f"[bold yellow]Small copies:[/] {_sizes(estimate.sizes)}. Below {size(SMALL_COPY)}, "
-            "what a copy costs outweighs what its bytes cost."
+            f"[bold yellow]Small copies:[/] {sizes}. Below {size(SMALL_COPY)}, what a copy costs "
+            "outweighs what its bytes cost."
         )
     else:
-        console.print(f"[bold yellow]Many copies[/] of {_sizes(estimate.sizes)}.")
-    if is_many(estimate):
-        console.print(_indented(_ipc_cost(estimate.busiest), 2))
+        console.print(f"[bold yellow]Many copies[/] of {sizes}.")
+    if many:
+        say(
+            f"{BY_IPC}, a copy takes some {IPC_SECONDS * 1e6:.0f} µs beside the time of its bytes: "
+            f"{_ipc_time(estimate.busiest)} for the {counted(estimate.busiest, 'copy')} of a "
+            "decode rank."
+        )
     for reason in given.reasons:
-        console.print(_indented(reason, 2))
+        say(reason)
     for change in given.changes:
-        console.print(_indented(_outcome(estimate, change), 2))
-        if is_many(estimate):
-            console.print(_indented(f"{BY_IPC}: {_ipc_time(change.busiest)}.", 4), style="dim")
+        fewer = estimate.sizes.copies / change.copies
+        say(
+            f"Try [bold]{_wording(change)}[/]: {counted(change.copies, 'copy')} of "
+            f"{_sizes(asdict(change))}; {fewer:,.0f} times fewer."
+        )
+        if many:
+            say(f"{BY_IPC}: {_ipc_time(change.busiest)}.", 4)
         for line in _for_vllm(change):
-            console.print(_indented(line, 4), style="dim")
+            say(line, 4)
     if not given.changes:
-        console.print("  Nothing that was tried, on either side or both, would halve them.")
+        say("Nothing that was tried, on either side or both, would halve them.")
     console.print()
 
 
-def print_early(console: Console, question: EarlyQuestion, cases: Sequence[EarlyCase]) -> None:
-    """Print how long until decode has the cache, by ordinary tickets and by early ones.
-
-    Args:
-        console: Where to print.
-        question: What was computed.
-        cases: The results.
-    """
+def _print_early(console: Console, question: EarlyQuestion, cases: Sequence[EarlyCase]) -> None:
     hop = f", and decode starts to read {duration(question.hop_seconds)} after prefill's end"
     console.print(
         "Until decode has a prompt's cache, by an ordinary ticket (sequential) and by an early "
         f"one, if prefill computes {question.prefill_rate:,.6g} tokens/s in chunks of "
         f"{counted(question.chunk, 'token')}{hop * bool(question.hop_seconds)}:"
     )
-    table = Table(box=None, pad_edge=False)
     late = any(case.late_bytes for case in cases)
-    table.add_column("bandwidth", no_wrap=True)
-    for heading in ("prompt", "chunks", "prefill", "moving", *["at end"] * late):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("sequential", "early", "saved"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["prompt", "chunks", "prefill", "moving", *["at end"] * late]
+    headings += ["sequential", "early", "saved"]
+    rows = []
     for case in cases:
         at_end = duration(case.late_bytes / case.bandwidth.bytes_per_second)
-        table.add_row(
-            escape(case.bandwidth.text),
-            f"{case.prompt:,}",
-            f"{case.chunks:,}",
-            *map(duration, (case.prefill_seconds, case.move_seconds)),
-            *[at_end] * late,
-            *map(duration, (case.sequential_seconds, case.early_seconds)),
-            f"{case.saved:.0%}",
+        rows.append(
+            (
+                case.bandwidth.text,
+                f"{case.prompt:,}",
+                f"{case.chunks:,}",
+                *map(duration, (case.prefill_seconds, case.move_seconds)),
+                *[at_end] * late,
+                *map(duration, (case.sequential_seconds, case.early_seconds)),
+                f"{case.saved:.0%}",
+            )
         )
-    console.print(table)
-    console.print()
-
-
-def _ipc_cost(copies: int) -> str:
-    """Return as a sentence how long CUDA IPC takes for the copies of a decode rank.
-
-    Args:
-        copies: How many copies the rank makes.
-    """
-    return (
-        f"{BY_IPC}, a copy takes some {IPC_SECONDS * 1e6:.0f} µs beside the time of its bytes: "
-        f"{_ipc_time(copies)} for the {counted(copies, 'copy')} of a decode rank."
-    )
+    print_table(console, {"bandwidth": "name"} | dict.fromkeys(headings, "number"), rows)
 
 
 def _ipc_time(copies: int) -> str:
@@ -265,43 +311,27 @@ def _ipc_time(copies: int) -> str:
     return f"{milliseconds:,.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
 
 
-def _indented(text: str, by: int) -> Padding:
-    """Return text that is indented by a number of columns."""
-    return Padding(text, (0, 0, 0, by), expand=False)
+def _copy_cells(reads: Sequence[ReadEstimate]) -> tuple[str, str, str]:
+    figures = merged(read.sizes for read in reads).figures
+    of_size = _sizes(figures).partition(",")[0]
+    return f"{figures['copies']:,}", size(figures["bytes"]), of_size
 
 
-def _outcome(estimate: Estimate, change: Change) -> str:
-    """Return a change, and how many copies a request would then take, as a sentence."""
-    fewer = estimate.sizes.copies / change.copies
-    return (
-        f"Try [bold]{_wording(change)}[/]: {counted(change.copies, 'copy')} of {_sizes(change)}; "
-        f"{fewer:,.0f} times fewer."
-    )
-
-
-def _copy_cells(sizes: ByteCounts) -> tuple[str, str, str]:
-    """Return the table cells of some copies: number, total bytes, and sizes of a copy."""
-    return f"{sizes.copies:,}", size(sizes.total), _sizes(sizes)
-
-
-def _sizes(sizes: ByteCounts | Change) -> str:
-    """Return as text the smallest, the largest and the median size of copies."""
-    if sizes.smallest == sizes.largest:
-        return size(sizes.median)
-    return f"{size(sizes.smallest)} to {size(sizes.largest)}, median {size(sizes.median)}"
+def _sizes(sizes: Mapping[str, Any]) -> str:
+    smallest, median, largest = (size(sizes[name]) for name in ("smallest", "median", "largest"))
+    return median if smallest == largest else f"{smallest} to {largest}, median {median}"
 
 
 def _wording(change: Change) -> str:
-    """Return the settings to change, as text."""
-    said = {"prefill": change.prefill, "decode": change.decode}
     if change.prefill == change.decode:
         return f"{change.prefill} on both"
+    said = {"prefill": change.prefill, "decode": change.decode}
     return " and ".join(f"{what} on {side}" for side, what in said.items() if what)
 
 
 def _for_vllm(change: Change) -> list[str]:
     """Return lines with vLLM's options for a change: per engine, or one if both need the same."""
-    told = {side: _flags(said) for side, said in asdict(change).items() if side in SIDES and said}
+    told = {side: _flags(said) for side in ("prefill", "decode") if (said := getattr(change, side))}
     settings = f"{change.prefill},{change.decode}"
     note = [
         f"{backends}. Without the variable, kvferry asks for {PREFERRED} (not with MLA)."
@@ -316,43 +346,25 @@ def _for_vllm(change: Change) -> list[str]:
 def _flags(said: str) -> str:
     """Return settings such as ``block_size=32`` as vLLM's options, as far as vLLM has them."""
     pairs = [pair.partition("=") for pair in said.split(",")]
-    flags = [VLLM[name].format(value) for name, _, value in pairs if name in VLLM]
-    return ", ".join(flags)
+    return ", ".join(VLLM[name].format(value) for name, _, value in pairs if name in VLLM)
 
 
-Record = dict[str, object]
-
-
-def json_record(
-    estimate: Estimate, prefill: Engine, decode: Engine, given: Advice | None
-) -> Record:
-    """Return the whole result for ``--json``, sizes in bytes.
-
-    Args:
-        estimate: The estimate of the request.
-        prefill: The prefill engine.
-        decode: The decode engine.
-        given: The advice; ``None`` if copies are not small.
-    """
+def record_of(result: PlanResult) -> Record:
+    """Return the whole result for ``--json``, sizes in bytes and times in seconds."""
+    estimate = result.estimate
     return {
         "tokens": estimate.tokens,
-        "total": _byte_counts(estimate.sizes),
+        "total": estimate.sizes.figures,
         "reads": [_read(read) for read in estimate.reads],
-        "prefill": [
-            _rank(prefill, rank) | _prefill_reads(estimate, rank) for rank in _ranks(prefill)
-        ],
-        "decode": [_rank(decode, rank) | _decode_reads(estimate, rank) for rank in _ranks(decode)],
-        "advice": None if given is None else asdict(given),
+        "prefill": _ranks(result.prefill, estimate),
+        "decode": _ranks(result.decode, estimate),
+        "advice": None if result.advice is None else asdict(result.advice),
+        "early": None if result.early is None else _early(*result.early),
+        "notes": result.notes,
     }
 
 
-def early_record(question: EarlyQuestion, cases: Sequence[EarlyCase]) -> Record:
-    """Return for ``--json`` what early tickets save, in tokens, bytes and seconds.
-
-    Args:
-        question: What was computed.
-        cases: The results.
-    """
+def _early(question: EarlyQuestion, cases: Sequence[EarlyCase]) -> Record:
     return {
         "chunk": question.chunk,
         "prefill_rate": question.prefill_rate,
@@ -361,186 +373,28 @@ def early_record(question: EarlyQuestion, cases: Sequence[EarlyCase]) -> Record:
     }
 
 
-def _ranks(engine: Engine) -> Iterable[int]:
-    """Return the indices of an engine's ranks."""
-    return range(len(engine.ranks))
-
-
 def _read(read: ReadEstimate) -> Record:
-    """Return one read for JSON."""
     keys: dict[tuple[int, int], list[str]] = {}
     for overlap in read.overlaps:
         keys.setdefault(overlap.shard, []).append(overlap.local.key)
     fields = [{"shard": list(shard), "keys": names} for shard, names in keys.items()]
-    return {"decode": read.decode, "prefill": read.prefill, "fields": fields} | _byte_counts(
-        read.sizes
-    )
+    return {"decode": read.decode, "prefill": read.prefill, "fields": fields} | read.sizes.figures
 
 
-def _rank(engine: Engine, rank: int) -> Record:
-    """Return for JSON the index and the coordinates of a rank.
-
-    Args:
-        engine: The rank's engine.
-        rank: The rank's index.
-    """
-    where = engine.coordinates[rank] if engine.coordinates else None
-    return {"rank": rank, "coordinates": None if where is None else _coordinates(where)}
-
-
-def _coordinates(where: Coordinates) -> Record:
-    """Return coordinates by name."""
-    return {name: getattr(where, name) for name in where.__struct_fields__}
-
-
-def _prefill_reads(estimate: Estimate, rank: int) -> Record:
-    """Return for JSON which decode ranks read a prefill rank, or only send it "done".
-
-    Args:
-        estimate: The estimate of the request.
-        rank: The index of the prefill rank.
-    """
-    reads = estimate.of_prefill(rank)
-    return {
-        "read_by": [read.decode for read in reads],
-        "told_by": estimate.told.get(rank),
-        "readers": estimate.readers[rank],
-    } | _byte_counts(estimate.sizes_of(reads))
-
-
-def _decode_reads(estimate: Estimate, rank: int) -> Record:
-    """Return for JSON which prefill ranks a decode rank reads, or only sends "done" to.
-
-    Args:
-        estimate: The estimate of the request.
-        rank: The index of the decode rank.
-    """
-    reads = estimate.of_decode(rank)
-    return {
-        "reads": [read.prefill for read in reads],
-        "tells": estimate.told_by(rank),
-    } | _byte_counts(estimate.sizes_of(reads))
-
-
-def _byte_counts(sizes: ByteCounts) -> Record:
-    """Return number and sizes of copies for JSON."""
-    return {
-        "copies": sizes.copies,
-        "bytes": sizes.total,
-        "smallest": sizes.smallest,
-        "median": sizes.median,
-        "largest": sizes.largest,
-    }
-
-
-MAX_NAMED_LAYERS = 3
-"""How many layers without an index are named; three dots stand for the others."""
-
-CONVOLUTION = "/conv"
-"""What follows a layer's name in the keys of its convolution's inputs, before the channels."""
-
-FieldLayer = tuple[str, int | None]
-"""The part of a field's key before the layer's index, such as ``model.layers``, and that index.
-
-For a key without an index, the whole name of the layer and ``None``.
-"""
-
-
-def rank_name(engine: Engine, rank: int) -> str:
-    """Return a rank's name, such as ``3 (pp 1, tp 1)``.
-
-    Coordinates that are equal on all ranks of the engine are left out.
-
-    Args:
-        engine: The rank's engine.
-        rank: The rank's index.
-    """
-    if not engine.coordinates:
-        return str(rank)
-    names = [
-        name
-        for name in ("pp", "tp", "pcp", "dcp")
-        if len({getattr(other, name) for other in engine.coordinates}) > 1
-    ]
-    mine = engine.coordinates[rank]
-    where = ", ".join(f"{name} {getattr(mine, name)}" for name in names)
-    return f"{rank} ({where})" if where else str(rank)
-
-
-def what_of(overlaps: Sequence[Overlap]) -> str:
-    """Return which parts of fields overlap, such as ``layers 0-39, heads 0-1``."""
-    return of_fields((overlap.local.key, overlap.shard) for overlap in overlaps)
-
-
-def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
-    """Return text that names parts of fields, such as ``layers 0-39, heads 0-1``.
-
-    Args:
-        fields: The key of each field, and the range [first, last) of its shard axis (for K and V
-            the heads) to name.
-    """
-    layers_by_part: dict[tuple[str, tuple[int, int]], list[FieldLayer]] = {}
-    for key, shard in fields:
-        prefix, name = _layer_and_part(key)
-        layers_by_part.setdefault((name, shard), []).append(_layer_of(prefix))
-    alike: dict[tuple[tuple[FieldLayer, ...], tuple[int, int]], list[str]] = {}
-    for (name, shard), layers in layers_by_part.items():
-        alike.setdefault((tuple(layers), shard), []).append(name)
-    owners = {owner for layers, _ in alike for owner, number in layers if number is not None}
-    return "; ".join(
-        f"{_layers(layers, several=len(owners) > 1)}{_parts(names, shard)}"
-        for (layers, shard), names in alike.items()
-    )
-
-
-def _layer_and_part(key: str) -> tuple[str, str]:
-    """Split a field's key: ``layers.3.mixer/conv/x`` becomes ``("layers.3.mixer", "conv/x")``."""
-    prefix, _, name = key.rpartition("/")
-    if prefix.endswith(CONVOLUTION):
-        return prefix.removesuffix(CONVOLUTION), f"{CONVOLUTION[1:]}/{name}"
-    return prefix, f"index {name}" if "indexer" in prefix.split(".") else name
-
-
-def _layer_of(prefix: str) -> FieldLayer:
-    """Split a layer's name: ``model.layers.3.attn`` becomes ``("model.layers", 3)``."""
-    words = prefix.split(".")
-    at = next((n for n, word in enumerate(words) if word.isdecimal()), None)
-    return (prefix, None) if at is None else (".".join(words[:at]), int(words[at]))
-
-
-def _layers(layers: Sequence[FieldLayer], *, several: bool) -> str:
-    """Return text that names layers by index, or by name if they have no index.
-
-    Args:
-        layers: The layers.
-        several: Whether to add the prefix of the layers' names, such as ``model.layers``; needed
-            if the layers have more than one prefix.
-    """
-    numbered: dict[str, list[int]] = {}
-    for owner, number in layers:
-        if number is not None:
-            numbered.setdefault(owner, []).append(number)
-    said = [
-        f"layer{'s' if len(known) > 1 else ''} {numbers(known)}{f' of {owner}' if several else ''}"
-        for owner, known in numbered.items()
-    ]
-    others = [owner for owner, number in layers if number is None]
-    return ", ".join(
-        [*said, *others[:MAX_NAMED_LAYERS], *(["..."] if others[MAX_NAMED_LAYERS:] else [])]
-    )
-
-
-def _parts(names: Sequence[str], shard: tuple[int, int]) -> str:
-    """Return text that names fields of a layer and a part of their heads, such as ``, heads 0-3``.
-
-    Args:
-        names: Names of the fields within their layer, such as ``k`` and ``v``.
-        shard: The range [first, last) of the shard axis.
-    """
-    start, stop = shard
-    held = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
-    if set(names) == {"k", "v"}:
-        return f", head{'s' if stop - start > 1 else ''} {held}"
-    if shard == (0, 1):
-        return f", {' and '.join(names)}"
-    return f", {' and '.join(names)} {held}"
+def _ranks(side: Side, estimate: Estimate) -> list[Record]:
+    records = []
+    for rank in range(len(side.engine.ranks)):
+        where = side.engine.coordinates[rank] if side.engine.coordinates else None
+        coordinates = where and {name: getattr(where, name) for name in where.__struct_fields__}
+        record: Record = {"rank": rank, "coordinates": coordinates}
+        if side.name == "prefill":
+            reads = estimate.of_prefill(rank)
+            record["read_by"] = [read.decode for read in reads]
+            record["told_by"] = estimate.told.get(rank)
+            record["readers"] = estimate.readers[rank]
+        else:
+            reads = estimate.of_decode(rank)
+            record["reads"] = [read.prefill for read in reads]
+            record["tells"] = estimate.told_by(rank)
+        records.append(record | merged(read.sizes for read in reads).figures)
+    return records

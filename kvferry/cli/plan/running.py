@@ -10,9 +10,10 @@ from msgspec import structs
 from kvferry.cli.addresses import AddressError, host_and_port
 from kvferry.cli.keys import NONE, Keys, keys_of
 from kvferry.cli.plan.engines import Engine, EngineError, SettingsError
+from kvferry.cli.plan.fields import field_name
 from kvferry.cli.plan.model import Model
 from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError
-from kvferry.core.layout import Layout
+from kvferry.core.layout import Field, Layout
 from kvferry.core.side_channel import fetch, health
 from kvferry.core.side_channel.compatibility import EngineInfo, agree
 
@@ -33,16 +34,10 @@ class RunningEngine:
     info: EngineInfo
 
     def __str__(self) -> str:
-        """Return the engine's id and address."""
         return f"engine {self.info.engine!r} at {self.address}"
 
     def engine(self, model: Model | None) -> Engine:
-        """Return the engine's layouts.
-
-        Args:
-            model: The model of the engine, which gives the sliding windows and chunks, since
-                the side channel does not; ``None`` if it is not known.
-        """
+        """Return the engine's layouts."""
         layouts = tuple(payload.layout for payload in self.info.ranks)
         return Engine(
             ranks=layouts,
@@ -53,17 +48,7 @@ class RunningEngine:
 
 
 def keys_of_engines(secret_key: str, peers: Sequence[str], engines: int) -> list[Keys]:
-    """Return the keys for the side channel of each engine.
-
-    Args:
-        secret_key: Where the command's own secret key is; empty if the side channels have no keys.
-        peers: The public key of each engine, or where that key is; empty likewise.
-        engines: Number of engines.
-
-    Raises:
-        SettingsError: There are no engines, or fewer or more public keys than engines.
-        SecretError: Only one of the two keys is given, or one of them is not a valid key.
-    """
+    """Return the keys for the side channel of each engine."""
     if not engines:
         raise SettingsError("--curve-secret-key and --curve-peer are keys for --from: add --from")
     if peers and len(peers) != engines:
@@ -75,17 +60,7 @@ def keys_of_engines(secret_key: str, peers: Sequence[str], engines: int) -> list
 
 
 def read_running(address: str, keys: Keys = NONE) -> RunningEngine:
-    """Ask a running engine for the layouts of its ranks.
-
-    Args:
-        address: ``HOST:PORT`` of the engine's side channel; an IPv6 address stands in brackets.
-        keys: Keys for that side channel, if it is encrypted.
-
-    Raises:
-        SettingsError: The address is not ``HOST:PORT``.
-        AdmissionError: The engine does not admit the keys, or wants some.
-        EngineError: The engine does not answer; the message says why and what to do.
-    """
+    """Ask a running engine for the layouts of its ranks."""
     try:
         host, port = host_and_port("--from", address)
     except AddressError as exc:
@@ -103,85 +78,51 @@ def read_running(address: str, keys: Keys = NONE) -> RunningEngine:
     return RunningEngine(address=address, info=info)
 
 
-def refusal(prefill: RunningEngine, decode: RunningEngine) -> str | None:
-    """Return why two engines refuse each other at the handshake; ``None`` if they do not.
-
-    Args:
-        prefill: The prefill engine.
-        decode: The decode engine.
-    """
+def refusals(prefill: RunningEngine, decode: RunningEngine) -> tuple[str, ...]:
+    """Return why two engines refuse each other at the handshake; nothing if they do not."""
     try:
         agree(decode.info.ranks[0], prefill.info.ranks[0])
     except IncompatibleError as exc:
-        return str(exc)
-    return None
+        return (f"The handshake refuses this pair: {exc}",)
+    return ()
 
 
 def with_keys_of(computed: Engine, running: Engine) -> Engine:
     """Return a computed engine whose fields have the keys that a running engine's fields have.
 
-    Computed keys have the index of a layer and the name of a field within the layer; the keys of a
-    running engine have vLLM's name of the layer instead of the index. Fields that the running
-    engine does not have keep their keys.
-
-    Args:
-        computed: The computed engine.
-        running: The running engine.
+    These have vLLM's names of the layers. Fields that the running engine lacks keep their keys.
     """
     keys = {
-        place: f.key
+        _place(f): f.key
         for layout in running.ranks
         for f in layout.fields
-        if not f.draft and (place := field_place(f.key))[0] is not None
+        if not f.draft and field_name(f.key).layer is not None
     }
-    return replace(computed, ranks=tuple(_renamed(layout, keys) for layout in computed.ranks))
+    return replace(
+        computed,
+        ranks=tuple(
+            replace(
+                layout,
+                fields=tuple(
+                    structs.replace(f, key=keys.get(_place(f), f.key)) for f in layout.fields
+                ),
+            )
+            for layout in computed.ranks
+        ),
+    )
 
 
-FieldPlace = tuple[int | None, str]
-"""The index of a field's layer, ``None`` if its key has none, and its name within the layer."""
-
-
-def _renamed(layout: Layout, keys: Mapping[FieldPlace, str]) -> Layout:
-    """Return a layout whose fields have other keys.
-
-    Args:
-        layout: The layout.
-        keys: The new key of each field that gets one, by the field's place.
-    """
-    fields = (structs.replace(f, key=keys.get(field_place(f.key), f.key)) for f in layout.fields)
-    return replace(layout, fields=tuple(fields))
-
-
-def field_place(key: str) -> FieldPlace:
-    """Return the place of a field in a model: ``layers.3.mixer/conv/x`` is ``(3, "conv/x")``.
-
-    The fields of a layer's index have ``index`` before their name, since its latents have the same.
-
-    Args:
-        key: The field's key.
-    """
-    layer, _, name = key.partition("/")
-    words = layer.split(".")
-    index = next((int(word) for word in words if _is_index(word)), None)
-    return index, f"index/{name}" if "indexer" in words else name
-
-
-def _is_index(word: str) -> bool:
-    """Return whether a word in a layer's name is the layer's index."""
-    return word.isascii() and word.isdecimal() and len(word) < 10
+def _place(f: Field) -> tuple[int | None, str]:
+    """Return the layer of a field, and its name within the layer."""
+    name = field_name(f.key)
+    return name.layer, name.part
 
 
 def _by_group(lengths: Mapping[int, int], layouts: tuple[Layout, ...]) -> tuple[int, ...]:
-    """Return the sliding window, or the size of the chunks, of each cache group; 0 for none.
-
-    Args:
-        lengths: The same by the index of each layer.
-        layouts: The layouts of an engine's ranks.
-    """
+    """Return the sliding window, or the size of the chunks, of each cache group; 0 for none."""
     found = [0] * len(layouts[0].groups)
-    for layout in layouts:
-        for f in layout.fields:
-            index, _ = field_place(f.key)
-            if index is not None and not f.draft and f.tokens:
-                found[f.group] = lengths.get(index, 0)
+    for f in (f for layout in layouts for f in layout.fields):
+        layer = field_name(f.key).layer
+        if layer is not None and not f.draft and f.tokens:
+            found[f.group] = lengths.get(layer, 0)
     return tuple(found)

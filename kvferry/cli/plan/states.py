@@ -8,7 +8,7 @@ its attention. The sizes are those that vLLM 0.32 computes (``MambaStateShapeCal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from kvferry.core.layout import ELEMENT_BYTES
 Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 Width = Annotated[int, Meta(ge=2, le=1 << 10)]
 Index = Annotated[int, Meta(ge=0, le=1 << 20)]
+Factor = Annotated[float, Meta(gt=0, le=1 << 10)]
 
 HYBRID = "hybrid"
 """Type of the layers that have both attention and a state."""
@@ -31,8 +32,15 @@ PATTERN: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "
 """The types of layers by their letters in ``hybrid_override_pattern``."""
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "dtype": ("torch_dtype",),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": (
+        *("n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
+    ),
+    "head_dim": ("attention_head_dim", "kv_channels", "hidden_size_per_head"),
     "hidden_size": ("n_embd", "d_model"),
+    "dtype": ("torch_dtype",),
+    "layer_types": ("layers_block_type",),
     "mamba_n_heads": ("n_mamba_heads", "mamba_num_heads"),
     "mamba_d_head": ("mamba_headdim", "mamba_head_dim"),
     "mamba_n_groups": ("mamba_ngroups", "n_groups"),
@@ -41,7 +49,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "mamba_expand": ("expand",),
     "mamba_ssm_dtype": ("mamba_ssm_cache_dtype",),
 }
-"""Other names of a key, which some models use."""
+"""Other names of a key, which older files or some models use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,6 @@ class Channels:
 
     Attributes:
         name: The name that the connector gives to their field, without ``conv/``.
-        count: How many there are in the model.
         units: Into how many equal parts they can be split, such as heads or groups. A single unit
             is copied to every rank.
     """
@@ -60,12 +67,7 @@ class Channels:
     units: int
 
     def share(self, ranks: int, rank: int) -> tuple[int, int]:
-        """Return the range [first, last) of the channels that a rank stores.
-
-        Args:
-            ranks: Number of tensor-parallel ranks.
-            rank: The rank's tensor index.
-        """
+        """Return the range [first, last) of the channels that a tensor-parallel rank stores."""
         if self.units % ranks:
             return 0, self.count
         return rank * self.count // ranks, (rank + 1) * self.count // ranks
@@ -78,19 +80,18 @@ class RecurrentState:
     Attributes:
         channels: The channels of the convolution, in their order in memory.
         columns: For how many tokens the convolution's inputs are kept.
-        heads: Number of heads of the recurrent state in the model; 0 if there is only a
-            convolution.
-        elements: Number of elements of the recurrent state of one head.
-        input_dtype: Element type of the convolution's inputs, a key of ``ELEMENT_BYTES``.
-        dtype: Element type of the recurrent state, a key of ``ELEMENT_BYTES``.
+        heads: Heads of the recurrent state in the model; 0 if there is only a convolution.
+        elements: Elements of the recurrent state of one head.
+        input_dtype: Element type of the convolution's inputs.
+        dtype: Element type of the recurrent state.
     """
 
     channels: tuple[Channels, ...]
     columns: int
-    heads: int
-    elements: int
-    input_dtype: str
-    dtype: str
+    heads: int = 0
+    elements: int = 0
+    input_dtype: str = "auto"
+    dtype: str = "auto"
 
     def nbytes(self, ranks: int) -> int:
         """Return the bytes of the state on one of ``ranks`` tensor-parallel ranks."""
@@ -100,23 +101,9 @@ class RecurrentState:
         return inputs * ELEMENT_BYTES[self.input_dtype] + recurrent * ELEMENT_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """The parts of a state, as in ``RecurrentState``.
-
-    Attributes:
-        channels: The channels of the convolution.
-        width: Width of the convolution's kernel; the inputs of one token less are kept.
-        heads: Number of heads.
-        elements: Number of elements of a head.
-        dtype: Element type of the recurrent state if the file has none; ``auto`` for the model's.
-    """
-
-    channels: tuple[Channels, ...]
-    width: int
-    heads: int = 0
-    elements: int = 0
-    dtype: str = "auto"
+def _channels(each: int, **units: int) -> tuple[Channels, ...]:
+    """Return channels by name: so many units, of ``each`` channels."""
+    return tuple(Channels(name=name, count=n * each, units=n) for name, n in units.items())
 
 
 class _DeltaAttention(Struct):
@@ -133,7 +120,7 @@ class _DeltaAttention(Struct):
 
 
 class _LayerKeys(Struct):
-    """Keys that say which layers have a state, in files without ``layer_types``."""
+    """The keys that say the type of each layer, beside ``layer_types``."""
 
     hybrid_override_pattern: str | None = None
     full_attention_interval: Size | None = None
@@ -148,22 +135,16 @@ class _LayerKeys(Struct):
 
 
 def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
-    """Return the type of each layer, from keys other than ``layer_types``.
-
-    Args:
-        config: The keys of a config file.
-        layers: Number of layers.
-
-    Returns:
-        A type for each layer; ``None`` if the file has no such key.
-
-    Raises:
-        msgspec.ValidationError: A value is not valid.
-    """
+    """Return the type of each layer, from keys other than ``layer_types``; ``None`` without any."""
     keys = msgspec.convert({k: v for k, v in config.items() if v is not None}, _LayerKeys)
     every = range(layers)
-    if keys.hybrid_override_pattern:
-        return _pattern_types(keys.hybrid_override_pattern)
+    if pattern := keys.hybrid_override_pattern:
+        if unknown := [letter for letter in pattern if letter not in PATTERN]:
+            raise msgspec.ValidationError(
+                f"'hybrid_override_pattern' has the letter {unknown[0]!r}; known are "
+                f"{', '.join(PATTERN)}"
+            )
+        return [PATTERN[letter] for letter in pattern]
     if keys.linear_attn_config:
         attending = {layer - 1 for layer in keys.linear_attn_config.full_attn_layers}
         return ["attention" if n in attending else "linear_attention" for n in every]
@@ -176,28 +157,12 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
     if keys.attn_layer_period:
         period, offset = keys.attn_layer_period, keys.attn_layer_offset
         return ["attention" if n % period == offset else "mamba" for n in every]
-    if keys.full_attention_interval:
-        interval = keys.full_attention_interval
+    if interval := keys.full_attention_interval:
         return ["linear_attention" if (n + 1) % interval else "attention" for n in every]
-    indices = keys.attn_layer_indices or keys.full_attn_idxs
-    if indices:
+    if indices := keys.attn_layer_indices or keys.full_attn_idxs:
         state = "conv" if keys.full_attn_idxs else "mamba"
         return ["attention" if n in indices else state for n in every]
     return None
-
-
-def _pattern_types(pattern: str) -> list[str]:
-    """Return the types of layers that the letters of a ``hybrid_override_pattern`` stand for.
-
-    Raises:
-        msgspec.ValidationError: A letter is unknown.
-    """
-    unknown = next((letter for letter in pattern if letter not in PATTERN), None)
-    if unknown is not None:
-        raise msgspec.ValidationError(
-            f"'hybrid_override_pattern' has the letter {unknown!r}; known are {', '.join(PATTERN)}"
-        )
-    return [PATTERN[letter] for letter in pattern]
 
 
 class _DeltaNet(Struct):
@@ -209,15 +174,12 @@ class _DeltaNet(Struct):
     linear_value_head_dim: Size
     linear_conv_kernel_dim: Width
 
-    def state(self) -> _Parts:
+    def state(self) -> RecurrentState:
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        return _Parts(
-            channels=(
-                Channels(name="q", count=keys * self.linear_key_head_dim, units=keys),
-                Channels(name="k", count=keys * self.linear_key_head_dim, units=keys),
-                Channels(name="v", count=values * self.linear_value_head_dim, units=values),
-            ),
-            width=self.linear_conv_kernel_dim,
+        return RecurrentState(
+            channels=_channels(self.linear_key_head_dim, q=keys, k=keys)
+            + _channels(self.linear_value_head_dim, v=values),
+            columns=self.linear_conv_kernel_dim - 1,
             heads=values,
             elements=self.linear_value_head_dim * self.linear_key_head_dim,
         )
@@ -228,15 +190,13 @@ class _GatedChannels(Struct):
 
     linear_attn_config: _DeltaAttention
 
-    def state(self) -> _Parts:
+    def state(self) -> RecurrentState:
         keys = self.linear_attn_config
-        return _Parts(
-            channels=tuple(
-                Channels(name=name, count=keys.num_heads * keys.head_dim, units=keys.num_heads)
-                for name in ("q", "k", "v")
-            ),
-            width=keys.short_conv_kernel_size,
-            heads=keys.num_heads,
+        heads = keys.num_heads
+        return RecurrentState(
+            channels=_channels(keys.head_dim, q=heads, k=heads, v=heads),
+            columns=keys.short_conv_kernel_size - 1,
+            heads=heads,
             elements=keys.head_dim**2,
             dtype="float32",
         )
@@ -249,11 +209,9 @@ class _ShortConvolution(Struct):
     hidden_size: Size
     conv_dim: Size | None = None
 
-    def state(self) -> _Parts:
+    def state(self) -> RecurrentState:
         count = self.conv_dim or self.hidden_size
-        return _Parts(
-            channels=(Channels(name="x", count=count, units=count),), width=self.conv_L_cache
-        )
+        return RecurrentState(channels=_channels(1, x=count), columns=self.conv_L_cache - 1)
 
 
 class _Mamba1(Struct):
@@ -262,57 +220,55 @@ class _Mamba1(Struct):
     mamba_d_state: Size
     mamba_d_conv: Width
     hidden_size: Size
-    mamba_expand: Annotated[float, Meta(gt=0, le=1 << 10)] = 2
+    mamba_expand: Factor = 2
 
-    def state(self) -> _Parts:
-        count = _channels(self)
-        return _Parts(
-            channels=(Channels(name="x", count=count, units=count),),
-            width=self.mamba_d_conv,
+    def state(self) -> RecurrentState:
+        count = self.width()
+        return RecurrentState(
+            channels=_channels(1, x=count),
+            columns=self.mamba_d_conv - 1,
             heads=count,
             elements=self.mamba_d_state,
         )
 
+    def width(self) -> int:
+        """Return the number of channels of a layer."""
+        channels = int(self.mamba_expand * self.hidden_size)
+        if not channels:
+            raise msgspec.ValidationError(
+                f"mamba_expand={self.mamba_expand} and hidden_size={self.hidden_size} give 0 "
+                "channels"
+            )
+        return channels
 
-class _Mamba2(Struct):
+
+class _Mamba2(_Mamba1, kw_only=True):
     """The keys of Mamba 2."""
 
     mamba_n_heads: Size
-    mamba_d_state: Size
-    mamba_d_conv: Width
-    hidden_size: Size
     mamba_n_groups: Size = 1
     mamba_d_head: Size | Literal["auto"] = "auto"
     mamba_d_ssm: Size | None = None
-    mamba_expand: Annotated[float, Meta(gt=0, le=1 << 10)] = 2
     hybrid_override_pattern: str | None = None
     model_type: str = ""
 
-    def state(self) -> _Parts:
+    def state(self) -> RecurrentState:
         head = self._head_channels() if self.mamba_d_head == "auto" else self.mamba_d_head
         groups = self.mamba_n_groups
-        return _Parts(
-            channels=(
-                Channels(name="x", count=self.mamba_n_heads * head, units=self.mamba_n_heads),
-                Channels(name="B", count=groups * self.mamba_d_state, units=groups),
-                Channels(name="C", count=groups * self.mamba_d_state, units=groups),
-            ),
-            width=self.mamba_d_conv,
+        # vLLM's default for Nemotron-H; not all of its files have both keys.
+        is_nemotron = self.hybrid_override_pattern or self.model_type == "nemotron_h"
+        return RecurrentState(
+            channels=_channels(head, x=self.mamba_n_heads)
+            + _channels(self.mamba_d_state, B=groups, C=groups),
+            columns=self.mamba_d_conv - 1,
             heads=self.mamba_n_heads,
             elements=head * self.mamba_d_state,
-            # vLLM's default for Nemotron-H; not all of its files have both keys.
-            dtype="float32"
-            if self.hybrid_override_pattern or self.model_type == "nemotron_h"
-            else "auto",
+            dtype="float32" if is_nemotron else "auto",
         )
 
     def _head_channels(self) -> int:
-        """Return the number of channels of one head, for files that do not say it.
-
-        Raises:
-            msgspec.ValidationError: There are more heads than channels.
-        """
-        channels = self.mamba_d_ssm or _channels(self)
+        """Return the number of channels of one head, for files that do not say it."""
+        channels = self.mamba_d_ssm or self.width()
         if channels < self.mamba_n_heads:
             keys = (
                 f"mamba_d_ssm={self.mamba_d_ssm}"
@@ -325,21 +281,7 @@ class _Mamba2(Struct):
         return channels // self.mamba_n_heads
 
 
-def _channels(keys: _Mamba1 | _Mamba2) -> int:
-    """Return the number of channels of a layer with Mamba, for files that do not say it.
-
-    Raises:
-        msgspec.ValidationError: There are none.
-    """
-    channels = int(keys.mamba_expand * keys.hidden_size)
-    if not channels:
-        raise msgspec.ValidationError(
-            f"mamba_expand={keys.mamba_expand} and hidden_size={keys.hidden_size} give 0 channels"
-        )
-    return channels
-
-
-KINDS: Mapping[str, type[_DeltaNet | _GatedChannels | _ShortConvolution | _Mamba1 | _Mamba2]] = {
+KINDS: Mapping[str, type[_DeltaNet | _GatedChannels | _ShortConvolution | _Mamba1]] = {
     "linear_num_value_heads": _DeltaNet,
     "linear_attn_config": _GatedChannels,
     "conv_L_cache": _ShortConvolution,
@@ -352,48 +294,24 @@ KINDS: Mapping[str, type[_DeltaNet | _GatedChannels | _ShortConvolution | _Mamba
 def read_state(
     config: Mapping[str, Any], dtype: Callable[[str | None], str]
 ) -> RecurrentState | None:
-    """Return the state of a hybrid model's layers.
+    """Return the state of a hybrid's layers; ``None`` without any of the keys in ``KINDS``.
 
-    Args:
-        config: The keys of a config file.
-        dtype: Returns the key of ``ELEMENT_BYTES`` for a name of an element type.
-
-    Returns:
-        The state; ``None`` if the file has none of the keys in ``KINDS``.
-
-    Raises:
-        msgspec.ValidationError: A key is missing, or its value is not valid.
+    ``dtype`` returns the key of ``ELEMENT_BYTES`` for a name of an element type.
     """
-    named = with_aliases(config, ALIASES)
+    named = with_aliases(config)
     kind = next((kind for key, kind in KINDS.items() if key in named), None)
     if kind is None:
         return None
-    parts = msgspec.convert(named, kind).state()
+    state = msgspec.convert(named, kind).state()
     inputs = dtype(named.get("dtype"))
-    own = str(named.get("mamba_ssm_dtype", parts.dtype))
-    return RecurrentState(
-        channels=parts.channels,
-        columns=parts.width - 1,
-        heads=parts.heads,
-        elements=parts.elements,
-        input_dtype=inputs,
-        dtype=inputs if own == "auto" else dtype(own),
-    )
+    own = str(named.get("mamba_ssm_dtype", state.dtype))
+    return replace(state, input_dtype=inputs, dtype=inputs if own == "auto" else dtype(own))
 
 
-def with_aliases(
-    config: Mapping[str, Any], aliases: Mapping[str, tuple[str, ...]]
-) -> dict[str, Any]:
-    """Return the keys of a config file that have a value, with their usual names added.
-
-    Args:
-        config: The keys of the file.
-        aliases: The other names of each key that has several, by its usual name.
-    """
+def with_aliases(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config file that have a value, with their usual names added."""
     present = {key: value for key, value in config.items() if value is not None}
-    named = {
-        key: present[name]
-        for key, others in aliases.items()
-        if (name := next((n for n in (key, *others) if n in present), None))
-    }
-    return {**present, **named}
+    for key, others in ALIASES.items():
+        if found := [name for name in (key, *others) if name in present]:
+            present[key] = present[found[0]]
+    return present

@@ -10,41 +10,34 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.live import Live
 
+from kvferry.cli.output import output
 from kvferry.cli.top.changes import changes
-from kvferry.cli.top.exposition import MetricsPageError
+from kvferry.cli.top.page import MetricsPageError
 from kvferry.cli.top.report import EngineReport, engine_report
 from kvferry.cli.top.scrape import MetricsAddress, MetricsReading, Scraper
-from kvferry.cli.top.view import WIDTH, tables
+from kvferry.cli.top.view import tables
 
 
 def run(
     addresses: Sequence[str], *, interval: float, timeout: float, once: bool, as_json: bool
 ) -> int:
-    """Show the engines until Ctrl-C.
-
-    Args:
-        addresses: Their pages: URLs, or ``HOST:PORT``.
-        interval: Seconds between two readings, over which rates are taken.
-        timeout: The most seconds that an engine may take to answer.
-        once: Whether to end after two readings and one report.
-        as_json: Whether to print a line of JSON for each report, instead of tables.
-
-    Returns:
-        The exit status: 1 if ``once`` is set and an engine did not answer, otherwise 0.
-
-    Raises:
-        MetricsPageError: An address is malformed.
-    """
+    """Show the engines until Ctrl-C, or ``once``; then 1 is the status if one did not answer."""
     pages = list(dict.fromkeys(MetricsAddress.parse(address) for address in addresses))
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
-    scraper = Scraper(pages, timeout=timeout)
+    console, scraper = output(), Scraper(pages, timeout=timeout)
     reports = _reports(scraper, pages, interval)
     try:
         if once:
-            return _show_once(console, reports, as_json=as_json)
-        _show(console, reports, as_json=as_json)
+            next(reports)
+            engines = next(reports)  # the first that has rates
+            _print(console, engines, as_json=as_json, once=True)
+            return int(any(engine.is_silent for engine in engines))
+        if as_json or not console.is_terminal:
+            next(reports)
+            for engines in reports:
+                _print(console, engines, as_json=as_json)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for engines in reports:
+                live.update(tables(engines, console.width), refresh=True)
     except (KeyboardInterrupt, BrokenPipeError):
         pass
     finally:
@@ -52,48 +45,21 @@ def run(
     return 0
 
 
-def _show_once(console: Console, reports: Iterator[list[EngineReport]], *, as_json: bool) -> int:
-    """Print the second report, the first that has rates, and return the exit status."""
-    next(reports)
-    engines = next(reports)
-    _print(console, engines, as_json=as_json, once=True)
-    return int(any(engine.seconds is None and engine.error is not None for engine in engines))
-
-
-def _show(console: Console, reports: Iterator[list[EngineReport]], *, as_json: bool) -> None:
-    """Show every report: in place on a terminal, else one after the other, without the first."""
-    if as_json or not console.is_terminal:
-        next(reports)
-        for engines in reports:
-            _print(console, engines, as_json=as_json)
-        return
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        for engines in reports:
-            live.update(tables(engines), refresh=True)
-
-
 def _print(
     console: Console, engines: list[EngineReport], *, as_json: bool, once: bool = False
 ) -> None:
-    """Print a report: tables, or a line of JSON."""
     if as_json:
         record = {"engines": [dataclasses.asdict(engine) for engine in engines]}
         console.file.write(f"{json.dumps(record, allow_nan=False)}\n")
     else:
-        console.print(tables(engines, once=once))
+        console.print(tables(engines, console.width, once=once))
     console.file.flush()
 
 
 def _reports(
     scraper: Scraper, pages: Sequence[MetricsAddress], interval: float
 ) -> Iterator[list[EngineReport]]:
-    """Read all engines again and again, and yield a report of each time.
-
-    Args:
-        scraper: It fetches the pages.
-        pages: Their addresses.
-        interval: Seconds between the starts of two readings.
-    """
+    """Read all engines again and again, and yield a report of each time."""
     before: dict[MetricsAddress, MetricsReading] = {}
     while True:
         start = time.monotonic()
@@ -111,10 +77,9 @@ def _engines(
     outcome: MetricsReading | MetricsPageError,
     before: MetricsReading | None,
 ) -> list[EngineReport]:
-    """Return the reports of the engines of a page, or one with the error."""
     if isinstance(outcome, MetricsPageError):
         return [EngineReport(name=address.name, error=str(outcome))]
-    found = changes(outcome, before)
+    found = dict(changes(outcome, before))
     if not found:
         return [EngineReport(name=address.name, error="the page has no metric of an engine")]
     return [

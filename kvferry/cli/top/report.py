@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.cli.top.changes import Counted, MetricsChange
-from kvferry.cli.top.exposition import CACHE_CONFIG, CACHE_USED, KVFERRY, RUNNING, WAITING
+from kvferry.cli.top.page import CACHE_CONFIG, CACHE_USED, KVFERRY, RUNNING, WAITING
 from kvferry.core.metrics import Stage
 
 LOST = ("expired", "evicted", "orphaned", "revoked")
@@ -28,10 +28,8 @@ class PeerPulls:
     """What a decode engine pulls from one prefill engine.
 
     Attributes:
-        peer: The prefill engine's id.
         paths: What carried the bytes since the previous reading; if nothing did, since the start.
         pulls_per_second: Loads, counted on each rank of the decode engine.
-        bytes_per_second: Bytes of KV cache.
         seconds_per_pull: Average time of a pull in each stage. Only for stages with pulls.
     """
 
@@ -62,13 +60,7 @@ class HoldsReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemCount:
-    """How often something went wrong.
-
-    Attributes:
-        what: In a few words.
-        peer: The prefill engine that took part; empty if none did, or unknown.
-        counted: How often.
-    """
+    """How often something went wrong; ``peer`` is empty if none took part, or if it is unknown."""
 
     what: str
     peer: str
@@ -83,16 +75,13 @@ class EngineReport:
         name: Host and port, with ``#`` and the index if the page has several engines.
         error: Why its page was not read; everything else is unknown then.
         seconds: The time over which rates were taken.
-        running, waiting: Requests.
         cache_used: The share of the KV cache that requests and holds use.
         loads_per_second, tokens_per_second: Requests whose cache was pulled, and their tokens.
-        failed_loads: Requests whose load failed.
         peers_up, peers_down: Prefill engines; of ranks that differ, the largest number.
         quarantined_pages: Pages that are not reused because a failed load may still write them.
         host_pages_used: The share of its host pages that requests have reserved or use, if its
             cache is staged. Of those for holds and those for loads, the larger share.
         pulls: What is pulled from each prefill engine, the most bytes first.
-        holds: What it holds for others.
         problems: What went wrong since it started, the most recent first.
     """
 
@@ -113,15 +102,16 @@ class EngineReport:
     holds: HoldsReport | None = None
     problems: list[ProblemCount] = field(default_factory=list)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the engine did not answer."""
+        return self.seconds is None and self.error is not None
+
 
 def engine_report(name: str, change: MetricsChange) -> EngineReport:
-    """Return what is shown of an engine that answered.
-
-    Args:
-        name: The engine's name.
-        change: Its metrics.
-    """
+    """Return what is shown of an engine that answered."""
     without = not any(metric.startswith(KVFERRY) for metric in change.now)
+    host_pages = change.counted("host_pages_used", "use")
     return EngineReport(
         name=name,
         error="has no metrics of kvferry" if without else None,
@@ -135,7 +125,14 @@ def engine_report(name: str, change: MetricsChange) -> EngineReport:
         peers_up=change.largest("peers_up"),
         peers_down=change.largest("peers_down"),
         quarantined_pages=change.value("quarantined_pages"),
-        host_pages_used=_host_pages_used(change),
+        host_pages_used=max(
+            (
+                host_pages[use].total / pages.total
+                for use, pages in change.counted("host_pages", "use").items()
+                if pages.total and use in host_pages
+            ),
+            default=None,
+        ),
         pulls=sorted(_pulls(change), key=lambda pull: -(pull.bytes_per_second or 0.0)),
         holds=_holds(change),
         problems=sorted(
@@ -147,69 +144,44 @@ def engine_report(name: str, change: MetricsChange) -> EngineReport:
 
 def _pulls(change: MetricsChange) -> Iterator[PeerPulls]:
     """Yield what is pulled from each prefill engine."""
-    pulls = change.counted("pulls_total", "peer")
     rates, byte_rates = (change.per_second(name, "peer") for name in ("pulls_total", "bytes_total"))
     seconds = change.counted("peer_seconds_total", "peer", "stage")
-    paths: dict[str, dict[str, Counted]] = {}
-    for (peer, path), nbytes in change.counted("bytes_total", "peer", "path").items():
-        paths.setdefault(peer, {})[path] = nbytes
-    for (peer,), counted in pulls.items():
-        own = paths.get(peer, {})
+    carried = change.counted("bytes_total", "peer", "path")
+    for (peer,), counted in change.counted("pulls_total", "peer").items():
+        own = {path: nbytes for (whose, path), nbytes in carried.items() if whose == peer}
+        spent = {stage: seconds.get((peer, stage.value)) for stage in Stage}
         yield PeerPulls(
             peer=peer,
             paths=[path for path, nbytes in own.items() if nbytes.new] or list(own),
             pulls_per_second=rates.get((peer,)),
             bytes_per_second=byte_rates.get((peer,)),
             seconds_per_pull={
-                stage.value: spent.new / counted.new
-                for stage in Stage
-                if (spent := seconds.get((peer, stage.value))) is not None
-                and spent.new is not None
-                and counted.new
+                stage.value: one.new / counted.new
+                for stage, one in spent.items()
+                if one is not None and one.new is not None and counted.new
             },
         )
 
 
-def _host_pages_used(change: MetricsChange) -> float | None:
-    """Return the share of an engine's host pages that is used; ``None`` if it has none."""
-    used = change.counted("host_pages_used", "use")
-    return max(
-        (
-            used[use].total / pages.total
-            for use, pages in change.counted("host_pages", "use").items()
-            if pages.total and use in used
-        ),
-        default=None,
-    )
-
-
 def _holds(change: MetricsChange) -> HoldsReport | None:
     """Return what an engine holds for others; ``None`` if it is not known to have held anything."""
-    counted = change.counted("holds_total", "outcome")
+    outcomes = {of: one for (of,), one in change.counted("holds_total", "outcome").items()}
     pages = change.value("held_pages")
-    if not pages and not any(one.total for one in counted.values()):
+    if not pages and not any(one.total for one in outcomes.values()):
         return None
+    labels = dict(next(iter(change.series(CACHE_CONFIG)), ()))
+    blocks, share = labels.get("num_gpu_blocks", ""), None
+    if pages is not None and blocks.isascii() and blocks.isdecimal() and len(blocks) < 16:
+        share = pages / int(blocks) if int(blocks) and not change.value("host_pages") else None
     return HoldsReport(
         pages=pages,
-        share_of_cache=(
-            None
-            if change.value("host_pages")
-            else _share(pages, change.label(CACHE_CONFIG, "num_gpu_blocks"))
-        ),
+        share_of_cache=share,
         share_of_limit=change.largest("held_fraction"),
-        outcomes={outcome: one for (outcome,), one in counted.items()},
+        outcomes=outcomes,
     )
-
-
-def _share(pages: float | None, blocks: str | None) -> float | None:
-    """Return pages as a share of a number of blocks, which is a label's value."""
-    if pages is None or blocks is None or not (blocks.isascii() and blocks.isdecimal()):
-        return None
-    return pages / int(blocks) if len(blocks) < 16 and int(blocks) else None
 
 
 def _problems(change: MetricsChange) -> Iterator[ProblemCount]:
-    """Yield everything that went wrong."""
     for (outcome,), counted in change.counted("holds_total", "outcome").items():
         if outcome in LOST and counted.total:
             yield ProblemCount(what=f"hold {outcome} before it was read", peer="", counted=counted)

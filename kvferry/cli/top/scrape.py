@@ -14,13 +14,7 @@ from http import HTTPStatus
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
-from kvferry.cli.top.exposition import (
-    MAX_BYTES,
-    MetricsPage,
-    MetricsPageError,
-    parse,
-    printable,
-)
+from kvferry.cli.top.page import MAX_BYTES, MetricsPage, MetricsPageError, parse, printable
 
 MAX_THREADS = 32
 HEADERS = {"Accept": "text/plain;version=0.0.4"}
@@ -54,14 +48,7 @@ class MetricsAddress:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the address that a user wrote: a URL, or ``HOST:PORT``.
-
-        Args:
-            text: What the user wrote. The default path is ``/metrics``.
-
-        Raises:
-            MetricsPageError: It is no such address.
-        """
+        """Return the address that a user wrote: a URL, or ``HOST:PORT``."""
         parts = _parts(text)
         if parts is None:
             raise MetricsPageError(
@@ -76,24 +63,14 @@ class MetricsAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsReading:
-    """An engine's page at one time.
-
-    Attributes:
-        time: When the page had been read, by ``time.monotonic``.
-        page: The values on the page.
-    """
+    """An engine's page, and when it had been read, by ``time.monotonic``."""
 
     time: float
     page: MetricsPage
 
 
 class Scraper:
-    """Fetch the pages of several engines at once, each in a thread. Closing it twice is fine.
-
-    Args:
-        addresses: The engines' pages.
-        timeout: The most seconds that an engine may take to answer.
-    """
+    """Fetch the pages of several engines at once, each in a thread. Closing it twice is fine."""
 
     def __init__(self, addresses: Sequence[MetricsAddress], *, timeout: float) -> None:
         self._addresses = addresses
@@ -102,11 +79,7 @@ class Scraper:
         self._started: dict[int, Future[MetricsReading]] = {}
 
     def scrape(self) -> list[MetricsReading | MetricsPageError]:
-        """Fetch every page once.
-
-        Returns:
-            The reading of each address in the order of the addresses, or why there is none.
-        """
+        """Fetch every page once."""
         for index, address in enumerate(self._addresses):
             # One that sends a byte now and then is still read: it is not asked again meanwhile.
             if index not in self._started or self._started[index].done():
@@ -123,28 +96,25 @@ class Scraper:
 
 
 def read(address: MetricsAddress, timeout: float) -> MetricsReading:
-    """Fetch and parse a page.
-
-    Args:
-        address: Where the page is.
-        timeout: The most seconds that the engine may take to answer.
-
-    Raises:
-        MetricsPageError: There is no answer in time, or the answer is not a page of metrics.
-    """
+    """Fetch and parse a page."""
     deadline = time.monotonic() + timeout
     request = urllib.request.Request(address.url, headers=HEADERS)
+    page = bytearray()
     try:
         with _OPENER.open(request, timeout=timeout) as answer:
-            page = _body(answer, deadline)
+            # One byte more than a page may have at most.
+            while len(page) <= MAX_BYTES and (piece := answer.read1(PIECE)):
+                page += piece
+                if time.monotonic() > deadline:
+                    raise TimeoutError
     except urllib.error.HTTPError as exc:
         exc.close()
         hint = ": is this the port of vLLM's server?" if exc.code == HTTPStatus.NOT_FOUND else ""
         raise MetricsPageError(f"answers with HTTP status {exc.code}{hint}") from exc
     except (OSError, http.client.HTTPException, ValueError) as exc:
-        raise MetricsPageError(f"does not answer: {_reason(exc, timeout)}") from exc
+        raise _silent(exc, timeout) from exc
     now = time.monotonic()
-    return MetricsReading(time=now, page=parse(page))
+    return MetricsReading(time=now, page=parse(bytes(page)))
 
 
 def _parts(text: str) -> SplitResult | None:
@@ -162,40 +132,21 @@ def _parts(text: str) -> SplitResult | None:
 def _outcome(
     future: Future[MetricsReading], deadline: float, timeout: float
 ) -> MetricsReading | MetricsPageError:
-    """Wait for a reading, and return it or its error.
-
-    Args:
-        future: The reading.
-        deadline: Until when to wait for it, by ``time.monotonic``.
-        timeout: The most seconds that an engine may take to answer, for the error.
-    """
+    """Wait for a reading until the deadline, and return it or its error."""
     try:
         return future.result(max(0.0, deadline - time.monotonic()))
     except MetricsPageError as exc:
         return exc
     except TimeoutError as exc:
-        return MetricsPageError(f"does not answer: {_reason(exc, timeout)}")
+        return _silent(exc, timeout)
 
 
-def _body(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """Read an answer, one byte more than a page may have at most.
-
-    Raises:
-        TimeoutError: The answer did not end before the deadline.
-    """
-    page = bytearray()
-    while len(page) <= MAX_BYTES and (piece := answer.read1(PIECE)):
-        page += piece
-        if time.monotonic() > deadline:
-            raise TimeoutError
-    return bytes(page)
-
-
-def _reason(error: Exception, timeout: float) -> str:
-    """Return why there was no answer, in a few words."""
+def _silent(error: Exception, timeout: float) -> MetricsPageError:
+    """Return the error of an engine that did not answer, with the reason in a few words."""
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(cause, TimeoutError):
-        return f"no page within {timeout:g} s"
+    reason = str(cause) or type(cause).__name__
     if isinstance(cause, OSError) and cause.strerror:
-        return printable(cause.strerror)
-    return printable(str(cause) or type(cause).__name__)
+        reason = cause.strerror
+    if isinstance(cause, TimeoutError):
+        reason = f"no page within {timeout:g} s"
+    return MetricsPageError(f"does not answer: {printable(reason)}")
