@@ -34,7 +34,7 @@ from kvferry.cli.demo.model import (
     shape_of,
     with_room,
 )
-from kvferry.cli.demo.prefill import Released, Spec, Started, prefill_process, receive
+from kvferry.cli.demo.prefill import HoldReleased, Spec, Started, prefill_process, receive
 from kvferry.cli.output import output, print_table
 from kvferry.core.endpoint import EndpointOptions, LoadRecord
 from kvferry.core.errors import StaleError
@@ -131,7 +131,7 @@ def _run(
             pulled = Pulled(list(records.values()), seconds)
             local = _local_rates(engine.ranks[0].cache, pulled)
         with _step(console, "every hold was released, and a used ticket tried again"):
-            receive(pipe, Released)
+            receive(pipe, HoldReleased)
             engine.pull(requests[0].name, tickets[requests[0]], pages[requests[0]])
             failed = engine.outcome(requests[0].name, math.inf).failed
     rows: list[list[str | Text]] = []

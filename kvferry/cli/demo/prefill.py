@@ -40,7 +40,7 @@ class Started(NamedTuple):
     port: int
 
 
-class Released(NamedTuple):
+class HoldReleased(NamedTuple):
     """The message that the pages of all requests have been released."""
 
 
@@ -119,5 +119,5 @@ def _serve(pipe: Connection, spec: Spec) -> None:
             pipe.send(engine.finish(request.name, pages, request.tokens, lease=spec.lease))
         for request in spec.requests:
             engine.released(request.name, math.inf)
-        pipe.send(Released())
+        pipe.send(HoldReleased())
         threading.Event().wait()
