@@ -1,4 +1,4 @@
-"""All messages between engines: their types, their limits, and how they are encoded and decoded.
+"""What ranks publish, and the notes that they send each other: types, limits, encoding, decoding.
 
 Messages are msgpack. A peer's are untrusted: sizes are checked before decoding, values while
 decoding, and a decoder raises ``WireError`` only. Fields of newer builds are skipped.

@@ -84,7 +84,7 @@ LOAD_EVENTS: tuple[Callable[[LoadMachine], None], ...] = (
     lambda load: load.checked(0, HOLD_OF_REQUEST.ready),
     lambda load: load.checked(0, HOLD_OF_REQUEST.computing),
     lambda load: load.checked(0, NOTHING),
-    lambda load: load.read(0),
+    lambda load: load.pages_read(0),
     lambda load: load.fenced(0, HOLD_OF_REQUEST.ready),
     lambda load: load.fenced(0, NOTHING),
     lambda load: load.lost(0, ERROR),

@@ -28,7 +28,7 @@ from kvferry.core.transport import Notification
 logger = logging.getLogger(__name__)
 
 # A consumer that waits for a hold is heard at least three times in a lease.
-SILENT_PART = 0.5
+SILENT_FRACTION = 0.5
 """Where no consumer was heard for this part of a lease, consumers are missing, not time."""
 
 BURST_SECONDS = 1.0
@@ -276,13 +276,13 @@ class HoldServer:
 
     def _note_gap(self, now: float) -> None:
         silence, self._heard = now - self._heard, now
-        if silence >= SILENT_PART * self._lease:
+        if silence >= SILENT_FRACTION * self._lease:
             self._gap, self._gap_ended = silence, now
 
     def _silence(self, now: float) -> float | None:
         """Return how long no consumer was heard in leases that expire now; ``None`` if not long."""
         silence = now - self._heard
-        if silence >= SILENT_PART * self._lease:
+        if silence >= SILENT_FRACTION * self._lease:
             return silence
         # A silence that has ended counts, as a consumer that was gone may be back; but not if it
         # ended when the leases had just begun, since consumers without requests are silent.

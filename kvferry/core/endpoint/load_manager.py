@@ -394,7 +394,7 @@ class LoadManager:
         """Perform an action; ``DONE`` and ``ABANDON`` go to ``releases``, reports come later."""
         if action.op is LoadAction.READ:
             self._read(action, state)
-        elif action.op in (LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
+        elif action.op in (LoadAction.CHECK, LoadAction.WATERMARK, LoadAction.FENCE):
             if action.op is LoadAction.FENCE:
                 self._lease_renewal.end_rank(state.renewal, action.rank)
             self._slot_reads.add(self._slot_read(action, state))
@@ -408,7 +408,7 @@ class LoadManager:
     def _fail(self, action: Action, machine: LoadMachine, error: KVFerryError) -> None:
         # A read that could not be performed was never posted, so the load is over on that rank. One
         # that could not be cancelled goes on until it ends or its connection is closed.
-        if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
+        if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.WATERMARK, LoadAction.FENCE):
             machine.lost(action.rank, error)
         elif action.op is LoadAction.COPY:
             machine.copied(error)
@@ -507,7 +507,7 @@ class LoadManager:
         is_discarded = is_early and state.machine.is_outdated(action.rank)
         state.add(outcome, is_early=is_early, is_discarded=is_discarded)
         if outcome.error is None:
-            state.machine.read(action.rank)
+            state.machine.pages_read(action.rank)
         else:
             self._on_lost(state, action.rank, outcome.error)
 
@@ -523,7 +523,7 @@ class LoadManager:
             landed=partial(self._on_word, action, state),
             lost=partial(self._on_lost, state, action.rank),
             failing=partial(self._on_failing, state, action.rank),
-            is_watermark=action.op is LoadAction.MARK,
+            is_watermark=action.op is LoadAction.WATERMARK,
         )
 
     def _on_lost(self, state: LoadState, rank: int, error: KVFerryError) -> None:
@@ -583,8 +583,8 @@ class LoadManager:
     def _on_word(self, action: Action, state: LoadState, value: int, seconds: float) -> None:
         if action.op is LoadAction.CHECK:
             state.machine.checked(action.rank, value)
-        elif action.op is LoadAction.MARK:
-            state.machine.marked(action.rank, value)
+        elif action.op is LoadAction.WATERMARK:
+            state.machine.watermark_read(action.rank, value)
         else:
             state.fence_seconds = max(state.fence_seconds, seconds)
             state.fenced = time.perf_counter()

@@ -447,7 +447,7 @@ class Peers:
         known = self._producers.get(reply.name)
         if known is not None and known.has_failed and known.key != key and not known.is_connecting:
             self._drop(known)
-            self._give_up(known, HandshakeError("another has answered in its name"))
+            self._fail_waiting(known, HandshakeError("another has answered in its name"))
             known = None
         if known is None:
             begun = time.perf_counter() - reply.seconds
@@ -484,9 +484,9 @@ class Peers:
             return
         if producer.refusal is None:
             self._drop(producer)
-        self._give_up(producer, error)
+        self._fail_waiting(producer, error)
 
-    def _give_up(self, producer: _KnownProducer, error: KVFerryError) -> None:
+    def _fail_waiting(self, producer: _KnownProducer, error: KVFerryError) -> None:
         """Fail all who wait for a producer."""
         self._count_down(producer.name[0])
         waiting, producer.waiting = producer.waiting, []
@@ -521,7 +521,7 @@ class Peers:
         addresses = {rank: peer.payloads[rank].address for rank in ranks}
 
         def acquired(made: dict[int, PeerId] | KVFerryError) -> None:
-            over, fail = partial(self._on_acquired, producer, peer, made), self._give_up
+            over, fail = partial(self._on_acquired, producer, peer, made), self._fail_waiting
             self._containment.run("a producer that is connected", over, partial(fail, producer))
 
         self._connections.acquire(addresses, key.engine, acquired)
@@ -549,7 +549,7 @@ class Peers:
             self.forget(peer)
             producer.due = self._clock() + backoff_seconds(producer.failures)
             producer.failures += 1
-            self._give_up(producer, error)
+            self._fail_waiting(producer, error)
         else:
             producer.failures, producer.is_proven = 0, True
             self._admit(peer)

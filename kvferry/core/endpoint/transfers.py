@@ -37,7 +37,7 @@ POLL = "the driver's poll"
 CANCEL_SECONDS = 1.0
 """How long a cancelled read may take to end by itself; see ``Grace``."""
 LONG_SECONDS = 0.001
-"""After a post that took longer than this, the driver is polled before the next post."""
+"""After a read that took longer to build and post, the driver is polled before the next post."""
 # So many bytes keep the link busy. More reads at once would all end late.
 UNDER_WAY_BYTES = 32 << 20
 """While at least this many bytes are under way over a connection, its next read waits."""
@@ -116,7 +116,7 @@ class Read:
         graces: those of ``Transfers.cancel``; empty once the read has ended.
         started, posted: when posting began and ended, by ``time.perf_counter``; 0 before.
         failure: the error with which the read will fail; ``None`` while none is known.
-        is_silent: whether it can write no more, since its connection has been closed.
+        is_quiesced: whether it can write no more, since its connection has been closed.
     """
 
     peer: PeerId
@@ -133,7 +133,7 @@ class Read:
     copies: int = 0
     nbytes: int = 0
     failure: KVFerryError | None = None
-    is_silent: bool = False
+    is_quiesced: bool = False
 
 
 class Transfers:
@@ -181,7 +181,9 @@ class Transfers:
             # It may have ended already, and the next post may take long.
             if read.urgent and not self._urgent and self._poll():
                 return True
-        return posted and (self._poll() or posted)
+        if posted:
+            self._poll()
+        return posted
 
     def cancel(self, tag: Hashable, grace: Grace | None = None) -> None:
         """Remove a tag from all reads, and cancel the reads that have no tag left.
@@ -224,7 +226,7 @@ class Transfers:
         """Resume polling a connection's reads; if it is ``closed``, none can write any more."""
         self._disconnecting.discard(peer)
         for read in self._posted.values():
-            read.is_silent |= closed and read.peer == peer
+            read.is_quiesced |= closed and read.peer == peer
 
     def _begin_grace(self, grace: Grace, read: Read) -> None:
         if grace not in self._graces:
@@ -320,7 +322,7 @@ class Transfers:
         answer = self._containment.run(POLL, partial(self._ask, [transfer]), errors.append)
         if answer is not None:
             return answer[0]
-        state = State.FAILED if self._posted[transfer].is_silent else State.FAILING
+        state = State.FAILED if self._posted[transfer].is_quiesced else State.FAILING
         error = StatusUnknownError(f"the driver cannot say how a read stands: {errors[0]!s:.200}")
         return Status(state=state, error=error)
 

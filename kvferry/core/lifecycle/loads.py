@@ -10,7 +10,7 @@ are the host's, and nothing is copied to the device's blocks while it may still 
 
 An early load begins with a part. Until the last part comes, which is the ticket, it goes round:
 
-    WAIT -> (CHECK ->) MARK -> READ of the pages that are computed -> WAIT
+    (CHECK ->) WATERMARK -> READ of the pages that are computed -> WATERMARK again, later
 
 Then it goes on like any other load, and reads the rest. If a part names another hold, because the
 request was preempted, everything is read again.
@@ -30,7 +30,7 @@ from kvferry.core.metrics import Stage
 LoadId = NewType("LoadId", int)
 """Identifies one load. Request ids are reused, load ids never are."""
 
-MARK_SECONDS = 0.005
+WATERMARK_SECONDS = 0.005
 """The least time between two reads of a watermark for a load from one producer rank."""
 
 
@@ -39,7 +39,7 @@ class LoadAction(enum.Enum):
 
     CHECK = "check"
     """Read the slot word before the pages are read."""
-    MARK = "mark"
+    WATERMARK = "watermark"
     """Read the watermark of the hold's slot: how far the pages are computed."""
     READ = "read"
     """Read the pages, all or some of them."""
@@ -93,7 +93,7 @@ class _At(enum.Enum):
     # The device works on the pages; or an early load waits for more of them, or for its last part,
     # and ``tick`` has the watermark read.
     IDLE = enum.auto()
-    MARKING = enum.auto()
+    WATERMARK = enum.auto()
     CHECKING = enum.auto()
     # The pages were being computed; ``tick`` has the slot word read again.
     RECHECK = enum.auto()
@@ -103,7 +103,7 @@ class _At(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        return self in (_At.MARKING, _At.CHECKING, _At.READING, _At.FENCING)
+        return self in (_At.WATERMARK, _At.CHECKING, _At.READING, _At.FENCING)
 
     @property
     def stage(self) -> Stage | None:
@@ -112,7 +112,7 @@ class _At(enum.Enum):
 
 _STAGES = {
     _At.IDLE: Stage.CHECK,
-    _At.MARKING: Stage.CHECK,
+    _At.WATERMARK: Stage.CHECK,
     _At.CHECKING: Stage.CHECK,
     _At.RECHECK: Stage.CHECK,
     _At.READING: Stage.TRANSFER,
@@ -178,7 +178,7 @@ class LoadMachine:
     # Early reads end at multiples of this number of tokens; 0 if nothing is read early.
     unit: int = field(default=1, init=False)
     progress: dict[int, _Progress] = field(default_factory=dict, init=False)
-    next_mark: float = field(default=-math.inf, init=False)
+    next_watermark: float = field(default=-math.inf, init=False)
     # "done" or "abandon" was queued for each rank that it is for.
     told: bool = field(default=False, init=False)
     is_copying: bool = field(default=False, init=False)
@@ -301,15 +301,15 @@ class LoadMachine:
             self._over(rank, _stale("before the read"))
         elif self.early:
             self._early_reads(rank).stood = True
-            self._do(rank, _At.MARKING, LoadAction.MARK)
+            self._do(rank, _At.WATERMARK, LoadAction.WATERMARK)
         elif word == self.hold.ready or self.computed:
             self._step(rank)
         else:
             self.at[rank] = _At.RECHECK
 
-    def marked(self, rank: int, watermark: int) -> None:
+    def watermark_read(self, rank: int, watermark: int) -> None:
         """Act on the watermark: read the pages that are computed, or wait for more."""
-        if self.at.get(rank) is not _At.MARKING:
+        if self.at.get(rank) is not _At.WATERMARK:
             return
         if self.failure:
             self._over(rank, self.failure)
@@ -324,7 +324,7 @@ class LoadMachine:
             else:
                 self.at[rank] = _At.IDLE
 
-    def read(self, rank: int) -> None:
+    def pages_read(self, rank: int) -> None:
         """Act on the arrival of all pages of a read: queue the fence, or more reads if early."""
         if self.at.get(rank) is not _At.READING:
             return
@@ -369,8 +369,8 @@ class LoadMachine:
             return
         for rank in [rank for rank, at in self.at.items() if at is _At.RECHECK]:
             self._do(rank, _At.CHECKING, LoadAction.CHECK)
-        if self.early and self.unit and not self.is_blocked and now >= self.next_mark:
-            self.next_mark = now + MARK_SECONDS
+        if self.early and self.unit and not self.is_blocked and now >= self.next_watermark:
+            self.next_watermark = now + WATERMARK_SECONDS
             self._mark()
 
     def _mark(self) -> None:
@@ -380,7 +380,7 @@ class LoadMachine:
             if not progress.stood:
                 self._do(rank, _At.CHECKING, LoadAction.CHECK)
             elif self.tokens - progress.until >= self.unit:
-                self._do(rank, _At.MARKING, LoadAction.MARK)
+                self._do(rank, _At.WATERMARK, LoadAction.WATERMARK)
 
     def _early_reads(self, rank: int) -> _Progress:
         """Return what was read early from a producer rank under the hold of the newest part."""

@@ -274,7 +274,7 @@ class ConsumerRank:
 
     def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
         if transfer.op is LoadAction.READ:
-            self._hear(partial(self.loads[load_id].read, transfer.rank))
+            self._hear(partial(self.loads[load_id].pages_read, transfer.rank))
             return
         pull, word = self.pulls[load_id], transfer.words[load_id]
         self._judge(pull, transfer, word)

@@ -181,13 +181,13 @@ class MarkedBeforeItsGeneration(LoadMachine):
             self._early_reads(rank).stood = True
         super()._mark()
 
-    def marked(self, rank: int, watermark: int) -> None:
+    def watermark_read(self, rank: int, watermark: int) -> None:
         counts = self.awaits_parts and self.hold.marked_tokens(watermark) > 0
-        if self.at.get(rank) is _At.MARKING and counts:
+        if self.at.get(rank) is _At.WATERMARK and counts:
             self.marks[rank] = watermark
             self._do(rank, _At.CHECKING, LoadAction.CHECK)
         else:
-            super().marked(rank, watermark)
+            super().watermark_read(rank, watermark)
 
     def checked(self, rank: int, word: int) -> None:
         mark = self.marks.pop(rank, None)
@@ -196,8 +196,8 @@ class MarkedBeforeItsGeneration(LoadMachine):
         elif self.is_outdated(rank) or not self.hold.stands(word):
             self._proceed(rank)
         else:
-            self.at[rank] = _At.MARKING
-            super().marked(rank, mark)
+            self.at[rank] = _At.WATERMARK
+            super().watermark_read(rank, mark)
 
 
 # Further faults.
@@ -215,8 +215,8 @@ class WatermarkNotZeroed(WorkerHolds):
 class WatermarksIgnored(LoadMachine):
     """All pages that a part names are read."""
 
-    def marked(self, rank: int, watermark: int) -> None:
-        super().marked(rank, self.hold.watermark(self.tokens))
+    def watermark_read(self, rank: int, watermark: int) -> None:
+        super().watermark_read(rank, self.hold.watermark(self.tokens))
 
 
 @PLANTED.add("pages of the old hold kept")

@@ -128,9 +128,9 @@ class ReadingRank(Generic[RankLoadT]):
     def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
         load, rank, word = self.loads[load_id], transfer.rank, transfer.words.get(load_id, 0)
         if transfer.op is LoadAction.READ:
-            load.read(rank)
-        elif transfer.op is LoadAction.MARK:
-            load.marked(rank, word)
+            load.pages_read(rank)
+        elif transfer.op is LoadAction.WATERMARK:
+            load.watermark_read(rank, word)
         elif transfer.op is LoadAction.CHECK:
             load.checked(rank, word)
         else:
@@ -210,7 +210,7 @@ class ReadingRank(Generic[RankLoadT]):
 
     def _take_word(self, action: Action, slot: int, source: int) -> None:
         rank = self.source(source)
-        words = rank.watermarks if action.op is LoadAction.MARK else rank.words
+        words = rank.watermarks if action.op is LoadAction.WATERMARK else rank.words
         for transfer in self._running(action.load, action.rank):
             transfer.words[action.load] = words[slot]
 

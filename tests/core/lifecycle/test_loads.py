@@ -10,7 +10,7 @@ import pytest
 from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.loads import (
-    MARK_SECONDS,
+    WATERMARK_SECONDS,
     LoadAction,
     LoadId,
     LoadMachine,
@@ -22,7 +22,7 @@ HOLD = Hold(slot=1, generation=7)
 OTHER = Hold(slot=1, generation=8)
 DEADLINE, LATE = 100.0, 1000.0
 UNIT = 4
-CHECK, MARK, READ, FENCE = LoadAction.CHECK, LoadAction.MARK, LoadAction.READ, LoadAction.FENCE
+CHECK, MARK, READ, FENCE = LoadAction.CHECK, LoadAction.WATERMARK, LoadAction.READ, LoadAction.FENCE
 CANCEL, DONE, ABANDON = LoadAction.CANCEL, LoadAction.DONE, LoadAction.ABANDON
 REPORT, COPY = (LoadAction.REPORT, -1), (LoadAction.COPY, -1)
 CABLE, CANCELLED = TransportError("cable"), TransportError("cancelled")
@@ -52,7 +52,7 @@ class Load(LoadMachine):
 
     def fence(self, rank: int = 0, word: int = HOLD.ready) -> None:
         """Let the read from a rank end, and its fence."""
-        self.read(rank)
+        self.pages_read(rank)
         self.fenced(rank, word)
 
 
@@ -78,7 +78,7 @@ def test_every_rank_is_read_and_fenced_and_unread_ranks_are_notified_at_the_end(
     assert load.acts == [(READ, 0), (READ, 2)]
     load.fence(2)
     assert load.acts == [(FENCE, 2)]
-    load.read(0)
+    load.pages_read(0)
     assert load.acts == [(FENCE, 0)]
     assert not load.is_over
     load.fenced(0, HOLD.ready)
@@ -162,14 +162,14 @@ def test_a_failure_cancels_the_other_reads_and_waits_for_them() -> None:
     assert load.acts == [(READ, 0), (READ, 1), (READ, 3), (CANCEL, 1), (CANCEL, 3)]
     load.lost(1, CANCELLED)
     assert load.acts == []
-    load.read(3)
+    load.pages_read(3)
     assert load.acts == [(ABANDON, rank) for rank in (0, 1, 3, 2)] + [REPORT], "not fenced"
     assert load.failure is CABLE
 
 
 def test_a_failing_read_cancels_the_others_and_is_reported_once_lost() -> None:
     load = begin(0, 1)
-    load.read(1)
+    load.pages_read(1)
     for _ in range(2):
         load.failing(0, CABLE)
     assert load.acts == [(READ, 0), (READ, 1), (FENCE, 1), (CANCEL, 0), (CANCEL, 1)]
@@ -196,7 +196,7 @@ def test_a_load_can_fail_in_every_stage(stage: str, late: bool) -> None:
     if stage in ("reading", "fencing", "recheck"):
         load.checked(0, HOLD.computing if stage == "recheck" else HOLD.ready)
     if stage == "fencing":
-        load.read(0)
+        load.pages_read(0)
     assert load.stage is STAGES[stage]
     load.actions.clear()
     if late:
@@ -261,11 +261,11 @@ def test_unexpected_events_change_nothing() -> None:
     load.fence(1)
     load.actions.clear()
     for rank in (5, 1):  # unknown, and over
-        load.read(rank)
+        load.pages_read(rank)
         load.lost(rank, CABLE)
         load.failing(rank, CABLE)
         load.checked(rank, HOLD.ready)
-        load.marked(rank, HOLD.watermark(8))
+        load.watermark_read(rank, HOLD.watermark(8))
         load.fenced(rank, NOTHING)
     load.checked(0, NOTHING)
     load.fenced(0, NOTHING)
@@ -306,7 +306,7 @@ class Early:
 
     def tick(self) -> Acts:
         """Let the time pass after which watermarks are read again."""
-        self.now += MARK_SECONDS
+        self.now += WATERMARK_SECONDS
         self.load.tick(self.now)
         return self.load.acts
 
@@ -315,11 +315,11 @@ class Early:
         return self.load.acts
 
     def mark(self, tokens: int, hold: Hold = HOLD) -> Acts:
-        self.load.marked(0, hold.watermark(tokens))
+        self.load.watermark_read(0, hold.watermark(tokens))
         return self.load.acts
 
     def read(self) -> Acts:
-        self.load.read(0)
+        self.load.pages_read(0)
         return self.load.acts
 
     def finish(self, hold: Hold = HOLD, *, computed: bool = True) -> Acts:
@@ -373,7 +373,7 @@ def test_a_watermark_of_no_page_of_the_hold_is_read_again_but_not_too_soon(
     early = Early()
     early.proceed_to("mark")
     assert early.mark(tokens, hold) == []
-    early.load.tick(early.now + MARK_SECONDS / 2)
+    early.load.tick(early.now + WATERMARK_SECONDS / 2)
     assert early.load.acts == []
     assert early.tick() == [(MARK, 0)]
 
@@ -504,7 +504,7 @@ def test_a_rank_that_reads_nothing_is_told_after_the_last_part() -> None:
 def staged() -> Load:
     """Return a load that is being fenced, and whose blocks the device still works on."""
     load = begin(0, awaits_device=True, needs_copy=True)
-    load.read(0)
+    load.pages_read(0)
     assert load.acts == [(READ, 0), (FENCE, 0)]
     return load
 
