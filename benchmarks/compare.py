@@ -79,12 +79,12 @@ def baseline(file: Path | None) -> page.Store:
     """Return the results to compare with.
 
     Args:
-        file: a file that ``page.save`` wrote; ``None`` for the results of the last commit.
+        file: a file that ``page.save`` wrote; ``None`` for those of the last release.
 
     Raises:
         BaselineError: there is no such file or commit, or it has something else in it.
     """
-    name = str(file) if file else "the last commit's results"
+    name = str(file) if file else "the last release's results"
     try:
         text = file.read_text(encoding="utf-8") if file else _committed()
         found: page.Store = json.loads(text)
@@ -98,7 +98,7 @@ def baseline(file: Path | None) -> page.Store:
 
 
 def _committed() -> str:
-    where = page.RESULTS.relative_to(page.ROOT).as_posix()
+    where = page.RELEASE.relative_to(page.ROOT).as_posix()
     command = ["git", "-C", str(page.ROOT), "show", f"HEAD:{where}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 

@@ -242,8 +242,8 @@ def _options() -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="FILE",
-        help="compare with the results in FILE (default: benchmarks/results/bench.json of the last "
-        "commit), and list the cases whose intervals of 95 %% confidence do not overlap",
+        help="compare with the results in FILE (default: benchmarks/results/release.json of the "
+        "last commit), and list the cases whose intervals of 95 %% confidence do not overlap",
     )
     parser.add_argument(
         "--margin",

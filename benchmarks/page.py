@@ -1,9 +1,9 @@
-"""``docs/performance.md`` and its plots, from the figures that are kept.
+"""The page of ``make bench`` and its plots, from the figures that are kept.
 
     python benchmarks/page.py
 
-``benchmarks/everything.py`` measures, keeps what it found in ``benchmarks/results/bench.json`` and
-calls this. Parts that it could not run stand here as they were measured last, with their date.
+``benchmarks/everything.py`` measures, keeps what it found in ``build/bench/results.json`` and calls
+this. Parts that it could not run stand here as they were measured last, with their date.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 import rows
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results/bench.json"
+RELEASE = ROOT / "benchmarks/results/release.json"
+"""Of the last release, with which ``--against`` compares."""
+RESULTS = ROOT / "build/bench/results.json"
 LIMITS = ROOT / "benchmarks/limits.toml"
-PAGE = ROOT / "docs/performance.md"
+PAGE = ROOT / "build/bench/page.md"
 PLOTS = "plots"
 """A folder beside the page."""
 
@@ -148,8 +150,21 @@ def load(path: Path) -> Store:
 
 def save(path: Path, store: Store) -> None:
     """Keep it."""
-    text = json.dumps(store, indent=1, ensure_ascii=False, sort_keys=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    parts = [f"{_json(name)}: {_entry(entry)}" for name, entry in sorted(store.items())]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def _entry(entry: Mapping[str, Any]) -> str:
+    """A line for each row."""
+    fields = [f"{_json(name)}: {_json(entry[name])}" for name in sorted(entry) if name != "rows"]
+    lines = ",\n  ".join(map(_json, entry.get("rows", ())))
+    fields += [f'"rows": [\n  {lines}]'] * ("rows" in entry)
+    return "{" + ",\n ".join(fields) + "}"
+
+
+def _json(found: object) -> str:
+    return json.dumps(found, ensure_ascii=False)
 
 
 def remember(store: Store, name: str, entry: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The plots of ``docs/performance.md``: for each section, every ratio with its interval."""
+"""The plots of the page of ``make bench``: for each section, every ratio with its interval."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draw_all(folder: Path, parts: Mapping[str, Mapping[str, Sequence[rows.Row]]]
     Returns:
         The file of each section, as seen from the folder's parent.
     """
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, str] = {}
     for part, sections in parts.items():
         for section, own in sections.items():

@@ -1,4 +1,4 @@
-"""Results as ``benchmarks/results/bench.json`` keeps them."""
+"""Results as ``benchmarks/results/release.json`` keeps them."""
 
 from __future__ import annotations
 

@@ -46,11 +46,11 @@ class Bench:
 
     @property
     def results(self) -> Path:
-        return self.folder / "bench.json"
+        return self.folder / "results.json"
 
     @property
     def page(self) -> Path:
-        return self.folder / "performance.md"
+        return self.folder / "page.md"
 
     @property
     def runs(self) -> int:
