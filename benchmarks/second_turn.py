@@ -1,6 +1,6 @@
 """Conversations behind a proxy: the time to the first token, with and without decode's tickets.
 
-    python benchmarks/second_turn.py [--rounds 12] [--quick] [--json FILE]
+    python -m benchmarks.second_turn [--rounds 12] [--quick] [--json FILE]
 
 Two pairs of vLLM's HTTP servers with KVFerryConnector (signed tickets, prefix caching, a model of
 random weights), one with ``bidirectional_kv_xfer``, each behind ``disagg_proxy_multiturn.py`` of
@@ -28,21 +28,25 @@ It needs vLLM's CPU build, and vLLM's source distribution, which is fetched if i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
-import rows
-import serving
+
+from benchmarks import harness, serving
+from benchmarks.harness import Row, row
+from tests.long.routers.checks import nothing_left
+from tests.long.routers.deployment import HEALTH, MULTI_TURN, Servers, proxy
 
 HERE = Path(__file__).parent
 CLIENT = Path("benchmarks/multi_turn")
@@ -74,9 +78,6 @@ BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "fail"}
 
 SECTION = "time to the first token in conversations, vLLM on a CPU"
 OF = "time without bidirectional_kv_xfer"
-LATER = rows.goal(0.7, at_least=False)
-FIRST = rows.goal(1.1, at_least=False)
-
 Conversation = list[dict[str, str]]
 
 
@@ -138,8 +139,6 @@ class Pair:
     def __init__(
         self, name: str, folder: Path, source: Path, extra: dict[str, Any], stack: ExitStack
     ) -> None:
-        from tests.long.routers.deployment import Servers
-
         self.name, self._source, self._stack = name, source, stack
         self._folder = folder / name.replace(" ", "-")
         self._folder.mkdir()
@@ -150,7 +149,6 @@ class Pair:
     def started(self) -> None:
         """Wait until it serves."""
         from tests.long.routers.adapted_proxy import adapted
-        from tests.long.routers.deployment import HEALTH, MULTI_TURN, proxy
 
         self._servers.wait_started()
         script = adapted(self._source / MULTI_TURN, self._folder)
@@ -160,8 +158,6 @@ class Pair:
 
     def converse(self, client: Client, name: str, conversation: Conversation) -> tuple[Run, int]:
         """Have one conversation; what it took, and how many tokens prefill computed for it."""
-        from tests.long.routers.checks import nothing_left
-
         before = self._computed()
         run = client.run(self._proxy.address, f"{name}, {self.name}", conversation)
         tokens = int(self._computed() - before)
@@ -201,43 +197,17 @@ def computed(tickets: bool) -> range:
     return range(user + answers, user + answers + (TURNS - 1) * BLOCK_TOKENS + 1)
 
 
-def measured(
-    client: Client, pairs: Sequence[Pair], rounds: int, show: rows.Show
-) -> tuple[common.Times, common.Times]:
-    """The seconds to first tokens, and for each token then: (pairs, rounds, turns)."""
-    first, each = np.empty((2, 2, rounds, TURNS))
-    for index in range(-1, rounds):  # in the first round, what is done once is done
-        show(f"conversation {index + 2} of {rounds + 1}, with and without tickets")
-        for turn in range(2):
-            which = (index + turn) % 2
-            run, tokens = pairs[which].converse(client, f"{index}", conversation(index + 1))
-            if tokens not in computed(which == 0):
-                raise SystemExit(f"{pairs[which].name}: prefill has computed {tokens} tokens")
-            if index >= 0:
-                first[which, index], each[which, index] = run.first, run.each
-    return first, each
-
-
-def table(first: common.Times, each: common.Times) -> Iterator[rows.Row]:
-    later = np.median(first[:, :, 1:], axis=2)
-    yield _row(f"turns 2 to {TURNS}", later, LATER)
-    yield _row("turn 1", first[:, :, 0], FIRST)
-    for turn in range(1, TURNS):
-        yield _row(f"turn {turn + 1}", first[:, :, turn])
-    yield _row("every further token", np.median(each, axis=2))
-
-
-def _row(case: str, times: common.Times, target: str | None = None) -> rows.Row:
-    ours, theirs = times
-    return rows.compared(
-        common.ratio(ours, theirs),
-        section=SECTION,
-        case=case,
-        measured=float(f"{np.median(ours) * 1e3:.3g}"),
-        unit="ms",
-        of=OF,
-        target=target,
-    )
+def table(found: harness.Times) -> Iterator[Row]:
+    """Rows of the seconds to the first token of each turn, and for a further token."""
+    first, later = found[:, :, :TURNS], np.median(found[:, :, 1:TURNS], axis=2)
+    cases: list[tuple[str, harness.Times, str | None]] = [
+        (f"turns 2 to {TURNS}", later, "≤ 0.7"),
+        ("turn 1", first[:, :, 0], "≤ 1.1"),
+        *((f"turn {turn + 1}", first[:, :, turn], None) for turn in range(1, TURNS)),
+        ("every further token", found[:, :, TURNS], None),
+    ]
+    for case, (ours, theirs), target in cases:
+        yield row(SECTION, case, OF, ours, theirs, unit="ms", scale=1e3, target=target)
 
 
 def vllm_source() -> Path:
@@ -251,38 +221,41 @@ def vllm_source() -> Path:
         return fetch("vllm", version, serving.ROOT / ".cache" / "vllm-next")
     except SdistError as exc:
         print(f"the source of vLLM {version} was not fetched: {exc}", flush=True)
-        raise SystemExit(rows.NOTHING) from exc
+        raise SystemExit(harness.NOTHING) from exc
 
 
-def main() -> None:
-    options = _options()
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Both pairs by turns, each in the same conversation."""
     if find_spec("vllm") is None:
-        rows.nothing("vLLM is not installed here")
-    with ExitStack() as stack, rows.progress(options.rounds + 3) as show:
-        show("starting two pairs of servers")
+        harness.nothing("vLLM is not installed here")
+    rounds = options.rounds or (1 if options.quick else 12)
+    with ExitStack() as stack:
+        harness.say("starting two pairs of servers")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         source = vllm_source()
         serving.prepare(str(folder))
         serving.make_model(folder / "model", max_tokens=MOST_TOKENS, **SHAPE)
         client = Client(source, folder / "model", folder / "client.log", stack)
-        settings = {"with tickets": WITH_TICKETS, "without": {}}
+        settings: dict[str, dict[str, Any]] = {"with tickets": WITH_TICKETS, "without": {}}
         pairs = [Pair(name, folder, source, extra, stack) for name, extra in settings.items()]
         for pair in pairs:
             pair.started()
         client.started()
-        found = list(table(*measured(client, pairs, options.rounds, show)))
-    rows.show(found)
-    rows.write(options.json, found)
+        ways = [partial(_conversed, pair, client, itertools.count()) for pair in pairs]
+        yield from table(harness.by_turns(ways, rounds))
 
 
-def _options() -> argparse.Namespace:
-    parser: argparse.ArgumentParser = common.parser(__doc__)
-    parser.add_argument("--rounds", type=int, help="default 12, of 20 seconds each")
-    parser.add_argument("--quick", action="store_true", help="to see that it runs: 90 seconds")
-    found = parser.parse_args()
-    found.rounds = found.rounds or (1 if found.quick else 12)
-    return found
+def _conversed(pair: Pair, client: Client, numbers: Iterator[int]) -> list[float]:
+    """Have the next conversation, and check how many tokens prefill has computed for it."""
+    number = next(numbers)
+    harness.say(f"conversation {number + 1}, {pair.name}")
+    run, tokens = pair.converse(client, f"{number}", conversation(number))
+    if tokens not in computed(pair.name == "with tickets"):
+        raise SystemExit(f"{pair.name}: prefill has computed {tokens} tokens")
+    return [*run.first, float(np.median(run.each))]
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        measure, __doc__, ("--rounds", {"type": int, "help": "default 12, of 20 seconds each"})
+    )

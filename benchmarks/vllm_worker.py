@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import engines
+from benchmarks import engines
 
 FAMILY = {
     "architectures": ["LlamaForCausalLM"],
@@ -251,16 +251,32 @@ def name() -> str:
     return f"vLLM {'.'.join(vllm.__version__.split('.')[:2])}'s worker"
 
 
+NEWER = (
+    "--newer",
+    {
+        "type": Path,
+        "metavar": "FOLDER",
+        "help": "the unpacked source distribution of a newer vLLM, whose worker is measured, too",
+    },
+)
+"""The option that names a newer vLLM, as ``harness.main`` takes it."""
+
+
+def sources(newer: Path | None) -> list[Path | None]:
+    """The vLLMs to measure beside: the installed one (``None``) first, if there is one."""
+    installed: list[Path | None] = [None] if available() else []
+    return installed + ([newer] if newer else [])
+
+
 def patient() -> AbstractContextManager[None]:
     """Within the context, give new agents of NIXL progress threads that sleep while they are idle.
 
     vLLM leaves them spinning. Beside several workers of one machine they would take the cores from
     all that is measured.
     """
-    import nixl_api
+    from benchmarks import nixl_api
 
-    made: AbstractContextManager[None] = nixl_api.patient()
-    return made
+    return nixl_api.patient()
 
 
 def quiet() -> None:
