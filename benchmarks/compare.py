@@ -22,9 +22,6 @@ HIGHER_IS_BETTER = ("speed of ", "that with ")
 """Ratios to one of these are better if higher: what they compare is a rate."""
 OURS_BELOW = " to ours"
 """What such ratios are to ends so: something of a peer's, divided by ours."""
-NOT_OURS = ("NIXL's own calls", "process_vm_readv alone")
-"""Sections that begin so measure something other than kvferry. A change there is the machine's or
-the library's: it is listed, and does not count."""
 
 
 class BaselineError(Exception):
@@ -45,18 +42,13 @@ class Change:
         factor: float = self.after.ratio / self.before.ratio
         return factor if higher_is_better(self.after) else 1 / factor
 
-    @property
-    def counts(self) -> bool:
-        """Whether the row measures kvferry."""
-        return not self.after.section.startswith(NOT_OURS)
-
     def is_worse(self, margin: float) -> bool:
         """Return whether kvferry has become worse by more than a margin.
 
         Args:
             margin: 0.2 allows a ratio that was 1 to become 1.2, or 1 / 1.2 if higher is better.
         """
-        return self.counts and self.factor * (1 + margin) < 1
+        return self.factor * (1 + margin) < 1
 
 
 def higher_is_better(row: harness.Row) -> bool:
@@ -138,6 +130,4 @@ def _verdict(change: Change, margin: float) -> str:
     better = change.factor >= 1
     times = harness.number(change.factor if better else 1 / change.factor)
     said = f"{times} times {'better' if better else 'worse'}"
-    if not change.counts:
-        return f"{said}, not kvferry's"
     return said if better or change.is_worse(margin) else f"{said}, within the margin"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -205,23 +202,21 @@ class Host:
         time.sleep(REST_SECONDS)
         return harness.resident() - before
 
-    def steps(self) -> tuple[float, float, float]:
-        """Some steps: CPU seconds of the median one, seconds of the slowest, and the share of a
-        core that the connector's own threads took beside."""
+    def steps(self) -> tuple[float, float]:
+        """Some steps: CPU seconds of the median one, and the share of a core that the connector's
+        own threads took beside."""
         if self._engine is None:
             raise SystemExit("there is no engine yet")
-        cpu, took = np.empty((2, STEPS))
+        cpu = np.empty(STEPS)
         own, all_threads, start = time.thread_time(), time.process_time(), time.perf_counter()
         for index in range(STEPS):
-            began, spent = time.perf_counter(), time.thread_time()
+            spent = time.thread_time()
             self._engine.step()
-            cpu[index], took[index] = time.thread_time() - spent, time.perf_counter() - began
+            cpu[index] = time.thread_time() - spent
             time.sleep(0.0005)
         seconds = time.perf_counter() - start
         beside = time.process_time() - all_threads - (time.thread_time() - own)
-        figures = (np.median(cpu), np.quantile(took, 0.99), beside / seconds)
-        median, slowest, share = (max(float(each), 1e-6) for each in figures)
-        return median, slowest, share
+        return max(float(np.median(cpu)), 1e-6), max(beside / seconds, 1e-6)
 
     def _begin(self, engine: Engine, what: str, index: int, port: int) -> None:
         if what == "held":
@@ -268,7 +263,6 @@ def _rows(
     for index, (section, unit, scale, target) in enumerate(
         (
             (f"engine step, {name}", "µs CPU", 1e6, promised),
-            (f"the slowest of {STEPS} steps, {name}", "µs", 1e6, None),
             (f"beside, {name}", "% of a core", 1e2, None),
         )
     ):
@@ -277,119 +271,88 @@ def _rows(
         yield row(section, f"{count:,}", of, figures, others, unit=unit, scale=scale, target=target)
 
 
-# Requests, by stage.
+# Requests.
 
-LAYERS, PROFILE_SLOTS, TOKENS = 4, 512, 1024
+LAYERS, REQUEST_SLOTS, TOKENS = 4, 512, 1024
+HALVES = {"prefill": "prefill, both halves", "decode": "decode, both halves"}
 WARM_UP = 20
 """Requests that are not counted: the first shakes hands, and the next fill caches."""
-SCHEDULER, WORKER, THREAD = "scheduler half", "worker half", "endpoint's thread"
-HOOKS = {
-    "on_new_request": SCHEDULER,
-    "get_num_new_matched_tokens": SCHEDULER,
-    "update_state_after_alloc": SCHEDULER,
-    "request_finished_all_groups": SCHEDULER,
-    "build_connector_meta": SCHEDULER,
-    "update_connector_output": SCHEDULER,
-    "bind_connector_metadata": WORKER,
-    "get_transfer_results": WORKER,
-    "build_connector_worker_meta": WORKER,
-    "read": THREAD,
-    "poll": THREAD,
-    "forget": THREAD,
-    "notifications": THREAD,
-}
-"""What is timed, and where: hooks of vLLM's, and calls of the driver."""
 
 
 class Pair:
     """An engine that prefills and one that decodes, over loopback in this process.
 
-    So nothing is copied between processes, and what is left is Python's. A stage is a hook on the
-    engine's thread, or a call on the endpoint's; what it takes is that thread's CPU time.
+    So nothing is copied between processes, and what is left is Python's.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._memory: list[Any] = []
-        self._both = self._engine("prefill"), self._engine("decode")
+        nbytes = engines.ELEMENT * 2 * engines.DIM * engines.HEADS * engines.BLOCK
+        self._memory = [vllm_worker.room(nbytes * LAYERS * REQUEST_SLOTS) for _ in range(2)]
         self._numbers = itertools.count()
+        self._spent = dict.fromkeys(HALVES.values(), 0.0)
+        self._prefill, self._decode = (
+            self._engine(name, ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+            for name, memory in zip(("prefill", "decode"), self._memory, strict=True)
+        )
 
     def hand_over(self) -> dict[str, float]:
-        """Hand over one request; CPU seconds by stage."""
-        prefill, decode = self._both
+        """Hand over one request; CPU seconds by engine and thread."""
+        prefill, decode = self._prefill, self._decode
         number, count = next(self._numbers), TOKENS // engines.BLOCK
-        ids = [1 + (number * count + index) % (PROFILE_SLOTS - 1) for index in range(count)]
-        before = [self._thread_seconds(engine) for engine in self._both]
-        self._seconds.clear()
-        params = {"do_remote_decode": True}
-        there = request(TOKENS, params, computed=0, name=f"there-{number}")
-        prefill.arrive(there, ids)
-        prefill.step()
-        ticket = prefill.finish(there, ids)
-        prefill.step()
+        ids = [1 + (number * count + index) % (REQUEST_SLOTS - 1) for index in range(count)]
+        self._spent, before = dict.fromkeys(HALVES.values(), 0.0), self._clocks()
+        there = request(TOKENS, {"do_remote_decode": True}, computed=0, name=f"there-{number}")
+        with self._engine_thread("prefill"):
+            prefill.arrive(there, ids)
+            prefill.step()
+            ticket = prefill.finish(there, ids)
+            prefill.step()
         here = request(TOKENS, ticket, computed=0, name=f"here-{number}")
-        decode.arrive(here, ids)
-        decode.step()
-        self._until(decode, here, "finished_recving")
-        self._until(prefill, there, "finished_sending")
-        decode.scheduler.request_finished_all_groups(here, (ids,))
-        found = dict(self._seconds)
-        for name, engine, start in zip(("prefill", "decode"), self._both, before, strict=True):
-            stage = f"{name}, {THREAD}: "
-            driver = sum(seconds for key, seconds in found.items() if key.startswith(stage))
-            rest = self._thread_seconds(engine) - start - driver
-            found[f"{stage}all else"] = max(0.0, rest)
-        return found
+        with self._engine_thread("decode"):
+            decode.arrive(here, ids)
+            decode.step()
+            self._until(decode, here, "finished_recving")
+        with self._engine_thread("prefill"):
+            self._until(prefill, there, "finished_sending")
+        with self._engine_thread("decode"):
+            decode.scheduler.request_finished_all_groups(here, (ids,))
+        after = self._clocks()
+        return self._spent | {name: after[name] - before[name] for name in after}
 
     def close(self) -> None:
         """Let go of both engines."""
-        for engine in self._both:
-            engine.close()
+        self._prefill.close()
+        self._decode.close()
 
-    def _engine(self, name: str) -> Engine:
-        nbytes = engines.ELEMENT * 2 * engines.DIM * engines.HEADS * engines.BLOCK
-        memory = vllm_worker.room(nbytes * LAYERS * PROFILE_SLOTS)
-        self._memory.append(memory)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    def _engine(self, name: str, address: int) -> Engine:
         heads = (0, engines.HEADS)
-        layout = engines.rank_layout(Shape(), LAYERS, PROFILE_SLOTS, heads, address)
-        transport = registry.create("loopback")
         made = Engine(
             name,
             "loopback",
-            layout,
-            transport,
-            slots=PROFILE_SLOTS,
+            engines.rank_layout(Shape(), LAYERS, REQUEST_SLOTS, heads, address),
+            registry.create("loopback"),
+            slots=REQUEST_SLOTS,
             layers=LAYERS,
             verify_prompt=True,
         )
         made.scheduler.set_xfer_handshake_metadata_pp_aware(
             {(0, 0): made.worker.get_handshake_metadata()}
         )
-        owners: dict[str, Any] = {
-            SCHEDULER: made.scheduler,
-            WORKER: made.worker,
-            THREAD: transport,
-        }
-        for call, where in HOOKS.items():
-            stage = f"{name}, {where}: {call}"
-            setattr(owners[where], call, self._timed(stage, getattr(owners[where], call)))
         made.step()
         return made
 
-    def _timed(self, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            before = time.thread_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._seconds[stage] += time.thread_time() - before
+    def _clocks(self) -> dict[str, float]:
+        found = {}
+        for name, engine in (("prefill", self._prefill), ("decode", self._decode)):
+            clock = time.pthread_getcpuclockid(engine.endpoint._thread.ident or 0)
+            found[f"{name}, endpoint's thread"] = time.clock_gettime(clock)
+        return found
 
-        return counted
-
-    def _thread_seconds(self, engine: Engine) -> float:
-        return time.clock_gettime(time.pthread_getcpuclockid(engine.endpoint._thread.ident or 0))
+    @contextmanager
+    def _engine_thread(self, name: str) -> Iterator[None]:
+        before = time.thread_time()
+        yield
+        self._spent[HALVES[name]] += time.thread_time() - before
 
     def _until(self, engine: Engine, made: Any, what: str) -> None:
         """Make steps until one reports the request; the scheduler half acts in steps only."""
@@ -402,23 +365,17 @@ class Pair:
 
 
 def request_profile(quick: bool) -> Iterator[Row]:
-    """A row for each stage, and one for each thread of each engine."""
+    """What one request costs in Python: CPU time of each engine's threads."""
     _need_vllm()
     vllm_worker.quiet()
     pair = Pair()
     found = [pair.hand_over() for _ in range(WARM_UP + (20 if quick else 400))][WARM_UP:]
     pair.close()
-    names = sorted({stage for each in found for stage in each})
-    times = {name: np.array([each.get(name, 0.0) for each in found]) for name in names}
+    times = {name: np.array([each[name] for each in found]) for name in sorted(found[0])}
     whole = sum(times.values())
-    say = partial(row, "what a request costs in Python", of="all stages", unit="µs CPU", scale=1e6)
-    yield say("all", ours=whole, theirs=whole)
-    for group, own in itertools.groupby(names, key=lambda name: name.partition(":")[0]):
-        members = list(own)
-        yield say(f"{group}: all", ours=sum(times[name] for name in members), theirs=whole)
-        for name in members:
-            if np.median(times[name]):
-                yield say(name, ours=times[name], theirs=whole)
+    for name, own in {"all": whole, **times}.items():
+        section = "what a request costs in Python"
+        yield row(section, name, "all of it", own, whole, unit="µs CPU", scale=1e6)
 
 
 def _need_vllm() -> None:

@@ -8,7 +8,6 @@ Each cost is an entry of ``COSTS``; by default, all are measured, one after the 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import multiprocessing
 import subprocess
 import sys
@@ -33,11 +32,9 @@ from benchmarks.hostile_replies import replies
 from benchmarks.side_channel import known_producers
 from benchmarks.side_channel import measure as side_channel
 from kvferry.cli.bench.grid import Case
+from kvferry.cli.bench.measure import FAR, Bench
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.layout.host_page_format import HostPageFormat
-from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
-from kvferry.core.memory import U64Array
 from kvferry.core.messages import decode_payload
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import TicketKey, TicketSecrets
@@ -160,150 +157,58 @@ def proofs(quick: bool) -> Iterator[Row]:
 
 # The loops by which the driver ucx posts copies.
 
-COPIES, BLOCK = 40_000, 4 << 10
-WORD = ctypes.c_uint64
-
-
-class NoUcp:
-    """A libucp whose calls end at once, well, and do nothing: C's ``labs`` of a null pointer."""
-
-    def function(self, name: str) -> Any:
-        call = ctypes.CDLL(None).labs
-        is_get = name == "ucp_get_nbx"
-        call.restype = WORD if is_get else ctypes.c_int
-        call.argtypes = [ctypes.c_void_p, *[WORD] * 5] if is_get else [WORD]
-        return call
-
-    check = free = len
-
 
 def posting(quick: bool) -> Iterator[Row]:
-    """CPU time of the compiled loop and of the one in Python: alone, and around UCX's calls."""
+    """CPU time of the compiled loop and of the one in Python, around UCX's calls in transfers."""
     if "ucx" not in harness.working_drivers():
         harness.nothing("the driver ucx does not work here")
     from kvferry.drivers.ucx.compiled_loops import poster
     from kvferry.drivers.ucx.posting import Poster
-    from kvferry.drivers.ucx.ucp import Endpoint
 
-    def timed(call: Any, arguments: tuple[Any, ...], spent: list[float]) -> Any:
-        start = time.thread_time()
-        found = call(*arguments)
-        spent[0] += time.thread_time() - start
-        return found
-
-    def alone(loop: Any) -> Way:
-        numbers = np.random.default_rng(0).integers(1, 1 << 47, (5, COPIES), np.uint64)
-
-        def way() -> list[float]:
-            spent = [0.0]
-            timed(loop.post, (Endpoint(0), *numbers), spent)
-            return spent
-
-        return way
-
-    def in_transfers(loop: Any, transport: Any, move: Callable[[], object]) -> Way:
-        real, sweep = loop.post, loop.sweep  # before they are replaced: it may be the driver's own
-
-        def way() -> list[float]:
-            spent = [0.0]
-
-            def post(endpoint: Endpoint, *columns: U64Array) -> Any:
-                return timed(real, (endpoint, *columns), spent)
-
-            # The driver takes the compiled loop as soon as it can; no option names the other.
-            with mock.patch.multiple(transport._poster, post=post, sweep=sweep):
-                move()
-            return spent
-
-        return way
-
-    def compared(case: str, ways: list[Way]) -> Row:
-        compiled, plain = harness.by_turns(ways, 3 if quick else 15)[:, :, 0]
-        return row(
-            f"posting {COPIES:,} scattered copies of {BLOCK >> 10} KiB by ucx",
-            case,
-            "time of a loop in Python",
-            compiled,
-            plain,
-            unit="µs of CPU each",
-            scale=1e6 / COPIES,
-            target="≤ 0.333",
-        )
-
-    library: Any = NoUcp()
-    if not poster(library).compiled:
-        harness.nothing("there is no compiled loop: pip install llvmlite")
-    yield compared("calls of nothing", [alone(poster(library)), alone(Poster(library))])
     options = {"transports": ["self", "sm", "tcp"]}
-    case = Case(size=COPIES * BLOCK, block=BLOCK, scattered=True)
+    case = Case(size=40_000 << 12, block=4 << 10, scattered=True)
     with ExitStack() as stack:
         near, arguments = CpuBuffer(case.size), {"name": "ucx", "options": options}
         factory = "kvferry.core.transport.registry:create"
-        far = stack.enter_context(Process(factory, arguments, "cpu", case.size))
+        far = stack.enter_context(Process(factory, arguments, "cpu", case.size, FAR))
         transport: Any = stack.enter_context(closing(create("ucx", options)))
-        transport.register(near.region)
-        peer, copies = transport.connect(far.address()), case.batch(near.region, far.region)
-
-        def move() -> None:
-            transfer = transport.read(peer, copies)
-            while not transport.poll([transfer])[0].state.final:
-                pass
-            transport.forget(transfer)
-
+        move = Bench(transport, far, near, lambda _: None).checked(case)
         loops = [poster(transport._ucp), Poster(transport._ucp)]
-        yield compared("calls of UCX, shm", [in_transfers(loop, transport, move) for loop in loops])
+        if not loops[0].compiled:
+            harness.nothing("there is no compiled loop: pip install llvmlite")
+        ways = [_posted(transport, loop, move) for loop in loops]
+        compiled, plain = harness.by_turns(ways, 3 if quick else 15)[:, :, 0]
+    yield row(
+        f"posting {case.copies:,} scattered copies of 4 KiB by ucx",
+        "calls of UCX, shm",
+        "time of a loop in Python",
+        compiled,
+        plain,
+        unit="µs of CPU each",
+        scale=1e6 / case.copies,
+        target="≤ 0.333",
+    )
 
 
-# Copies between a cache and host pages.
+def _posted(transport: Any, loop: Any, move: Callable[[], object]) -> Way:
+    """The CPU seconds of a loop in a transfer."""
+    real, sweep = loop.post, loop.sweep  # before they are replaced: it may be the driver's own
 
-MOVED, LAYERS = 64 << 20, 32
-"""How many bytes are copied at a time, of how many layers."""
+    def way() -> list[float]:
+        spent = [0.0]
 
+        def post(*arguments: Any) -> Any:
+            start = time.thread_time()
+            found = real(*arguments)
+            spent[0] += time.thread_time() - start
+            return found
 
-def staging_copies(quick: bool) -> Iterator[Row]:
-    """How fast pages are copied, each way; blocks and host pages are in random order."""
-    if find_spec("torch") is None:
-        harness.nothing("torch is not installed here")
-    import torch
+        # The driver takes the compiled loop as soon as it can; no option names the other.
+        with mock.patch.multiple(transport._poster, post=post, sweep=sweep):
+            move()
+        return spent
 
-    from kvferry.integrations.vllm.host_pool import HostPool
-
-    for name, nbytes in (("16 KiB", 16 << 10), ("256 KiB", 256 << 10)):
-        count = MOVED // (LAYERS * nbytes)
-        caches = {
-            str(layer): torch.zeros((4 * count, 16, nbytes // 16), dtype=torch.uint8)
-            for layer in range(LAYERS)
-        }
-        form = HostPageFormat.of(paged_layout(caches, ("page", "token", "element")))
-        pool = HostPool(caches.values(), form, 2 * count, device=torch.device("cpu"))
-        rng = np.random.default_rng(0)
-        pages, blocks = (rng.permutation(n)[:count].tolist() for n in (2 * count, 4 * count))
-        source, target = np.zeros((2, MOVED), dtype=np.uint8)
-        ways = {
-            "to host pages": partial(_passed, partial(pool.out, blocks, pages)),
-            "from host pages": partial(_passed, partial(pool.into, pages, blocks)),
-            "plain": partial(np.copyto, target, source),
-        }
-        timed = [harness.timed(way) for way in ways.values()]
-        found = harness.by_turns(timed, 4 if quick else 12)[:, :, 0]
-        for way, own in zip(ways, found[:2], strict=False):
-            case = f"{way}, {LAYERS} layers with {name} of each block"
-            yield row(
-                "copies between a cache and host pages",
-                case,
-                "speed of a plain copy",
-                1 / own,
-                1 / found[2],
-                unit="GB/s",
-                scale=MOVED / 1e9,
-            )
-        pool.close()
-
-
-def _passed(begin: Callable[[], Callable[[], bool]]) -> None:
-    passed = begin()
-    while not passed():
-        time.sleep(0.0002)
+    return way
 
 
 # Starting.
@@ -416,7 +321,6 @@ COSTS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "fence": fence,
     "proofs": proofs,
     "posting": posting,
-    "staging_copies": staging_copies,
     "startup": startup,
     "orphaned": orphaned,
 }

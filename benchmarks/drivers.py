@@ -6,46 +6,37 @@ Another process has a buffer, and this one reads it, by the cases of ``kvferry b
 several sizes, in random order on both sides and in a row. In every round a driver takes turns with
 NIXL's own calls (as NIXL comes, without a setting of UCX) and a memcpy of as many bytes, in one
 piece and by one thread between buffers of the same kind. A ratio is a speed as a part of another.
-Beside loopback stands what it cannot surpass, the kernel's process_vm_readv alone, from two
-threads. Then latency, from the call until it is done: a read of one page, a fence (a read of eight
-bytes with a notification bound to it), and half of what a notification takes there and back.
+Then latency, from the call until it is done: a read of one page, a fence (a read of eight bytes
+with a notification bound to it), and half of what a notification takes there and back.
 
-``--ucx`` measures the driver ucx instead, beside NIXL over the same transports, and over tcp beside
-a connection that moves the same bytes and does nothing else.
+``--ucx`` measures the driver ucx instead, beside NIXL over the same transports.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks import harness, nixl_api
-from benchmarks.harness import Row, Way, WorkerProcess, row
+from benchmarks.harness import Row, Way, row
 from benchmarks.peer_process import DONE, MESSAGE, HugeBuffer
 from kvferry.cli.bench.grid import Case, cases
 from kvferry.cli.bench.measure import FAR, Bench
 from kvferry.core.transport import Transport
 from kvferry.core.transport.copies import Copies, copies_between
 from kvferry.core.transport.registry import create
-from kvferry.drivers.loopback.chunked_copy import CopyRuns
-from kvferry.drivers.loopback.process_memory import vm_read
 from kvferry.testing.peers import Process
 
 KIB = 1 << 10
 BLOCKS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
-NIXL, KERNEL = "NIXL's own calls", "process_vm_readv alone"
-KERNEL_THREADS = 2
-"""As loopback has, unless told otherwise."""
+NIXL = "NIXL's own calls"
 OF_MEMCPY = {64 * KIB: "≥ 0.65", 256 * KIB: "≥ 0.9", 1024 * KIB: "≥ 0.9"}
 """What the project holds loopback to: reads between two processes."""
 TRANSPORTS = {"shm": ["self", "sm", "tcp"], "tcp": ["self", "tcp"]}
@@ -126,34 +117,28 @@ def _speeds(
     }
     if agent:
         moves[NIXL] = nixl_api.mover(*agent, lab.batch(case, "nixl"))
-    if driver == "loopback":
-        moves[KERNEL] = _by_kernel(lab.process(driver).process.pid, lab.batch(case, driver))
     if case.block == BLOCKS[0]:
         rounds = max(2, rounds // 2)  # they take longest
-    found = harness.by_turns([_way(move) for move in moves.values()], rounds)
-    times = dict(zip(moves, found[:, :, 0], strict=True))
-    what = f"read of {case.block >> 10} KiB blocks, {case.order}"
-    for name in {driver, KERNEL} & {*moves}:
-        for of in [each for each in moves if each not in (name, driver)]:
-            yield row(
-                f"{name}, two processes",
-                what,
-                f"speed of {of}",
-                1 / times[name],
-                1 / times[of],
-                unit="GB/s",
-                scale=case.size / 1e9,
-                target=_target(name, of, case),
-            )
-    if driver == "nixl" and case.block == BLOCKS[0]:
-        posted = found[:, :, 1]
-        index = [*moves].index(NIXL)
+    ours, *others = harness.by_turns([_way(move) for move in moves.values()], rounds)
+    blocks = f"{case.block >> 10} KiB"
+    for of, theirs in zip(list(moves)[1:], others, strict=True):
+        yield row(
+            f"{driver}, two processes",
+            f"read of {blocks} blocks, {case.order}",
+            f"speed of {of}",
+            1 / ours[:, 0],
+            1 / theirs[:, 0],
+            unit="GB/s",
+            scale=case.size / 1e9,
+            target=_target(driver, of, case),
+        )
+    if agent and driver == "nixl" and case.block == BLOCKS[0]:
         yield row(
             "the driver nixl, until a read is posted",
-            f"{case.copies:,} blocks of {case.block >> 10} KiB, {case.order}",
-            "time of NIXL's own calls",
-            posted[0],
-            posted[index],
+            f"{case.copies:,} blocks of {blocks}, {case.order}",
+            f"time of {NIXL}",
+            ours[:, 1],
+            others[-1][:, 1],
             unit="ms",
             scale=1e3,
             target="≤ 2" if case.scattered else None,
@@ -184,23 +169,6 @@ def _way(move: Callable[[], float]) -> Way:
 def _ended(call: Callable[..., object], *arguments: object) -> float:
     call(*arguments)
     return time.perf_counter()
-
-
-def _by_kernel(pid: int, copies: Copies) -> Callable[[], float]:
-    """What loopback stands on, cut as loopback cuts it, and no more: no faster can it be."""
-    pool, runs, start, calls = ThreadPoolExecutor(KERNEL_THREADS), CopyRuns(copies), 0, []
-    while start < runs.total:
-        stop = runs.next_stop(start, runs.total // (2 * KERNEL_THREADS))
-        chunk = runs.chunk(start, stop)
-        calls.append(partial(vm_read, pid, chunk.local, chunk.remote))
-        start = stop
-
-    def move() -> float:
-        for begun in [pool.submit(call) for call in calls]:
-            begun.result()
-        return time.perf_counter()
-
-    return move
 
 
 # Latency.
@@ -277,27 +245,6 @@ def _ping(
     return way
 
 
-# ucx.
-
-
-class Sender:
-    """Sends bytes over a plain TCP connection, for each byte that it is sent."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._buffer = np.ones(nbytes, np.uint8)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._listener.getsockname()[1])
-
-    def _serve(self) -> None:
-        connection, _ = self._listener.accept()
-        while connection.recv(1):
-            connection.sendall(self._buffer.data)
-
-
 def _beside_nixl(over: str, grid: list[Case], rounds: int) -> Iterator[Row]:
     # NIXL's UCX takes its settings from the environment, when an agent is made. Without the second
     # it does not use what the driver does on one host.
@@ -306,41 +253,23 @@ def _beside_nixl(over: str, grid: list[Case], rounds: int) -> Iterator[Row]:
         lab = Lab(grid[0].size, stack)
         _, bench = lab.bench("ucx", stack, transports=TRANSPORTS[over])
         agent = lab.agent()
-        plain = []
-        if over == "tcp":
-            sender = stack.enter_context(WorkerProcess(partial(Sender, grid[0].size)))
-            place = ("127.0.0.1", sender.ask("port"))
-            connection = stack.enter_context(closing(socket.create_connection(place)))
-            into = memoryview(bytearray(grid[0].size))
-            plain = [harness.timed(partial(_received, connection, into))]
         for case in grid:
             harness.say(f"ucx over {over}, {case}")
             direct = nixl_api.mover(*agent, lab.batch(case, "nixl"))
-            ways = [harness.timed(bench.checked(case)), harness.timed(direct), *plain]
-            found = harness.by_turns(ways, rounds)[:, :, 0]
+            ways = [harness.timed(bench.checked(case)), harness.timed(direct)]
+            ours, theirs = harness.by_turns(ways, rounds)[:, :, 0]
             order = "random" if case.scattered else "in a row"
-            what = f"read of {case.block >> 10} KiB blocks, {order}"
             small = case.block == BLOCKS[0] and not case.scattered
-            say = partial(row, case=what, ours=found[0], unit="ms", scale=1e3)
-            yield say(
+            yield row(
                 f"the driver ucx over {over}, two processes",
-                of="time of NIXL over the same transports",
-                theirs=found[1],
+                f"read of {case.block >> 10} KiB blocks, {order}",
+                "time of NIXL over the same transports",
+                ours,
+                theirs,
+                unit="ms",
+                scale=1e3,
                 target="≤ 0.2" if small else "≤ 1",
             )
-            if plain:
-                yield say(
-                    f"the driver ucx over {over}, beside a TCP connection",
-                    of="time of the same bytes over one connection",
-                    theirs=found[2],
-                )
-
-
-def _received(connection: socket.socket, into: memoryview) -> None:
-    connection.send(b"x")
-    done = 0
-    while done < len(into):
-        done += connection.recv_into(into[done : done + (1 << 20)])
 
 
 if __name__ == "__main__":

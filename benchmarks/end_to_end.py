@@ -47,7 +47,6 @@ BLOCK_NBYTES = 2 * 4 * BLOCK_TOKENS * 8 * 16 * 128
 """Of K and V in float32, all layers."""
 NIXL_CONNECTOR = "NixlConnector"
 ASLEEP = ", NIXL's progress thread asleep"
-CPU = "vLLM on a CPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +63,15 @@ class Pair:
         with self.prefill.turn(), self.decode.turn():
             yield
 
-    def first_tokens(self, prompts: Sequence[list[int]], at_once: int) -> tuple[float, float]:
-        """The median of the seconds to the first token, and of all for each request."""
+    def first_tokens(self, prompts: Sequence[list[int]], at_once: int) -> list[float]:
+        """The median of the seconds to the first token."""
         with self.turn():
             tickets = self.prefill.prefill(prompts)
             found = self.decode.ask(prompts, tickets, at_once, MAX_TOKENS)
         wanted = sum(map(len, prompts))
         if {answer.reason for answer in found.each} != {"length"} or found.pulled < wanted:
             raise SystemExit(f"{self.name}: {found.pulled:.0f} of {wanted} tokens were pulled")
-        median = float(np.median([answer.first for answer in found.each]))
-        return median, found.seconds / len(prompts)
+        return [float(np.median([answer.first for answer in found.each]))]
 
     def close(self) -> None:
         """End both."""
@@ -138,12 +136,13 @@ class Fleet:
 
 
 def beside(pairs: Sequence[Pair], at_once: int, rounds: int) -> harness.Times:
-    """All pairs by turns: seconds to the first token, and for each request."""
+    """All pairs by turns: seconds to the first token."""
     from examples.tiny_llama import prompt
 
     harness.say(f"{pairs[0].name}, {at_once} at once")
     given = [prompt(PROMPT_TOKENS, seed) for seed in range(max(at_once, 2))]
-    return harness.by_turns([partial(pair.first_tokens, given, at_once) for pair in pairs], rounds)
+    ways = [partial(pair.first_tokens, given, at_once) for pair in pairs]
+    return harness.by_turns(ways, rounds)[:, :, 0]
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
@@ -163,7 +162,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             ]
             section = "time to decode's first token, staged on both sides"
             for number in at_once:
-                ours, theirs = beside(pairs, number, rounds)[:, :, 0]
+                ours, theirs = beside(pairs, number, rounds)
                 case, of = f"loopback, {number} at once", "time without staging"
                 yield row(section, case, of, ours, theirs, unit="ms", scale=1e3)
             return
@@ -181,21 +180,17 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _rows(name: str, number: int, found: harness.Times) -> Iterator[Row]:
-    theirs = _their_connector()
     for which, target, suffix in ((1, "≤ 1", ""), (2, "≤ 0.9", ASLEEP)):
-        case, first, each = f"{name}, {number} at once{suffix}", found[:, :, 0], found[:, :, 1]
         yield row(
-            f"time to decode's first token, {CPU}",
-            case,
-            f"time with {theirs}",
-            first[0],
-            first[which],
+            "time to decode's first token, vLLM on a CPU",
+            f"{name}, {number} at once{suffix}",
+            f"time with {_their_connector()}",
+            found[0],
+            found[which],
             unit="ms",
             scale=1e3,
             target=target,
         )
-        section, of = f"requests a second at decode, {CPU}", f"that with {theirs}"
-        yield row(section, case, of, 1 / each[0], 1 / each[which], unit="requests/s")
 
 
 def _their_connector() -> str:

@@ -56,14 +56,13 @@ WORSE, UNUSABLE, INTERRUPTED = 1, 2, 130
 console = Console(stderr=True, highlight=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Part:
-    """A script of this folder, or one cost of ``costs.py``.
+    """A command of this folder.
 
     Attributes:
-        name: of the part; and of its script, unless ``script`` names another.
-        title: on the page.
-        arguments: of the script.
+        name: of the part, and ``title``: on the page.
+        command: a script with its arguments.
         short: arguments without which it takes longer, but is more exact: ``--long`` leaves them
             out.
         takes_long: whether it takes minutes, and is run with ``--long`` or by its name only.
@@ -72,75 +71,33 @@ class Part:
 
     name: str
     title: str
-    script: str = ""
-    arguments: tuple[str, ...] = ()
-    short: tuple[str, ...] = ()
+    command: str
+    short: str = ""
     takes_long: bool = False
     newer: bool = False
 
 
-def _cost(name: str, title: str, *, takes_long: bool = False) -> Part:
-    return Part(name=name, title=title, script="costs", arguments=(name,), takes_long=takes_long)
-
-
 PARTS = (
-    Part(
-        name="planning",
-        title="Handshake and planning, beside vLLM's worker",
-        takes_long=True,
-        newer=True,
-    ),
-    Part(
-        name="handshake",
-        title="A peer known to NIXL, beside vLLM's worker",
-        script="planning",
-        arguments=("--nixl",),
-        takes_long=True,
-        newer=True,
-    ),
-    Part(
-        name="request",
-        title="One request, from the plan to posted, beside vLLM's worker",
-        short=("--seconds", "3"),
-        newer=True,
-    ),
-    Part(name="drivers", title="Each driver, beside memcpy and NIXL's own calls"),
-    Part(
-        name="ucx",
-        title="The driver ucx, beside NIXL on the same transports",
-        script="drivers",
-        arguments=("--ucx",),
-    ),
-    Part(
-        name="end_to_end", title="Real vLLM engines, beside NixlConnector", short=("--rounds", "4")
-    ),
-    Part(
-        name="staging",
-        title="Staging through host memory, beside the direct way",
-        script="end_to_end",
-        arguments=("--staging",),
-        short=("--rounds", "4"),
-        takes_long=True,
-    ),
-    Part(
-        name="second_turn",
-        title="Conversations, with and without tickets for next turns",
-        takes_long=True,
-    ),
-    Part(name="early", title="Pages that cross while prefill computes", takes_long=True),
-    _cost("request_profile", "What one request costs in Python"),
-    _cost("steps", "What an engine step costs"),
-    _cost("channel", "The side channel, and memory for each peer"),
-    _cost("cold_start", "A thousand consumer engines at one side channel", takes_long=True),
-    _cost("known_producers", "What idle producers cost a rank"),
-    _cost("replies", "What hostile replies cost"),
-    _cost("fence", "What the fence costs"),
-    _cost("proofs", "What proofs of tickets cost"),
-    _cost("posting", "What posting copies by ucx costs"),
-    _cost("staging_copies", "What staging copies"),
-    _cost("startup", "What starting costs"),
-    _cost("orphaned", "How long prefill stands still when decode dies"),
-    Part(name="gpu", title="VRAM to VRAM"),
+    Part("planning", "Planning, beside vLLM's worker", "planning", takes_long=True, newer=True),
+    Part("handshake", "The same with NIXL", "planning --nixl", takes_long=True, newer=True),
+    Part("request", "One request until it is posted", "request", "--seconds 3", newer=True),
+    Part("drivers", "Each driver, beside memcpy and NIXL's own calls", "drivers"),
+    Part("ucx", "The driver ucx, beside NIXL on the same transports", "drivers --ucx"),
+    Part("end_to_end", "Real engines, beside NixlConnector", "end_to_end", "--rounds 4"),
+    Part("staging", "Staging, beside the direct way", "end_to_end --staging", "--rounds 4", True),
+    Part("second_turn", "Conversations, with and without tickets", "second_turn", takes_long=True),
+    Part("early", "Pages that cross while prefill computes", "early", takes_long=True),
+    Part("request_profile", "What one request costs in Python", "costs request_profile"),
+    Part("steps", "What an engine step costs", "costs steps"),
+    Part("channel", "1,000 consumers at one side channel", "costs channel"),
+    Part("cold_start", "The same with 8 ranks", "costs cold_start", takes_long=True),
+    Part("known_producers", "What idle producers cost a rank", "costs known_producers"),
+    Part("replies", "What hostile replies cost", "costs replies"),
+    Part("fence", "What the fence costs", "costs fence"),
+    Part("proofs", "What proofs of tickets cost", "costs proofs"),
+    Part("posting", "What posting copies by ucx costs", "costs posting"),
+    Part("startup", "What starting costs", "costs startup"),
+    Part("orphaned", "How long prefill stands still when decode dies", "costs orphaned"),
 )
 
 
@@ -232,14 +189,14 @@ def _chosen(store: results.Store, parts: Sequence[Part]) -> results.Store:
 def _run(part: Part, options: argparse.Namespace, now: dict[str, Any]) -> dict[str, Any]:
     """Run a part and return its rows, or the reason why there are none."""
     begun = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "load": _load()}
-    extent = {"quick": ("--quick",), "short": part.short, "long": ()}[options.extent]
-    newer = ("--newer", str(options.newer)) if part.newer and options.newer.is_dir() else ()
+    extent = {"quick": "--quick", "short": part.short, "long": ""}[options.extent].split()
+    newer = ["--newer", str(options.newer)] if part.newer and options.newer.is_dir() else []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
-        script = f"benchmarks.{part.script or part.name}"
-        command = [sys.executable, "-m", script, "--json", str(file)]
+        script, *arguments = part.command.split()
+        command = [sys.executable, "-m", f"benchmarks.{script}", "--json", str(file)]
         started = time.monotonic()
-        status, said = _called([*command, *part.arguments, *extent, *newer])
+        status, said = _called([*command, *arguments, *extent, *newer])
         console.print(f"   {time.monotonic() - started:.0f} s")
         try:
             text = file.read_text(encoding="utf-8")

@@ -5,23 +5,21 @@
 
 Each is in a process of its own, with NIXL's agent replaced by a stand-in that costs nothing; they
 take turns. ``--newer`` names the source of another vLLM, whose worker is measured in rounds of its
-own. "Built" is from what the peer's ranks publish to all that is kept for it: decoded, checked,
-planned; in CPU time of the thread. "Handshake" is that and the question over a real socket; by the
-clock. A peer is the first of its shape, or one that differs from an earlier one only in where its
-memory lies, as the engines of one deployment do: vLLM's worker too has tables then that it uses
-again. TP a-b: a prefill ranks, b decode ranks; all is done by decode's rank 0, which knows its own
-engine's layouts.
+own. What is measured is all from what the peer's ranks publish to what is kept for it: decoded,
+checked, planned; in CPU time of the thread. A peer is the first of its shape, or one that differs
+from an earlier one only in where its memory lies, as the engines of one deployment do: vLLM's
+worker too has tables then that it uses again. TP a-b: a prefill ranks, b decode ranks; all is done
+by decode's rank 0, which knows its own engine's layouts.
 
 ``--nixl`` does it with NIXL itself: ours also connects the driver nixl to each rank, and vLLM's
 worker loads them and prepares NIXL's descriptor lists. NIXL forgets the peer after each round, and
 few rounds are made: after some thousand connections in a process, each one was seen to take ten
-times as long. Memory is what NIXL and numpy have allocated then, for each of some further peers.
+times as long.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import itertools
 import time
@@ -43,7 +41,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.planner.plan_cache import PlanCache
-from kvferry.core.side_channel import HandshakeServer, agree, engine_info, fetch
+from kvferry.core.side_channel import agree, engine_info
 
 CASES = ((1, 1, 1.0), (1, 1, 0.9), (2, 1, 1.0), (4, 1, 1.0), (8, 1, 1.0), (1, 8, 1.0), (3, 2, 1.0))
 """Prefill ranks, decode ranks, and how many blocks prefill has for each of decode's."""
@@ -53,15 +51,11 @@ its blocks, and with NIXL."""
 FEWER = 10
 """Memory is compared with so many times fewer blocks."""
 IN_A_ROW, SHORT_SECONDS, ROUNDS = 5, 0.5, 15
-MOST_PEERS, ENOUGH = 64, 64 << 20
-"""NIXL's memory is measured over so many peers, or until it has grown by so many bytes."""
 FIRST, FURTHER = "built for the first peer of its shape", "built for a further peer of that shape"
-SHAKEN = "handshake with a further peer of that shape, over a socket"
-MEMORY, GROWTH = "memory while a peer is built", "memory with ten times the blocks"
+GROWTH = "memory with ten times the blocks"
 REFUSED = "vLLM's worker refuses it"
 NIXL_FIRST = "known to NIXL too, the first peer of its shape"
 NIXL_FURTHER = "known to NIXL too, a further peer of that shape"
-KEPT = "memory that NIXL and numpy keep for a further peer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +87,15 @@ class Side:
 
     in_a_row = IN_A_ROW
 
-    def _median(self, once: Callable[[], Callable[[], object]], thread: bool = True) -> list[float]:
-        clock = time.thread_time if thread else time.perf_counter
+    def _median(self, once: Callable[[], Callable[[], object]]) -> list[float]:
         found: list[float] = []
         end = time.monotonic() + SHORT_SECONDS
         while len(found) < self.in_a_row and (not found or time.monotonic() < end):
             call = once()
             gc.collect(0)
-            start = clock()
+            start = time.thread_time()
             call()
-            found.append(clock() - start)
+            found.append(time.thread_time() - start)
             self._over()
         return [float(np.median(found))]
 
@@ -126,13 +119,6 @@ class Ferry(Side):
     def built(self, again: bool) -> list[float]:
         """All that is built for another peer."""
         return self._median(lambda: partial(self._built, self._peer(again)))
-
-    def handshake(self) -> list[float]:
-        """Ask a further peer and build."""
-        raw = self._peer(True)
-        with HandshakeServer(raw, engine="prefill", incarnation=5) as server:
-            ask = partial(fetch, server.host, server.port, "prefill", timeout=10.0)
-            return self._median(lambda: lambda: self._planned(ask()), thread=False)
 
     def memory(self, blocks: int) -> tuple[int, int]:
         """Bytes while it is built, at most, and bytes that stay."""
@@ -167,10 +153,8 @@ class Ferry(Side):
         self._mine = told[0]
         self._planner = PlanCache([each.layout for each in told], 0)
 
-    def _built(self, raw: list[bytes]) -> object:
-        return self._planned(engine_info(raw))
-
-    def _planned(self, info: Any) -> object:
+    def _built(self, raw: list[bytes]) -> Any:
+        info = engine_info(raw)
         for theirs in info.ranks:
             agree(self._mine, theirs)
         return self._planner.plan([payload.layout for payload in info.ranks]), info
@@ -194,11 +178,6 @@ class NixlFerry(Ferry):
         self._addresses = [transport.address() for transport in self._far]
         self._near = NixlTransport()
 
-    def kept(self) -> float:
-        """Bytes that stay for another peer."""
-        kept: list[object] = []
-        return _grown(lambda: kept.append(self._built(self._peer(True))))
-
     def _over(self) -> None:
         for peer in self._peers:
             self._near.disconnect(peer)
@@ -208,9 +187,9 @@ class NixlFerry(Ferry):
     def _published(self, layout: Layout, rank: int) -> bytes:
         return engines.payload(layout, rank, address=self._addresses[rank])
 
-    def _planned(self, info: Any) -> object:
-        found = super()._planned(info)
-        self._peers = [self._near.connect(payload.address) for payload in info.ranks]
+    def _built(self, raw: list[bytes]) -> Any:
+        found = super()._built(raw)
+        self._peers = [self._near.connect(payload.address) for payload in found[1].ranks]
         return found
 
 
@@ -247,22 +226,6 @@ class Vllm(Side):
             return self._known
 
         return self._median(once)
-
-    def handshake(self) -> list[float]:
-        """Ask a further peer and build."""
-        ranks, name = self._case.prefill, self._name()
-        with vllm_worker.listening(self._far.payload, name, ranks) as (host, port):
-            ask = partial(self._worker._nixl_handshake, host, port, ranks, name)
-            return self._median(lambda: ask, thread=False)
-
-    def memory(self) -> int:
-        """Bytes while a first peer is built, at most."""
-        self._forget(False)
-        tracemalloc.start()
-        self._known()
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return peak
 
     def _start(self, tp: int, blocks: int) -> vllm_worker.Worker:
         return vllm_worker.start(tp=tp, layers=self._case.layers, blocks=blocks, api=self.api)
@@ -308,12 +271,6 @@ class NixlVllm(Vllm):
         mine = vllm_worker.metadata(self._far.payload, "prefill").agent_metadata
         self._agents = [mine, *(self._another() for _ in range(1, case.prefill))]
 
-    def kept(self) -> float:
-        """Bytes that stay for another peer."""
-        grown = _grown(self._known)
-        self._over()
-        return grown
-
     def _over(self) -> None:
         """Release all peers, which have the same agents."""
         for name in self._known_names[1:]:
@@ -347,29 +304,6 @@ class NixlVllm(Vllm):
             agent.register_memory(descs, backends=self._far.worker.nixl_backends)
         made: bytes = agent.get_agent_metadata()
         return made
-
-
-class _MallocInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``: of its ten numbers, the fifth and the eighth are in use."""
-
-    _fields_ = (("numbers", ctypes.c_size_t * 10),)
-
-
-def _grown(another: Callable[[], object]) -> float:
-    """Bytes that libraries and numpy have allocated and kept, for each further call."""
-    call = ctypes.CDLL(None).mallinfo2
-    call.restype = _MallocInfo
-
-    def heap() -> int:
-        numbers = call().numbers
-        return int(numbers[4] + numbers[7])
-
-    another()
-    before, count = heap(), 0
-    while not count or (count < MOST_PEERS and heap() - before < ENOUGH):
-        another()
-        count += 1
-    return max(1.0, (heap() - before) / count)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
@@ -417,11 +351,7 @@ def _case(
     equal = case.prefill == case.decode
     first, further = (EQUAL if equal else UNEQUAL, NEWER), (EQUAL if equal else None, NEWER)
     yield from _beside(FIRST, case, ours, peers, ("built", False), seconds, first)
-    for name, peer in peers.items():
-        of = f"{name}'s peak to ours"
-        yield row(MEMORY, str(case), of, peer.ask("memory"), peak, unit="KB", measured=peak / 1e3)
     yield from _beside(FURTHER, case, ours, peers, ("built", True), seconds / 2, further)
-    yield from _beside(SHAKEN, case, ours, peers, ("handshake",), seconds / 2)
 
 
 def _nixl_case(
@@ -431,10 +361,6 @@ def _nixl_case(
         each.ask("prepare", case)
     for section, again in ((NIXL_FIRST, False), (NIXL_FURTHER, True)):
         yield from _beside(section, case, ours, peers, ("built", again), seconds, (None, NEWER))
-    kept = ours.ask("kept")
-    for name, peer in peers.items():
-        of = f"{name}'s memory to ours"
-        yield row(KEPT, str(case), of, peer.ask("kept"), kept, unit="KB", measured=kept / 1e3)
 
 
 def _beside(

@@ -229,78 +229,38 @@ class _Run:
         say = partial(
             row, f"{self._count:,} consumers at once, {nbytes / 1e3:,.0f} KB for an answer"
         )
-        for what, of, theirs, target in (
-            (
-                "until the last is served",
-                f"handshake_timeout, {LIMIT_SECONDS:g} s",
-                LIMIT_SECONDS,
-                "≤ 1",
-            ),
-            ("until the last is served", "our time to a bare socket's", last[1], None),
-        ):
-            yield say(what, of, last[0], theirs, unit="s", target=target)
-        yield say(
-            "CPU of the server for each",
-            "our CPU time to a bare socket's",
-            cpu[0],
-            cpu[1],
-            unit="µs",
-            scale=1e6 / self._count,
-        )
-        for which, beside, target in (
-            (1, "a bare socket in its place", "≤ 1.1"),
-            (2, "nobody asking", None),
-        ):
-            yield say(
-                "engine step of 4 ms CPU, median",
-                f"the same with {beside}",
-                median[0],
-                median[which],
-                unit="ms",
-                scale=1e3,
-                target=target,
-            )
+        limit = f"handshake_timeout, {LIMIT_SECONDS:g} s"
+        served, server = "until the last is served", "CPU of the server for each"
+        yield say(served, limit, last[0], LIMIT_SECONDS, unit="s", target="≤ 1")
+        yield say(served, "our time to a bare socket's", last[0], last[1], unit="s")
+        each = 1e6 / self._count
+        of = "our CPU time to a bare socket's"
+        yield say(server, of, cpu[0], cpu[1], unit="µs", scale=each)
+        name, of = "engine step of 4 ms CPU, median", "the same with a bare socket in its place"
+        yield say(name, of, median[0], median[1], unit="ms", scale=1e3, target="≤ 1.1")
+        of = "the same with nobody asking"
+        yield say(name, of, median[0], median[2], unit="ms", scale=1e3)
 
     def watches(self, seconds: float) -> Iterator[Row]:
-        """All watch for some seconds: the server, then the bare socket; then nobody does."""
-        grown, figures = [], []
-        for port in self._ports:
-            before = self._producer.ask("memory")
-            for one in self._consumers:
-                one.ask("watch", port, self._count // len(self._consumers))
-            time.sleep(SETTLE_SECONDS)
-            figures.append(self._beside(lambda: time.sleep(seconds)))
-            grown.append((self._producer.ask("memory") - before) / self._count)
-            for why in [why for one in self._consumers for why in one.ask("leave")][:1]:
-                raise SystemExit(f"a watch has ended: {why}")
-            time.sleep(1.0)
-        idle = self._beside(lambda: time.sleep(seconds))
-        shares = [(cpu - idle[2]) / seconds for _, _, cpu in figures]
+        """All watch the server for some seconds; then nobody does."""
+        before = self._producer.ask("memory")
+        for one in self._consumers:
+            one.ask("watch", self._ports[0], self._count // len(self._consumers))
+        time.sleep(SETTLE_SECONDS)
+        _, step, cpu = self._beside(lambda: time.sleep(seconds))
+        grown = max(1, self._producer.ask("memory") - before) / self._count
+        for why in [why for one in self._consumers for why in one.ask("leave")][:1]:
+            raise SystemExit(f"a watch has ended: {why}")
+        time.sleep(1.0)
+        _, idle_step, idle_cpu = self._beside(lambda: time.sleep(seconds))
+        share = max((cpu - idle_cpu) / seconds, 1e-6)
         pings = self._count / DEFAULTS.liveness_interval
         say = partial(row, f"watching: {self._count:,} consumers, {pings:,.0f} pings a second")
-        for of, theirs, target in (
-            (f"{CPU_SHARE:.0%} of a core", CPU_SHARE, "≤ 1"),
-            ("a bare socket's", max(shares[1], 1e-6), None),
-        ):
-            share = max(shares[0], 1e-6)
-            yield say("a core's share", of, share, theirs, unit="%", scale=1e2, target=target)
-        yield say(
-            "engine step of 4 ms CPU, median",
-            "the same while nobody asks",
-            figures[0][1],
-            idle[1],
-            unit="ms",
-            scale=1e3,
-            target="≤ 1.1",
-        )
-        yield say(
-            "memory of the server for each",
-            "a bare socket's",
-            max(grown[0], 1.0),
-            max(grown[1], 1.0),
-            unit="KB",
-            scale=1e-3,
-        )
+        of, name = f"{CPU_SHARE:.0%} of a core", "a core's share"
+        yield say(name, of, share, CPU_SHARE, unit="%", scale=1e2, target="≤ 1")
+        name, of = "engine step of 4 ms CPU, median", "the same while nobody asks"
+        yield say(name, of, step, idle_step, unit="ms", scale=1e3, target="≤ 1.1")
+        yield say("memory of the server for each", "itself", grown, grown, unit="KB", scale=1e-3)
 
     def _asked(self, port: int, known: Sequence[bytes]) -> float:
         for one in self._consumers:

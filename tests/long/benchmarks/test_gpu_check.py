@@ -57,8 +57,8 @@ def test_rehearsal_of_all_steps(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_rehearsal_over_tcp_has_staged_beside_direct(tmp_path: Path) -> None:
     found = check(tmp_path, "--only", "staged")
-    tables = list(found["staged-nixl"]["tables"])
-    assert tables == ["nixl, cpu from cpu, tcp", "nixl, cpu from cpu, tcp, staged"]
+    rows = found["staged-nixl"]["tables"]["over_tcp, nixl"]
+    assert all(row["speed of staged loads to direct"] > 0 for row in rows)
     log = (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert "tcp/" in log
     assert "sysv/" not in log

@@ -40,6 +40,9 @@ NEEDED = (
 )
 ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 """Whether UCX may read GPU memory of another process by CUDA IPC; ``auto``: over NVLink only."""
+TCP = "tcp,cuda_copy,self"
+"""UCX's transports where only tcp is left: ``cuda_copy`` and ``self`` stay within a process, and
+neither ``cuda_ipc`` nor shared memory (``sm``) is among them."""
 SUITE_SECONDS, SUITE_START, SUITE_GRACE = 52.0, 5.0, 45.0
 """For each run of the suite: afterwards, no further test begins; and what it may take beyond that
 if no test hangs, and if one does."""
@@ -121,15 +124,24 @@ def all_steps(drivers: Sequence[str], suite_seconds: float) -> Iterator[Step]:
             environment = {**made.environment, **more}
             yield replace(made, environment=environment, processes=processes)
     for driver in drivers:
-        title = f"{driver}: benchmarks/gpu.py: speed beside a plain copy"
-        yield _step(f"bench-{driver}", title, 35, 75, "-k", "direct and not tcp", file="speed")
+        made = _step(
+            f"bench-{driver}",
+            f"{driver}: speed beside a plain copy",
+            35,
+            75,
+            "-k",
+            "direct",
+            file="speed",
+        )
+        yield replace(made, environment={**made.environment, "UCX_PROTO_INFO": "y"})
 
 
 def named_steps(drivers: Sequence[str]) -> Iterator[Step]:
     """Yield the steps that run only if they are named: there is no time for them among all."""
     for driver in drivers:
         title = f"{driver}: over tcp, staged beside direct"
-        yield _step(f"staged-{driver}", title, 120, 500, "-k", "tcp", file="speed")
+        made = _step(f"staged-{driver}", title, 120, 500, "-k", "tcp", file="speed")
+        yield replace(made, environment={**made.environment, "UCX_PROTO_INFO": "y", "UCX_TLS": TCP})
 
 
 def _step(
