@@ -17,13 +17,11 @@ import logging
 import math
 import mmap
 import os
-import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -196,28 +194,6 @@ def metadata(payload: Any, name: str) -> Any:
     found = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata)
     found.engine_id = name
     return found
-
-
-@contextmanager
-def listening(payload: Any, name: str, ranks: int) -> Iterator[tuple[str, int]]:
-    """vLLM's own listener, serving that for all ranks; its host and port."""
-    import msgspec
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorScheduler
-
-    inside = msgspec.msgpack.encode(metadata(payload, name))
-    said = msgspec.msgpack.encode(replace(payload, agent_metadata_bytes=inside))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = free.getsockname()[:2]
-    ready, stop = threading.Event(), threading.Event()
-    served = {(0, rank): said for rank in range(ranks)}
-    listen = NixlConnectorScheduler._nixl_handshake_listener
-    thread = threading.Thread(target=listen, args=(served, ready, stop, *place), daemon=True)
-    thread.start()
-    ready.wait()
-    try:
-        yield place
-    finally:
-        stop.set()
 
 
 def use_source(folder: Path) -> None:

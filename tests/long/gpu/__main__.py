@@ -348,7 +348,7 @@ def _why_not(rehearse: bool) -> str:
 def _check(options: argparse.Namespace) -> int:
     from tests.long.gpu.device import Device, load_torch
 
-    suite_seconds = 3.0 if options.rehearse else options.suite_seconds
+    suite_seconds = 3.0 if options.rehearse else SUITE_SECONDS
     steps = list(all_steps(options.driver or DRIVERS, suite_seconds))
     if options.only:
         steps += named_steps(options.driver or OVER_TCP)
@@ -395,13 +395,6 @@ def _options() -> argparse.Namespace:
         help="a step, or how the names of some begin; staged-nixl runs only so",
     )
     parser.add_argument("--driver", action="append", help="default: nixl and ucx")
-    parser.add_argument(
-        "--suite-seconds",
-        type=float,
-        default=SUITE_SECONDS,
-        metavar="S",
-        help="for each run of the suite",
-    )
     parser.add_argument(
         "--limit", type=float, default=TOTAL_SECONDS, metavar="S", help="for all steps together"
     )

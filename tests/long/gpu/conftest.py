@@ -120,10 +120,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         )
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
-    """Write that the run has ended, and end: some libraries crash in their exit handlers."""
     _write(ended=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """End the process: some libraries crash in their exit handlers."""
     if os.devnull != FILE:
         sys.stdout.flush()
         os._exit(0)
