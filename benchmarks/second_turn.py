@@ -2,24 +2,17 @@
 
     python -m benchmarks.second_turn [--rounds 12] [--quick] [--json FILE]
 
-Two pairs of vLLM's HTTP servers with KVFerryConnector (signed tickets, prefix caching, a model of
-random weights), one with ``bidirectional_kv_xfer``, each behind ``disagg_proxy_multiturn.py`` of
-vLLM's source distribution. The client is that of ``benchmark_serving_multi_turn.py``, from there,
-too: conversations of four turns with ``--send-conversation-id``, one after the other, the same ones
-by turns through either proxy. Its time to the first token is from a request to the first streamed
-chunk with text, through proxy, prefill and decode.
+Two pairs of vLLM's HTTP servers with KVFerryConnector, one with ``bidirectional_kv_xfer``, each
+behind ``disagg_proxy_multiturn.py`` of vLLM's source distribution, of which a copy translates
+streamed responses (``tests/long/routers/adapted_proxy.py``). The client is that of vLLM's
+``benchmark_serving_multi_turn.py``: the same conversations of four turns by turns through either
+proxy. The time to the first token is from a request to the first streamed chunk with text, through
+proxy, prefill and decode.
 
-vLLM 0.32 streams decode's ticket from its Responses API only, and 0.33 in the last chunk of a chat
-completion, as the proxy expects. So a copy of the proxy asks decode for streamed responses, and
-translates them (``tests/long/routers/adapted_proxy.py``), for both pairs. A client
-waits as long as it would with 0.33, and for the translation, some tenths of a millisecond.
-
-vLLM steps an engine as long as it holds anything, also if it has nothing to do, which takes a core
-from the others here. So decode holds an answer for three seconds only, and the next conversation
-begins when all engines have nothing left.
-
-Every round ends with a look at what vLLM counted: with tickets, prefill has computed no token of a
-later turn but the new ones; without, it has computed the answers, too.
+vLLM steps an engine as long as it holds anything, which takes a core from the others here. So
+decode holds an answer for three seconds only, and the next conversation begins when all engines
+have nothing left. Every round ends with a look at what vLLM counted: with tickets, prefill has
+computed no token of a later turn but the new ones; without, it has computed the answers, too.
 
 It needs vLLM's CPU build, and vLLM's source distribution, which is fetched if it is not in
 ``.cache/vllm-next``.
@@ -29,13 +22,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,11 +33,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import harness, serving
-from benchmarks.harness import Row, row
+from benchmarks.harness import Row, Way, WorkerProcess, row
+from benchmarks.multi_turn_client import Client
 from tests.long.routers.checks import nothing_left
 from tests.long.routers.deployment import HEALTH, MULTI_TURN, Servers, proxy
 
-HERE = Path(__file__).parent
 CLIENT = Path("benchmarks/multi_turn")
 """A folder of vLLM's source distribution."""
 
@@ -81,58 +70,6 @@ OF = "time without bidirectional_kv_xfer"
 Conversation = list[dict[str, str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Of each turn: seconds to the first token, and for each token then."""
-
-    first: list[float]
-    each: list[float]
-
-
-class Client:
-    """The process of ``multi_turn_client.py``."""
-
-    def __init__(self, source: Path, model: Path, log: Path, stack: ExitStack) -> None:
-        self._log = log
-        self._process = subprocess.Popen(
-            [sys.executable, HERE / "multi_turn_client.py", source / CLIENT, model],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stack.enter_context(log.open("w")),
-            text=True,
-        )
-        stack.callback(self._close)
-
-    def started(self) -> None:
-        """Wait until it takes conversations."""
-        self._receive()
-
-    def run(self, url: str, name: str, conversation: Conversation) -> Run:
-        """Have one conversation."""
-        asked = {"url": url, "conversations": {name: conversation}}
-        if self._process.stdin is not None:
-            print(json.dumps(asked), file=self._process.stdin, flush=True)
-        stats = sorted(self._receive(), key=lambda each: int(each["input_num_turns"]))
-        if [each["output_num_tokens"] for each in stats] != [ANSWER_TOKENS] * TURNS:
-            raise SystemExit(f"answers have other lengths: {stats}; {self._end()}")
-        return Run(
-            first=[each["ttft_ms"] / 1e3 for each in stats],
-            each=[each["tpot_ms"] / 1e3 for each in stats],
-        )
-
-    def _receive(self) -> Any:
-        line = self._process.stdout.readline() if self._process.stdout is not None else ""
-        if not line:
-            raise SystemExit(f"the client has ended; {self._end()}")
-        return json.loads(line)
-
-    def _end(self) -> str:
-        return f"its log ends with:\n{self._log.read_text(errors='replace')[-3000:]}"
-
-    def _close(self) -> None:
-        self._process.communicate()
-
-
 class Pair:
     """Two servers behind a proxy, which end with ``stack``."""
 
@@ -156,13 +93,20 @@ class Pair:
         self._stack.callback(self._proxy.close)
         self._proxy.wait_started()
 
-    def converse(self, client: Client, name: str, conversation: Conversation) -> tuple[Run, int]:
-        """Have one conversation; what it took, and how many tokens prefill computed for it."""
-        before = self._computed()
-        run = client.run(self._proxy.address, f"{name}, {self.name}", conversation)
+    def converse(self, client: WorkerProcess, number: int) -> list[float]:
+        """Have a conversation; seconds to the first token of each turn, and for a further one."""
+        before, tickets = self._computed(), self.name == "with tickets"
+        asked = {f"{number}, {self.name}": conversation(number)}
+        stats = client.ask("run", self._proxy.address, asked)
+        stats.sort(key=lambda each: int(each["input_num_turns"]))
+        if [each["output_num_tokens"] for each in stats] != [ANSWER_TOKENS] * TURNS:
+            raise SystemExit(f"answers have other lengths: {stats}")
         tokens = int(self._computed() - before)
+        if tokens not in computed(tickets):
+            raise SystemExit(f"{self.name}: prefill has computed {tokens} tokens")
         nothing_left(self._servers)
-        return run, tokens
+        further = float(np.median([each["tpot_ms"] for each in stats]))
+        return [each["ttft_ms"] / 1e3 for each in stats] + [further / 1e3]
 
     def _computed(self) -> float:
         prefill = self._servers["prefill"]
@@ -235,24 +179,29 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         source = vllm_source()
         serving.prepare(str(folder))
         serving.make_model(folder / "model", max_tokens=MOST_TOKENS, **SHAPE)
-        client = Client(source, folder / "model", folder / "client.log", stack)
         settings: dict[str, dict[str, Any]] = {"with tickets": WITH_TICKETS, "without": {}}
         pairs = [Pair(name, folder, source, extra, stack) for name, extra in settings.items()]
         for pair in pairs:
             pair.started()
-        client.started()
-        ways = [partial(_conversed, pair, client, itertools.count()) for pair in pairs]
-        yield from table(harness.by_turns(ways, rounds))
+        make = partial(Client, source / CLIENT, folder / "model", folder / "client.log")
+        client = stack.enter_context(WorkerProcess(make))
 
+        def conversed(pair: Pair) -> Way:
+            numbers = itertools.count()
 
-def _conversed(pair: Pair, client: Client, numbers: Iterator[int]) -> list[float]:
-    """Have the next conversation, and check how many tokens prefill has computed for it."""
-    number = next(numbers)
-    harness.say(f"conversation {number + 1}, {pair.name}")
-    run, tokens = pair.converse(client, f"{number}", conversation(number))
-    if tokens not in computed(pair.name == "with tickets"):
-        raise SystemExit(f"{pair.name}: prefill has computed {tokens} tokens")
-    return [*run.first, float(np.median(run.each))]
+            def way() -> list[float]:
+                number = next(numbers)
+                harness.say(f"conversation {number + 1}, {pair.name}")
+                return pair.converse(client, number)
+
+            return way
+
+        try:
+            found = harness.by_turns([conversed(pair) for pair in pairs], rounds)
+        except SystemExit:
+            print((folder / "client.log").read_text(errors="replace")[-3000:], flush=True)
+            raise
+        yield from table(found)
 
 
 if __name__ == "__main__":

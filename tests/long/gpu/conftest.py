@@ -60,6 +60,7 @@ Table = Callable[[str, Mapping[str, str | int | float]], None]
 """A function that adds a row to a table of the results, by its title."""
 
 _begun = time.monotonic()
+_sessions: list[pytest.Session] = []
 
 
 def pytest_configure() -> None:
@@ -98,13 +99,17 @@ def _order(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    _sessions.append(session)
     _write(collected=len(session.items))
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     _write(began=item.name)
+
+
+def pytest_runtest_logfinish() -> None:
     if time.monotonic() - _begun > float(SECONDS):
-        item.session.shouldstop = "the time for this step is up"
+        _sessions[0].shouldstop = "the time for this step is up"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
