@@ -159,9 +159,7 @@ def contexts(**changes: Any) -> ContextReport:
         "entered": {"MainThread": 1, "kvferry-endpoint": 1},
         "contexts": {"MainThread": 0x10, "kvferry-endpoint": 0x10},
         "not_entered": [],
-        "native_threads": {"python": 2},
         "active": [1],
-        "used_mib": {"0": 500, "1": 900},
     }
     return ContextReport(**(fields | changes))
 

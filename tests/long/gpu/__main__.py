@@ -38,8 +38,6 @@ NEEDED = (
     *("torch", "numpy", "msgspec", "zmq", "stevedore", "cryptography", "rich", "typer"),
     *("pytest", "pytest_timeout", "hypothesis"),
 )
-ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
-"""Whether UCX may read GPU memory of another process by CUDA IPC; ``auto``: over NVLink only."""
 TCP = "tcp,cuda_copy,self"
 """UCX's transports where only tcp is left: ``cuda_copy`` and ``self`` stay within a process, and
 neither ``cuda_ipc`` nor shared memory (``sm``) is among them."""
@@ -97,7 +95,7 @@ def all_steps(drivers: Sequence[str], suite_seconds: float) -> Iterator[Step]:
     yield _step("environment", "versions, doctor, CUDA IPC between two processes", 40, 90)
     for driver in drivers:
         title = f"{driver}: loads while the GPU is busy, checked on the device"
-        yield _step(f"loads-{driver}", title, 35, 75, "-k", "busy", driver=driver)
+        yield _step(f"loads-{driver}", title, 35, 75, "-k", "busy")
     for driver in drivers:
         yield _step(f"quiescence-{driver}", f"{driver}: no byte lands after FAILED", 45, 110)
     for name, title in (
@@ -110,49 +108,60 @@ def all_steps(drivers: Sequence[str], suite_seconds: float) -> Iterator[Step]:
         yield _step(f"pieces-{driver}", title, 25, 60, "-k", "small", file="loads")
     for driver in drivers:
         for value, name in (("auto", "auto"), ("y", "on")):
-            made = _step(
+            yield _step(
                 f"suite-{driver}-{name}",
                 f"the conformance suite of {driver}, zcopy {name}",
                 suite_seconds + SUITE_START,
                 suite_seconds + SUITE_GRACE,
                 f"--timeout={TEST_SECONDS}",
-                driver=driver,
+                # Most of a test's time is the start of processes.
+                processes=max(1, min(4, (os.cpu_count() or 1) // 4)),
+                KVFERRY_GPU_DRIVER=driver,
+                KVFERRY_GPU_SECONDS=str(suite_seconds),
+                # Whether UCX may read another process's GPU memory by CUDA IPC; by default, where
+                # it finds NVLink.
+                UCX_CUDA_IPC_ENABLE_GET_ZCOPY=value,
             )
-            # Most of a test's time is the start of processes.
-            processes = max(1, min(4, (os.cpu_count() or 1) // 4))
-            more = {ZCOPY: value, "KVFERRY_GPU_SECONDS": str(suite_seconds)}
-            environment = {**made.environment, **more}
-            yield replace(made, environment=environment, processes=processes)
     for driver in drivers:
-        made = _step(
-            f"bench-{driver}",
-            f"{driver}: speed beside a plain copy",
-            35,
-            75,
-            "-k",
-            "direct",
-            file="speed",
-        )
-        yield replace(made, environment={**made.environment, "UCX_PROTO_INFO": "y"})
+        title, tests = f"{driver}: speed beside a plain copy", ("-k", "direct")
+        yield _step(f"bench-{driver}", title, 35, 75, *tests, file="speed", UCX_PROTO_INFO="y")
 
 
 def named_steps(drivers: Sequence[str]) -> Iterator[Step]:
     """Yield the steps that run only if they are named: there is no time for them among all."""
     for driver in drivers:
-        title = f"{driver}: over tcp, staged beside direct"
-        made = _step(f"staged-{driver}", title, 120, 500, "-k", "tcp", file="speed")
-        yield replace(made, environment={**made.environment, "UCX_PROTO_INFO": "y", "UCX_TLS": TCP})
+        yield _step(
+            f"staged-{driver}",
+            f"{driver}: over tcp, staged beside direct",
+            120,
+            500,
+            *("-k", "tcp"),
+            file="speed",
+            UCX_PROTO_INFO="y",
+            UCX_TLS=TCP,
+        )
 
 
 def _step(
-    name: str, title: str, needs: float, limit: float, *tests: str, file: str = "", driver: str = ""
+    name: str,
+    title: str,
+    needs: float,
+    limit: float,
+    *tests: str,
+    file: str = "",
+    processes: int = 1,
+    **environment: str,
 ) -> Step:
     """A step on the file of its name, for the driver in its name."""
-    first, _, rest = name.partition("-")
-    tests = (f"{HERE}/test_{file or first}.py", *tests)
-    environment = {"KVFERRY_GPU_DRIVER": driver or rest} if rest else {}
+    first, _, driver = name.partition("-")
     return Step(
-        name=name, title=title, tests=tests, needs=needs, limit=limit, environment=environment
+        name=name,
+        title=title,
+        tests=(f"{HERE}/test_{file or first}.py", *tests),
+        needs=needs,
+        limit=limit,
+        environment={"KVFERRY_GPU_DRIVER": driver} | environment,
+        processes=processes,
     )
 
 
@@ -173,7 +182,9 @@ def run_step(step: Step, log: BinaryIO) -> Result:
             except subprocess.TimeoutExpired:
                 ended = False
         texts = [file.read_text(encoding="utf-8") if file.exists() else "" for file in files]
-    result = judged(step, [[json.loads(line) for line in text.splitlines()] for text in texts])
+    # The last line of a process that was killed may not be whole.
+    whole = [[line for line in text.splitlines(True) if line.endswith("\n")] for text in texts]
+    result = judged(step, [[json.loads(line) for line in lines] for lines in whole])
     result.seconds = round(time.monotonic() - began, 1)
     if not ended:
         result.status = "timed out"

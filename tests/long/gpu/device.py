@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import shutil
-import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvferry.core.layout import Layout
@@ -244,17 +240,13 @@ class ContextReport:
         entered: thread to the device that the thread has chosen.
         contexts: thread to the CUDA context that it had then; 0 for none.
         not_entered: Python's threads that have chosen none, without those of ``WITHOUT_MEMORY``.
-        native_threads: how many threads have each name, those of native libraries included.
         active: the GPUs on which this process has a primary context.
-        used_mib: GPU to the MiB that all processes use there; empty without ``nvidia-smi``.
     """
 
     entered: dict[str, int]
     contexts: dict[str, int]
     not_entered: list[str]
-    native_threads: dict[str, int]
     active: list[int]
-    used_mib: dict[str, int]
 
     def problems(self, device: int) -> list[str]:
         """Return what is wrong in a process that should use this GPU only."""
@@ -300,9 +292,7 @@ class EnterLog:
             entered=dict(self._entered),
             contexts=dict(self._contexts),
             not_entered=sorted(ours - set(self._entered)),
-            native_threads=_native_threads(),
             active=_active_contexts(),
-            used_mib=_used_mib() if self._device.is_cuda else {},
         )
 
 
@@ -320,23 +310,3 @@ def _active_contexts() -> list[int]:
         cuda.cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active))
         found += [index] * bool(active.value)
     return found
-
-
-def _used_mib() -> dict[str, int]:
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return {}
-    query = [smi, "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
-    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    pairs = [line.replace(" ", "").split(",") for line in said.splitlines()]
-    return {gpu: int(mib) for gpu, mib, *_ in pairs if mib.isdigit()}
-
-
-def _native_threads() -> dict[str, int]:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            names.append((task / "comm").read_text(encoding="utf-8").strip())
-        except OSError:  # the thread has ended
-            continue
-    return dict(sorted(Counter(names).items()))

@@ -71,8 +71,6 @@ def contexts_row(when: str, report: ContextReport) -> dict[str, str | int]:
         "threads that chose the device": len(report.entered),
         "that did not": ", ".join(report.not_entered) or "none",
         "GPUs with a context": ", ".join(map(str, report.active)) or "none",
-        "MiB used by GPU": ", ".join(f"{gpu}: {mib:,}" for gpu, mib in report.used_mib.items()),
-        "native": ", ".join(f"{n} {name}" for name, n in report.native_threads.items()),
     }
 
 
