@@ -214,7 +214,7 @@ version:
 # Not part of 'test': figures mean little on a machine that does something else meanwhile. A second
 # call goes on where one was interrupted.
 bench: $(STAMP) ## Measure all beside its peers (about 15 minutes); BENCH_OPTIONS=--against: what got worse?
-	$(BIN)/python benchmarks/everything.py $(BENCH_OPTIONS)
+	$(BIN)/python -m benchmarks.everything $(BENCH_OPTIONS)
 
 # Needs torch and numpy, but neither `make venv` nor a network: the rest is in the bundle, if that was
 # made elsewhere and copied here. Status 3: there is no GPU, or something is missing.
@@ -226,10 +226,10 @@ gpu: ## Check kvferry on this machine's GPU, within ten minutes; GPU_OPTIONS=--r
 	else \
 		export PYTHONPATH='$(CURDIR)'; \
 	fi; \
-	exec $(PYTHON) -m benchmarks.gpu_check $(GPU_OPTIONS)
+	exec $(PYTHON) -m tests.long.gpu $(GPU_OPTIONS)
 
 gpu-bundle: ## Collect what `make gpu` needs without a network, for CPython 3.12 and CUDA 13
-	PYTHONPATH='$(CURDIR)' $(PYTHON) -m benchmarks.gpu_check.bundle $(GPU_BUNDLE) $(NIXL_VERSION)
+	PYTHONPATH='$(CURDIR)' $(PYTHON) -m tests.long.gpu.bundle $(GPU_BUNDLE) $(NIXL_VERSION)
 
 # Never with --quiet, which hides warnings from --strict, too.
 docs: $(DOCS_STAMP) ## The documentation as a site, in site/; a link that leads nowhere is an error

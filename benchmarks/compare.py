@@ -7,26 +7,21 @@ changed if its two intervals do not overlap.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import page
-import rows
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import harness
+from benchmarks.results import RELEASE, ROOT, Store, conditions_of, loads, rows_of
 
 HIGHER_IS_BETTER = ("speed of ", "that with ")
 """Ratios to one of these are better if higher: what they compare is a rate."""
 OURS_BELOW = " to ours"
 """What such ratios are to ends so: something of a peer's, divided by ours."""
-NOT_OURS = ("NIXL's own calls", "process_vm_readv alone")
-"""Sections that begin so measure something other than kvferry. A change there is the machine's or
-the library's: it is listed, and does not count."""
 
 
 class BaselineError(Exception):
@@ -35,17 +30,11 @@ class BaselineError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A case whose two intervals do not overlap.
-
-    Attributes:
-        part: name of the script.
-        before: the earlier row.
-        after: the row of the same case that was measured now.
-    """
+    """A case whose two intervals do not overlap: its earlier row, and that measured now."""
 
     part: str
-    before: rows.Row
-    after: rows.Row
+    before: harness.Row
+    after: harness.Row
 
     @property
     def factor(self) -> float:
@@ -53,116 +42,92 @@ class Change:
         factor: float = self.after.ratio / self.before.ratio
         return factor if higher_is_better(self.after) else 1 / factor
 
-    @property
-    def counts(self) -> bool:
-        """Whether the row measures kvferry."""
-        return not self.after.section.startswith(NOT_OURS)
-
     def is_worse(self, margin: float) -> bool:
         """Return whether kvferry has become worse by more than a margin.
 
         Args:
             margin: 0.2 allows a ratio that was 1 to become 1.2, or 1 / 1.2 if higher is better.
         """
-        return self.counts and self.factor * (1 + margin) < 1
+        return self.factor * (1 + margin) < 1
 
 
-def higher_is_better(row: rows.Row) -> bool:
+def higher_is_better(row: harness.Row) -> bool:
     """Return whether a higher ratio is better: by the row's target, or by what the ratio is to."""
-    target, of = row.target, str(row.of)
-    if target is not None:
-        return str(target).startswith(rows.AT_LEAST)
-    return of.startswith(HIGHER_IS_BETTER) or of.endswith(OURS_BELOW)
+    if row.target is not None:
+        return bool(row.target.startswith(harness.AT_LEAST))
+    return bool(row.of.startswith(HIGHER_IS_BETTER) or row.of.endswith(OURS_BELOW))
 
 
-def baseline(file: Path | None) -> page.Store:
-    """Return the results to compare with.
-
-    Args:
-        file: a file that ``page.save`` wrote; ``None`` for the results of the last commit.
+def baseline(file: Path | None) -> Store:
+    """Return the results to compare with: of a file, or those of the last release.
 
     Raises:
         BaselineError: there is no such file or commit, or it has something else in it.
     """
-    name = str(file) if file else "the last commit's results"
+    name = str(file) if file else "the last release's results"
     try:
-        text = file.read_text(encoding="utf-8") if file else _committed()
-        found: page.Store = json.loads(text)
-        for part in found.values():
-            page.sections_of(part)
-    except (OSError, ValueError, AttributeError, subprocess.CalledProcessError) as exc:
+        return loads(file.read_text(encoding="utf-8") if file else _committed())
+    except (OSError, ValueError, subprocess.CalledProcessError) as exc:
         raise BaselineError(
             f"{name} cannot be read ({exc}): pass a file of results, as --against FILE"
         ) from exc
-    return found
 
 
 def _committed() -> str:
-    where = page.RESULTS.relative_to(page.ROOT).as_posix()
-    command = ["git", "-C", str(page.ROOT), "show", f"HEAD:{where}"]
+    where = RELEASE.relative_to(ROOT).as_posix()
+    command = ["git", "-C", str(ROOT), "show", f"HEAD:{where}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def changes(before: page.Store, after: page.Store) -> list[Change]:
+def changes(before: Store, after: Store) -> list[Change]:
     """Return the cases of both stores that have changed, the one that became worst first."""
+    earlier = _by_case(before)
     found = [
-        Change(part=part, before=earlier[key], after=row)
-        for part, entry in after.items()
-        for earlier in [_by_case(before.get(part, {}))]
-        for key, row in _by_case(entry).items()
-        if key in earlier and _lie_apart(earlier[key], row)
+        Change(part=key[0], before=earlier[key], after=row)
+        for key, row in _by_case(after).items()
+        if key in earlier and (earlier[key].high < row.low or row.high < earlier[key].low)
     ]
     return sorted(found, key=lambda change: change.factor)
 
 
-def unmatched(before: page.Store, after: page.Store) -> int:
+def unmatched(before: Store, after: Store) -> int:
     """Return how many cases of ``after`` are not in ``before``."""
-    return sum(len(_by_case(after[part]).keys() - _by_case(before.get(part, {}))) for part in after)
+    return len(_by_case(after).keys() - _by_case(before).keys())
 
 
-def differing(before: page.Store, after: page.Store) -> list[str]:
+def differing(before: Store, after: Store) -> list[str]:
     """Return the names of the conditions, such as the processor, that are not as they were."""
     pairs = [
-        (before[part].get("conditions", {}), entry.get("conditions", {}))
-        for part, entry in after.items()
-        if part in before
+        (conditions_of(before[name]), conditions_of(after[name])) for name in after.keys() & before
     ]
-    names = {name for pair in pairs for found in pair for name in found} - {*page.UNPRINTED}
+    names = {name for pair in pairs for found in pair for name in found}
     return sorted(name for name in names if any(a.get(name) != b.get(name) for a, b in pairs))
 
 
-def _by_case(entry: Mapping[str, Any]) -> dict[tuple[str, str, str], rows.Row]:
-    found = (row for section in page.sections_of(entry).values() for row in section)
-    return {(row.section, row.case, row.of): row for row in found}
+def _by_case(store: Store) -> dict[tuple[str, str, str, str], harness.Row]:
+    return {
+        (part, row.section, row.case, row.of): row
+        for part, entry in store.items()
+        for row in rows_of(entry)
+    }
 
 
-def _lie_apart(one: rows.Row, other: rows.Row) -> bool:
-    return bool(one.high < other.low or other.high < one.low)
-
-
-def show(found: Sequence[Change], margin: float) -> None:
+def show(found: list[Change], margin: float) -> None:
     """Print a line for each changed case."""
-    headings = ("part", "case", "ratio to", "before", "now", "")
     table = Table(title="Cases that have changed, worse first", title_justify="left")
-    for heading in headings:
+    for heading in ("part", "case", "ratio to", "before", "now", ""):
         table.add_column(heading)
     for change in found:
-        table.add_row(*_cells(change, margin))
+        row = change.after
+        both = [f"{harness.number(r.ratio)} ({r.interval})" for r in (change.before, row)]
+        table.add_row(
+            change.part, f"{row.section}: {row.case}", row.of, *both, _verdict(change, margin)
+        )
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
 
 
-def _cells(change: Change, margin: float) -> Iterator[str]:
-    yield change.part
-    yield f"{change.after.section}: {change.after.case}"
-    yield change.after.of
-    for row in (change.before, change.after):
-        _, ratio, interval, *_ = rows.cells(row)
-        yield f"{ratio} ({interval})"
+def _verdict(change: Change, margin: float) -> str:
     better = change.factor >= 1
-    times = rows.number(change.factor if better else 1 / change.factor)
-    verdict = f"{times} times {'better' if better else 'worse'}"
-    if not change.counts:
-        verdict += ", not kvferry's"
-    elif not better and not change.is_worse(margin):
-        verdict += ", within the margin"
-    yield verdict
+    times = harness.number(change.factor if better else 1 / change.factor)
+    said = f"{times} times {'better' if better else 'worse'}"
+    return said if better or change.is_worse(margin) else f"{said}, within the margin"

@@ -1,364 +1,276 @@
 """How fast the drivers move blocks, beside memcpy and NIXL's own Python API on the same work.
 
-    python benchmarks/drivers.py [--driver NAME]... [--megabytes 128] [--rounds 15]
-                                 [--pages huge] [--only latency] [--quick] [--json FILE]
+    python -m benchmarks.drivers [--ucx] [--quick] [--json FILE]
 
-For each driver another process has a buffer, and this one reads it, in blocks of several sizes, in
-random order on both sides and in a row; then the same within this process, between two transports.
-All drivers that work here, NIXL's own calls and a memcpy of as many bytes, in one piece and by one
-thread between buffers of the same kind, take turns in every round. A ratio is a speed as a part of
-another: of memcpy's, or a multiple of that of NIXL as it comes (no setting of UCX). Beside loopback
-stands what it cannot surpass, the kernel's process_vm_readv alone, from two threads.
-
+Another process has a buffer, and this one reads it, by the cases of ``kvferry bench``: in blocks of
+several sizes, in random order on both sides and in a row. In every round a driver takes turns with
+NIXL's own calls (as NIXL comes, without a setting of UCX) and a memcpy of as many bytes, in one
+piece and by one thread between buffers of the same kind. A ratio is a speed as a part of another.
 Then latency, from the call until it is done: a read of one page, a fence (a read of eight bytes
-with a notification bound to it), and half of what a notification takes there and back. And last
-loopback again, in memory with pages of 4 KiB, which the kernel pins and copies one by one.
+with a notification bound to it), and half of what a notification takes there and back.
+
+``--ucx`` measures the driver ucx instead, beside NIXL over the same transports.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import common
-import latency
-import nixl_api
 import numpy as np
-import peer_process
-import rows
 
-from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId, Transport
-from kvferry.core.transport.copies import Copies
-from kvferry.core.transport.registry import create, describe, installed
-from kvferry.drivers.loopback.chunked_copy import Chunk, CopyRuns
-from kvferry.drivers.loopback.process_memory import vm_read
-from kvferry.testing.memory import Buffer, Bytes
+from benchmarks import harness, nixl_api
+from benchmarks.harness import Row, Way, row
+from benchmarks.peer_process import DONE, MESSAGE, HugeBuffer
+from kvferry.cli.bench.grid import Case, cases
+from kvferry.cli.bench.measure import FAR, Bench
+from kvferry.core.transport import Transport
+from kvferry.core.transport.copies import Copies, copies_between
+from kvferry.core.transport.registry import create
+from kvferry.testing.peers import Process
 
 KIB = 1 << 10
 BLOCKS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
-QUICK_BLOCKS = (4 * KIB, 256 * KIB)
-ORDERS = ("scattered", "in a row")
-
-OF_MEMCPY = {64 * KIB: 0.65, 256 * KIB: 0.9, 1024 * KIB: 0.9}
-OF_NIXL = {(4 * KIB, "scattered"): 5.0}
+NIXL = "NIXL's own calls"
+OF_MEMCPY = {64 * KIB: "≥ 0.65", 256 * KIB: "≥ 0.9", 1024 * KIB: "≥ 0.9"}
 """What the project holds loopback to: reads between two processes."""
-
-PAUSE_SECONDS = 0.0005
-"""Between two polls of loopback, whose threads need the cores."""
-
-NIXL, KERNEL = "NIXL's own calls", "process_vm_readv alone"
-KERNEL_THREADS = 2
-"""As loopback has, unless told otherwise."""
-
-BETWEEN = {"there": "two processes", "here": "one process"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """A way to move bytes from another process (``there``) or within this one (``here``).
-
-    Attributes:
-        name: for people.
-        regions: where it reads, and ``contents``: what it must find.
-        mover: of a batch: (where, copies) to something like ``common.mover``.
-    """
-
-    name: str
-    regions: dict[str, Region]
-    contents: dict[str, Bytes]
-    mover: Callable[[str, Copies], Callable[[], float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Where the bytes are.
-
-    Attributes:
-        near: what is read into, and ``second``: what is read within this process.
-        other: the other processes' memory, as ``kvferry.testing.memory.allocate`` takes it.
-        copy: copies all of ``second`` to ``near`` without a driver, and ``name`` says how.
-    """
-
-    near: Buffer
-    second: Buffer
-    other: str
-    copy: Callable[[], object]
-    name: str
-
-
-def cpu(pages: str, nbytes: int) -> Memory:
-    """Of the CPU, in huge or small pages."""
-    near, second = peer_process.PAGES[pages](nbytes), peer_process.PAGES[pages](nbytes)
-    return Memory(
-        near=near,
-        second=second,
-        other=f"peer_process:{peer_process.PAGES[pages].__name__}",
-        copy=lambda: np.copyto(near.view, second.view),
-        name="memcpy",
-    )
+TRANSPORTS = {"shm": ["self", "sm", "tcp"], "tcp": ["self", "tcp"]}
 
 
 class Lab:
-    """All that takes turns, in memory of one kind; ``within``: also within this process."""
+    """A buffer of this process, and other processes with a buffer and a driver each."""
 
-    def __init__(
-        self, drivers: Sequence[str], memory: Memory, stack: ExitStack, *, within: bool = True
-    ) -> None:
-        self._stack, self._within = stack, within
-        self.memory, self.near, self.second = memory, memory.near, memory.second
-        nbytes = self.near.region.nbytes
-        starting = {
-            driver: stack.enter_context(peer_process.BenchmarkPeer(driver, memory.other, nbytes))
-            for driver in drivers
-        }
-        self._second_content = self.second.get()
-        self.others = {driver: process.started() for driver, process in starting.items()}
-        self.transports: dict[str, tuple[Transport, PeerId]] = {}
-        self.sides = [side for driver in drivers for side in self._connected(driver)]
+    def __init__(self, nbytes: int, stack: ExitStack) -> None:
+        self._stack, self.near, self._second = stack, HugeBuffer(nbytes), HugeBuffer(nbytes)
+        self.far: dict[str, Process] = {}
 
-    def in_case(self, case: Case) -> list[Side]:
-        """Those that can do it."""
-        return [side for side in self.sides if case.where in side.regions]
+    def process(self, driver: str, options: Mapping[str, object] | None = None) -> Process:
+        """The other process of a driver."""
+        if driver not in self.far:
+            arguments = {"name": driver, "options": options or {}}
+            self.far[driver] = self._stack.enter_context(
+                Process(
+                    "kvferry.core.transport.registry:create",
+                    arguments,
+                    "benchmarks.peer_process:HugeBuffer",
+                    self.near.region.nbytes,
+                    FAR,
+                    server="benchmarks.peer_process:PeerCommands",
+                )
+            )
+        return self.far[driver]
 
-    def _connected(self, driver: str) -> Iterator[Side]:
-        transport = self._transport(driver)
-        transport.register(self.near.region)
-        addresses = {"there": self.others[driver].address()}
-        if self._within:
-            own = self._transport(driver)
-            own.register(self.second.region)
-            addresses["here"] = own.address()
-        peers = {where: transport.connect(address) for where, address in addresses.items()}
-        self.transports[driver] = transport, peers["there"]
-        yield self._side(driver, driver, _by_driver(driver, transport, peers))
-        if driver == "loopback":
-            yield self._side(KERNEL, driver, _by_kernel(self.others[driver].process.pid))
-        if driver == "nixl":
-            yield self._side(NIXL, driver, _by_nixl(self.near.region, addresses))
+    def bench(self, driver: str, stack: ExitStack, **options: object) -> tuple[Transport, Bench]:
+        """A driver's transport, until the stack ends, and its benchmark."""
+        transport = create(driver, options)
+        stack.callback(transport.close)
+        return transport, Bench(transport, self.process(driver, options), self.near, self.memcpy)
 
-    def _transport(self, driver: str) -> Transport:
-        made = create(driver)
-        self._stack.callback(made.close)
-        return made
+    def memcpy(self, nbytes: int) -> None:
+        """Copy within this process."""
+        np.copyto(self.near.view[:nbytes], self._second.view[:nbytes])
 
-    def _side(self, name: str, driver: str, mover: Any) -> Side:
-        other = self.others[driver]
-        regions = {"there": other.region, "here": self.second.region}
-        return Side(
-            name=name,
-            regions={"there": other.region} if name == KERNEL else regions,
-            contents={"there": other.content, "here": self._second_content},
-            mover=mover,
+    def batch(self, case: Case, driver: str) -> Copies:
+        """The copies of a case, from another driver's process."""
+        return case.batch(self.near.region, self.process(driver).region)
+
+    def agent(self) -> tuple[Any, str]:
+        """NIXL's own agent, and the name of its peer."""
+        return nixl_api.agent(self.near.region, self.process("nixl").address())
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """All drivers, or ucx beside NIXL."""
+    working = harness.working_drivers()
+    blocks = BLOCKS[::3] if options.quick else BLOCKS
+    nbytes, rounds = (4 << 20, 3) if options.quick else (128 << 20, 15)
+    if options.ucx:
+        if not {"ucx", "nixl"} <= {*working}:
+            harness.nothing("the drivers ucx and nixl do not both work here")
+        for over in TRANSPORTS:
+            yield from _beside_nixl(over, cases([nbytes], blocks[:4]), rounds)
+        return
+    with ExitStack() as stack:
+        lab = Lab(nbytes, stack)
+        agent = lab.agent() if "nixl" in working else None
+        for driver in working:
+            with ExitStack() as own:
+                transport, bench = lab.bench(driver, own)
+                for case in cases([nbytes], blocks):
+                    harness.say(f"{driver}, {case}")
+                    yield from _speeds(lab, driver, bench, case, agent, rounds)
+                if agent:
+                    yield from _latency(lab, driver, transport, 20 if options.quick else 300)
+
+
+def _speeds(
+    lab: Lab, driver: str, bench: Bench, case: Case, agent: tuple[Any, str] | None, rounds: int
+) -> Iterator[Row]:
+    moves: dict[str, Callable[[], float]] = {
+        driver: bench.checked(case),
+        "memcpy": partial(_ended, lab.memcpy, case.size),
+    }
+    if agent:
+        moves[NIXL] = nixl_api.mover(*agent, lab.batch(case, "nixl"))
+    if case.block == BLOCKS[0]:
+        rounds = max(2, rounds // 2)  # they take longest
+    ours, *others = harness.by_turns([_way(move) for move in moves.values()], rounds)
+    blocks = f"{case.block >> 10} KiB"
+    for of, theirs in zip(list(moves)[1:], others, strict=True):
+        yield row(
+            f"{driver}, two processes",
+            f"read of {blocks} blocks, {case.order}",
+            f"speed of {of}",
+            1 / ours[:, 0],
+            1 / theirs[:, 0],
+            unit="GB/s",
+            scale=case.size / 1e9,
+            target=_target(driver, of, case),
+        )
+    if agent and driver == "nixl" and case.block == BLOCKS[0]:
+        yield row(
+            "the driver nixl, until a read is posted",
+            f"{case.copies:,} blocks of {blocks}, {case.order}",
+            f"time of {NIXL}",
+            ours[:, 1],
+            others[-1][:, 1],
+            unit="ms",
+            scale=1e3,
+            target="≤ 2" if case.scattered else None,
         )
 
 
-def _by_driver(driver: str, transport: Transport, peers: dict[str, PeerId]) -> Any:
-    pause = PAUSE_SECONDS if driver == "loopback" else 0.0
-
-    def mover(where: str, copies: Copies) -> Callable[[], float]:
-        made: Callable[[], float] = common.mover(transport, peers[where], copies, pause)
-        return made
-
-    return mover
-
-
-def _by_nixl(near: Region, addresses: dict[str, bytes]) -> Any:
-    agents = {
-        where: nixl_api.agent(near, address, peer_process.THREADS)
-        for where, address in addresses.items()
-    }
-
-    def mover(where: str, copies: Copies) -> Callable[[], float]:
-        made: Callable[[], float] = nixl_api.mover(*agents[where], copies)
-        return made
-
-    return mover
+def _target(name: str, of: str, case: Case) -> str | None:
+    if name == "loopback" and of == "memcpy":
+        return OF_MEMCPY.get(case.block)
+    if name == "loopback" and of == NIXL and case.block == BLOCKS[0] and case.scattered:
+        return "≥ 5"
+    if name == "nixl" and of == NIXL and case.block == 64 * KIB and case.scattered:
+        return "≥ 0.97"
+    return None
 
 
-def _by_kernel(pid: int) -> Any:
-    """What loopback stands on, and no more: no faster can it be."""
-    pool = ThreadPoolExecutor(KERNEL_THREADS)
+def _way(move: Callable[[], float]) -> Way:
+    """The seconds of a whole transfer, and until it was posted."""
 
-    def mover(where: str, copies: Copies) -> Callable[[], float]:
-        del where
-        calls = [partial(vm_read, pid, each.local, each.remote) for each in _chunks(copies)]
+    def way() -> list[float]:
+        start = time.perf_counter()
+        posted = move()
+        return [time.perf_counter() - start, posted - start]
 
-        def move() -> float:
-            begun = [pool.submit(call) for call in calls]
-            submitted = time.perf_counter()
-            for one in begun:
-                one.result()
-            return submitted
-
-        return move
-
-    return mover
+    return way
 
 
-def _chunks(copies: Copies) -> Iterator[Chunk]:
-    """As loopback cuts it: at most so many iovecs as a call takes, and some for each thread."""
-    runs = CopyRuns(copies)
-    start, share = 0, runs.total // (2 * KERNEL_THREADS)
-    while start < runs.total:
-        stop = runs.next_stop(start, share)
-        yield runs.chunk(start, stop)
-        start = stop
+def _ended(call: Callable[..., object], *arguments: object) -> float:
+    call(*arguments)
+    return time.perf_counter()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What all sides do by turns."""
+# Latency.
 
-    where: str
-    block: int
-    order: str
-
-    def __str__(self) -> str:
-        return f"{BETWEEN[self.where]}, read, blocks of {self.block >> 10} KiB, {self.order}"
-
-    def copies(self, near: Region, remote: Region) -> Copies:
-        """Every block of the buffers once."""
-        scattered = self.order == "scattered"
-        made: Copies = common.blocks(near, remote, self.block, scattered=scattered)
-        return made
+PAGE, FENCE = 16 * KIB, 8
+"""16 tokens of a layer's K and V with two heads of 128 on a rank, in bfloat16; a slot word."""
+READS = {
+    "read of a page of 16 KiB": (PAGE, b"", "≤ 1.5"),
+    "fence: read of 8 bytes and a notification": (FENCE, DONE, "≤ 1.2"),
+}
+PINGS = 20
 
 
-def speeds(lab: Lab, cases: Sequence[Case], rounds: int, show: rows.Show) -> list[rows.Row]:
-    """Every side in every case."""
-    found: list[rows.Row] = []
-    for case in cases:
-        show(str(case))
-        found += _compared(lab, case, _times(lab, case, rounds))
-    return found
+def _latency(lab: Lab, driver: str, transport: Transport, rounds: int) -> Iterator[Row]:
+    say = partial(row, "latency between two processes", of=f"time of {NIXL}", unit="µs", scale=1e6)
+    harness.say(f"latency of {driver}")
+    far, near = lab.process(driver), lab.near.region
+    peer = transport.connect(far.address())
+    for what, (nbytes, message, target) in READS.items():
+        copies, others = (
+            copies_between([(near.address, r.address, nbytes)], local=near, remote=r)
+            for r in (far.region, lab.process("nixl").region)
+        )
 
+        def move(copies: Copies = copies, message: bytes = message) -> None:
+            transfer = transport.read(peer, copies, message or None)
+            while not transport.poll([transfer])[0].state.final:
+                pass
+            transport.forget(transfer)
 
-def _times(lab: Lab, case: Case, rounds: int) -> dict[str, common.Times]:
-    """Seconds of each round, by name; the plain copy among them."""
-    ways: dict[str, common.Way] = {}
-    for side in lab.in_case(case):
-        copies = case.copies(lab.near.region, side.regions[case.where])
-        move = side.mover(case.where, copies)
-        _check(lab, side, case, copies, move)
-        ways[side.name] = common.timed(move)
-    ways[lab.memory.name] = common.timed(lab.memory.copy)
-    if case.block == BLOCKS[0]:
-        rounds = max(2, rounds // 2)  # they take longest
-    found = common.by_turns(rounds, list(ways.values()))[:, :, 0]
-    return dict(zip(ways, found, strict=True))
-
-
-def _check(lab: Lab, side: Side, case: Case, copies: Copies, move: Callable[[], float]) -> None:
-    """Of some of the blocks, every byte."""
-    lab.near.put(np.zeros(lab.near.region.nbytes, np.uint8))
-    move()
-    some = np.random.default_rng(1).integers(0, len(copies), 64)
-    near = (copies.local[some] - np.uint64(lab.near.region.address)).tolist()
-    remote = (copies.remote[some] - np.uint64(side.regions[case.where].address)).tolist()
-    for to, source in zip(near, remote, strict=True):
-        expected = side.contents[case.where][source : source + case.block]
-        if not np.array_equal(lab.near.get(to, case.block), expected):
-            raise SystemExit(f"{side.name} moved wrong bytes: {case}")
-
-
-def _compared(lab: Lab, case: Case, times: dict[str, common.Times]) -> Iterator[rows.Row]:
-    for side in lab.in_case(case):
-        for of in (lab.memory.name, NIXL, KERNEL):
-            # Of what it stands on, only loopback is a part.
-            if of in times and of != side.name and (of != KERNEL or side.name == "loopback"):
-                yield _row(lab, case, side.name, of, times)
-
-
-def _row(lab: Lab, case: Case, name: str, of: str, times: dict[str, common.Times]) -> rows.Row:
-    found = common.ratio(times[of], times[name])
-    target = _target(case, name, of)
-    speed = lab.near.region.nbytes / float(np.median(times[name])) / 1e9
-    return rows.compared(
-        found,
-        section=f"{name}, {BETWEEN[case.where]}",
-        case=f"read of {case.block >> 10} KiB blocks, {case.order}",
-        measured=float(f"{speed:.3g}"),
-        unit="GB/s",
-        of=f"speed of {of}",
-        target=target,
-    )
-
-
-def _target(case: Case, name: str, of: str) -> str | None:
-    if (case.where, name) != ("there", "loopback"):
-        return None
-    ofs = {"memcpy": OF_MEMCPY.get(case.block), NIXL: OF_NIXL.get((case.block, case.order))}
-    limit = ofs.get(of)
-    found: str | None = None if limit is None else rows.goal(limit, at_least=True)
-    return found
-
-
-def main() -> None:
-    options = _options()
-    drivers = options.driver or working()
-    grid = [
-        Case(where=where, block=block, order=order)
-        for where in BETWEEN
-        for block in (QUICK_BLOCKS if options.quick else BLOCKS)
-        for order in ORDERS
+        direct = nixl_api.mover(*lab.agent(), others, message)
+        found = harness.by_turns([harness.timed(move), harness.timed(direct)], rounds)
+        yield say(f"{driver}, {what}", ours=found[0, :, 0], theirs=found[1, :, 0], target=target)
+    agent = nixl_api.bare()
+    name = agent.add_remote_agent(lab.process("nixl").ask("agent", agent.get_agent_metadata()))
+    ways = [
+        _ping(
+            far,
+            ("echo", transport.address()),
+            lambda: transport.notify(peer, MESSAGE),
+            transport.notifications,
+        ),
+        _ping(
+            lab.process("nixl"),
+            ("echo_direct",),
+            lambda: agent.send_notif(name, MESSAGE),
+            agent.get_new_notifs,
+        ),
     ]
-    if options.only:
-        grid = []
-    alone = [case for case in grid if case.where == "there"] * ("loopback" in drivers)
-    nbytes, rounds = options.megabytes << 20, options.rounds
-    with rows.progress(len(grid) + len(drivers) + len(alone)) as show:
-        with ExitStack() as stack:
-            lab = Lab(drivers, cpu(options.pages, nbytes), stack, within=bool(grid))
-            found = speeds(lab, grid, rounds, show)
-            found += latency.measured(lab, 20 if options.quick else 300, show)
-        if alone:
-            with ExitStack() as stack:
-                lab = Lab(["loopback"], cpu("small", nbytes), stack)
-                found += _small(lab, alone, rounds, show)
-    found.sort(key=lambda row: row.section)  # stable: cases stay in their order
-    rows.show(found)
-    rows.write(options.json, found)
-    common.leave()
+    ours, theirs = harness.by_turns(ways, max(2, rounds // 20))[:, :, 0]
+    yield say(f"{driver}, notification, one way", ours=ours, theirs=theirs, target="≤ 1.2")
 
 
-def _small(lab: Lab, cases: Sequence[Case], rounds: int, show: rows.Show) -> Iterator[rows.Row]:
-    """Without targets, and under another heading."""
-    for row in speeds(lab, cases, rounds, show):
-        yield rows.renamed(row, f"{row.section}, pages of 4 KiB", target=False)
+def _ping(
+    far: Process,
+    command: tuple[Any, ...],
+    send: Callable[[], object],
+    arrived: Callable[[], object],
+) -> Way:
+    """The median of some notifications there and back, halved."""
+
+    def way() -> list[float]:
+        far._connection.send((command[0], (*command[1:], PINGS)))
+        found = []
+        for _ in range(PINGS):
+            start = time.perf_counter()
+            send()
+            while not arrived():
+                time.sleep(0)  # a driver's own thread needs the interpreter
+            found.append(time.perf_counter() - start)
+        far._answer("echo", 60.0)
+        return [float(np.median(found)) / 2]
+
+    return way
 
 
-def working() -> list[str]:
-    """The drivers of this project that work here; says what the others lack."""
-    found = []
-    for report in map(describe, installed()):
-        if report.info.distribution != "kvferry":
-            continue
-        if report.capabilities is None:
-            print(f"not measured: {report.info.name}: {report.reason}")
-        else:
-            found.append(report.info.name)
-    return found
-
-
-def _options() -> argparse.Namespace:
-    parser: argparse.ArgumentParser = common.parser(__doc__)
-    parser.add_argument("--driver", action="append", help="default: each that works here")
-    parser.add_argument("--megabytes", type=int, help="of each buffer; default 128")
-    parser.add_argument("--rounds", type=int, help="default 15")
-    parser.add_argument("--pages", choices=peer_process.PAGES, default="huge", help="of the memory")
-    parser.add_argument("--only", choices=("latency",), help="default: speeds and latency")
-    parser.add_argument("--quick", action="store_true", help="to see that it runs: a few seconds")
-    found = parser.parse_args()
-    found.megabytes = found.megabytes or (4 if found.quick else 128)
-    found.rounds = found.rounds or (2 if found.quick else 15)
-    return found
+def _beside_nixl(over: str, grid: list[Case], rounds: int) -> Iterator[Row]:
+    # NIXL's UCX takes its settings from the environment, when an agent is made. Without the second
+    # it does not use what the driver does on one host.
+    os.environ |= {"UCX_TLS": ",".join(TRANSPORTS[over]), "UCX_CMA_MEMORY_INVALIDATE": "y"}
+    with ExitStack() as stack:
+        lab = Lab(grid[0].size, stack)
+        _, bench = lab.bench("ucx", stack, transports=TRANSPORTS[over])
+        agent = lab.agent()
+        for case in grid:
+            harness.say(f"ucx over {over}, {case}")
+            direct = nixl_api.mover(*agent, lab.batch(case, "nixl"))
+            ways = [harness.timed(bench.checked(case)), harness.timed(direct)]
+            ours, theirs = harness.by_turns(ways, rounds)[:, :, 0]
+            order = "random" if case.scattered else "in a row"
+            small = case.block == BLOCKS[0] and not case.scattered
+            yield row(
+                f"the driver ucx over {over}, two processes",
+                f"read of {case.block >> 10} KiB blocks, {order}",
+                "time of NIXL over the same transports",
+                ours,
+                theirs,
+                unit="ms",
+                scale=1e3,
+                target="≤ 0.2" if small else "≤ 1",
+            )
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(measure, __doc__, ("--ucx", {"action": "store_true"}))

@@ -1,38 +1,45 @@
-"""Engines as data: the layouts, payloads and requests that the control plane is measured on."""
+"""Engines as data: the layouts and payloads that the control plane is measured on, and one socket
+that answers for many engines."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import zmq
 
-from kvferry.core.layout import Axis, Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
 from kvferry.core.messages import Coordinates, RankPayload
-from kvferry.core.planner.build_copies import Pages, ReadRequest
-from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
+from kvferry.core.side_channel_messages import (
+    NEWEST_PROTOCOL,
+    OLDEST_PROTOCOL,
+    PayloadRequest,
+    Payloads,
+    Ping,
+    Pong,
+    decode_request,
+    encode,
+)
 
 HEADS, DIM, BLOCK, ELEMENT = 8, 128, 32, 2
 """KV heads of the model, a head's elements, tokens of a block, bytes of an element."""
-
 SLOTS = Region(address=1 << 20, nbytes=8 * 20_000)
 """The table of slot words of an engine that is not there."""
+INCARNATION = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How an engine holds the model: ranks, order of axes, tokens of a block; each layer behind
-    the other, or all together in every page."""
+    """How an engine holds the model: by how many ranks; and the elements of a head."""
 
     tp: int = 1
-    order: str = "HND"
-    block: int = BLOCK
-    together: bool = False
     dim: int = DIM
-
-    def __str__(self) -> str:
-        return f"TP{self.tp} {self.order} {self.block}{' together' if self.together else ''}"
 
 
 def layer_name(layer: int) -> str:
@@ -41,7 +48,7 @@ def layer_name(layer: int) -> str:
 
 
 def engine(shape: Shape, layers: int, blocks: int, base: int = 1 << 50) -> list[Layout]:
-    """The layouts of all ranks."""
+    """The layouts of all ranks, each in an address range of its own."""
     bounds = [rank * HEADS // shape.tp for rank in range(shape.tp + 1)]
     return [
         rank_layout(shape, layers, blocks, (bounds[rank], bounds[rank + 1]), (rank + 1) * base)
@@ -52,38 +59,29 @@ def engine(shape: Shape, layers: int, blocks: int, base: int = 1 << 50) -> list[
 def rank_layout(
     shape: Shape, layers: int, blocks: int, shard: tuple[int, int], address: int
 ) -> Layout:
-    """One rank's: all layers in one buffer, K and V of every token side by side, as on a GPU."""
+    """One rank's: all layers in one buffer, heads first, K and V of every token side by side."""
     count, row = shard[1] - shard[0], 2 * shape.dim * ELEMENT
-    page = count * shape.block * row
-    tokens, heads = _axes(shape, count, row)
-    stride = page * (layers if shape.together else 1)
+    page = count * BLOCK * row
     fields = [
         Field(
             key=f"{layer_name(layer)}/{name}",
             group=0,
             region=0,
-            offset=part * shape.dim * ELEMENT
-            + (page * layer if shape.together else page * blocks * layer),
-            page_stride=stride,
+            offset=part * shape.dim * ELEMENT + page * blocks * layer,
+            page_stride=page,
             pages=blocks,
             dtype="bfloat16",
             unit=shape.dim * ELEMENT,
-            tokens=tokens,
-            shard=heads,
+            tokens=axis((BLOCK, row)),
+            shard=axis((count, BLOCK * row)),
             shard_range=shard,
         )
         for layer in range(layers)
         for part, name in enumerate("kv")
     ]
     region = Region(address=address, nbytes=page * layers * blocks)
-    group = Group(kind=GroupKind.PAGED, block_tokens=shape.block)
+    group = Group(kind=GroupKind.PAGED, block_tokens=BLOCK)
     return Layout(regions=(region,), groups=(group,), fields=tuple(fields))
-
-
-def _axes(shape: Shape, count: int, row: int) -> tuple[Axis, Axis]:
-    if shape.order == "HND":
-        return axis((shape.block, row)), axis((count, shape.block * row))
-    return axis((shape.block, count * row)), axis((count, row))
 
 
 def payload(
@@ -91,7 +89,6 @@ def payload(
     rank: int = 0,
     *,
     engine: str = "prefill",
-    incarnation: int = 5,
     address: bytes | None = None,
     slots: Region = SLOTS,
 ) -> bytes:
@@ -101,7 +98,7 @@ def payload(
             oldest=OLDEST_PROTOCOL,
             newest=NEWEST_PROTOCOL,
             engine=engine,
-            incarnation=incarnation,
+            incarnation=INCARNATION,
             rank=rank,
             coordinates=Coordinates(tp=rank),
             agreement={"model": "a model of 80 layers", "cache dtype": "bfloat16"},
@@ -119,6 +116,26 @@ def payloads(layouts: Sequence[Layout], name: str = "prefill") -> list[bytes]:
     return [payload(layout, rank, engine=name) for rank, layout in enumerate(layouts)]
 
 
+def ticket(
+    name: str, request: str, port: int, blocks: Sequence[int], hold: Hold, **more: Any
+) -> Ticket:
+    """A ticket of an engine on this host, whose pages are complete."""
+    common: dict[str, Any] = {
+        "engine": name,
+        "incarnation": INCARNATION,
+        "request": request,
+        "host": "127.0.0.1",
+        "port": port,
+        "hold": hold,
+        "pages": (tuple(blocks),),
+        "first_index": (0,),
+        "tokens": len(blocks) * BLOCK,
+        "digest": bytes(16),
+        "computed": True,
+    }
+    return Ticket(**(common | more))
+
+
 def block_ids(count: int, blocks: int, *, scattered: bool, seed: int) -> list[int]:
     """A request's blocks, none of them the null block."""
     if scattered:
@@ -127,10 +144,30 @@ def block_ids(count: int, blocks: int, *, scattered: bool, seed: int) -> list[in
     return list(range(1 + seed, 1 + seed + count))
 
 
-def request(local: Sequence[int], remote: Sequence[int], block: int = BLOCK) -> ReadRequest:
-    """Pull whole blocks."""
-    return ReadRequest(
-        ranges=((0, len(local) * block),),
-        local=(Pages(ids=np.array(local, dtype=np.int64)),),
-        remote=(Pages(ids=np.array(remote, dtype=np.int64)),),
-    )
+class Deployment:
+    """Any number of producers behind one socket, which answers for what they publish and for pings.
+
+    In a process of its own, it takes no time of the one that is measured.
+    """
+
+    def __init__(self) -> None:
+        self._layouts = engine(Shape(), 1, 20_000)
+        self._socket = zmq.Context().socket(zmq.ROUTER)
+        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def port(self) -> int:
+        """Return the port of all producers."""
+        return self._port
+
+    def _serve(self) -> None:
+        while True:
+            *envelope, message = self._socket.recv_multipart()
+            request = decode_request(message)
+            if isinstance(request, PayloadRequest):
+                reply = encode(Payloads(ranks=payloads(self._layouts, request.engine)))
+            elif isinstance(request, Ping):
+                reply = encode(Pong(incarnation=INCARNATION))
+            else:
+                continue
+            self._socket.send_multipart([*envelope, reply])

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.memory import CPU, Region
+from kvferry.core.memory import Region
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.nixl import address, library
 from kvferry.drivers.nixl.options import NixlOptions
+
+THREADS = 4
+"""Of NIXL's UCX, as in vLLM's own connector."""
 
 
 class _Patient:
@@ -33,7 +36,10 @@ class _Patient:
 
 @contextlib.contextmanager
 def patient() -> Iterator[None]:
-    """Within the context, progress threads of new agents sleep for as long as the driver's."""
+    """Within the context, progress threads of new agents sleep for as long as the driver's.
+
+    A thread that spins would take a core from whatever else is measured.
+    """
     api = library.load().api
     native = api.nixlBind
     api.nixlBind = _Patient(native)
@@ -43,45 +49,36 @@ def patient() -> Iterator[None]:
         api.nixlBind = native
 
 
-def agent(region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
-    """Return an agent over UCX that has registered a region, and the name of its peer.
-
-    Args:
-        region: of this process.
-        peer: the address of a ``NixlTransport``.
-        threads: of UCX.
-    """
-    made = bare(threads)
-    made.register_memory([(region.address, region.nbytes, region.device, "")], _kind(region))
+def agent(region: Region, peer: bytes) -> tuple[Any, str]:
+    """Return an agent that has registered a region of CPU memory, and the name of its peer, whose
+    address is that of a ``NixlTransport``."""
+    made = bare()
+    made.register_memory([(region.address, region.nbytes, region.device, "")], "DRAM")
     theirs = address.decode(peer)
     made.add_remote_agent(theirs.metadata)
     return made, theirs.name
 
 
-def bare(threads: int) -> Any:
+def bare() -> Any:
     """Return an agent over UCX without memory and peers."""
-    found = library.load()
-    sync = found.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    config = found.api.nixl_agent_config(backends=[], sync_mode=sync)
-    # As in the driver: a thread that spins would take a core from both sides.
+    api = library.load().api
+    sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     with patient():
-        made = found.api.nixl_agent(f"direct-{secrets.token_hex(8)}", config)
-    made.create_backend("UCX", {"num_threads": str(threads)})
+        config = api.nixl_agent_config(backends=[], sync_mode=sync)
+        made = api.nixl_agent(f"direct-{secrets.token_hex(8)}", config)
+    made.create_backend("UCX", {"num_threads": str(THREADS)})
     return made
 
 
 def mover(agent: Any, name: str, copies: Copies, notify: bytes = b"") -> Callable[[], float]:
-    """Return a function that reads as ``common.mover`` does, by NIXL's own calls."""
+    """Return a function that reads, and returns when the transfer was posted."""
     local, remote = np.zeros((2, len(copies), 3), np.uint64)
-    [segment] = copies.segments
-    local[:, 2], remote[:, 2] = segment.local.device, segment.remote.device
-    near, far = _kind(segment.local), _kind(segment.remote)
 
     def move() -> float:
         # Filling these arrays, which have NIXL's form, counts.
         local[:, 0], remote[:, 0] = copies.local, copies.remote
         local[:, 1] = remote[:, 1] = copies.nbytes
-        here, there = agent.get_xfer_descs(local, near), agent.get_xfer_descs(remote, far)
+        here, there = agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM")
         handle = agent.initialize_xfer("READ", here, there, name, notify)
         state = agent.transfer(handle)
         submitted = time.perf_counter()
@@ -93,8 +90,3 @@ def mover(agent: Any, name: str, copies: Copies, notify: bytes = b"") -> Callabl
         return submitted
 
     return move
-
-
-def _kind(region: Region) -> str:
-    """Return NIXL's name of the region's memory kind."""
-    return "DRAM" if region.kind == CPU else "VRAM"

@@ -1,81 +1,66 @@
 """Handshake and planning: what it takes a rank to know a peer, next to vLLM's own NIXL worker.
 
-    python benchmarks/planning.py [--layers 80] [--blocks 20000] [--seconds 6] [--quick]
+    python -m benchmarks.planning [--nixl] [--layers 80] [--blocks 20000] [--seconds 6] [--quick]
                                   [--newer FOLDER] [--json FILE]
 
-The peer is vLLM's worker itself, in a process of its own, with NIXL's agent replaced by a stand-in
-that costs nothing; the two take turns. ``--newer`` names the source of another vLLM, whose worker
-is measured besides that of the installed vLLM, in rounds of its own.
-"Built" is from what the peer's ranks publish to all that is kept for it: decoded, checked, planned;
-in CPU time. "Handshake" is that and the question over a real socket; by the clock.
-A peer is the first of its shape, or one that differs from an earlier one only in where its memory
-lies, as the engines of one deployment do: vLLM's worker too has tables then that it uses again.
-TP a-b: a prefill ranks, b decode ranks; all is done by decode's rank 0, which knows its own
-engine's layouts from its start, and with them the fields of a peer that is laid out alike; not of
-one with another number of ranks or blocks.
+Each is in a process of its own, with NIXL's agent replaced by a stand-in that costs nothing; they
+take turns. ``--newer`` names the source of another vLLM, whose worker is measured in rounds of its
+own. What is measured is all from what the peer's ranks publish to what is kept for it: decoded,
+checked, planned; in CPU time of the thread. A peer is the first of its shape, or one that differs
+from an earlier one only in where its memory lies, as the engines of one deployment do: vLLM's
+worker too has tables then that it uses again. TP a-b: a prefill ranks, b decode ranks; all is done
+by decode's rank 0, which knows its own engine's layouts.
+
+``--nixl`` does it with NIXL itself: ours also connects the driver nixl to each rank, and vLLM's
+worker loads them and prepares NIXL's descriptor lists. NIXL forgets the peer after each round, and
+few rounds are made: after some thousand connections in a process, each one was seen to take ten
+times as long.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import time
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import common
-import engines
 import numpy as np
-import rows
-import vllm_worker
-import worker_process
-from engines import Shape
 
+from benchmarks import engines, harness, vllm_worker
+from benchmarks.engines import Shape
+from benchmarks.harness import Row, WorkerProcess, row
 from kvferry.core import messages as wire
 from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
-from kvferry.core.planner.plan import Plan
+from kvferry.core.memory import Region
 from kvferry.core.planner.plan_cache import PlanCache
-from kvferry.core.side_channel import HandshakeServer, agree, engine_info, fetch
+from kvferry.core.side_channel import agree, engine_info
 
 CASES = ((1, 1, 1.0), (1, 1, 0.9), (2, 1, 1.0), (4, 1, 1.0), (8, 1, 1.0), (1, 8, 1.0), (3, 2, 1.0))
 """Prefill ranks, decode ranks, and how many blocks prefill has for each of decode's."""
-EQUAL, UNEQUAL, CONSTANT = "≥ 50", "≥ 1000", "≤ 1.05"
-NEWER = "≥ 1"
-"""Beside a worker that has a row for each layer, where vLLM 0.32's has one for each block of it."""
+EQUAL, UNEQUAL, NEWER = "≥ 50", "≥ 1000", "≥ 1"
+"""Targets: the last beside a worker that has a row for each layer, where 0.32's has one for each of
+its blocks, and with NIXL."""
 FEWER = 10
 """Memory is compared with so many times fewer blocks."""
-IN_A_ROW, SHORT_SECONDS = 5, 0.5
-MOST = 15
-"""Rounds of a case; one, where that takes long."""
-MS = 1e3
-
-
-Peers = Mapping[str, worker_process.WorkerProcess]
-"""Workers of vLLM, by the name that rows have for them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """Round by round: seconds of ours and of theirs."""
-
-    ours: common.Times
-    theirs: common.Times
+IN_A_ROW, SHORT_SECONDS, ROUNDS = 5, 0.5, 15
+FIRST, FURTHER = "built for the first peer of its shape", "built for a further peer of that shape"
+GROWTH = "memory with ten times the blocks"
+REFUSED = "vLLM's worker refuses it"
+NIXL_FIRST = "known to NIXL too, the first peer of its shape"
+NIXL_FURTHER = "known to NIXL too, a further peer of that shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Two engines, by how many ranks each has.
-
-    Attributes:
-        prefill, decode: their ranks.
-        layers, blocks: of decode; prefill has ``share`` times as many blocks.
-    """
+    """Two engines: the ranks of each, layers and blocks of decode, and prefill's blocks."""
 
     prefill: int
     decode: int
@@ -84,8 +69,7 @@ class Case:
     share: float
 
     def __str__(self) -> str:
-        unlike = "" if self.share == 1 else ", unlike blocks"
-        return f"TP {self.prefill}-{self.decode}{unlike}"
+        return f"TP {self.prefill}-{self.decode}{'' if self.share == 1 else ', unlike blocks'}"
 
     def far(self, blocks: int) -> int:
         """Prefill's blocks, where decode has so many."""
@@ -94,13 +78,32 @@ class Case:
     @property
     def refused(self) -> bool:
         """vLLM's worker wants sizes that divide."""
-        return bool(
-            max(self.prefill, self.decode) % min(self.prefill, self.decode)
-            or engines.HEADS % self.prefill
-        )
+        most, fewest = max(self.prefill, self.decode), min(self.prefill, self.decode)
+        return bool(most % fewest or engines.HEADS % self.prefill)
 
 
-class Ferry:
+class Side:
+    """Measures building: the median of a few in a row, or of one that takes long."""
+
+    in_a_row = IN_A_ROW
+
+    def _median(self, once: Callable[[], Callable[[], object]]) -> list[float]:
+        found: list[float] = []
+        end = time.monotonic() + SHORT_SECONDS
+        while len(found) < self.in_a_row and (not found or time.monotonic() < end):
+            call = once()
+            gc.collect(0)
+            start = time.thread_time()
+            call()
+            found.append(time.thread_time() - start)
+            self._over()
+        return [float(np.median(found))]
+
+    def _over(self) -> None:
+        """Forget what was built, where that is not by itself."""
+
+
+class Ferry(Side):
     """kvferry's half."""
 
     def __init__(self) -> None:
@@ -113,16 +116,9 @@ class Ferry:
         self._own = engines.engine(shape, case.layers, case.blocks, base=1 << 55)
         self._forget(self._own)
 
-    def built(self, again: bool) -> worker_process.Measurement:
+    def built(self, again: bool) -> list[float]:
         """All that is built for another peer."""
-        raw = self._peer(again)
-        return worker_process.timed(lambda: self._built(raw))
-
-    def handshake(self, again: bool) -> worker_process.Measurement:
-        """Ask a peer and build."""
-        raw = self._peer(again)
-        with HandshakeServer(raw, engine="prefill", incarnation=5) as server:
-            return worker_process.timed(lambda: self._asked(server))
+        return self._median(lambda: partial(self._built, self._peer(again)))
 
     def memory(self, blocks: int) -> tuple[int, int]:
         """Bytes while it is built, at most, and bytes that stay."""
@@ -148,8 +144,7 @@ class Ferry:
         return [self._published(layout, rank) for rank, layout in enumerate(far)]
 
     def _published(self, layout: Layout, rank: int) -> bytes:
-        made: bytes = engines.payload(layout, rank)
-        return made
+        return engines.payload(layout, rank)
 
     def _forget(self, own: list[Layout]) -> None:
         """Every shape but this engine's own, which each of its ranks is told first."""
@@ -158,71 +153,82 @@ class Ferry:
         self._mine = told[0]
         self._planner = PlanCache([each.layout for each in told], 0)
 
-    def _built(self, raw: list[bytes]) -> tuple[Plan, object]:
-        return self._planned(engine_info(raw))
-
-    def _asked(self, server: HandshakeServer) -> tuple[Plan, object]:
-        return self._planned(fetch(server.host, server.port, "prefill", timeout=10.0))
-
-    def _planned(self, info: Any) -> tuple[Plan, object]:
+    def _built(self, raw: list[bytes]) -> Any:
+        info = engine_info(raw)
         for theirs in info.ranks:
             agree(self._mine, theirs)
-        layouts: list[Layout] = [payload.layout for payload in info.ranks]
-        return self._planner.plan(layouts), info
+        return self._planner.plan([payload.layout for payload in info.ranks]), info
 
 
-class Vllm:
+class NixlFerry(Ferry):
+    """The same with the driver nixl, and a transport for each rank of the peer."""
+
+    in_a_row = 1
+
+    def prepare(self, case: Case) -> None:
+        from kvferry.drivers.nixl import NixlTransport
+
+        super().prepare(case)
+        page = self._own[0].regions[0].nbytes * case.decode // case.prefill
+        self._rooms = [vllm_worker.room(page) for _ in range(case.prefill)]
+        self._far = [NixlTransport() for _ in self._rooms]
+        for transport, room in zip(self._far, self._rooms, strict=True):
+            address = np.frombuffer(room, dtype=np.uint8).ctypes.data
+            transport.register(Region(address=address, nbytes=page))
+        self._addresses = [transport.address() for transport in self._far]
+        self._near = NixlTransport()
+
+    def _over(self) -> None:
+        for peer in self._peers:
+            self._near.disconnect(peer)
+        # What is left is NIXL's connection, which the driver would use again.
+        self._near._idle.clear()
+
+    def _published(self, layout: Layout, rank: int) -> bytes:
+        return engines.payload(layout, rank, address=self._addresses[rank])
+
+    def _built(self, raw: list[bytes]) -> Any:
+        found = super()._built(raw)
+        self._peers = [self._near.connect(payload.address) for payload in found[1].ranks]
+        return found
+
+
+class Vllm(Side):
     """vLLM's half: its worker of decode's rank 0, and what prefill's ranks publish.
 
     Args:
         source: the source of a vLLM; by default, the installed one is measured.
     """
 
+    api: Any = None
+
     def __init__(self, source: Path | None = None) -> None:
         vllm_worker.quiet()
         if source is not None:
             vllm_worker.use_source(source)
-        self._made: dict[tuple[int, int, int], vllm_worker.Worker] = {}
         self._names = itertools.count(1)
 
     def name(self) -> str:
         """As rows name it."""
-        found: str = vllm_worker.name()
-        return found
+        return vllm_worker.name()
 
     def prepare(self, case: Case) -> None:
         """The engines of a case."""
-        self._made.clear()
         self._case = case
-        self._far = self._start(case, case.prefill, case.far(case.blocks))
-        self._payload = self._far.payload
-        self._worker = self._start(case, case.decode, case.blocks).worker
+        self._far = self._start(case.prefill, case.far(case.blocks))
+        self._worker = self._start(case.decode, case.blocks).worker
 
-    def built(self, again: bool) -> worker_process.Measurement:
+    def built(self, again: bool) -> list[float]:
         """All that is built for another peer."""
-        self._forget(again)
-        return worker_process.timed(self._known)
 
-    def handshake(self, again: bool) -> worker_process.Measurement:
-        """Ask a peer and build."""
-        self._forget(again)
-        name = self._name()
-        with vllm_worker.listening(self._payload, name, self._case.prefill) as (host, port):
-            return worker_process.timed(
-                lambda: self._worker._nixl_handshake(host, port, self._case.prefill, name)
-            )
+        def once() -> Callable[[], object]:
+            self._forget(again)
+            return self._known
 
-    def memory(self) -> int:
-        """Bytes while a first peer is built, at most."""
-        self._forget(False)
-        tracemalloc.start()
-        self._known()
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return peak
+        return self._median(once)
 
-    def _start(self, case: Case, tp: int, blocks: int) -> vllm_worker.Worker:
-        return vllm_worker.start(tp=tp, layers=case.layers, blocks=blocks)
+    def _start(self, tp: int, blocks: int) -> vllm_worker.Worker:
+        return vllm_worker.start(tp=tp, layers=self._case.layers, blocks=blocks, api=self.api)
 
     def _forget(self, again: bool) -> None:
         if again:
@@ -243,197 +249,145 @@ class Vllm:
         return name
 
     def _metadata(self, name: str, rank: int) -> Any:
-        return vllm_worker.metadata(self._payload, name)
+        return vllm_worker.metadata(self._far.payload, name)
 
 
-def main() -> None:
-    options = options_of(__doc__, seconds=6.0)
-    rows_found = list(_measured(options))
-    rows.show(rows_found)
-    rows.write(options.json, rows_found)
+class NixlVllm(Vllm):
+    """The same with NIXL, and an agent for each rank of the peer."""
+
+    in_a_row = 1
+
+    def __init__(self, source: Path | None = None) -> None:
+        from kvferry.drivers.nixl import library
+
+        super().__init__(source)
+        self.api = library.load().api
+        # NIXL's agents live as long as the process: some crash when they end.
+        self._started: list[object] = []
+        self._known_names: list[str] = []
+
+    def prepare(self, case: Case) -> None:
+        super().prepare(case)
+        mine = vllm_worker.metadata(self._far.payload, "prefill").agent_metadata
+        self._agents = [mine, *(self._another() for _ in range(1, case.prefill))]
+
+    def _over(self) -> None:
+        """Release all peers, which have the same agents."""
+        for name in self._known_names[1:]:
+            self._worker._remote_agents[name].clear()
+        for name in reversed(self._known_names):
+            self._worker._cleanup_remote_engine(name, log_eviction=False)
+        self._known_names.clear()
+
+    def _known(self) -> str:
+        self._known_names.append(super()._known())
+        return self._known_names[-1]
+
+    def _metadata(self, name: str, rank: int) -> Any:
+        found = super()._metadata(name, rank)
+        found.agent_metadata = self._agents[rank]
+        return found
+
+    def _start(self, tp: int, blocks: int) -> vllm_worker.Worker:
+        with vllm_worker.patient():
+            made = super()._start(tp, blocks)
+        self._started.append(made)
+        return made
+
+    def _another(self) -> bytes:
+        """The metadata of an agent with the memory of the peer's first rank."""
+        config = self.api.nixl_agent_config(num_threads=4, capture_telemetry=True)
+        with vllm_worker.patient():
+            agent = self.api.nixl_agent(f"prefill-{len(self._started)}", config)
+        self._started.append(agent)
+        for descs in self._far.worker._registered_descs:
+            agent.register_memory(descs, backends=self._far.worker.nixl_backends)
+        made: bytes = agent.get_agent_metadata()
+        return made
 
 
-def options_of(description: str | None, *, seconds: float) -> argparse.Namespace:
-    """The options of a benchmark that measures how engines are made known to each other.
-
-    Args:
-        description: The docstring of the benchmark's module.
-        seconds: For each case and vLLM, unless the command line says otherwise.
-    """
-    parser: argparse.ArgumentParser = common.parser(description)
-    parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--blocks", type=int, default=20_000, help="blocks of each engine")
-    parser.add_argument(
-        "--seconds", type=float, default=seconds, help="for each case and vLLM, about"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tenth of the blocks, and no targets"
-    )
-    common.newer(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """All cases, beside each vLLM."""
+    ours_type, theirs_type = (NixlFerry, NixlVllm) if options.nixl else (Ferry, Vllm)
+    blocks, seconds = options.blocks, options.seconds
     if options.quick:
-        options.blocks, options.seconds = options.blocks // 10, 0.2
-    return options
-
-
-def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
-    cases = [
-        Case(prefill=a, decode=b, layers=options.layers, blocks=options.blocks, share=share)
-        for a, b, share in CASES
-    ]
+        blocks, seconds = blocks // 10, 0.2
+    sources = vllm_worker.sources(options.newer)
+    if options.nixl and not (sources and "nixl" in harness.working_drivers()):
+        harness.nothing("NIXL or vLLM is not here: nothing was measured")
     with ExitStack() as stack:
-        ours = stack.enter_context(worker_process.WorkerProcess(Ferry))
+        ours = stack.enter_context(WorkerProcess(ours_type))
         workers = [
-            stack.enter_context(worker_process.WorkerProcess(partial(Vllm, source)))
-            for source in sources(options.newer)
+            stack.enter_context(WorkerProcess(partial(theirs_type, source))) for source in sources
         ]
-        say = stack.enter_context(rows.progress(len(cases) + 1))
-        say("vLLM starts")
         peers = {worker.ask("name"): worker for worker in workers}
-        found = []
-        for case in cases:
-            say(str(case))
-            found += list(_case(case, ours, peers, options.seconds))
-        if options.quick:
-            found = [replace(row, target=None, met=None) for row in found]
-        yield from sorted(found, key=lambda row: ORDER.index(row.section))
-
-
-def sources(newer: Path | None) -> list[Path | None]:
-    """The vLLMs to measure against: the installed one (``None``) first, if there is one."""
-    installed: list[Path | None] = [None] if vllm_worker.available() else []
-    return installed + ([newer] if newer else [])
-
-
-FIRST = "built for the first peer of its shape"
-FURTHER = "built for a further peer of that shape"
-SHAKEN = "handshake with a further peer of that shape, over a socket"
-MEMORY = "memory while a peer is built"
-GROWTH = "memory with ten times the blocks"
-ORDER = (FIRST, FURTHER, SHAKEN, MEMORY, GROWTH)
+        for a, b, share in CASES:
+            case = Case(prefill=a, decode=b, layers=options.layers, blocks=blocks, share=share)
+            if options.nixl and (case.refused or share != 1):
+                continue
+            harness.say(str(case))
+            one_case = _nixl_case if options.nixl else _case
+            for each in one_case(case, ours, peers, seconds):
+                # Fewer blocks are another task: its targets do not hold.
+                yield each if not options.quick else harness.without_target(each)
 
 
 def _case(
-    case: Case,
-    ours: worker_process.WorkerProcess,
-    peers: Peers,
-    seconds: float,
-) -> Iterator[rows.Row]:
+    case: Case, ours: WorkerProcess, peers: dict[str, WorkerProcess], seconds: float
+) -> Iterator[Row]:
     ours.ask("prepare", case)
     ours.ask("memory", case.blocks)
     peak, kept = ours.ask("memory", case.blocks)
     fewer, _ = ours.ask("memory", case.blocks // FEWER)
-    yield row(
-        GROWTH,
-        str(case),
-        f"{kept / 1e3:,.0f} kept",
-        "KB",
-        np.array([peak / fewer]),
-        f"{case.blocks:,} to {case.blocks // FEWER:,} blocks",
-        CONSTANT,
-    )
+    of, stays = f"{case.blocks:,} to {case.blocks // FEWER:,} blocks", f"{kept / 1e3:,.0f} kept"
+    yield row(GROWTH, str(case), of, peak, fewer, unit="KB", measured=stays, target="≤ 1.05")
     if not peers or case.refused:
-        took = np.array([ours.ask("built", False).seconds for _ in range(MOST)])
-        why = "vLLM's worker refuses it" if peers else "there is no vLLM here"
-        yield row(FIRST, str(case), ms(took), "ms", took / np.median(took), f"itself: {why}")
+        took = np.array([ours.ask("built", False)[0] for _ in range(ROUNDS)])
+        of = f"itself: {REFUSED if peers else 'there is no vLLM here'}"
+        yield row(FIRST, str(case), of, took, float(np.median(took)), unit="ms", scale=1e3)
         return
     for peer in peers.values():
         peer.ask("prepare", case)
     equal = case.prefill == case.decode
-    first = {name: turns(ours, peer, "built", False, seconds) for name, peer in peers.items()}
-    further = {name: turns(ours, peer, "built", True, seconds / 2) for name, peer in peers.items()}
-    yield from compared(FIRST, case, first, (EQUAL if equal else UNEQUAL, NEWER))
-    for name, peer in peers.items():
-        ratio = np.array([peer.ask("memory") / peak])
-        of = f"{name}'s peak to ours"
-        yield row(MEMORY, str(case), f"{peak / 1e3:,.0f}", "KB", ratio, of)
-    yield from compared(FURTHER, case, further, (EQUAL if equal else None, NEWER))
-    yield from compared(
-        SHAKEN,
-        case,
-        {name: turns(ours, peer, "handshake", True, seconds / 2) for name, peer in peers.items()},
-    )
+    first, further = (EQUAL if equal else UNEQUAL, NEWER), (EQUAL if equal else None, NEWER)
+    yield from _beside(FIRST, case, ours, peers, ("built", False), seconds, first)
+    yield from _beside(FURTHER, case, ours, peers, ("built", True), seconds / 2, further)
 
 
-def compared(
+def _nixl_case(
+    case: Case, ours: WorkerProcess, peers: dict[str, WorkerProcess], seconds: float
+) -> Iterator[Row]:
+    for each in (ours, *peers.values()):
+        each.ask("prepare", case)
+    for section, again in ((NIXL_FIRST, False), (NIXL_FURTHER, True)):
+        yield from _beside(section, case, ours, peers, ("built", again), seconds, (None, NEWER))
+
+
+def _beside(
     section: str,
     case: Case,
-    found: Mapping[str, Turns],
-    targets: tuple[str | None, str | None] = (None, None),
-) -> Iterator[rows.Row]:
-    """A row for each vLLM; our figure is the median of all rounds.
-
-    Args:
-        targets: for the ratio to the installed vLLM's worker, and to a newer one's.
-    """
-    measured = ms(np.concatenate([each.ours for each in found.values()]))
-    for (name, each), target in zip(found.items(), targets, strict=False):
-        of = f"{name}'s time to ours"
-        yield row(section, str(case), measured, "ms", each.theirs / each.ours, of, target)
-
-
-def turns(
-    ours: worker_process.WorkerProcess,
-    theirs: worker_process.WorkerProcess,
-    what: str,
-    again: bool,
+    ours: WorkerProcess,
+    peers: dict[str, WorkerProcess],
+    what: tuple[Any, ...],
     seconds: float,
-    in_a_row: int = IN_A_ROW,
-) -> Turns:
-    """Seconds of both, round by round; each has run once before."""
-    sides = (ours, theirs)
-    for each in sides:
-        each.ask(what, True)
-    found: list[list[float]] = []
-    end = time.monotonic() + seconds
-    while len(found) < MOST and (not found or time.monotonic() < end):
-        turn = len(found) % 2
-        took = {
-            each: _median(each, what, again, in_a_row) for each in (sides[turn], sides[1 - turn])
-        }
-        found.append([took[ours], took[theirs]])
-    mine, other = np.array(found).T
-    return Turns(ours=mine, theirs=other)
-
-
-def _median(one: worker_process.WorkerProcess, what: str, again: bool, in_a_row: int) -> float:
-    """Seconds of a few in a row, or of one that takes long.
-
-    Building is work, and counted in CPU time; a handshake is waiting, too.
-    """
-    found: list[worker_process.Measurement] = []
-    while len(found) < in_a_row and sum(took.seconds for took in found) < SHORT_SECONDS:
-        found.append(one.ask(what, again))
-    seconds = [took.thread if what == "built" else took.seconds for took in found]
-    return float(np.median(seconds))
-
-
-def row(
-    section: str,
-    case: str,
-    measured: str,
-    unit: str,
-    ratios: common.Times,
-    of: str,
-    target: str | None = None,
-) -> rows.Row:
-    """A row of ratios, one for each round."""
-    found = common.ratio(ratios, np.ones(len(ratios)))
-    return rows.compared(
-        found,
-        section=section,
-        case=case,
-        measured=measured,
-        unit=unit,
-        of=of,
-        target=target,
-    )
-
-
-def ms(seconds: common.Times) -> str:
-    """The median, in milliseconds."""
-    return f"{np.median(seconds) * MS:.2f}"
+    targets: tuple[str | None, ...] = (None, None),
+) -> Iterator[Row]:
+    """A row for each vLLM, with its target."""
+    for (name, peer), target in zip(peers.items(), targets, strict=False):
+        ways = [ours.way(*what), peer.way(*what)]
+        mine, other = harness.by_turns(ways, ROUNDS, seconds, fewest=1)[:, :, 0]
+        figure = float(np.median(mine)) * 1e3
+        of = f"{name}'s time to ours"
+        yield row(section, str(case), of, other, mine, unit="ms", measured=figure, target=target)
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        measure,
+        __doc__,
+        ("--nixl", {"action": "store_true", "help": "with NIXL itself"}),
+        ("--layers", {"type": int, "default": 80}),
+        ("--blocks", {"type": int, "default": 20_000, "help": "of each engine"}),
+        ("--seconds", {"type": float, "default": 6.0, "help": "for each case and vLLM, about"}),
+        vllm_worker.NEWER,
+    )

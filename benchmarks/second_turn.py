@@ -1,25 +1,18 @@
 """Conversations behind a proxy: the time to the first token, with and without decode's tickets.
 
-    python benchmarks/second_turn.py [--rounds 12] [--quick] [--json FILE]
+    python -m benchmarks.second_turn [--rounds 12] [--quick] [--json FILE]
 
-Two pairs of vLLM's HTTP servers with KVFerryConnector (signed tickets, prefix caching, a model of
-random weights), one with ``bidirectional_kv_xfer``, each behind ``disagg_proxy_multiturn.py`` of
-vLLM's source distribution. The client is that of ``benchmark_serving_multi_turn.py``, from there,
-too: conversations of four turns with ``--send-conversation-id``, one after the other, the same ones
-by turns through either proxy. Its time to the first token is from a request to the first streamed
-chunk with text, through proxy, prefill and decode.
+Two pairs of vLLM's HTTP servers with KVFerryConnector, one with ``bidirectional_kv_xfer``, each
+behind ``disagg_proxy_multiturn.py`` of vLLM's source distribution, of which a copy translates
+streamed responses (``tests/long/routers/adapted_proxy.py``). The client is that of vLLM's
+``benchmark_serving_multi_turn.py``: the same conversations of four turns by turns through either
+proxy. The time to the first token is from a request to the first streamed chunk with text, through
+proxy, prefill and decode.
 
-vLLM 0.32 streams decode's ticket from its Responses API only, and 0.33 in the last chunk of a chat
-completion, as the proxy expects. So a copy of the proxy asks decode for streamed responses, and
-translates them (``tests/long/routers/adapted_proxy.py``), for both pairs. A client
-waits as long as it would with 0.33, and for the translation, some tenths of a millisecond.
-
-vLLM steps an engine as long as it holds anything, also if it has nothing to do, which takes a core
-from the others here. So decode holds an answer for three seconds only, and the next conversation
-begins when all engines have nothing left.
-
-Every round ends with a look at what vLLM counted: with tickets, prefill has computed no token of a
-later turn but the new ones; without, it has computed the answers, too.
+vLLM steps an engine as long as it holds anything, which takes a core from the others here. So
+decode holds an answer for three seconds only, and the next conversation begins when all engines
+have nothing left. Every round ends with a look at what vLLM counted: with tickets, prefill has
+computed no token of a later turn but the new ones; without, it has computed the answers, too.
 
 It needs vLLM's CPU build, and vLLM's source distribution, which is fetched if it is not in
 ``.cache/vllm-next``.
@@ -28,23 +21,23 @@ It needs vLLM's CPU build, and vLLM's source distribution, which is fetched if i
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
+import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
-import rows
-import serving
 
-HERE = Path(__file__).parent
+from benchmarks import harness, serving
+from benchmarks.harness import Row, Way, WorkerProcess, row
+from benchmarks.multi_turn_client import Client
+from tests.long.routers.checks import nothing_left
+from tests.long.routers.deployment import HEALTH, MULTI_TURN, Servers, proxy
+
 CLIENT = Path("benchmarks/multi_turn")
 """A folder of vLLM's source distribution."""
 
@@ -74,62 +67,7 @@ BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "fail"}
 
 SECTION = "time to the first token in conversations, vLLM on a CPU"
 OF = "time without bidirectional_kv_xfer"
-LATER = rows.goal(0.7, at_least=False)
-FIRST = rows.goal(1.1, at_least=False)
-
 Conversation = list[dict[str, str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Of each turn: seconds to the first token, and for each token then."""
-
-    first: list[float]
-    each: list[float]
-
-
-class Client:
-    """The process of ``multi_turn_client.py``."""
-
-    def __init__(self, source: Path, model: Path, log: Path, stack: ExitStack) -> None:
-        self._log = log
-        self._process = subprocess.Popen(
-            [sys.executable, HERE / "multi_turn_client.py", source / CLIENT, model],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stack.enter_context(log.open("w")),
-            text=True,
-        )
-        stack.callback(self._close)
-
-    def started(self) -> None:
-        """Wait until it takes conversations."""
-        self._receive()
-
-    def run(self, url: str, name: str, conversation: Conversation) -> Run:
-        """Have one conversation."""
-        asked = {"url": url, "conversations": {name: conversation}}
-        if self._process.stdin is not None:
-            print(json.dumps(asked), file=self._process.stdin, flush=True)
-        stats = sorted(self._receive(), key=lambda each: int(each["input_num_turns"]))
-        if [each["output_num_tokens"] for each in stats] != [ANSWER_TOKENS] * TURNS:
-            raise SystemExit(f"answers have other lengths: {stats}; {self._end()}")
-        return Run(
-            first=[each["ttft_ms"] / 1e3 for each in stats],
-            each=[each["tpot_ms"] / 1e3 for each in stats],
-        )
-
-    def _receive(self) -> Any:
-        line = self._process.stdout.readline() if self._process.stdout is not None else ""
-        if not line:
-            raise SystemExit(f"the client has ended; {self._end()}")
-        return json.loads(line)
-
-    def _end(self) -> str:
-        return f"its log ends with:\n{self._log.read_text(errors='replace')[-3000:]}"
-
-    def _close(self) -> None:
-        self._process.communicate()
 
 
 class Pair:
@@ -138,8 +76,6 @@ class Pair:
     def __init__(
         self, name: str, folder: Path, source: Path, extra: dict[str, Any], stack: ExitStack
     ) -> None:
-        from tests.long.routers.deployment import Servers
-
         self.name, self._source, self._stack = name, source, stack
         self._folder = folder / name.replace(" ", "-")
         self._folder.mkdir()
@@ -150,7 +86,6 @@ class Pair:
     def started(self) -> None:
         """Wait until it serves."""
         from tests.long.routers.adapted_proxy import adapted
-        from tests.long.routers.deployment import HEALTH, MULTI_TURN, proxy
 
         self._servers.wait_started()
         script = adapted(self._source / MULTI_TURN, self._folder)
@@ -158,15 +93,20 @@ class Pair:
         self._stack.callback(self._proxy.close)
         self._proxy.wait_started()
 
-    def converse(self, client: Client, name: str, conversation: Conversation) -> tuple[Run, int]:
-        """Have one conversation; what it took, and how many tokens prefill computed for it."""
-        from tests.long.routers.checks import nothing_left
-
-        before = self._computed()
-        run = client.run(self._proxy.address, f"{name}, {self.name}", conversation)
+    def converse(self, client: WorkerProcess, number: int) -> list[float]:
+        """Have a conversation; seconds to the first token of each turn, and for a further one."""
+        before, tickets = self._computed(), self.name == "with tickets"
+        asked = {f"{number}, {self.name}": conversation(number)}
+        stats = client.ask("run", self._proxy.address, asked)
+        stats.sort(key=lambda each: int(each["input_num_turns"]))
+        if [each["output_num_tokens"] for each in stats] != [ANSWER_TOKENS] * TURNS:
+            raise SystemExit(f"answers have other lengths: {stats}")
         tokens = int(self._computed() - before)
+        if tokens not in computed(tickets):
+            raise SystemExit(f"{self.name}: prefill has computed {tokens} tokens")
         nothing_left(self._servers)
-        return run, tokens
+        further = float(np.median([each["tpot_ms"] for each in stats]))
+        return [each["ttft_ms"] / 1e3 for each in stats] + [further / 1e3]
 
     def _computed(self) -> float:
         prefill = self._servers["prefill"]
@@ -201,43 +141,17 @@ def computed(tickets: bool) -> range:
     return range(user + answers, user + answers + (TURNS - 1) * BLOCK_TOKENS + 1)
 
 
-def measured(
-    client: Client, pairs: Sequence[Pair], rounds: int, show: rows.Show
-) -> tuple[common.Times, common.Times]:
-    """The seconds to first tokens, and for each token then: (pairs, rounds, turns)."""
-    first, each = np.empty((2, 2, rounds, TURNS))
-    for index in range(-1, rounds):  # in the first round, what is done once is done
-        show(f"conversation {index + 2} of {rounds + 1}, with and without tickets")
-        for turn in range(2):
-            which = (index + turn) % 2
-            run, tokens = pairs[which].converse(client, f"{index}", conversation(index + 1))
-            if tokens not in computed(which == 0):
-                raise SystemExit(f"{pairs[which].name}: prefill has computed {tokens} tokens")
-            if index >= 0:
-                first[which, index], each[which, index] = run.first, run.each
-    return first, each
-
-
-def table(first: common.Times, each: common.Times) -> Iterator[rows.Row]:
-    later = np.median(first[:, :, 1:], axis=2)
-    yield _row(f"turns 2 to {TURNS}", later, LATER)
-    yield _row("turn 1", first[:, :, 0], FIRST)
-    for turn in range(1, TURNS):
-        yield _row(f"turn {turn + 1}", first[:, :, turn])
-    yield _row("every further token", np.median(each, axis=2))
-
-
-def _row(case: str, times: common.Times, target: str | None = None) -> rows.Row:
-    ours, theirs = times
-    return rows.compared(
-        common.ratio(ours, theirs),
-        section=SECTION,
-        case=case,
-        measured=float(f"{np.median(ours) * 1e3:.3g}"),
-        unit="ms",
-        of=OF,
-        target=target,
-    )
+def table(found: harness.Times) -> Iterator[Row]:
+    """Rows of the seconds to the first token of each turn, and for a further token."""
+    first, later = found[:, :, :TURNS], np.median(found[:, :, 1:TURNS], axis=2)
+    cases: list[tuple[str, harness.Times, str | None]] = [
+        (f"turns 2 to {TURNS}", later, "≤ 0.7"),
+        ("turn 1", first[:, :, 0], "≤ 1.1"),
+        *((f"turn {turn + 1}", first[:, :, turn], None) for turn in range(1, TURNS)),
+        ("every further token", found[:, :, TURNS], None),
+    ]
+    for case, (ours, theirs), target in cases:
+        yield row(SECTION, case, OF, ours, theirs, unit="ms", scale=1e3, target=target)
 
 
 def vllm_source() -> Path:
@@ -251,38 +165,46 @@ def vllm_source() -> Path:
         return fetch("vllm", version, serving.ROOT / ".cache" / "vllm-next")
     except SdistError as exc:
         print(f"the source of vLLM {version} was not fetched: {exc}", flush=True)
-        raise SystemExit(rows.NOTHING) from exc
+        raise SystemExit(harness.NOTHING) from exc
 
 
-def main() -> None:
-    options = _options()
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Both pairs by turns, each in the same conversation."""
     if find_spec("vllm") is None:
-        rows.nothing("vLLM is not installed here")
-    with ExitStack() as stack, rows.progress(options.rounds + 3) as show:
-        show("starting two pairs of servers")
+        harness.nothing("vLLM is not installed here")
+    rounds = options.rounds or (1 if options.quick else 12)
+    with ExitStack() as stack:
+        harness.say("starting two pairs of servers")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         source = vllm_source()
         serving.prepare(str(folder))
         serving.make_model(folder / "model", max_tokens=MOST_TOKENS, **SHAPE)
-        client = Client(source, folder / "model", folder / "client.log", stack)
-        settings = {"with tickets": WITH_TICKETS, "without": {}}
+        settings: dict[str, dict[str, Any]] = {"with tickets": WITH_TICKETS, "without": {}}
         pairs = [Pair(name, folder, source, extra, stack) for name, extra in settings.items()]
         for pair in pairs:
             pair.started()
-        client.started()
-        found = list(table(*measured(client, pairs, options.rounds, show)))
-    rows.show(found)
-    rows.write(options.json, found)
+        make = partial(Client, source / CLIENT, folder / "model", folder / "client.log")
+        client = stack.enter_context(WorkerProcess(make))
 
+        def conversed(pair: Pair) -> Way:
+            numbers = itertools.count()
 
-def _options() -> argparse.Namespace:
-    parser: argparse.ArgumentParser = common.parser(__doc__)
-    parser.add_argument("--rounds", type=int, help="default 12, of 20 seconds each")
-    parser.add_argument("--quick", action="store_true", help="to see that it runs: 90 seconds")
-    found = parser.parse_args()
-    found.rounds = found.rounds or (1 if found.quick else 12)
-    return found
+            def way() -> list[float]:
+                number = next(numbers)
+                harness.say(f"conversation {number + 1}, {pair.name}")
+                return pair.converse(client, number)
+
+            return way
+
+        try:
+            found = harness.by_turns([conversed(pair) for pair in pairs], rounds)
+        except SystemExit:
+            print((folder / "client.log").read_text(errors="replace")[-3000:], flush=True)
+            raise
+        yield from table(found)
 
 
 if __name__ == "__main__":
-    main()
+    harness.main(
+        measure, __doc__, ("--rounds", {"type": int, "help": "default 12, of 20 seconds each"})
+    )

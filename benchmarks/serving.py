@@ -19,10 +19,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))  # for what the tests know of starting engines
-from tests.engines.engines import ENVIRONMENT, PREFILL, START_SECONDS  # noqa: E402
+from tests.engines.engines import ENVIRONMENT, START_SECONDS
+from tests.engines.engines import PREFILL as PREFILL
 
+ROOT = Path(__file__).parent.parent
+KVFERRY = {
+    "kv_connector": "KVFerryConnector",
+    "kv_connector_module_path": "kvferry.integrations.vllm",
+}
 ANSWER_SECONDS = 120.0
 SIDE_CHANNELS = itertools.count(int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "15600")))
 """Ports for NixlConnector, one for each engine."""
@@ -156,13 +160,14 @@ class Engine:
         answers: Answers = self._receive(ANSWER_SECONDS)
         return answers
 
-    def stop(self) -> None:
-        """Let all its processes stand still, until it goes on."""
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """After ``stop``; otherwise nothing."""
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """It goes on, and stands still with all its processes at the end."""
         self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
         # They are a group of their own.
@@ -172,7 +177,7 @@ class Engine:
 
     def close(self) -> None:
         """End it."""
-        self.go_on()
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self._connection.send(None)
         self._process.join(10)
@@ -204,8 +209,6 @@ def _main(
     os.setpgid(0, 0)
     if cores:
         os.sched_setaffinity(0, cores)  # before the first further thread
-    # Some of the files beside this one have the name of a package that vLLM may yet import.
-    sys.path = [path for path in sys.path if Path(path) != Path(__file__).parent]
     from tests.engines import engine_process, frugal
 
     engine_process.log_to(log)
@@ -225,9 +228,9 @@ def _nixl_connector_helped(patient: bool) -> Iterator[None]:
     Args:
         patient: whether NIXL's progress threads sleep for as long as those of the driver ``nixl``.
     """
-    import nixl_api
     from vllm.platforms.cpu import CpuPlatform
 
+    from benchmarks import nixl_api
     from kvferry.core.errors import DriverError
     from kvferry.drivers.nixl import library
 

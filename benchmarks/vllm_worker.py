@@ -17,18 +17,16 @@ import logging
 import math
 import mmap
 import os
-import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import engines
+from benchmarks import engines
 
 FAMILY = {
     "architectures": ["LlamaForCausalLM"],
@@ -198,28 +196,6 @@ def metadata(payload: Any, name: str) -> Any:
     return found
 
 
-@contextmanager
-def listening(payload: Any, name: str, ranks: int) -> Iterator[tuple[str, int]]:
-    """vLLM's own listener, serving that for all ranks; its host and port."""
-    import msgspec
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorScheduler
-
-    inside = msgspec.msgpack.encode(metadata(payload, name))
-    said = msgspec.msgpack.encode(replace(payload, agent_metadata_bytes=inside))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = free.getsockname()[:2]
-    ready, stop = threading.Event(), threading.Event()
-    served = {(0, rank): said for rank in range(ranks)}
-    listen = NixlConnectorScheduler._nixl_handshake_listener
-    thread = threading.Thread(target=listen, args=(served, ready, stop, *place), daemon=True)
-    thread.start()
-    ready.wait()
-    try:
-        yield place
-    finally:
-        stop.set()
-
-
 def use_source(folder: Path) -> None:
     """Have this process import vLLM from the source of a release, which is not compiled.
 
@@ -251,16 +227,32 @@ def name() -> str:
     return f"vLLM {'.'.join(vllm.__version__.split('.')[:2])}'s worker"
 
 
+NEWER = (
+    "--newer",
+    {
+        "type": Path,
+        "metavar": "FOLDER",
+        "help": "the unpacked source distribution of a newer vLLM, whose worker is measured, too",
+    },
+)
+"""The option that names a newer vLLM, as ``harness.main`` takes it."""
+
+
+def sources(newer: Path | None) -> list[Path | None]:
+    """The vLLMs to measure beside: the installed one (``None``) first, if there is one."""
+    installed: list[Path | None] = [None] if available() else []
+    return installed + ([newer] if newer else [])
+
+
 def patient() -> AbstractContextManager[None]:
     """Within the context, give new agents of NIXL progress threads that sleep while they are idle.
 
     vLLM leaves them spinning. Beside several workers of one machine they would take the cores from
     all that is measured.
     """
-    import nixl_api
+    from benchmarks import nixl_api
 
-    made: AbstractContextManager[None] = nixl_api.patient()
-    return made
+    return nixl_api.patient()
 
 
 def quiet() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LEFT_OUT = (".ci/", ".github/", ".pre-commit-config.yaml", "benchmarks/results/", "docs/plots/")
+LEFT_OUT = (".ci/", ".github/", ".pre-commit-config.yaml", "benchmarks/results/")
 """Tracked, and not in the sdist."""
 
 METADATA = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")

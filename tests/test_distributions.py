@@ -14,8 +14,7 @@ TRACKED = {
     ".github/workflows/tests.yml",
     "README.md",
     "benchmarks/request.py",
-    "benchmarks/results/bench.json",
-    "docs/plots/one.svg",
+    "benchmarks/results/release.json",
     "kvferry/__init__.py",
     "kvferry/py.typed",
 }
@@ -50,7 +49,7 @@ def write_wheel(folder: Path, names: set[str]) -> Path:
     return path
 
 
-UNWANTED = {"benchmarks/results/bench.json", "tests/.cache/core.123", "kvferry/a.pyc"}
+UNWANTED = {"benchmarks/results/release.json", "tests/.cache/core.123", "kvferry/a.pyc"}
 
 
 @pytest.mark.parametrize(

@@ -3,84 +3,72 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import everything
 from tests.benchmarks.results import row
 
 PART = "proofs"
-SCRIPT = """
-import shutil
-import sys
-from pathlib import Path
-
-here = Path(__file__).parent
-with (here / "runs").open("a") as runs:
-    print("run", file=runs)
-if not (here / "rows.json").exists():
-    print("no such thing here")
-    sys.exit(int((here / "status").read_text()))
-shutil.copy(here / "rows.json", sys.argv[2])
-"""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Bench:
-    """``make bench`` of one part, whose script stands in a folder with the results."""
+    """``make bench`` of one part, with a stand-in for its script.
 
-    everything: Any
-    folder: Path
-    monkeypatch: pytest.MonkeyPatch
+    Attributes:
+        runs: how often the script has run.
+        rows: what it writes; if it is empty, it says that it measures nothing.
+        status: its exit status then.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out, self.source = folder / "out", folder / "source"
+        self.source.mkdir()
+        self.runs, self.rows, self.status = 0, [row("one")], 0
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(everything, "HERE", self.source)
+        monkeypatch.setattr(everything, "installed", list)  # a process should not load two UCX
+        monkeypatch.setattr(everything, "_called", self._called)
 
     def run(self, *arguments: str) -> int:
         """Run it, and return the exit status."""
-        places = ("--results", str(self.results), "--page", str(self.page))
-        argv = ["everything.py", "--only", PART, *places, *arguments]
-        self.monkeypatch.setattr("sys.argv", argv)
-        status: int = self.everything.main()
-        return status
+        argv = ["everything", "--only", PART, "--out", str(self.out), *arguments]
+        self._monkeypatch.setattr("sys.argv", argv)
+        return everything.main()
+
+    def _called(self, command: Sequence[str]) -> tuple[int, list[str]]:
+        self.runs += 1
+        if not self.rows:
+            return self.status, ["no such thing here"]
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(self.rows))
+        return 0, []
 
     @property
     def results(self) -> Path:
-        return self.folder / "bench.json"
+        return self.out / "results.json"
 
     @property
-    def page(self) -> Path:
-        return self.folder / "performance.md"
-
-    @property
-    def runs(self) -> int:
-        """How often the script has run."""
-        runs = self.folder / "runs"
-        return len(runs.read_text().splitlines()) if runs.exists() else 0
+    def page(self) -> str:
+        return (self.out / "page.md").read_text(encoding="utf-8")
 
     def store(self) -> Any:
         return json.loads(self.results.read_text(encoding="utf-8"))
 
-    def write(self, store: Any) -> None:
-        self.results.write_text(json.dumps(store), encoding="utf-8")
-
 
 @pytest.fixture
-def bench(script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    everything = script("everything")
-    monkeypatch.setattr(everything, "HERE", tmp_path)
-    monkeypatch.setattr(everything, "installed", list)  # a process should not load two UCX
-    (tmp_path / f"{PART}.py").write_text(SCRIPT, encoding="utf-8")
-    (tmp_path / "rows.json").write_text(json.dumps([row("one")]), encoding="utf-8")
-    return Bench(everything=everything, folder=tmp_path, monkeypatch=monkeypatch)
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
 
 
 def test_a_part_with_results_of_this_source_is_not_measured_again(bench: Bench) -> None:
     assert bench.run() == 0
-    bench.page.unlink()
+    (bench.out / "page.md").unlink()
     assert bench.run("--quick") == 0
     assert bench.runs == 1
-    assert "| one | **2** (1 to 3) | 1.5 GB/s |" in bench.page.read_text(encoding="utf-8")
+    assert "| one | **2** (1 to 3) | speed of memcpy |  | 1.5 GB/s |" in bench.page
     assert bench.run("--again") == 0
     assert bench.runs == 2
 
@@ -90,13 +78,12 @@ def test_a_part_without_fresh_results_is_measured_again(bench: Bench, change: st
     bench.run()
     old = bench.store()
     if change == "source":
-        with (bench.folder / f"{PART}.py").open("a") as file:
-            file.write("# changed")
+        (bench.source / "changed.py").touch()
     elif change == "failed":
         old[PART] |= {"failed": "it took too long", "date": "today"}
     else:
         old[PART]["conditions"][change] = "quick"  # no processor, and less than is asked for
-    bench.write(old)
+    bench.results.write_text(json.dumps(old), encoding="utf-8")
     assert bench.run() == 0
     assert bench.runs == 2
     assert "failed" not in bench.store()[PART]
@@ -106,11 +93,10 @@ def test_a_part_without_fresh_results_is_measured_again(bench: Bench, change: st
 def test_only_a_failure_has_an_exit_status_and_both_stand_on_the_page(
     bench: Bench, status: int, key: str
 ) -> None:
-    (bench.folder / "rows.json").unlink()
-    (bench.folder / "status").write_text(str(status))
+    bench.rows, bench.status = [], status
     assert bench.run() == (key == "failed")
     assert bench.store()[PART][key] == "no such thing here"
-    assert f"(`benchmarks/{PART}.py`): no such thing here" in bench.page.read_text(encoding="utf-8")
+    assert "no such thing here" in bench.page
 
 
 @pytest.mark.parametrize(
@@ -130,7 +116,7 @@ def test_only_worse_results_have_an_exit_status(
     status: int,
     verdict: str,
 ) -> None:
-    old = bench.folder / "old.json"
+    old = bench.source / "old.json"
     old.write_text(json.dumps({PART: {"rows": [row("one", 2 / factor)]}}), encoding="utf-8")
     assert bench.run("--against", str(old), "--margin", margin) == status
     said = " ".join(capsys.readouterr().out.split())
@@ -141,7 +127,7 @@ def test_only_worse_results_have_an_exit_status(
 def test_unreadable_earlier_results_are_refused_before_anything_is_measured(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.run("--against", str(bench.folder / "none")) == 2
+    assert bench.run("--against", str(bench.source / "none")) == 2
     assert bench.runs == 0
 
 

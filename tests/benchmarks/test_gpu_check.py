@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import signal
@@ -12,25 +13,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import quiescence, steps
-from benchmarks.gpu_check.caches import PAGE_TOKENS, Cache, CacheShape
-from benchmarks.gpu_check.contexts import ContextReport
-from benchmarks.gpu_check.defaults import DRIVERS, SUITE_SECONDS, TOTAL_SECONDS
-from benchmarks.gpu_check.devices import Device
-from benchmarks.gpu_check.outcome import Settings
-from benchmarks.gpu_check.runner import Step
 from kvferry.testing.memory import available
+from tests.long.gpu import __main__ as gpu
+from tests.long.gpu import test_quiescence as quiescence
+from tests.long.gpu.__main__ import Step
+from tests.long.gpu.device import PAGE_TOKENS, Cache, CacheShape, ContextReport, Device
 
 
 def step(**changes: Any) -> Step:
+    """Return a step whose tests do not exist."""
     fields: dict[str, Any] = {
-        "name": "zeroing",
-        "title": "zeroes",
-        "module": "zeroing",
+        "name": "one",
+        "title": "nothing",
+        "tests": ("no_such_file.py",),
         "needs": 1.0,
         "limit": 60.0,
-        "settings": Settings(near="cpu", far="cpu", driver="loopback"),
     }
     return Step(**(fields | changes))
 
@@ -42,8 +39,8 @@ def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 
     def run_check(*arguments: str) -> int:
         out = str(tmp_path / "results")
-        monkeypatch.setattr("sys.argv", ["gpu_check", *arguments, "--out", out])
-        return gpu_check.main()
+        monkeypatch.setattr("sys.argv", ["gpu", *arguments, "--out", out])
+        return gpu.main()
 
     yield run_check
     signal.signal(signal.SIGTERM, before)
@@ -66,12 +63,8 @@ def test_steps_that_fail_or_do_not_fit_any_more_fail_the_check_and_stop_no_other
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("torch")
-    names, needs = ("one", "two", "three"), (1.0, 1000.0, 1.0)
-    found = [
-        step(name=name, needs=seconds, module="no_such_module")
-        for name, seconds in zip(names, needs, strict=True)
-    ]
-    monkeypatch.setattr(steps, "all_steps", lambda **_: found)
+    steps = [step(), step(name="two", needs=1000.0), step(name="three")]
+    monkeypatch.setattr(gpu, "all_steps", lambda *_: steps)
     assert check("--rehearse", "--limit", "500") == 1
     said = re.compile(
         r"0 of 3 steps passed; failed: one, three; "
@@ -80,11 +73,9 @@ def test_steps_that_fail_or_do_not_fit_any_more_fail_the_check_and_stop_no_other
     assert said.search(capsys.readouterr().out)
     assert said.search((tmp_path / "results/page.md").read_text(encoding="utf-8"))
     record = json.loads((tmp_path / "results/results.json").read_text(encoding="utf-8"))
-    assert record["not run"] == list(record["skipped"]) == ["two"]
-    for one in record["steps"]:
-        assert one["status"] == "failed"
-        assert "no_such_module" in one["problems"][0]
-        assert "Traceback" in one["log tail"]
+    assert [each["status"] for each in record["steps"]] == ["failed", "skipped", "failed"]
+    assert "pytest collected no tests" in record["steps"][0]["problems"][0]
+    assert "no_such_file" in record["steps"][0]["tail"]
 
 
 def test_step_is_ended_when_the_time_of_all_steps_is_over(
@@ -94,9 +85,9 @@ def test_step_is_ended_when_the_time_of_all_steps_is_over(
 ) -> None:
     pytest.importorskip("torch")
     # It takes longer than that, and is begun however little is left.
-    found = [step(name="one", needs=float("-inf"), module="conformance")]
-    monkeypatch.setattr(steps, "all_steps", lambda **_: found)
-    assert check("--rehearse", "--limit", "1") == 1
+    found = step(needs=float("-inf"))
+    monkeypatch.setattr(gpu, "all_steps", lambda *_: [found])
+    assert check("--rehearse", "--limit", "0.1") == 1
     said = capsys.readouterr().out
     assert "... timed out" in said
     assert "the step was ended after 0" in said
@@ -104,12 +95,34 @@ def test_step_is_ended_when_the_time_of_all_steps_is_over(
 
 
 def test_all_steps_fit_into_the_promised_time_if_nothing_hangs() -> None:
-    found = steps.all_steps(rehearse=True, drivers=DRIVERS)
-    suites = SUITE_SECONDS - steps.REHEARSED_SUITE_SECONDS
-    budgets = sum(suites for one in found if one.module == "conformance")
-    assert len(found) == 15
-    assert sum(one.needs for one in found) + budgets <= TOTAL_SECONDS
-    assert all(one.needs < one.limit for one in found)
+    steps = list(gpu.all_steps(gpu.DRIVERS, gpu.SUITE_SECONDS))
+    assert len(steps) == 15
+    assert sum(one.needs for one in steps) <= gpu.TOTAL_SECONDS
+    assert all(one.needs < one.limit for one in steps)
+
+
+PASSED = {"test": "a", "outcome": "passed", "seconds": 1, "text": "", "tables": [["t", {"ms": 1}]]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([], "no tests"),
+        ([{"collected": 0}, {"ended": True}], "no tests"),
+        ([{"collected": 1}, {"began": "a"}], "a did not end"),
+        (
+            [{"collected": 1}, PASSED | {"outcome": "failed", "text": "x\nE  boom"}, {"ended": 1}],
+            "a: boom",
+        ),
+    ],
+)
+def test_tests_that_fail_hang_or_are_missing_are_problems(lines: list[Any], problem: str) -> None:
+    good: list[Any] = [{"collected": 1}, {"began": "a"}, PASSED, {"ended": True}]
+    assert gpu.judged(step(), [copy.deepcopy(good)]).status == "passed"
+    found = gpu.judged(step(), [copy.deepcopy(good), copy.deepcopy(lines)])
+    assert found.status == "failed"
+    assert problem in found.problems[0]
+    assert found.tables["t"][0] == {"ms": 1}
 
 
 def test_wrong_words_of_a_load_are_counted() -> None:
@@ -129,12 +142,14 @@ def test_wrong_words_of_a_load_are_counted() -> None:
 
 def test_bytes_that_land_late_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    memory = torch.zeros(1024, dtype=torch.int32)
-    later: Iterator[Callable[[], object]] = iter(
-        [lambda: memory[:7].fill_(1), lambda: monkeypatch.setattr(quiescence, "WATCH_SECONDS", 0)]
-    )
-    monkeypatch.setattr(quiescence, "WATCH_SECONDS", float("inf"))
-    monkeypatch.setattr(quiescence, "time", SimpleNamespace(sleep=lambda _: next(later)()))
+    memory, now = torch.zeros(1024, dtype=torch.int32), [0.0]
+
+    def sleep(_: float) -> None:
+        memory[:7].fill_(1)
+        now[0] += 0.6  # there is one more look, and then the time is up
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
+    monkeypatch.setattr(quiescence, "time", clock)
     assert quiescence.count_changes(Device("cpu"), memory) == 7
 
 
@@ -144,9 +159,7 @@ def contexts(**changes: Any) -> ContextReport:
         "entered": {"MainThread": 1, "kvferry-endpoint": 1},
         "contexts": {"MainThread": 0x10, "kvferry-endpoint": 0x10},
         "not_entered": [],
-        "native_threads": {"python": 2},
         "active": [1],
-        "used_mib": {"0": 500, "1": 900},
     }
     return ContextReport(**(fields | changes))
 

@@ -99,12 +99,11 @@ class Bench:
         Raises:
             BenchError: A transfer failed, or a byte is wrong.
         """
-        copies = case.batch(self._near.region, self._far.region)
-        self._check(case, copies)
+        move = self.checked(case)
         taken: list[tuple[float, float]] = []
         deadline = time.perf_counter() + seconds
         while len(taken) < ROUNDS[0] or (len(taken) < ROUNDS[1] and time.perf_counter() < deadline):
-            moved = _seconds(lambda: self._move(case, copies))
+            moved = _seconds(move)
             taken.append((moved, _seconds(lambda: self._memcpy(case.size))))
         return Result(
             case=case,
@@ -113,16 +112,15 @@ class Bench:
             memcpy_seconds=statistics.median(copied for _, copied in taken),
         )
 
-    def _check(self, case: Case, copies: Copies) -> None:
-        """Run a case once, and compare every byte of this side's buffer with its expected value.
+    def checked(self, case: Case) -> Callable[[], float]:
+        """Run a case once, compare every byte of this side's buffer, and return what runs it again.
 
-        Args:
-            case: The case.
-            copies: The case's copies, between the two buffers.
+        That function returns when the transfer was posted, by ``time.perf_counter``.
 
         Raises:
             BenchError: The transfer failed, or a byte is wrong.
         """
+        copies = case.batch(self._near.region, self._far.region)
         local, remote = case.block_indices()
         self._near.put(np.zeros(case.size, np.uint8))
         self._move(case, copies)
@@ -133,17 +131,10 @@ class Bench:
                 f"{wrong:,} of {case.size:,} bytes are wrong after a {case}: the driver says that "
                 "it is done, and it is not; do not use it"
             )
+        return lambda: self._move(case, copies)
 
-    def _move(self, case: Case, copies: Copies) -> None:
-        """Start the transfer of a case, and wait until it has ended.
-
-        Args:
-            case: The case.
-            copies: The case's copies, between the two buffers.
-
-        Raises:
-            BenchError: The transfer failed, or takes too long.
-        """
+    def _move(self, case: Case, copies: Copies) -> float:
+        """Run the transfer of a case to its end; return when it was posted."""
         transport = self._transport
         transfer = transport.read(self._peer, copies)
         begun = time.perf_counter()
@@ -155,6 +146,7 @@ class Bench:
         transport.forget(transfer)
         if status.state is not State.DONE:
             raise BenchError(f"a {case} failed: {status.error}")
+        return begun
 
 
 def _refuse(case: Case, status: Status, elapsed: float) -> None:
@@ -197,7 +189,7 @@ def _moved(source: Bytes, case: Case, taken: Any, put: Any) -> Bytes:  # noqa: A
     return flat
 
 
-def _seconds(call: Callable[[], None]) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     """Return how many seconds a call takes."""
     begun = time.perf_counter()
     call()

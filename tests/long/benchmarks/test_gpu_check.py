@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.skipif(not find_spec("torch"), reason="the check needs torch")
 
 ROOT = Path(__file__).parents[3]
-CHECK = (sys.executable, "-m", "benchmarks.gpu_check", "--rehearse")
+CHECK = (sys.executable, "-m", "tests.long.gpu", "--rehearse")
 MARK = "KVFERRY_TEST_MARK"
 
 
@@ -28,7 +28,7 @@ def check(folder: Path, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + (folder / "log.txt").read_text(encoding="utf-8")
     record = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    return {one["name"]: one for one in record["steps"]}
+    return {each["step"]["name"]: each for each in record["steps"]}
 
 
 def marked(mark: str) -> list[int]:
@@ -57,8 +57,8 @@ def test_rehearsal_of_all_steps(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_rehearsal_over_tcp_has_staged_beside_direct(tmp_path: Path) -> None:
     found = check(tmp_path, "--only", "staged")
-    tables = list(found["staged-nixl"]["tables"])
-    assert tables == ["nixl, cpu from cpu, tcp", "nixl, cpu from cpu, tcp, staged"]
+    rows = found["staged-nixl"]["tables"]["over_tcp, nixl"]
+    assert all(row["speed of staged loads to direct"] > 0 for row in rows)
     log = (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert "tcp/" in log
     assert "sysv/" not in log

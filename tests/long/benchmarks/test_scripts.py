@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,74 +10,43 @@ from typing import Any
 
 import pytest
 
-from kvferry.testing.memory import available
+from benchmarks import harness
+from benchmarks.everything import PARTS, Part
 
 pytestmark = pytest.mark.timeout(600)
 
-SCRIPTS_FOLDER = Path(__file__).parents[3] / "benchmarks"
-OTHERS = ("everything", "page", "startup", "multi_turn_client")
-"""Scripts without rows of their own; ``second_turn`` starts the last."""
-SCRIPTS = sorted(
-    file.stem
-    for file in SCRIPTS_FOLDER.glob("*.py")
-    if "__main__" in file.read_text(encoding="utf-8") and file.stem not in OTHERS
-)
-SMALLEST = {
-    "end_to_end": ("--driver", "loopback"),
-    "gpu": ("--near", "cpu", "--far", "cpu", "--driver", "loopback", "--staged"),
-}
+ROOT = Path(__file__).parents[3]
+SMALLEST = {"end_to_end": ("--driver", "loopback")}
 """Arguments beside ``--quick``."""
-NOTHING = 3
-"""The exit status of a script that can measure nothing on this machine."""
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script to its end."""
-    command = [sys.executable, str(SCRIPTS_FOLDER / f"{script}.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    script, *own = command.split()
+    command_line = [sys.executable, "-m", f"benchmarks.{script}", *own, *arguments]
+    return subprocess.run(command_line, capture_output=True, text=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_script_prints_rows(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_part_prints_rows(part: Part, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    done = run(script, "--quick", "--json", str(file), *SMALLEST.get(script, ()))
-    if done.returncode == NOTHING:
+    done = run(part.command, "--quick", "--json", str(file), *SMALLEST.get(part.name, ()))
+    if done.returncode == harness.NOTHING:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(file.read_text(encoding="utf-8"))
+    rows = [harness.row_of(each) for each in json.loads(file.read_text(encoding="utf-8"))]
     assert rows
-    assert all(0 < row["low"] <= row["ratio"] <= row["high"] for row in rows)
-    assert len({(row["section"], row["case"], row["of"]) for row in rows}) == len(rows)
-    assert rows[0]["of"].split()[0] in done.stdout
+    assert all(0 < row.low <= row.ratio <= row.high for row in rows)
+    assert len({(row.section, row.case, row.of) for row in rows}) == len(rows)
+    assert rows[0].of.split()[0] in done.stdout
 
 
-def test_startup_prints_a_line_for_each_case() -> None:
-    done = run("startup", "1")
-    assert done.returncode in (0, 1), done.stderr  # 1: slower than the budget, which no test says
-    assert len(done.stdout.splitlines()) == 3
-
-
-def test_page_is_made_from_the_committed_results_and_those_of_a_part(tmp_path: Path) -> None:
-    """Also with a part that can measure nothing here, without a GPU."""
-    if available("cuda"):  # asked here, since it imports torch
-        pytest.skip("there is a GPU")
-    results, page = tmp_path / "bench.json", tmp_path / "performance.md"
-    shutil.copy(SCRIPTS_FOLDER / "results/bench.json", results)
-    before = load(results)
-    places = ("--results", str(results), "--page", str(page))
-    done = run("everything", "--quick", "--only", "proofs", "--only", "gpu", *places)
+def test_results_are_kept_and_shown(tmp_path: Path) -> None:
+    chosen = ("--only", "proofs", "--out", str(tmp_path), "--against", "--margin", "9")
+    done = run("everything", "--quick", *chosen)
     assert done.returncode == 0, done.stdout + done.stderr
-    after = load(results)
-    assert after["proofs"]["conditions"]["extent"] == "quick"
-    text = page.read_text(encoding="utf-8")
-    assert "(`benchmarks/gpu.py`): " in text
-    for part in before.keys() | {"proofs"}:
-        if part not in ("proofs", "gpu"):
-            assert after[part] == before[part]
-        if after[part].get("rows"):
-            assert f"`python benchmarks/{part}.py`. {after[part]['conditions']['date']}" in text
-    assert list((tmp_path / "plots").glob("*.svg"))
-
-
-def load(results: Path) -> Any:
-    return json.loads(results.read_text(encoding="utf-8"))
+    store: Any = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert store["proofs"]["conditions"]["extent"] == "quick"
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    [plot] = (tmp_path / "plots").glob("*.svg")
+    assert f"](plots/{plot.name})" in page

@@ -1,0 +1,338 @@
+"""What single things cost, most of them beside the same without them.
+
+    python -m benchmarks.costs [NAME]... [--quick] [--json FILE]
+
+Each cost is an entry of ``COSTS``; by default, all are measured, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks import engines, harness
+from benchmarks.connector_steps import request_profile, steps, ticket_params
+from benchmarks.engines import Shape
+from benchmarks.harness import Row, Way, WorkerProcess, row
+from benchmarks.hostile_replies import replies
+from benchmarks.side_channel import known_producers
+from benchmarks.side_channel import measure as side_channel
+from kvferry.cli.bench.grid import Case
+from kvferry.cli.bench.measure import FAR, Bench
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
+from kvferry.core.messages import decode_payload
+from kvferry.core.metrics import LoadRecord
+from kvferry.core.security import TicketKey, TicketSecrets
+from kvferry.core.security.proof import verify
+from kvferry.core.transport.registry import create
+from kvferry.integrations.vllm.ticket_params import read_ticket
+from kvferry.testing import CacheShape, ModelFreeEngine
+from kvferry.testing.memory import CpuBuffer
+from kvferry.testing.peers import Process
+
+# The fence: one small read for each producer rank and request.
+
+FENCE_BLOCKS = 256
+PATIENCE = 60.0
+
+
+def _fence_engine(name: str, driver: str, ranks: int) -> ModelFreeEngine:
+    """An engine of one layer with blocks of 64 KiB; block 0 is nobody's."""
+    shape = CacheShape(
+        tp=ranks,
+        block=16,
+        pages=FENCE_BLOCKS + 1,
+        layers=1,
+        model_heads=2,
+        dim=2048,
+        dtype="uint8",
+    )
+    return ModelFreeEngine(name, shape, driver=driver, options=EndpointOptions(lease=600.0))
+
+
+class FenceProducer:
+    """The engine in the other process."""
+
+    def __init__(self, driver: str, ranks: int) -> None:
+        self._engine = _fence_engine("prefill", driver, ranks)
+
+    def ticket(self, number: int) -> Ticket:
+        """For a request that has all blocks, which the last one has released."""
+        if number:
+            self._engine.released(f"p-{number - 1}", PATIENCE)
+        self._engine.take_on(f"p-{number}")
+        pages = list(range(1, FENCE_BLOCKS + 1))
+        return self._engine.finish(f"p-{number}", pages, 16 * FENCE_BLOCKS)
+
+
+def fence(quick: bool) -> Iterator[Row]:
+    """The share of the fence in its load of 16 MiB, as the endpoint counts it."""
+    for driver in harness.working_drivers():
+        for ranks in (1, 2):
+            harness.say(f"{driver}, {ranks} ranks")
+            make = partial(FenceProducer, driver, ranks)
+            with WorkerProcess(make) as producer, _fence_engine("decode", driver, 1) as decode:
+                records: list[LoadRecord] = []
+                for number in range(5 if quick else 201):
+                    ticket = producer.ask("ticket", number)
+                    decode.pull(ticket.request, ticket, list(ticket.pages[0]))
+                    results = decode.outcome(ticket.request, PATIENCE)
+                    if results.failed:
+                        raise SystemExit(f"a load failed: {results.failed}")
+                    records += results.loads
+            fences, loads = np.array([(r.fence_seconds, r.seconds) for r in records[1:]]).T
+            yield row(
+                "the fence",
+                f"{driver}, {ranks} producer rank{'s' * (ranks > 1)}",
+                "time of its load",
+                fences,
+                loads,
+                unit=f"µs of {np.median(loads) * 1e3:.3g} ms",
+                scale=1e6,
+                target="≤ 0.1",
+            )
+
+
+# Proofs of tickets.
+
+
+def proofs(quick: bool) -> Iterator[Row]:
+    """Each step with and without the proof; what is verified is not remembered here."""
+    key, secrets, tokens = TicketKey(), TicketSecrets.of(["the secret of both"]), engines.BLOCK
+    for count in (1, 256, 8000):
+        offer = ticket_params("prefill", 3, 5600, range(1, 2 * count, 2), count * tokens)
+        # Both are signed: a ticket that is neither signed nor proved is not read.
+        plain, proved = offer.params(secrets), offer.params(secrets, key)
+        read = partial(read_ticket, secrets=secrets, prompt=count * tokens)
+        ranks = [
+            decode_payload(each)
+            for each in engines.payloads(engines.engine(Shape(), 1, 2 * count + 1))
+        ]
+        limits = page_limits(ranks)
+
+        def check(ticket: Ticket, ranks: Any = ranks, limits: Any = limits) -> None:
+            verify.cache_clear()
+            check_against(ticket, ranks, limits, ticket_key=ticket.ticket_key)
+
+        cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "per prefill": (partial(offer.params, None, key), offer.params),
+            "per prefill, with ticket_secrets": (
+                partial(offer.params, secrets, key),
+                partial(offer.params, secrets),
+            ),
+            "per load, in the scheduler half, with ticket_secrets": (
+                partial(read, proved),
+                partial(read, plain),
+            ),
+            "per load and rank": (partial(check, read(proved)), partial(check, read(plain))),
+        }
+        for what, ways in cases.items():
+            timed = [harness.timed(way, in_a_row=10) for way in ways]
+            with_proof, without = harness.by_turns(timed, 4 if quick else 200)[:, :, 0]
+            yield row(
+                "proofs of tickets",
+                f"{what}, {count:,} block{'s' * (count > 1)}",
+                "time without a proof",
+                with_proof,
+                without,
+                unit=f"µs more than {np.median(without) * 1e6:.3g}",
+                measured=float(np.median(with_proof) - np.median(without)) * 1e6,
+            )
+
+
+# The loops by which the driver ucx posts copies.
+
+
+def posting(quick: bool) -> Iterator[Row]:
+    """CPU time of the compiled loop and of the one in Python, around UCX's calls in transfers."""
+    if "ucx" not in harness.working_drivers():
+        harness.nothing("the driver ucx does not work here")
+    from kvferry.drivers.ucx.compiled_loops import poster
+    from kvferry.drivers.ucx.posting import Poster
+
+    options = {"transports": ["self", "sm", "tcp"]}
+    case = Case(size=40_000 << 12, block=4 << 10, scattered=True)
+    with ExitStack() as stack:
+        near, arguments = CpuBuffer(case.size), {"name": "ucx", "options": options}
+        factory = "kvferry.core.transport.registry:create"
+        far = stack.enter_context(Process(factory, arguments, "cpu", case.size, FAR))
+        transport: Any = stack.enter_context(closing(create("ucx", options)))
+        move = Bench(transport, far, near, lambda _: None).checked(case)
+        loops = [poster(transport._ucp), Poster(transport._ucp)]
+        if not loops[0].compiled:
+            harness.nothing("there is no compiled loop: pip install llvmlite")
+        ways = [_posted(transport, loop, move) for loop in loops]
+        compiled, plain = harness.by_turns(ways, 3 if quick else 15)[:, :, 0]
+    yield row(
+        f"posting {case.copies:,} scattered copies of 4 KiB by ucx",
+        "calls of UCX, shm",
+        "time of a loop in Python",
+        compiled,
+        plain,
+        unit="µs of CPU each",
+        scale=1e6 / case.copies,
+        target="≤ 0.333",
+    )
+
+
+def _posted(transport: Any, loop: Any, move: Callable[[], object]) -> Way:
+    """The CPU seconds of a loop in a transfer."""
+    real, sweep = loop.post, loop.sweep  # before they are replaced: it may be the driver's own
+
+    def way() -> list[float]:
+        spent = [0.0]
+
+        def post(*arguments: Any) -> Any:
+            start = time.thread_time()
+            found = real(*arguments)
+            spent[0] += time.thread_time() - start
+            return found
+
+        # The driver takes the compiled loop as soon as it can; no option names the other.
+        with mock.patch.multiple(transport._poster, post=post, sweep=sweep):
+            move()
+        return spent
+
+    return way
+
+
+# Starting.
+
+
+def startup(quick: bool) -> Iterator[Row]:
+    """What a start takes above an empty interpreter: the fastest of some rounds."""
+    commands = {
+        "import kvferry": [sys.executable, "-c", "import kvferry"],
+        "kvferry --help": [str(Path(sys.executable).parent / "kvferry"), "--help"],
+    }
+
+    def seconds(command: list[str]) -> float:
+        run = partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+        return min(harness.timed(run)()[0] for _ in range(2 if quick else 10))
+
+    empty = seconds([sys.executable, "-c", "pass"])
+    for case, command in commands.items():
+        above = max(seconds(command) - empty, 1e-3)
+        yield row("starting", case, "0.3 s", above, 0.3, unit="ms", scale=1e3, target="≤ 1")
+
+
+# A decode engine that dies with most of prefill's cache held for it.
+
+CACHE_BLOCKS, PROMPT_TOKENS, WAITING, OTHERS = 257, 250, 4, 200
+"""Blocks of prefill's cache, of 32 tokens; requests that wait at prefill at any time; requests of
+decode's own, of which it runs one at a time: it gets to nothing else."""
+
+
+def orphaned(quick: bool) -> Iterator[Row]:
+    """Kill decode: how long until prefill goes on, and between two requests after that."""
+    if find_spec("vllm") is None:
+        harness.nothing("vLLM is not installed here")
+    from tests.engines import engines as real
+    from tests.engines.fixtures import _build
+
+    with tempfile.TemporaryDirectory() as folder:
+        scratch, model = Path(folder), Path(folder) / "model"
+        model.mkdir()
+        real.prepare({"VLLM_CACHE_ROOT": folder, "TMPDIR": folder})
+        builder = multiprocessing.get_context("forkserver").Process(target=_build, args=(model,))
+        builder.start()
+        builder.join()
+        transfer: dict[str, Any] = real.CONNECTOR | {"kv_connector_extra_config": {}}
+        kinds: dict[str, dict[str, Any]] = {
+            "kv_producer": {"num_gpu_blocks_override": CACHE_BLOCKS},
+            "kv_consumer": {"max_num_seqs": 1},
+        }
+        pair = [
+            real.Engine(
+                role, model, scratch, kv_transfer_config=transfer | {"kv_role": role}, **more
+            )
+            for role, more in kinds.items()
+        ]
+        try:
+            prefill, decode = (each.wait_started() for each in pair)
+            share, gaps = _gaps(prefill, decode, 8 if quick else 40)
+        finally:
+            for each in pair:
+                each.close()
+    section = f"decode is killed, with {100 * share:.0f} % of prefill's cache held for it"
+    for case, seconds in (
+        ("after the kill, until prefill goes on", gaps[0]),
+        ("after that, longest pause between two requests", max(gaps[1:])),
+    ):
+        yield row(section, case, "5 s", seconds, 5.0, unit="s", target="≤ 1")
+
+
+def _gaps(prefill: Any, decode: Any, count: int) -> tuple[float, list[float]]:
+    """The part of the cache that was held, and seconds from the kill, and between requests."""
+    from examples.tiny_llama import prompt
+    from tests.engines import probes
+    from tests.engines.engines import PREFILL
+
+    seeds = iter(range(1_000_000))
+
+    def submit() -> str:
+        prompted = prompt(PROMPT_TOKENS, seed=next(seeds))
+        [request] = prefill.submit(prompted, max_tokens=1, params=PREFILL)
+        return str(request)
+
+    decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
+    total = prefill.run(probes.free_blocks)
+    for _ in range(total // (PROMPT_TOKENS // 32 + 1)):
+        prompted = prompt(PROMPT_TOKENS, seed=next(seeds))
+        [ticket] = prefill.prefill(prompted)
+        decode.submit(prompted, params=ticket)
+    waiting = deque(submit() for _ in range(WAITING))
+    time.sleep(5.0)  # everything is claimed, and an honest backlog is left alone
+    if prefill.finished:
+        raise SystemExit(f"prefill went on before the kill: {prefill.finished}")
+    share = 1 - prefill.run(probes.free_blocks) / total
+    decode.kill()
+    gaps, last = [], time.perf_counter()
+    for _ in range(count):
+        prefill.results([waiting.popleft()])
+        waiting.append(submit())
+        gaps.append(time.perf_counter() - last)
+        last += gaps[-1]
+    return share, gaps
+
+
+COSTS: dict[str, Callable[[bool], Iterable[Row]]] = {
+    "request_profile": request_profile,
+    "steps": steps,
+    "channel": lambda quick: side_channel(1, [False], quick),
+    "cold_start": lambda quick: side_channel(8, [False, True], quick),
+    "known_producers": known_producers,
+    "replies": replies,
+    "fence": fence,
+    "proofs": proofs,
+    "posting": posting,
+    "startup": startup,
+    "orphaned": orphaned,
+}
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """The costs that are named."""
+    if unknown := {*options.name} - {*COSTS}:
+        raise SystemExit(f"no cost is named {', '.join(unknown)}: choose of {', '.join(COSTS)}")
+    for name in options.name or COSTS:
+        yield from COSTS[name](options.quick)
+
+
+if __name__ == "__main__":
+    harness.main(measure, __doc__, ("name", {"nargs": "*", "help": "default: all"}))

@@ -1,0 +1,367 @@
+"""What all benchmarks share: measuring by turns, rows of results, a process for an object.
+
+Ways to do the same work take turns in every round, so that all meet the same machine, and a result
+is the median of the ratios round by round, with its interval of 95 % confidence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.core.transport.registry import describe, installed
+
+Times = npt.NDArray[np.float64]
+Way = Callable[[], Sequence[float]]
+"""A function that does the work once, and returns its figures, such as the seconds of each step."""
+
+AT_LEAST, AT_MOST = "≥ ", "≤ "
+NOTHING = 3
+"""The exit status of a benchmark that cannot measure anything on this machine."""
+
+
+# Measuring.
+
+
+def by_turns(
+    ways: Sequence[Way], rounds: int, seconds: float = float("inf"), fewest: int = 3
+) -> Times:
+    """What each way took: (ways, rounds, figures). Each has run once before; who is first changes.
+
+    After so many seconds no further round begins, unless there were fewer than ``fewest``.
+    """
+    for way in ways:
+        way()
+    found: list[list[Sequence[float]]] = []
+    end = time.monotonic() + seconds
+    gc.collect()
+    gc.disable()
+    try:
+        while len(found) < rounds and (len(found) < fewest or time.monotonic() < end):
+            order = [(len(found) + turn) % len(ways) for turn in range(len(ways))]
+            took = {which: ways[which]() for which in order}
+            found.append([took[which] for which in range(len(ways))])
+    finally:
+        gc.enable()
+    return np.array(found, dtype=np.float64).swapaxes(0, 1)
+
+
+def timed(call: Callable[[], object], in_a_row: int = 1) -> Way:
+    """A way with two figures: the seconds of a call, and the CPU time of this process meanwhile."""
+
+    def way() -> list[float]:
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(in_a_row):
+            call()
+        return [
+            (time.perf_counter() - start) / in_a_row,
+            (time.process_time() - cpu) / in_a_row,
+        ]
+
+    return way
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+    """Wait, and end the benchmark if it takes too long."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            raise SystemExit(f"{what} after {seconds:g} s")
+        time.sleep(0.001)
+
+
+# Rows.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured case.
+
+    Attributes:
+        section: the table that it stands in, and ``case``: its line there.
+        of: what the ratio is to, and which way round.
+        ratio: the median of the ratios round by round; ``low`` and ``high``: the ends of its
+            interval of 95 % confidence.
+        measured: our own figure, with its unit.
+        target: ``≥ 0.9`` or ``≤ 1.03``; none: nothing is promised.
+    """
+
+    section: str
+    case: str
+    of: str
+    ratio: float
+    low: float
+    high: float
+    measured: str
+    target: str | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the interval keeps the target; ``None``: on both sides, or there is none."""
+        return verdict(self.target, self.low, self.high)
+
+    @property
+    def verdict(self) -> str:
+        """``met``, ``missed``, ``open`` where the interval lies on both sides, or nothing."""
+        return {True: "met", False: "missed", None: "open"}[self.met] if self.target else ""
+
+    @property
+    def interval(self) -> str:
+        """Both ends of the interval."""
+        return f"{number(self.low)} to {number(self.high)}"
+
+
+FIELDS = tuple(each.name for each in fields(Row))
+
+
+def row(
+    section: str,
+    case: str,
+    of: str,
+    ours: npt.ArrayLike,
+    theirs: npt.ArrayLike = 1.0,
+    *,
+    unit: str,
+    scale: float = 1.0,
+    target: str | None = None,
+    measured: float | str | None = None,
+) -> Row:
+    """A row of what was measured round by round, and what it is divided by.
+
+    Args:
+        section: see ``Row``, as ``case`` and ``of``.
+        ours: the figures of each round, and ``theirs``: those that they are divided by.
+        unit: of ours times ``scale``, whose median is shown unless ``measured`` says what to show.
+        target: see ``Row``.
+    """
+    figures = np.atleast_1d(np.asarray(ours, dtype=np.float64))
+    low, middle, high = spread(figures / np.asarray(theirs))
+    if not isinstance(measured, str):
+        measured = number(float(np.median(figures)) * scale if measured is None else measured)
+    return Row(
+        section=section,
+        case=case,
+        of=of,
+        ratio=middle,
+        low=low,
+        high=high,
+        measured=f"{measured} {unit}",
+        target=target,
+    )
+
+
+def without_target(found: Row) -> Row:
+    """The same row, of something for which the target does not hold."""
+    return replace(found, target=None)
+
+
+def spread(ratios: Times) -> tuple[float, float, float]:
+    """The median, between the ends of its interval of 95 % confidence, by their order alone."""
+    ordered, n = np.sort(ratios), len(ratios)
+    reach = 0.98 * n**0.5
+    ends = ordered[[max(0, int(n / 2 - reach)), n // 2, min(n - 1, int(n / 2 + reach) + 1)]]
+    low, median, high = (float(f"{end:.3g}") for end in ends)
+    return low, median, high
+
+
+def verdict(target: str | None, low: float, high: float) -> bool | None:
+    """Return whether an interval meets a target; ``None`` if it lies on both sides.
+
+    Raises:
+        ValueError: the target does not begin with ``≥`` or ``≤``.
+    """
+    if target is None:
+        return None
+    sign, limit = target[:2], float(target[2:])
+    if sign not in (AT_LEAST, AT_MOST):
+        raise ValueError(f"target {target!r}: write it as '≥ 0.9' or '≤ 1.03'")
+    if sign == AT_MOST:
+        low, high, limit = -high, -low, -limit
+    return True if low >= limit else False if high < limit else None
+
+
+def row_of(found: Any) -> Row:
+    """Return a row from a list in JSON, with the values of its fields in their order.
+
+    Raises:
+        ValueError: there are more or fewer, or one is of another type.
+    """
+    kinds = [type(value) for value in found] if isinstance(found, list) else []
+    if len(kinds) != len(FIELDS) or not set(kinds[3:6]) <= {int, float}:
+        raise ValueError(f"a row is a list of {', '.join(FIELDS)}, and this is {found!r}")
+    if {*kinds[:3], kinds[6]} != {str} or kinds[7] not in (str, type(None)):
+        raise ValueError(f"a row's texts are text, and here is {found!r}")
+    verdict(found[-1], 0.0, 0.0)
+    return Row(**dict(zip(FIELDS, found, strict=True)))
+
+
+def number(value: float) -> str:
+    """Format a number with three significant digits and no exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
+
+
+# A benchmark as a command.
+
+
+def main(
+    measure: Callable[[argparse.Namespace], Iterable[Row]],
+    description: str | None,
+    *options: tuple[str, dict[str, Any]],
+) -> NoReturn:
+    """Run a benchmark: its options, its rows as tables and, if asked for, as JSON.
+
+    Args:
+        measure: yields rows; it is told the options, among them ``quick``.
+        description: the docstring of the script.
+        options: names of further options, with the arguments of ``add_argument``.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    for name, arguments in options:
+        parser.add_argument(name, **arguments)
+    parser.add_argument("--quick", action="store_true", help="to see that it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    chosen = parser.parse_args()
+    found = sorted(measure(chosen), key=lambda each: each.section)  # stable: cases stay in order
+    show(found)
+    if chosen.json:
+        text = json.dumps([astuple(each) for each in found], ensure_ascii=False)
+        chosen.json.write_text(text, encoding="utf-8")
+    sys.stdout.flush()
+    atexit._run_exitfuncs()
+    os._exit(0)  # some transport libraries crash in their own exit handlers
+
+
+def show(found: Sequence[Row]) -> None:
+    """Print a table for each section."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for section, own in groupby(found, key=lambda each: each.section):
+        table = Table(title=section, title_justify="left")
+        for heading in ("case", "ratio", "95 %", "of", "target", "measured"):
+            right = heading in ("ratio", "95 %", "measured")
+            table.add_column(heading, justify="right" if right else "left")
+        for each in own:
+            target = f"{each.target} {each.verdict}" if each.target else ""
+            cells = (each.case, number(each.ratio), each.interval, each.of, target, each.measured)
+            table.add_row(*cells)
+        console.print(table)
+
+
+def say(what: str) -> None:
+    """Show the progress."""
+    print(f"   {what}", file=sys.stderr, flush=True)
+
+
+def nothing(why: str) -> NoReturn:
+    """End a benchmark that cannot run here, with the reason."""
+    print(why, flush=True)
+    raise SystemExit(NOTHING)
+
+
+def working_drivers() -> list[str]:
+    """The drivers of this project that work here; says what the others lack."""
+    found = []
+    for report in map(describe, installed()):
+        if report.info.distribution == "kvferry" and report.capabilities:
+            found.append(report.info.name)
+        elif report.info.distribution == "kvferry":
+            say(f"not measured: {report.info.name}: {report.reason}")
+    return found
+
+
+# Processes.
+
+
+class WorkerProcess:
+    """An object in a process of its own, whose methods are called from here.
+
+    Args:
+        make: makes it, there; must be importable.
+    """
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_run, args=(make, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, method: str, *arguments: object) -> Any:
+        """Call a method and return its result; end the benchmark if it raised."""
+        self.begin(method, *arguments)
+        return self.end()
+
+    def begin(self, method: str, *arguments: object) -> None:
+        """Start a call of a method; ``end`` waits for its result."""
+        self._pipe.send((method, arguments))
+
+    def end(self) -> Any:
+        """Return the result of the method that was started."""
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise SystemExit("the other process failed; what it says is above") from None
+
+    def way(self, method: str, *arguments: object) -> Way:
+        """A method that returns figures."""
+        return lambda: self.ask(method, *arguments)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        self._process.kill()
+
+
+def _run(make: Callable[[], object], pipe: Any) -> None:
+    made = make()
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)  # some transport libraries crash in their exit handlers
+        pipe.send(getattr(made, method)(*arguments))
+
+
+def many_files() -> None:
+    """Allow as many descriptors as vLLM does: a connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_535), hard))
+
+
+def resident() -> int:
+    """Return the memory of this process in bytes."""
+    return _status("VmRSS")
+
+
+def peak(*, reset: bool = False) -> int:
+    """Return the most memory that this process had since the last reset, in bytes."""
+    if reset:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    lines = dict(line.split(":", 1) for line in status.splitlines())
+    return int(lines[name].split()[0]) << 10

@@ -1,0 +1,372 @@
+"""Many consumers at one side channel, beside the steps of its engine; and many producers at a rank.
+
+The producer publishes 80 layers, beside engine steps of some milliseconds of Python and numpy, then
+a wait, as for a device. The consumers are real clients in other processes: they shake hands all at
+once, and then watch, by the code of an engine. They decode no layouts, which would be done on other
+machines. A bare ROUTER that answers the same bytes takes turns with the server: clients and steps
+want the same cores.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+import numpy as np
+import zmq
+
+from benchmarks import engines, harness
+from benchmarks.engines import INCARNATION, Shape
+from benchmarks.harness import Row, WorkerProcess, row
+from benchmarks.no_transport import NoTransport
+from kvferry.core.directory import EncodedReply, ProducerNews
+from kvferry.core.directory.liveness import start_pings
+from kvferry.core.endpoint import Load
+from kvferry.core.endpoint.connections import BlockingCalls, Connections
+from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
+from kvferry.core.endpoint.slot_reads import ScratchWords
+from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.ticket import PeerKey
+from kvferry.core.messages import decode_payload
+from kvferry.core.metrics import Metrics
+from kvferry.core.options import DEFAULTS
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.security import NEARBY, OPEN
+from kvferry.core.side_channel import HandshakeServer, poller
+from kvferry.core.side_channel.connection import asked
+from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.poller import Task
+from kvferry.core.side_channel.server import BACKLOG
+from kvferry.core.side_channel.shapes import EngineShape
+from kvferry.core.side_channel_messages import (
+    NEWEST_PROTOCOL,
+    OLDEST_PROTOCOL,
+    PayloadHeads,
+    PayloadRequest,
+    Payloads,
+    Pong,
+    decode_request,
+    encode,
+)
+
+NAME = "prefill"
+LAYERS, BLOCKS = 80, 20_000
+LIMIT_SECONDS = DEFAULTS.handshake_timeout
+STEP_SECONDS, WAIT_SECONDS = 0.004, 0.006
+"""Of an engine's step on the CPU, and its wait for the device."""
+PROCESSES, THREADS = 4, 250
+"""That consumers come from, and how many handshakes each has under way at a time."""
+SETTLE_SECONDS = 5.0
+"""Until watches that begin together have spread their pings."""
+CPU_SHARE = 0.05
+"""Of a core, that watching consumers may take from the producer."""
+
+
+class Producer:
+    """An engine's side channel, its steps, and a bare socket that answers the same."""
+
+    def __init__(self, ranks: int) -> None:
+        harness.many_files()
+        raw = engines.payloads(engines.engine(Shape(tp=ranks), LAYERS, BLOCKS), NAME)
+        self._server = HandshakeServer(raw, engine=NAME, incarnation=INCARNATION, access=NEARBY)
+        self._bare = zmq.Context().socket(zmq.ROUTER)
+        self._bare.setsockopt(zmq.BACKLOG, BACKLOG)
+        self._port = self._bare.bind_to_random_port("tcp://127.0.0.1")
+        whole, shape = Payloads(ranks=raw), EngineShape.of(raw)
+        if shape is None:
+            raise SystemExit("the payloads do not end with their fields")
+        self._shape = shape.digest
+        self._replies = encode(whole), encode(shape.heads(whole))
+        self._reply = self._replies[0]
+        self._stop, self._thread = threading.Event(), threading.Thread()
+        self._steps: list[float] = []
+        self._cpu = self._own = 0.0
+        self._table = np.zeros((200, 200))
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def ports(self) -> tuple[int, int]:
+        """The server's, and the bare socket's."""
+        return self._server.port, self._port
+
+    def answer(self, leave_out: bool) -> tuple[int, bytes]:
+        """Choose whether the bare socket leaves out the shape; the bytes of its answer, and the
+        digest of the shape."""
+        self._reply = self._replies[leave_out]
+        return len(self._reply), self._shape
+
+    def begin(self) -> None:
+        """Make steps from now on."""
+        self._steps = []
+        self._stop.clear()
+        self._cpu = time.process_time()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def end(self) -> tuple[float, float]:
+        """Make none any more; the seconds of the median step, and the CPU seconds of all else."""
+        self._stop.set()
+        self._thread.join()
+        return float(np.median(self._steps)), time.process_time() - self._cpu - self._own
+
+    def memory(self) -> int:
+        """Bytes of the process."""
+        return harness.resident()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            start, end = time.perf_counter(), time.thread_time() + STEP_SECONDS
+            while time.thread_time() < end:  # so that what else runs makes it longer, not less
+                self._table += 1.0
+                sum(range(200))
+            self._steps.append(time.perf_counter() - start)
+            time.sleep(WAIT_SECONDS)
+        self._own = time.thread_time()
+
+    def _answer(self) -> None:
+        while True:
+            *envelope, message = self._bare.recv_multipart()
+            is_ask = isinstance(decode_request(message), PayloadRequest)
+            reply = self._reply if is_ask else encode(Pong(incarnation=INCARNATION))
+            self._bare.send_multipart([*envelope, reply])
+
+
+class Consumers:
+    """Some of the consumers."""
+
+    def __init__(self) -> None:
+        harness.many_files()
+        self._tasks: list[Task] = []
+        self._lost: list[str] = []
+
+    def ask(self, port: int, known: Sequence[bytes], count: int) -> float:
+        """All shake hands at once; after how many seconds the last had its answer."""
+        request = PayloadRequest(
+            oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=NAME, known=list(known)
+        )
+        dialer = Dialer(host="127.0.0.1", port=port, timeout=60.0, access=OPEN, key=b"")
+
+        def one(_: int) -> None:
+            reply = poller.call(asked(dialer, request, time.monotonic() + 60.0))
+            if not isinstance(reply, PayloadHeads if known else Payloads):
+                raise SystemExit(f"an answer of {type(reply).__name__}")
+
+        start = time.perf_counter()
+        with ThreadPoolExecutor(min(count, THREADS)) as pool:
+            list(pool.map(one, range(count)))
+        return time.perf_counter() - start
+
+    def watch(self, port: int, count: int) -> None:
+        """Watch as so many engines."""
+        self._lost.clear()
+        reply = EncodedReply(
+            address=PeerKey(engine=NAME, host="127.0.0.1", port=port),
+            incarnation=Incarnation(INCARNATION),
+            ranks=(),
+            numeric="127.0.0.1",
+        )
+        self._tasks = [
+            start_pings(
+                reply,
+                DEFAULTS,
+                wanted=lambda: True,
+                lost=lambda exc: self._lost.append(str(exc)),
+            )
+            for _ in range(count)
+        ]
+
+    def leave(self) -> list[str]:
+        """Watch no longer; why watches had ended before."""
+        for task in self._tasks:
+            task.cancel()
+        return self._lost
+
+
+def measure(ranks: int, known: Sequence[bool], quick: bool) -> Iterator[Row]:
+    """Handshakes of 1,000 consumers at once, then their watches.
+
+    Args:
+        ranks: of the producer.
+        known: whether the consumers know the producer's shape, in each measurement.
+        quick: fewer consumers, and one round.
+    """
+    count, rounds, seconds = (50, 1, 2.0) if quick else (1_000, 5, 15.0)
+    with ExitStack() as stack:
+        producer = stack.enter_context(WorkerProcess(partial(Producer, ranks)))
+        consumers = [stack.enter_context(WorkerProcess(Consumers)) for _ in range(PROCESSES)]
+        run = _Run(producer, consumers, count)
+        for is_known in known:
+            yield from run.handshakes(is_known, rounds)
+        yield from run.watches(seconds)
+
+
+class _Run:
+    """The measurements of so many consumers at a producer."""
+
+    def __init__(
+        self, producer: WorkerProcess, consumers: Sequence[WorkerProcess], count: int
+    ) -> None:
+        self._producer, self._consumers, self._count = producer, consumers, count
+        self._ports = producer.ask("ports")
+
+    def handshakes(self, is_known: bool, rounds: int) -> Iterator[Row]:
+        """All shake hands at once: with the server, and with the bare socket; and nobody asks."""
+        nbytes, shape = self._producer.ask("answer", is_known)
+        known = [shape] if is_known else []
+        ways = [
+            *(partial(self._beside, partial(self._asked, port, known)) for port in self._ports),
+            partial(self._beside, lambda: time.sleep(1.0)),
+        ]
+        harness.say(f"{self._count:,} consumers, {nbytes:,} bytes for an answer")
+        last, median, cpu = harness.by_turns(ways, rounds).transpose(2, 0, 1)
+        cpu = cpu - cpu[2] * last / last[2]
+        say = partial(
+            row, f"{self._count:,} consumers at once, {nbytes / 1e3:,.0f} KB for an answer"
+        )
+        limit = f"handshake_timeout, {LIMIT_SECONDS:g} s"
+        served, server = "until the last is served", "CPU of the server for each"
+        yield say(served, limit, last[0], LIMIT_SECONDS, unit="s", target="≤ 1")
+        yield say(served, "our time to a bare socket's", last[0], last[1], unit="s")
+        each = 1e6 / self._count
+        of = "our CPU time to a bare socket's"
+        yield say(server, of, cpu[0], cpu[1], unit="µs", scale=each)
+        name, of = "engine step of 4 ms CPU, median", "the same with a bare socket in its place"
+        yield say(name, of, median[0], median[1], unit="ms", scale=1e3, target="≤ 1.1")
+        of = "the same with nobody asking"
+        yield say(name, of, median[0], median[2], unit="ms", scale=1e3)
+
+    def watches(self, seconds: float) -> Iterator[Row]:
+        """All watch the server for some seconds; then nobody does."""
+        before = self._producer.ask("memory")
+        for one in self._consumers:
+            one.ask("watch", self._ports[0], self._count // len(self._consumers))
+        time.sleep(SETTLE_SECONDS)
+        _, step, cpu = self._beside(lambda: time.sleep(seconds))
+        grown = max(1, self._producer.ask("memory") - before) / self._count
+        for why in [why for one in self._consumers for why in one.ask("leave")][:1]:
+            raise SystemExit(f"a watch has ended: {why}")
+        time.sleep(1.0)
+        _, idle_step, idle_cpu = self._beside(lambda: time.sleep(seconds))
+        share = max((cpu - idle_cpu) / seconds, 1e-6)
+        pings = self._count / DEFAULTS.liveness_interval
+        say = partial(row, f"watching: {self._count:,} consumers, {pings:,.0f} pings a second")
+        of, name = f"{CPU_SHARE:.0%} of a core", "a core's share"
+        yield say(name, of, share, CPU_SHARE, unit="%", scale=1e2, target="≤ 1")
+        name, of = "engine step of 4 ms CPU, median", "the same while nobody asks"
+        yield say(name, of, step, idle_step, unit="ms", scale=1e3, target="≤ 1.1")
+        yield say("memory of the server for each", "itself", grown, grown, unit="KB", scale=1e-3)
+
+    def _asked(self, port: int, known: Sequence[bytes]) -> float:
+        for one in self._consumers:
+            one.begin("ask", port, known, self._count // len(self._consumers))
+        return max(float(one.end()) for one in self._consumers)
+
+    def _beside(self, call: Callable[[], float | None]) -> tuple[float, float, float]:
+        """Seconds that a call returns or takes; of the median step beside it; and the CPU seconds
+        of all else in the producer meanwhile."""
+        self._producer.ask("begin")
+        start = time.monotonic()
+        found = call()
+        wall = time.monotonic() - start
+        median, cpu = self._producer.ask("end")
+        return wall if found is None else found, median, cpu
+
+
+# Producers that a rank knows and does not use.
+
+KNOWN_RANKS = 8
+TICKS, AT_ONCE = 1_000, 50
+IDLE_SHARE = 0.02
+"""Of a core, that producers may take that nobody uses."""
+
+
+class Rank:
+    """What a rank's endpoint does about producers, without its thread.
+
+    Args:
+        count: how many producers it knows, with a connection to each of their ranks.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._now = 0.0
+        self._commands: deque[Callable[[], None]] = deque()
+        transport, containment = NoTransport(), ErrorContainment()
+        transfers = Transfers(transport, containment, self._clock)
+        calls = BlockingCalls(threads=False, post=self._commands.append, clock=self._clock)
+        self._connections = Connections(transport, transfers, calls, self._clock)
+        own = decode_payload(engines.payloads(engines.engine(Shape(), 1, BLOCKS), "decode")[0])
+        self._loads = LoadManager(
+            own=own,
+            transport=transport,
+            transfers=transfers,
+            connections=self._connections,
+            containment=containment,
+            scratch=ScratchWords(),
+            zero=lambda spans: None,
+            options=DEFAULTS,
+            post=self._commands.append,
+            clock=self._clock,
+            metrics=Metrics(driver=own.driver, rank="0"),
+            reported=lambda *_: None,
+        )
+        self._loads.join([own])
+        layouts = engines.engine(Shape(tp=KNOWN_RANKS), 1, BLOCKS)
+        for number in range(count):
+            name = f"prefill-{number}"
+            self._meet(name, tuple(engines.payloads(layouts, name)))
+            if number % AT_ONCE == AT_ONCE - 1 or number == count - 1:
+                harness.wait_until(self._is_settled, "the producers were not all connected")
+
+    def ticks(self) -> list[float]:
+        """CPU seconds of a tick, in which nothing happens."""
+        began = time.thread_time()
+        for _ in range(TICKS):
+            self._now += TICK_SECONDS
+            self._loads.progress()
+            if self._connections.closing:
+                raise SystemExit("a producer was released")
+        return [(time.thread_time() - began) / TICKS]
+
+    def _clock(self) -> float:
+        return self._now
+
+    def _meet(self, name: str, ranks: tuple[bytes, ...]) -> None:
+        """Hear what a producer has answered, and that nothing is to be loaded from it."""
+        hold = Hold(slot=0, generation=1)
+        ticket = engines.ticket(name, "request", 1, [1], hold, tp_size=KNOWN_RANKS)
+        key = PeerKey.of(ticket)
+        reply = EncodedReply(address=key, incarnation=Incarnation(INCARNATION), ranks=ranks)
+        self._loads.relay(ProducerNews(outcomes=((key, reply),)))
+        self._loads.begin(
+            Load(
+                request=RequestId(name),
+                ticket=ticket,
+                ranges=(None,),
+                local=(Pages(ids=np.empty(0, dtype=np.int64)),),
+                report=False,
+            )
+        )
+
+    def _is_settled(self) -> bool:
+        while self._commands:
+            self._commands.popleft()()
+        self._loads.progress()
+        return not len(self._loads)
+
+
+def known_producers(quick: bool) -> Iterator[Row]:
+    """CPU time of a tick of the endpoint's thread, which looks after the producers it knows."""
+    count, rounds = (50, 4) if quick else (1_000, 30)
+    many, one = Rank(count), Rank(1)
+    ours, alone = harness.by_turns([many.ticks, one.ticks], rounds)[:, :, 0]
+    say = partial(row, f"a tick with {count:,} idle producers of {KNOWN_RANKS} ranks")
+    yield say("CPU of a tick", "the same with 1 producer", ours, alone, unit="µs", scale=1e6)
+    share = ours / TICK_SECONDS
+    of = f"{IDLE_SHARE:.0%} of a core"
+    yield say("a core's share", of, share, IDLE_SHARE, unit="%", scale=1e2, target="≤ 1")

@@ -1,0 +1,276 @@
+"""An engine of one rank on a device, and a producer engine in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from kvferry import EndpointOptions, Load, Pages, Ticket, create_transport
+from kvferry.core.layout import Layout
+from kvferry.core.layout.host_page_format import HostPageFormat
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.lifecycle.page_copy import PageCopy
+from kvferry.core.metrics import LoadRecord
+from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.integrations.vllm.host_pool import HostPool
+from kvferry.integrations.vllm.zeroing import device_zero_function
+from kvferry.testing import CacheShape as ModelShape
+from kvferry.testing import ModelFreeEngine
+
+from .device import Cache, CacheShape, ContextReport, Device, EnterLog
+
+START_SECONDS = 120.0
+"""How long a process may take to import torch and to make its context."""
+ANSWER_SECONDS = 60.0
+LOAD_SECONDS = 30.0
+OPTIONS = EndpointOptions(load_timeout=LOAD_SECONDS, liveness_interval=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceShape(ModelShape):
+    """A cache that is not numpy's, and its layout."""
+
+    cache: Any
+    described: Layout
+
+    def new_cache(self, rank: int) -> Any:
+        return self.cache
+
+    def layout(self, rank: int, cache: Any) -> Layout:
+        return self.described
+
+
+class Engine(ModelFreeEngine):
+    """An engine without a model whose cache lies on a device.
+
+    With ``staged``, peers get host pages instead of the cache; pinned ones on a GPU.
+    """
+
+    def __init__(
+        self, driver: str, device: Device, shape: CacheShape, name: str, *, staged: bool = False
+    ) -> None:
+        self.device, self.entered = device, EnterLog(device)
+        self.entered()
+        self.stream = device.new_stream()
+        self.cache = Cache(device, shape)
+        self._host_pages = HostPages(range(1, shape.pages), patience=LOAD_SECONDS)
+        self._pool: HostPool | None = None
+        layout, zero = self.cache.layout, device_zero_function([self.cache.tensor])
+        if staged:
+            form = HostPageFormat.of(layout)
+            self._pool = HostPool(
+                [self.cache.tensor],
+                form,
+                shape.pages,
+                device=device.torch.device(device.name),
+                enter=self.entered,
+                pin=device.is_cuda,
+            )
+            layout, zero = form.layout(self._pool.region, shape.pages), zero_cpu
+        super().__init__(
+            name,
+            _DeviceShape(pages=shape.pages, cache=self.cache.tensor, described=layout),
+            driver=driver,
+            transport=lambda: create_transport(driver, enter=self.entered),
+            options=OPTIONS,
+            zero=zero,
+            enter=self.entered,
+            copies=None if self._pool is None else lambda _: self._pool,
+        )
+
+    def close(self) -> None:
+        super().close()
+        if self._pool is not None:
+            self._pool.close()
+
+    def poison(self, pages: Sequence[int]) -> Callable[[], bool]:
+        """Enqueue the overwriting of pages with NaNs; the result tells when that is done."""
+        with self.device.on(self.stream):
+            self.cache.poison(pages)
+            return self.device.record()
+
+    def prefill(
+        self, request: str, pages: Sequence[int], seed: int, tokens: int, *, wait: bool = False
+    ) -> Ticket:
+        """Enqueue the writing of a request's pages, and return the ticket for it.
+
+        With ``wait``, the pages are written when the ticket is made.
+        """
+        self._take_ended()
+        reserve = self._host_pages.reserve
+        while self._pool and reserve(RequestId(request), len(pages)) is Reservation.WAITING:
+            self.ranks[0].endpoint.wait(LOAD_SECONDS)
+            self._take_ended()
+        self.take_on(request)
+        with self.device.on(self.stream):
+            self.cache.fill(pages, seed, tokens)
+            filled = self.device.record()
+        if wait:
+            self.device.wait(self.stream)
+        if self._pool is None:
+            ticket = self.finish(request, list(pages), tokens, computed=filled(), order=False)
+        else:
+            copy = self._host_copy(request, pages)
+            hold = self.scheduler_holds.ticket(
+                RequestId(request), OPTIONS.lease, frozenset(copy.pages), copy=copy
+            )
+            assert hold is not None
+            ticket = self.ticket(request, hold, list(copy.pages), tokens, computed=False)
+        self.step(filled)
+        return ticket
+
+    def load(
+        self, ticket: Ticket, pages: Sequence[int], passed: Callable[[], bool] | None = None
+    ) -> LoadRecord:
+        """Load a request, and return its figures as soon as the endpoint reports it.
+
+        ``passed`` tells whether earlier work on the pages is done.
+        """
+        if self._pool is None:
+            self.pull(ticket.request, ticket, list(pages), passed=passed)
+        else:
+            copy = self._host_copy(ticket.request, pages)
+            load = Load(
+                request=RequestId(ticket.request),
+                ticket=ticket,
+                ranges=((0, ticket.tokens),),
+                local=(Pages(ids=np.array(copy.pages, dtype=np.int64)),),
+                copy=copy,
+            )
+            self.ranks[0].endpoint.load(load, passed)
+            self.directory.begin(load.request, ticket)
+        results = self.outcome(ticket.request, 2 * LOAD_SECONDS)
+        self._host_pages.give_back(RequestId(ticket.request))
+        for error in results.failed.values():
+            raise error
+        return results.loads[0]
+
+    def load_checked(
+        self,
+        producer: Producer,
+        source: Sequence[int],
+        target: Sequence[int],
+        seed: int,
+        tokens: int,
+    ) -> tuple[LoadRecord, int]:
+        """Load pages that the producer has written; the figures, and how many words are wrong."""
+        expected, index = self.cache.expected(source, seed, tokens), self.cache.index(target)
+        poisoned = self.poison(target)
+        self.device.wait()
+        ticket = producer.prefill(f"request-{seed}", source, seed, tokens, wait=True)
+        record = self.load(ticket, target, poisoned)
+        return record, self.cache.wrong_words(index, expected)
+
+    def _host_copy(self, request: str, pages: Sequence[int]) -> PageCopy:
+        taken = self._host_pages.take(RequestId(request), len(pages))
+        assert taken is not None, (
+            f"{len(pages)} of {self._host_pages.total} host pages are not free"
+        )
+        return PageCopy(blocks=tuple(pages), pages=taken)
+
+    def _take_ended(self) -> None:
+        self.ranks[0].poll()
+        for request in list(self.ranks[0].ended):
+            del self.ranks[0].ended[request]
+            self._host_pages.give_back(RequestId(request))
+            self.scheduler_holds.sent(RequestId(request))
+
+
+class Producer:
+    """An ``Engine`` on a device, in a process of its own, which a test can kill."""
+
+    def __init__(self, device: str) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(theirs, device), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        self._answer(START_SECONDS)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+    def open(self, driver: str, shape: CacheShape, *, staged: bool = False) -> None:
+        """Make the engine; an earlier one is closed first."""
+        self._ask("open", driver, shape, staged)
+
+    def prefill(
+        self, request: str, pages: Sequence[int], seed: int, tokens: int, *, wait: bool = False
+    ) -> Ticket:
+        """See ``Engine.prefill``."""
+        ticket: Ticket = self._ask("prefill", request, list(pages), seed, tokens, wait)
+        return ticket
+
+    def contexts(self) -> ContextReport:
+        """Return the threads and contexts of the process."""
+        report: ContextReport = self._ask("contexts")
+        return report
+
+    def _ask(self, command: str, *arguments: object) -> Any:
+        self._pipe.send((command, arguments))
+        return self._answer(ANSWER_SECONDS)
+
+    def _answer(self, seconds: float) -> Any:
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"the producer's process has not answered in {seconds:g} s")
+        try:
+            done, answer = self._pipe.recv()
+        except EOFError:
+            self.process.join()
+            status = self.process.exitcode
+            raise RuntimeError(f"the producer's process ended with status {status}") from None
+        if not done:
+            raise RuntimeError(f"in the producer's process: {answer}")
+        return answer
+
+
+class _Commands:
+    """The commands of the producer's process."""
+
+    def __init__(self, device: str) -> None:
+        self._device = Device(device)
+        self._engines: list[Engine] = []
+        self._count = 0
+
+    def open(self, driver: str, shape: CacheShape, staged: bool) -> None:
+        while self._engines:
+            self._engines.pop().close()
+        self._count += 1
+        name = f"producer-{os.getpid()}-{self._count}"
+        self._engines.append(Engine(driver, self._device, shape, name, staged=staged))
+
+    def prefill(self, request: str, pages: list[int], seed: int, tokens: int, wait: bool) -> Ticket:
+        return self._engines[0].prefill(request, pages, seed, tokens, wait=wait)
+
+    def contexts(self) -> ContextReport:
+        return self._engines[0].entered.report()
+
+
+def _serve(pipe: Any, device: str) -> None:
+    """Execute commands until the other end of the pipe is closed, and end the process."""
+    commands = _Commands(device)
+    pipe.send((True, None))
+    while True:
+        try:
+            command, arguments = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            break
+        try:
+            answer = True, getattr(commands, command)(*arguments)
+        except Exception as exc:  # noqa: BLE001 - the other process raises it
+            traceback.print_exc()
+            answer = False, f"{type(exc).__name__}: {exc}"
+        pipe.send(answer)
+    os._exit(0)  # some transport libraries crash in their exit handlers
