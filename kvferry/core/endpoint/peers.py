@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Protocol
@@ -61,6 +61,8 @@ logger = logging.getLogger(__name__)
 # An engine of 8 ranks and 80 layers takes 2 MB, a further one with the same layout some 20 kB.
 MAX_KEPT_BYTES = 48 << 20
 """The most bytes for what all peers publish and for their plans."""
+MAX_UNREAD_BYTES = 16 << 20
+"""While more bytes of replies than this wait to be read, others are dropped, and asked for again."""
 WANTED_SECONDS, WANTED_AGAIN_SECONDS = 0.1, 1.0
 """How long a ticket waits for its producer's reply before the directory is told, and told again."""
 MAX_DOWN = 1 << 12
@@ -402,11 +404,11 @@ class Peers:
             self._fail(waiters, outcome)
             return
         genuine = [each for each in waiters if self._is_made_by(outcome, each)]
-        if outcome.ranks:
+        if outcome.ranks and self._has_room_for(outcome):
             self._add(key, outcome)
             for waiter in genuine:
                 self._connect_for(waiter)
-        elif genuine:  # asked for after that reply: another one will follow
+        elif genuine:  # asked for after that reply, or it is dropped: another one will follow
             self._unknown[key] = genuine
 
     def _is_made_by(self, reply: EncodedReply, waiter: _Waiter) -> bool:
@@ -442,6 +444,11 @@ class Peers:
             else:
                 self._connect_for(waiter)
 
+    def _has_room_for(self, reply: EncodedReply) -> bool:
+        """Return whether a reply may wait to be read, or its producer is known already."""
+        unread = sum(producer.reply.nbytes for producer in self._unread)
+        return reply.name in self._producers or unread <= MAX_UNREAD_BYTES
+
     def _add(self, key: PeerKey, reply: EncodedReply) -> None:
         """Keep and read a reply with payloads, unless its producer is known."""
         known = self._producers.get(reply.name)
@@ -467,6 +474,7 @@ class Peers:
 
     def _on_read(self, outcome: HandshakeResult | KVFerryError) -> None:
         producer = self._unread.popleft()
+        producer.reply = replace(producer.reply, ranks=())  # they may be long, and are read
         self._read_next()
         if self._producers.get(producer.name) is not producer:
             return

@@ -37,7 +37,7 @@ from kvferry.core.side_channel_messages import (
 )
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
-from tests.core.endpoint.loads import load
+from tests.core.endpoint.loads import load, outcomes, pull
 from tests.core.endpoint.metric_totals import MetricTotals
 from tests.core.endpoint.side_channels import SideChannel
 from tests.core.messages import payload
@@ -159,6 +159,34 @@ def test_memory_for_what_peers_publish_is_bounded(
         assert isinstance(error, ConnectError)
         assert "of 100" in str(error)
         assert load(two, decode, 3) is None
+
+
+def test_replies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those dropped are asked for again; of those that were read, no encoded payload is kept."""
+    monkeypatch.setattr(directory, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(peers, "MAX_UNREAD_BYTES", 0)
+    released, read = threading.Event(), peers.ReplyReader.read
+
+    def slow(reader: peers.ReplyReader, reply: EncodedReply) -> peers.HandshakeResult:
+        assert released.wait(60.0)
+        return read(reader, reply)
+
+    monkeypatch.setattr(peers.ReplyReader, "read", slow)
+    with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
+        known = decode.endpoint._load_manager._peers
+        pull(one, decode, 1)
+        eventually(lambda: bool(known._unread), "its reply is being read")
+        pull(two, decode, 2)
+        eventually(lambda: two.incarnation in asked(decode), "its reply is dropped")
+        assert len(known._unread) == 1
+        released.set()
+        assert outcomes(decode, 1, 2) == [None, None]
+        assert not any(each.reply.nbytes for each in known._producers.values())
+
+
+def asked(decode: Engine) -> set[Incarnation]:
+    """Whose replies the directory has sent."""
+    return {incarnation for _, incarnation, _ in decode.directory._directory._producers}
 
 
 class AnyAddressTransport(RecordingTransport):
