@@ -35,7 +35,7 @@ class Deployment:
     """One ordinary engine, two prefill replicas, and decode replicas that scale from one to two."""
 
     def __init__(self, model: Path) -> None:
-        self._port, self._metrics = free_port(), free_port()
+        self._port, self._metrics = free_port(22000), free_port(24000)
         self._model = model
 
     def __enter__(self) -> Self:
@@ -123,12 +123,13 @@ class Deployment:
         return args
 
 
-def free_port() -> int:
-    """Return a TCP port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def free_port(first: int) -> int:
+    """Return a port that nobody listens on. The kernel gives none below 32768 to connections, which
+    could take it before the server has started."""
+    for port in range(first, 32768):
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise OSError(f"no port from {first} to 32767 is free")
 
 
 def wait(condition: Callable[[], bool]) -> None:
