@@ -184,7 +184,7 @@ def test_replies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatc
         assert not any(each.reply.nbytes for each in known._producers.values())
 
 
-def asked(decode: Engine) -> set[Incarnation]:
+def asked(decode: Engine) -> set[int]:
     """Whose replies the directory has sent."""
     return {incarnation for _, incarnation, _ in decode.directory._directory._producers}
 
