@@ -468,6 +468,8 @@ class Peers:
 
     def _read_next(self) -> None:
         # Never two at a time: that holds the interpreter's lock and is no faster.
+        while self._unread and self._producers.get(self._unread[0].name) is not self._unread[0]:
+            self._unread.popleft()  # it was let go meanwhile
         if self._unread:
             reply = self._unread[0].reply
             self._read_calls.run(lambda: self._reader.read(reply), self._on_read)
