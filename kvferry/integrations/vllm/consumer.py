@@ -16,18 +16,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvferry.core.directory import Directory, RoomFollower
 from kvferry.core.endpoint import Load
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import HandshakeError, KVFerryError, TicketError, TicketReason
-from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord, Metrics
 from kvferry.integrations.vllm.adapter_files import AdapterError
-from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup
+from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup, num_blocks
 from kvferry.integrations.vllm.early_requests import EarlyRequest, EarlyRequests
 from kvferry.integrations.vllm.metric_definitions import (
     EARLY_LOADS,
@@ -36,12 +37,12 @@ from kvferry.integrations.vllm.metric_definitions import (
     LOADS,
     TOKENS,
 )
+from kvferry.integrations.vllm.page_source import HostPageSource, NoHostPagesError, PageSource
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_ids import is_sample, prompt_index
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
-from kvferry.integrations.vllm.staging import count_host_pages, place_load, reserve_count, why_none
 from kvferry.integrations.vllm.ticket_params import (
     KEY,
     Part,
@@ -123,9 +124,8 @@ class Consumer:
         is_staged: bool = False,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        self._is_staged = is_staged
+        self._pages: PageSource = HostPageSource(groups, use="loads") if is_staged else PageSource()
         self._prefix_cache = prefix_cache or PrefixCache(groups)
-        self._host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
         self._directory = directory
         self._reports = reports or RequestReports()
         self._lora_enabled = lora_enabled
@@ -214,7 +214,7 @@ class Consumer:
         self._check_may_load()
         name, producer = read_room(request.kv_transfer_params)
         self._check_maker(producer.engine, producer.key)
-        may_begin = not (is_sample(request.request_id) or self._is_staged)
+        may_begin = not (is_sample(request.request_id) or self._pages.is_staged)
         self._early.follow(request, name, producer, may_begin=may_begin)
 
     def _begin_turn(self, request: Request) -> None:
@@ -284,12 +284,11 @@ class Consumer:
         Args:
             host: The host pages; none is taken.
         """
-        self._host = host
+        self._pages = HostPageSource(self._groups, host, use="loads")
 
     def update_metrics(self) -> None:
         """Set the metrics of the host pages, where the cache is staged."""
-        if self._is_staged:
-            count_host_pages(self._metrics, self._host, "loads")
+        self._pages.update_metrics(self._metrics)
 
     def _waits_for_host_pages(self, request: Request, ticket: Ticket) -> bool:
         """Return whether a request must wait for host pages before it gets blocks.
@@ -300,26 +299,17 @@ class Consumer:
             request: vLLM's request.
             ticket: Its ticket.
         """
-        if not self._is_staged:
-            return False
-        count = reserve_count(self._groups, self._tokens_to_have(request, ticket))
-        answer = self._host.reserve(RequestId(request.request_id), count)
-        if answer is Reservation.REFUSED:
+        try:
+            return self._pages.waits(request.request_id, self._tokens_to_have(request, ticket))
+        except NoHostPagesError as error:
             del self._waiting[request.request_id]
-            self._refuse_host_pages(request, ticket, count)
-        return answer is Reservation.WAITING
+            self._refuse_host_pages(request, ticket, error)
+            return False
 
-    def _refuse_host_pages(self, request: Request, ticket: Ticket, count: int) -> None:
-        """Give up a request's ticket because there are too few host pages for its load.
-
-        Args:
-            request: vLLM's request, which does not wait any more.
-            ticket: Its ticket.
-            count: How many host pages it needs at most.
-        """
-        why = why_none(self._host, request.request_id, count)
+    def _refuse_host_pages(self, request: Request, ticket: Ticket, error: NoHostPagesError) -> None:
+        """Give up the ticket of a request that does not wait any more."""
         self._release_unused(request.request_id, ticket, "it has no host pages")
-        self._refuse(request, TicketError(why, reason=TicketReason.HOST_PAGES))
+        self._refuse(request, TicketError(str(error), reason=TicketReason.HOST_PAGES))
 
     def _num_early_tokens(self, early: EarlyRequest, computed: int) -> int | None:
         """Return ``num_matched_tokens`` of a request whose ticket has not come."""
@@ -328,13 +318,9 @@ class Consumer:
         if early.part is None:
             return None
         tokens = max(0, self._tokens_to_have(early.request, early.part) - computed)
-        if tokens and not self._early.has_room(early, self._blocks_for(tokens)):
+        if tokens and not self._early.has_room(early, num_blocks(self._groups, tokens)):
             return None
         return tokens
-
-    def _blocks_for(self, tokens: int) -> int:
-        """Return how many blocks a load of this many tokens fills."""
-        return sum(1 if group.is_state else -(-tokens // group.tokens) for group in self._groups)
 
     def _take_news(self, early: EarlyRequest) -> None:
         """Act on what the engine that prefills a request has said since the last call."""
@@ -432,7 +418,7 @@ class Consumer:
         if early is None or early.blocks or early.unused is not None:
             return
         if external and early.part is not None:
-            self._early.begin(early, self._blocks_for(external))
+            self._early.begin(early, num_blocks(self._groups, external))
             self._begin_load(early.request, early.part, blocks, external)
         else:
             early.unused = "it needs none, or too few tokens"
@@ -449,7 +435,7 @@ class Consumer:
             request: vLLM's request.
         """
         self._end_early(request.request_id)
-        self._host.cancel(RequestId(request.request_id))
+        self._pages.cancel(request.request_id)
         entry = self._waiting.pop(request.request_id, None)
         if isinstance(entry, Ticket):
             self._release_unused(request.request_id, entry, "it ended before it had blocks")
@@ -501,7 +487,7 @@ class Consumer:
         """
         for request_id in request_ids:
             loading = self._loading.pop(request_id, None)
-            self._host.give_back(RequestId(request_id))
+            self._pages.give_back(request_id)
             if loading is None:
                 continue
             self._early.end(request_id)  # if it has failed before its ticket came
@@ -796,9 +782,10 @@ class Consumer:
             blocks: The request's blocks.
             tokens: How many tokens are to be loaded.
         """
-        load = self._load(request, made, blocks)
-        if load is None:
-            self._fail_unplaced(request, made, tokens)
+        try:
+            load = self._load(request, made, blocks, tokens)
+        except NoHostPagesError as error:
+            self._fail_unplaced(request, made, error)
             return
         self._loads.append(load)
         self._loading[request.request_id] = LoadingRequest(
@@ -810,42 +797,37 @@ class Consumer:
             is_early=load.is_early,
         )
 
-    def _fail_unplaced(self, request: Request, made: Ticket | Part, tokens: int) -> None:
-        """Queue the failure of a load for which there are too few host pages.
-
-        Args:
-            request: vLLM's request.
-            made: The request's ticket, which is no part where the cache is staged.
-            tokens: How many tokens were to be loaded.
-        """
-        if isinstance(made, Ticket):
-            self._refuse_host_pages(request, made, reserve_count(self._groups, tokens))
-        error = self._waiting.pop(request.request_id, None)
+    def _fail_unplaced(
+        self, request: Request, made: Ticket | Part, error: NoHostPagesError
+    ) -> None:
+        """Queue the failure of a load for which there are too few host pages."""
+        if isinstance(made, Ticket):  # always, where the cache is staged
+            self._refuse_host_pages(request, made, error)
+        refusal = self._waiting.pop(request.request_id, None)
         self._loading[request.request_id] = None
-        self._refused.append((request.request_id, str(error)))
+        self._refused.append((request.request_id, str(refusal)))
 
-    def _load(self, request: Request, made: Ticket | Part, blocks: KVCacheBlocks) -> Load | None:
-        """Return the load that fills a request's blocks; ``None`` if it has too few host pages.
+    def _load(
+        self, request: Request, made: Ticket | Part, blocks: KVCacheBlocks, tokens: int
+    ) -> Load:
+        """Return the load that fills a request's blocks.
 
-        Args:
-            request: vLLM's request.
-            made: The request's ticket, or the part that has come of it.
-            blocks: The request's blocks.
+        Raises:
+            NoHostPagesError: There are too few.
         """
         is_early = isinstance(made, Part)
         last = self._tokens_to_have(request, made)
         wanted = [group.consumer_pages(blocks.blocks[group.index], last) for group in self._groups]
-        copy, local = None, tuple(pages for _, pages in wanted)
-        if self._is_staged:
-            placed = place_load(self._host, request.request_id, local)
-            if placed is None:
-                return None
-            copy, local = placed
+        lists = [pages.ids.tolist() for _, pages in wanted]
+        placed, copy = self._pages.place(request.request_id, lists, tokens)
         return Load(
             request=RequestId(request.request_id),
             ticket=made.ticket if isinstance(made, Part) else made,
             ranges=tuple(tokens for tokens, _ in wanted),
-            local=local,
+            local=tuple(
+                replace(pages, ids=np.array(ids, dtype=np.int64))
+                for ids, (_, pages) in zip(placed, wanted, strict=True)
+            ),
             shared=not is_early and self._shares(request.request_id),
             is_early=is_early,
             copy=copy,
@@ -871,7 +853,7 @@ class Consumer:
             why: Why it loads nothing, for the log.
         """
         self._reports.nothing_loaded(request_id, ticket, why)
-        self._host.cancel(RequestId(request_id))
+        self._pages.cancel(request_id)
         shared = self._shares(request_id)
         self._loads.append(self._release_only(request_id, ticket, shared=shared))
         self._users.over(RequestId(request_id), loaded=False)

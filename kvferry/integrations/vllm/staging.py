@@ -8,21 +8,14 @@ engines, others for loads (``host_pages``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvferry.core.layout import HOLE, Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
-from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages
-from kvferry.core.lifecycle.page_copy import PageCopy
-from kvferry.core.metrics import HOST_PAGE_WAITS, HOST_PAGES, HOST_PAGES_USED, Metrics
-from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import EnterThread
-from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.config import Config, ConfigError
 from kvferry.integrations.vllm.host_pool import HostPool
 
@@ -162,93 +155,6 @@ def host_pages(
     both = range(HOLE + 1, ends), range(ends, pages)
     holds, loads = (HostPages(ids, patience=config.staging_timeout) for ids in both)
     return holds, loads
-
-
-def why_none(host: HostPages, request: str, count: int) -> str:
-    """Return why a request gets none of the host pages, and what helps.
-
-    Args:
-        host: The host pages.
-        request: vLLM's id of the request.
-        count: How many it may need.
-    """
-    if host.has_taken(RequestId(request)):
-        return (
-            "its id is that of a request whose host pages are still in use: give requests ids of "
-            "their own"
-        )
-    if count > host.total:
-        return f"it may need {count} host pages, and there are {host.total}: raise staging_bytes"
-    return (
-        f"it did not get {count} of {host.total} host pages within {host.patience:g} s "
-        "(staging_timeout): raise staging_bytes, or decode requests sooner"
-    )
-
-
-def reserve_count(groups: Sequence[CacheGroup], tokens: int) -> int:
-    """Return how many host pages a request of this many tokens needs at most."""
-    return sum(group.most_pages(tokens) for group in groups)
-
-
-def count_host_pages(metrics: Metrics, host: HostPages, use: str) -> None:
-    """Set the metrics of host pages, and count the waits that have ended since the last call.
-
-    Args:
-        metrics: Where they are counted.
-        host: The host pages.
-        use: What they are for, as a label.
-    """
-    metrics.set(HOST_PAGES, host.total, use=use)
-    metrics.set(HOST_PAGES_USED, host.used, use=use)
-    for wait in host.take_waits():
-        outcome = "granted" if wait.granted else "refused"
-        metrics.observe(HOST_PAGE_WAITS, wait.seconds, use=use, outcome=outcome)
-
-
-def place(
-    host: HostPages, request: str, lists: Sequence[Sequence[int]]
-) -> tuple[PageCopy, list[list[int]]] | None:
-    """Take a host page for each of a request's blocks.
-
-    Args:
-        host: The host pages.
-        request: vLLM's id of the request.
-        lists: Ids of blocks, a list for each group.
-
-    Returns:
-        The copy between the blocks and their host pages, and the lists with the ids of the host
-        pages in place of those of the blocks; ``None`` if there are too few.
-    """
-    blocks = [block for ids in lists for block in ids if block != HOLE]
-    pages = host.take(RequestId(request), len(blocks))
-    if pages is None:
-        return None
-    of = dict(zip(blocks, pages, strict=True)) | {HOLE: HOLE}
-    return PageCopy(blocks=tuple(blocks), pages=pages), [[of[b] for b in ids] for ids in lists]
-
-
-def place_load(
-    host: HostPages, request: str, wanted: Sequence[Pages]
-) -> tuple[PageCopy, tuple[Pages, ...]] | None:
-    """Take a host page for each block that a load fills.
-
-    Args:
-        host: The host pages.
-        request: vLLM's id of the request.
-        wanted: The blocks that the load fills, for each group.
-
-    Returns:
-        The copy that fills the blocks, and the host pages in place of the blocks; ``None`` if there
-        are too few.
-    """
-    placed = place(host, request, [pages.ids.tolist() for pages in wanted])
-    if placed is None:
-        return None
-    copy, lists = placed
-    return copy, tuple(
-        Pages(ids=np.array(ids, dtype=np.int64), first_index=pages.first_index)
-        for ids, pages in zip(lists, wanted, strict=True)
-    )
 
 
 def page_count(form: HostPageFormat, config: Config, *, pages: int, largest: int, uses: int) -> int:

@@ -36,6 +36,7 @@ from kvferry.integrations.vllm.device import (
 )
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
+from kvferry.integrations.vllm.page_source import most_pages
 from kvferry.integrations.vllm.rank_position import (
     RankPosition,
     current_rank_position,
@@ -182,7 +183,7 @@ class FerryWorker:
                 layout,
                 config=config,
                 pages=kv_cache_config.num_blocks,
-                largest=staging.reserve_count(groups, longest),
+                largest=most_pages(groups, longest),
                 uses=staging.uses(transfer),
                 device=device,
                 enter=enter,

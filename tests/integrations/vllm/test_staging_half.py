@@ -18,6 +18,7 @@ from kvferry.integrations.vllm import staging
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.config import Config, ConfigError
 from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.page_source import most_pages
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.support import check_engine, check_siblings
 from kvferry.integrations.vllm.ticket_params import read_ticket
@@ -346,7 +347,7 @@ GROUPS = (
 
 @pytest.mark.parametrize(("tokens", "most"), [(1, 1 + 1 + 1), (32, 2 + 2 + 1), (160, 10 + 3 + 1)])
 def test_how_many_pages_a_request_has_at_most(tokens: int, most: int) -> None:
-    assert staging.reserve_count(GROUPS, tokens) == most
+    assert most_pages(GROUPS, tokens) == most
 
 
 class TestSize:
