@@ -43,6 +43,7 @@ from kvferry.integrations.vllm.side_channel import (
     report_loopback,
     serve,
 )
+from kvferry.integrations.vllm.ticket_checks import TicketChecks
 from kvferry.integrations.vllm.tracing import RequestSpans, is_traced
 
 if TYPE_CHECKING:
@@ -137,16 +138,19 @@ class FerryScheduler:
         )
         self._consumer = Consumer(
             groups,
+            checks=TicketChecks(
+                engine=transfer.engine_id,
+                may_load=transfer.is_kv_consumer,
+                continues=self._config.bidirectional_kv_xfer,
+                verify_prompt=self._config.verify_prompt,
+                backoff=backoff,
+                needs_exact_length=any(group.needs_exact_length for group in groups),
+                security=self._security,
+                adapter_content=self._adapters.content,
+                lora_enabled=vllm_config.lora_config is not None,
+            ),
             metrics=self._metrics,
-            engine=transfer.engine_id,
-            may_load=transfer.is_kv_consumer,
-            continues=self._config.bidirectional_kv_xfer,
             recompute_threshold=self._config.kv_recompute_threshold,
-            verify_prompt=self._config.verify_prompt,
-            backoff=backoff,
-            security=self._security,
-            adapter_content=self._adapters.content,
-            lora_enabled=vllm_config.lora_config is not None,
             reports=reports,
             directory=self._directory,
             follower=self._follower,

@@ -382,7 +382,7 @@ class TestTurns:
             assert loaded(made, each) == 0
         assert "the prompt does not begin with its 64 tokens" in caplog.text
         made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), 0)
-        assert made.drain().loads == ()
+        assert made.drain().loads == []
         assert metrics.take() == {"edited_histories": {"loopback": 1}}
 
     @pytest.mark.parametrize(("threshold", "tokens"), [(0, 9), (9, 9), (10, 0)])

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core.errors import KVFerryError, PeerLostError
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
-from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
+from kvferry.core.lifecycle.rooms import Rooms, room_id
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketSecrets, generate
@@ -25,6 +25,7 @@ from tests.integrations.vllm.halves import (
     KEYED,
     SECRETS,
     SERVING,
+    Follower,
     blocks,
     consumer,
     listed,
@@ -281,41 +282,6 @@ class TestProducer:
             prefill.part()
 
 
-class Follower:
-    """A ``RoomFollower`` that hears what a test says."""
-
-    def __init__(self) -> None:
-        self.followed: dict[str, tuple[RoomId, PeerKey]] = {}
-        self._news: dict[str, RoomNews | KVFerryError] = {}
-        self._version = 0
-
-    def follow(self, name: Any, room: RoomId, producer: PeerKey) -> None:
-        assert name not in self.followed
-        self.followed[name] = room, producer
-
-    def hear(self, news: RoomNews | KVFerryError, name: str = "r") -> None:
-        self._news[name] = news
-
-    def news(self, name: Any) -> RoomNews | KVFerryError | None:
-        assert name in self.followed
-        return self._news.pop(name, None)
-
-    def end(self, name: Any) -> None:
-        self.followed.pop(name, None)
-        self._news.pop(name, None)
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._news)
-
-    @property
-    def following(self) -> int:
-        return len(self.followed)
-
-    def close(self) -> None:
-        self.followed.clear()
-
-
 class Decoding:
     """A consumer with requests whose prompts are computed elsewhere."""
 
@@ -462,7 +428,7 @@ class TestConsumer:
         decode = Decoding()
         decode.begin(computed(40))
         decode.hear(other)
-        assert decode.consumer.drain().aborted == ("r",)
+        assert decode.consumer.drain().aborted == ["r"]
         decode.consumer.loads_finished(["r"], ["r"])
         assert decode.consumer.drain() == LoadMessages()
 
@@ -471,12 +437,12 @@ class TestConsumer:
         decode = Decoding()
         decode.follower.hear(error)
         assert decode.matched() == 100
-        assert decode.place(*range(1, 8), external=100).refused == (("r", str(error)),)
+        assert decode.place(*range(1, 8), external=100).refused == [("r", str(error))]
         assert "cause peer_lost" in caplog.text
         decode = Decoding()
         decode.begin(computed(40))
         decode.follower.hear(error)
-        assert decode.consumer.drain().aborted == ("r",)
+        assert decode.consumer.drain().aborted == ["r"]
         decode.consumer.loads_finished(["r"], ["r"])
         assert not decode.follower.followed
         assert decode.counted()["failed_loads"] == {"loopback": 1}
@@ -495,7 +461,7 @@ class TestConsumer:
         decode.hear(prefill)
         decode.consumer.request_finished(decode.requests["r"])
         messages = decode.consumer.drain()
-        assert (messages.aborted, dict(messages.parts)) == (("r",), {})
+        assert (messages.aborted, messages.parts) == (["r"], {})
         assert not decode.follower.followed
 
     @pytest.mark.parametrize("begun", [False, True], ids=["queued", "computing"])
@@ -572,7 +538,7 @@ class TestConsumer:
         decode, prefill = Decoding(), computed(40)
         decode.begin(prefill)
         decode.hear(finished(computed(40, tokens=90)))
-        assert decode.consumer.drain().aborted == ("r",)
+        assert decode.consumer.drain().aborted == ["r"]
 
     def test_part_of_another_engine_is_refused(self) -> None:
         decode = Decoding()
@@ -687,7 +653,7 @@ class TestReusedTransferId:
         assert decode.matched(name="second") == 100
         messages = decode.place(*range(1, 8), external=100, name="second")
         [(name, reason)] = messages.refused
-        assert (name, messages.loads) == ("second", ())
+        assert (name, messages.loads) == ("second", [])
         assert "another prompt" in reason
         assert "transfer_id was used for another request" in reason
         assert "older kvferry" in reason
@@ -695,4 +661,4 @@ class TestReusedTransferId:
     def test_older_prefill_is_refused_after_the_load_has_begun(self, decode: Decoding) -> None:
         decode.begin(computed(40))
         decode.hear(computed_of_another_prompt(80))
-        assert decode.consumer.drain().aborted == ("r",)
+        assert decode.consumer.drain().aborted == ["r"]

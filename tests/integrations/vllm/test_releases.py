@@ -19,13 +19,14 @@ from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.halves import (
     PREFILL,
     SERVING,
+    Follower,
     blocks,
     full,
     producer,
     request,
 )
 from tests.integrations.vllm.test_adapter_files import content, write
-from tests.integrations.vllm.test_early_half import DECODE, Follower, Prefilling
+from tests.integrations.vllm.test_early_half import DECODE, Prefilling
 from tests.integrations.vllm.test_scheduler_hooks import IDLE, adapters_heard, configured
 from tests.integrations.vllm.test_staging_half import pages
 

@@ -427,7 +427,7 @@ class TestConsumer:
         made.drain()
         made.loads_finished(["r"])
         made.blocks_allocated(each, blocks(21, 22, 23), 0)
-        assert made.drain().loads == ()
+        assert made.drain().loads == []
         assert made.num_matched_tokens(each, 0) == 0
 
     def test_loads_are_counted_once(self) -> None:
@@ -465,7 +465,7 @@ class TestConsumer:
         [load] = made.drain().loads
         assert (load.ranges, load.report) == ((None,), False)
         made.request_finished(each)
-        assert made.drain().aborted == ()
+        assert made.drain().aborted == []
 
     def test_end_before_allocation_tells_the_producer(self) -> None:
         made = consumer()
@@ -479,7 +479,7 @@ class TestConsumer:
         each = arrive(made)
         allocate(made, each)
         made.request_finished(each)
-        assert made.drain().aborted == ("r",)
+        assert made.drain().aborted == ["r"]
 
     def test_refused_ticket_goes_the_way_of_a_good_one(self) -> None:
         metrics = Metrics(driver="loopback")
@@ -515,7 +515,7 @@ class TestConsumer:
         made = consumer()
         each = arrive(made, ticket() | {"kvferry": {}})
         made.blocks_allocated(each, blocks(21, 22, 23), 0)
-        assert made.drain().refused == ()
+        assert made.drain().refused == []
 
     @pytest.mark.parametrize(
         ("settings", "params", "reason"),
@@ -546,7 +546,7 @@ class TestConsumer:
         assert made.num_matched_tokens(each, 16) == 24
         made.blocks_allocated(each, blocks(21, 22, 23), 24)
         arrivals = made.drain()
-        assert (arrivals.prepare, arrivals.loads) == ((), ())
+        assert (arrivals.prepare, arrivals.loads) == ([], [])
         [(_, why)] = arrivals.refused
         assert reason in why
 
@@ -600,7 +600,7 @@ class TestConsumer:
         assert "request r: ticket refused: it was made for another prompt" in caplog.text
         said = hint or " (producer's request"
         assert f"than this one of 40 tokens{said}" in caplog.text
-        assert made.drain().prepare == ()
+        assert made.drain().prepare == []
 
     def test_unverified_prompt(self) -> None:
         made = consumer(verify_prompt=False)
@@ -656,7 +656,7 @@ class TestSharedHolds:
         allocate(made, first, second)
         made.drain()
         made.request_finished(first)
-        assert made.drain().aborted == ("a",)
+        assert made.drain().aborted == ["a"]
         made.loads_finished(["b"])
         assert not made.pending
         made.loads_finished(["a"], failed={"a"})

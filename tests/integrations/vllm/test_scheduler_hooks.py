@@ -379,7 +379,7 @@ class TestAdapters:
         half, here = make(), tmp_path / "here"
         path = str(here) if gone else write(here, weights=b"others")
         wait(vllm, half, adapted(path, params))
-        assert half.build_step(OUTPUT).prepare == ()
+        assert half.build_step(OUTPUT).prepare == []
         reason = "adapter" if gone else "prompt"
         assert half.take_stats().data["refused_tickets"] == {"loopback": {reason: 1}}
 
@@ -449,7 +449,7 @@ class TestConsuming:
         assert step.producers.is_asking
         later = half.build_step(IDLE)
         assert later.idle
-        assert later.prepare == later.loads == ()
+        assert later.prepare == later.loads == []
         half.worker_output(heard(vllm, recving={"r"}))
         assert half.take_stats().data == {
             "loads": {"loopback": 1},
@@ -483,7 +483,7 @@ class TestConsuming:
         half.request_finished(loading(half), [[21, 22, 23]])
         loading(half, request_id="other", prompt_token_ids=[*range(1, 41)])
         step = half.build_step(OUTPUT)
-        assert step.aborted == ("r",)
+        assert step.aborted == ["r"]
         assert [name for name, _ in step.refused] == ["other"]
 
     @pytest.mark.parametrize(
