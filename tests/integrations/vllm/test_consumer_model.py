@@ -170,8 +170,9 @@ class Engine(RuleBasedStateMachine):
                 self.done.add(part.ticket.hold)
         for name in messages.aborted:
             self.aborted.discard(name)
-            if (running := self.running.get(name)) is None:
+            if name not in self.running:
                 continue  # it was reported meanwhile
+            running = self.running[name]
             running.is_aborted = True
             if running.load is not None and running.load.is_early:
                 self.done.add(running.load.ticket.hold)

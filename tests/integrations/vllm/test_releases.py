@@ -91,17 +91,17 @@ class Decode:
         each.all_token_ids = each.prompt_token_ids = [first, *each.prompt_token_ids[1:]]
         self._alive.add(id(each))
         self.half.on_new_request(each)
-        self.half.num_matched_tokens(each, 0)
+        self.half.get_num_new_matched_tokens(each, 0)
         return each
 
     def begin(self, each: Any, external: int = 0) -> None:
         """Give a request blocks, to load some tokens into, or none."""
-        self.half.blocks_allocated(each, blocks(21, 22, 23), external)
+        self.half.update_state_after_alloc(each, blocks(21, 22, 23), external)
 
     def end(self, each: Any) -> None:
         each.status = SimpleNamespace(name="FINISHED_ABORTED")
         self._alive.discard(id(each))
-        assert self.half.request_finished(each, [[]]) == (False, None)
+        assert self.half.request_finished_all_groups(each, [[]]) == (False, None)
 
     def hear_ticket(self, *, lora: bool = False) -> None:
         """Prefill finishes the request of the room."""
@@ -118,9 +118,9 @@ class Decode:
 
     def step(self) -> None:
         """Run a step, as vLLM does while there are requests, or the half asks for steps."""
-        assert self.half.pending or self._alive
-        step = self.half.build_step(IDLE)
-        self.half.worker_output(adapters_heard(self._vllm, step=step.asks_adapters))
+        assert self.half.has_pending_push_work() or self._alive
+        step = self.half.build_connector_meta(IDLE)
+        self.half.update_connector_output(adapters_heard(self._vllm, step=step.asks_adapters))
         self.done += [load.request for load in step.loads if not (load.reads or load.shared)]
         self.loads += [load.request for load in step.loads if load.reads]
 
@@ -139,7 +139,7 @@ class Decode:
 def decode(vllm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Decode]:
     made = Decode(vllm, monkeypatch, write(tmp_path / "adapter"))
     yield made
-    made.half.close()
+    made.half.shutdown()
 
 
 def ends(decode: Decode) -> None:
@@ -184,7 +184,7 @@ def another_sample_of_lora_is_over_first(decode: Decode) -> None:
     params = decode.ticket(lora=True)
     first, second = (decode.arrive(params, lora=True, name=f"{index}_r") for index in range(2))
     decode.hash_adapter()
-    assert decode.half.num_matched_tokens(first, 0) == (TOKENS, True)
+    assert decode.half.get_num_new_matched_tokens(first, 0) == (TOKENS, True)
     decode.begin(first)
     decode.end(first)
     decode.step()
@@ -264,7 +264,7 @@ def ends_in_an_engine_that_shuts_down(decode: Decode) -> None:
     """Its workers run no further step; the lease ends the hold."""
     decode.start()
     decode.arrive()
-    decode.half.close()
+    decode.half.shutdown()
 
 
 def id_is_used_again_while_lora_is_hashed(decode: Decode) -> None:
