@@ -120,24 +120,18 @@ class Outcome(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Pull:
-    """A request that loads from another engine, until its load is over.
-
-    Attributes:
-        request: vLLM's request.
-        stage: How far it is.
-        ticket: Its ticket, or the newest part of it.
-        covered: How many tokens its ticket covers, or will cover; ``None`` if that is not known.
-        early: Its room, if it came without a ticket.
-        why: Why its ticket was refused, or why it loads nothing.
-        loading: Its load.
-    """
+    """A request that loads from another engine, until its load is over."""
 
     request: Request
     stage: Stage
     ticket: Ticket | None = None
+    """Its ticket, or the newest part of it."""
     covered: int | None = None
+    """How many tokens its ticket covers, or will cover; ``None`` if that is not known."""
     early: EarlyRequest | None = None
+    """Its room, if it came without a ticket."""
     why: str = ""
+    """Why its ticket was refused, or why it loads nothing."""
     loading: LoadingRequest | None = None
 
     @property
@@ -158,8 +152,8 @@ class Consumer:
         directory: Asks the engines that made tickets what the workers need of them.
         follower: Follows requests that are prefilled while they wait here.
         blocks: How many blocks this engine has.
-        is_staged: Whether loads fill host pages, from which blocks are copied. No load begins
-            before its ticket has come then. ``set_host_pages`` says which host pages there are.
+        is_staged: Whether loads fill host pages (``set_host_pages``), from which blocks are copied.
+            No load begins before its ticket has come then.
         prefix_cache: Keeps pages that a load has not filled whole out of vLLM's prefix cache.
     """
 
@@ -216,7 +210,8 @@ class Consumer:
         try:
             if names_room(request.kv_transfer_params):
                 early = self._early.follow(request)
-                self._add(_Pull(request=request, stage=Stage.FOLLOWED, early=early))
+                pull = _Pull(request=request, stage=Stage.FOLLOWED, early=early)
+                self._pulls[pull.name] = pull
             else:
                 self._accept(request, self._checks.admit(request))
         except TicketError as error:
@@ -244,13 +239,10 @@ class Consumer:
             why = f"the prompt does not begin with its {ticket.tokens} tokens"
             self._reports.nothing_loaded(request.request_id, ticket, why)
 
-    def _add(self, pull: _Pull) -> None:
-        self._pulls[pull.name] = pull
-
     def _accept(self, request: Request, ticket: Ticket) -> _Pull:
         """Record that a request waits for blocks, to load from the hold of its ticket."""
         pull = _Pull(request=request, stage=Stage.READY, ticket=ticket, covered=ticket.tokens)
-        self._add(pull)
+        self._pulls[pull.name] = pull
         self._users.add(pull.name, ticket)
         self._messages.prepare.append(ticket)
         self._directory.begin(pull.name, ticket)
@@ -259,8 +251,12 @@ class Consumer:
     def _refuse(self, request: Request, error: TicketError) -> None:
         """Log and count that a ticket is refused; the request's load will be reported as failed."""
         _log_refusal(request, "ticket refused", error.reason, with_remedy(error))
-        self._add(_Pull(request=request, stage=Stage.REFUSED, why=str(error)))
+        self._fail_later(request, error)
         self._metrics.add(REFUSED, reason=error.reason.value)
+
+    def _fail_later(self, request: Request, error: KVFerryError) -> None:
+        pull = _Pull(request=request, stage=Stage.REFUSED, why=str(error))
+        self._pulls[pull.name] = pull
 
     def _refuse_host_pages(self, pull: _Pull, error: NoHostPagesError) -> None:
         """Give back the ticket of a request for whose load there are too few host pages."""
@@ -271,15 +267,10 @@ class Consumer:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
 
         The tokens of a refused ticket count, too, so that vLLM waits for a load, which is then
-        reported as failed. The next turn of a conversation loads nothing if fewer tokens than
-        ``recompute_threshold`` are to be loaded. vLLM may call this several times for a request.
-
-        Args:
-            request: vLLM's request.
-            computed: How many of the request's tokens are cached here already.
+        reported as failed. vLLM may call this several times for a request.
 
         Returns:
-            The number of tokens; 0 if the request has no ticket. ``None`` if the request has to
+            The number of tokens beyond those that are ``computed``. ``None`` if the request has to
             wait for the engine that prefills: until that has begun, or, if the load may not begin
             early, until it has made the ticket. Also ``None`` while it waits for host pages; if it
             has waited too long, its load fails.
@@ -351,21 +342,15 @@ class Consumer:
             else:
                 _log_no_ticket(pull, error)
                 self._metrics.add(FAILED)
-                self._add(_Pull(request=pull.request, stage=Stage.REFUSED, why=str(error)))
+                self._fail_later(pull.request, error)
 
     # From a request's blocks to the end of its load.
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Queue the load of a request, or only a "done" to the producer if nothing is to be loaded.
+        """Queue the load of ``external`` tokens, or a "done" to the producer if there are none.
 
         After "done", the producer frees the pages that it has kept for the request. If the ticket
-        was refused, the failure of the load is queued instead. Called when vLLM has allocated
-        blocks for the request. ``drain`` returns what is queued.
-
-        Args:
-            request: vLLM's request; ignored if it has no ticket.
-            blocks: The request's blocks.
-            external: How many of the request's tokens are to be loaded into the blocks.
+        was refused, the failure of the load is queued instead.
         """
         pull = self._pulls.get(request.request_id)
         needs_none = "it needs none, or too few tokens"
@@ -424,10 +409,7 @@ class Consumer:
         )
 
     def _order(self, name: RequestId) -> bool:
-        """Record that a load is queued; return whether others may still load from its hold.
-
-        Then it must not tell the producer "done"; a later load will.
-        """
+        """Record that a load is queued; return whether it leaves "done" to others of its hold."""
         return self._users.order(name, siblings=is_sample(name))
 
     def _fail(self, pull: _Pull) -> None:
@@ -445,9 +427,7 @@ class Consumer:
     def request_finished(self, request: Request) -> None:
         """Abort the load of a request that ended, or tell the producer that none will come.
 
-        Called when vLLM has finished or aborted the request. If the request never had a load, the
-        producer is told "done", so that it frees the pages, unless other requests may load them. If
-        the producer has not made the ticket yet, it is told when it has. Nothing happens if the
+        If the producer has not made the ticket yet, it is told when it has. Nothing happens if the
         load is over.
         """
         self._loaded.discard(request.request_id)
@@ -476,11 +456,9 @@ class Consumer:
                 loading.record = record if before is None else before.combine(record)
 
     def loads_finished(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
-        """Count loads that have ended on all workers, as succeeded or failed.
+        """End the pulls of requests whose load has ended on all workers; ``failed`` on some.
 
-        Args:
-            request_ids: vLLM's ids of the requests; those of other connectors are ignored.
-            failed: Those of ``request_ids`` whose load failed.
+        Requests of other connectors are ignored.
         """
         for request_id in request_ids:
             pull = self._pulls.get(request_id)
@@ -555,10 +533,7 @@ class Consumer:
         """Return whether a request whose load is over waits for blocks for the rest of its prompt.
 
         vLLM calls no hook for such a request. It waits for blocks if it is not computed although
-        nothing else is. While other requests are computed, it may wait for its turn; and they will
-        lack blocks before long, or end.
-
-        Must be called once, at the end of each scheduling pass.
+        nothing else is; otherwise it may wait for its turn. To be called once in each pass.
         """
         if not self._loaded:
             return False

@@ -34,21 +34,15 @@ They wait for prefill with their blocks. Further requests wait for their tickets
 
 @dataclass(slots=True, kw_only=True)
 class EarlyRequest:
-    """A request whose room is followed.
-
-    Attributes:
-        request: vLLM's request.
-        room: The room.
-        producer: The engine that prefills, and its side channel.
-        part: The newest part; ``None`` while the request is in prefill's queue.
-        blocks: How many blocks its early load has; 0 if none has begun.
-    """
+    """A request whose room, of the engine ``producer``, is followed."""
 
     request: Request
     room: RoomId
     producer: PeerKey
     part: Part | None = None
+    """The newest part; ``None`` while the request is in prefill's queue."""
     blocks: int = 0
+    """How many blocks its early load has; 0 if none has begun."""
 
 
 class EarlyRequests:
@@ -84,11 +78,7 @@ class EarlyRequests:
         return self._follower.pending
 
     def follow(self, request: Request) -> EarlyRequest:
-        """Follow a request's room until ``end``.
-
-        Raises:
-            TicketError: The room, or the engine that the request names, is refused.
-        """
+        """Follow a request's room until ``end``, or raise ``TicketError``."""
         name, producer = self._checks.admit_room(request)
         room = room_id(name, whole_prompt_digest(request))
         early = EarlyRequest(request=request, room=room, producer=producer)
@@ -98,12 +88,10 @@ class EarlyRequests:
         return early
 
     def take(self, early: EarlyRequest) -> Part | KVFerryError | None:
-        """Return the newest part of a request since the last call, checked.
+        """Return the newest part of a request since the last call, or why none can be used.
 
-        Returns:
-            The part; why there will be none that can be used, or why it is refused; ``None`` if
-            nothing is new. After the last part, and after an error, the request is not followed
-            any more.
+        ``None`` if nothing is new. After the last part, and after an error, the request is not
+        followed any more.
         """
         news = self._follower.news(early.request.request_id)
         found: Part | KVFerryError | None = None

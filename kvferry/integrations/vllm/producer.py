@@ -80,24 +80,19 @@ class Producer:
         lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
         conversation_ttl: Seconds for which an answer's pages are held until the next turn claims
             them; ``None`` if answers get no tickets.
-        backoff: How many tokens at a prompt's end are left to the consumer; see
-            ``prefill_backoff``.
-        computed: Whether nothing writes to a request's pages after its last token was sampled, so
-            that the pages are complete when the ticket is made.
+        backoff: See ``prefill_backoff``.
+        computed: Whether nothing writes to a request's pages after its last token was sampled.
         sizes: The engine's parallelism, for the ticket.
-        max_held: How many blocks may be held at once; ``None`` for no limit.
-        secrets: The secrets that sign tickets; ``None`` leaves tickets unsigned.
+        max_held: How many blocks may be held at once.
+        secrets: The secrets that sign tickets.
         hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
         clock: Returns monotonic seconds.
-        ticket_key: The key that proves that this engine made a ticket; ``None`` leaves out the
-            proof.
-        adapter_content: Returns the content of a request's LoRA adapter (``Adapters.content``).
+        ticket_key: Proves that this engine made a ticket.
+        adapter_content: See ``Adapters.content``.
         reports: Logs how each request's hold ended.
-        rooms: The rooms in which parts of tickets are published; ``None`` for none.
-        lookahead: How many tokens behind a chunk of a prompt drafts are written for; see
-            ``PromptParts``.
-        is_staged: Whether tickets name host pages, to which the blocks are copied. No parts of
-            tickets are published then. ``set_host_pages`` says which host pages there are.
+        rooms: Where parts of tickets are published.
+        lookahead: See ``PromptParts``.
+        is_staged: Whether tickets name host pages (``set_host_pages``). No parts are published.
     """
 
     def __init__(
@@ -198,11 +193,10 @@ class Producer:
             request.kv_transfer_params = {**(request.kv_transfer_params or {}), TRUNCATED: True}
 
     def waits_for_host_pages(self, request: Request) -> bool:
-        """Return whether a request must wait for host pages before it gets blocks.
+        """Return whether a request must wait for host pages for its prompt before it gets blocks.
 
-        Host pages for its whole prompt are reserved. If it has waited too long, it waits no longer
-        and gets no ticket. vLLM lets a request that may not use cached prefixes (such as one with
-        prompt_logprobs) begin whatever this returns; it keeps its turn for host pages meanwhile.
+        Not for ever: then it gets no ticket. vLLM lets a request with prompt_logprobs begin
+        whatever this returns; it keeps its turn for host pages meanwhile.
         """
         if not self._eligibility.is_handed_over(request):
             return False
@@ -214,10 +208,8 @@ class Producer:
     def take_on(self, request: Request) -> None:
         """Give a hold (a slot and random bits) to a request that may get a ticket.
 
-        Called when vLLM has allocated blocks for the request. After a preemption, vLLM allocates
-        blocks again, and the request gets a new hold: what was published of its pages was of
-        others. vLLM calls this also when it goes on with a request whose load has ended, and which
-        has its blocks already.
+        Called when vLLM has allocated its blocks, also again: after a load for blocks that it has
+        already, and after a preemption, when it gets a new hold, as its pages are others.
         """
         rules = self._eligibility
         if not rules.is_handed_over(request) and not rules.is_answer(request):
@@ -244,8 +236,7 @@ class Producer:
 
         Returns:
             The ticket as ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket
-            is made and vLLM may free the blocks at once. The ticket may be another sample's, whose
-            blocks are held instead (``holds``).
+            is made. The ticket may be another sample's, whose blocks are held (``holds``).
         """
         self._preemptions.pop(request.request_id, None)
         ticket = None
@@ -339,8 +330,7 @@ class Producer:
     ) -> tuple[Hold, Sequence[Sequence[int]]]:
         """Return hold and pages for a ticket that lists these blocks, or raise ``NoTicketError``.
 
-        All blocks of the request are held. They count against ``max_held``; if that is exceeded,
-        the oldest holds are ended.
+        All blocks of the request are held. Beyond ``max_held``, the oldest holds are ended.
         """
         request_id = RequestId(request.request_id)
         is_answer = self._eligibility.is_answer(request)
@@ -398,11 +388,8 @@ class Producer:
         ).params(self._secrets, self._ticket_key)
 
     def publish_parts(self, scheduler_output: SchedulerOutput, serving: EngineSideChannel) -> None:
-        """Publish what the last step has computed of prompts that are decoded elsewhere.
-
-        Where the cache is staged, nothing is published: host pages have nothing of a prompt before
-        its end. Must be called once for each step, before ``drain``.
-        """
+        """Publish what the last step has computed; to be called once for each, before ``drain``."""
+        # Host pages have nothing of a prompt before its end.
         if not self._pages.is_staged:
             self._parts.next_step(scheduler_output, partial(self._params, serving, computed=False))
 
@@ -431,7 +418,7 @@ class Producer:
         """End the holds of requests whose tickets were just made and must not be used.
 
         The tickets do not say ``computed``, so nobody reads the pages before the workers get the
-        orders of the next step, which end these holds. Requests without a ticket are ignored.
+        orders of the next step, which end these holds.
         """
         for request_id in request_ids:
             held = self._held.get(request_id)
@@ -446,19 +433,14 @@ class Producer:
                 held.ended = hold if held.ended is None else held.ended.combine(hold)
 
     def sends_finished(self, request_ids: Iterable[str]) -> None:
-        """Free the hold's slot of each request that all workers have reported as sent.
+        """End the holds of requests that all workers have reported as sent.
 
-        Where the cache is staged, only the blocks of these requests are free, not their slots and
-        host pages (``holds_over``).
+        Where the cache is staged, only their blocks are free with that (``holds_over``).
         """
         self._end(self._pages.sent(request_ids))
 
     def holds_over(self, over: Mapping[int, Sequence[str]]) -> None:
-        """Free slot and host pages of each request that all ranks have reported as over.
-
-        Args:
-            over: The requests whose host pages a rank no longer uses, by rank.
-        """
+        """Take, by rank, the requests whose host pages it uses no longer; end those of all."""
         self._end(self._pages.over(over))
 
     def _end(self, request_ids: Iterable[str]) -> None:
@@ -529,14 +511,9 @@ class Producer:
         self._pressure.ranks = ranks
 
     def allocation_attempted(self, request: Request, computed: int) -> None:
-        """Record that vLLM tries to allocate blocks for a request.
+        """Record that vLLM tries to allocate blocks for a request, with ``computed`` tokens cached.
 
-        If ``blocks_allocated`` does not follow in the same scheduling pass, the request counts as
-        one that waits for blocks.
-
-        Args:
-            request: vLLM's request.
-            computed: How many of the request's tokens are cached here already.
+        It waits for blocks unless ``blocks_allocated`` follows in the same scheduling pass.
         """
         needed = num_blocks(self._groups, request.num_tokens - computed)
         self._blocks_needed[request.request_id] = needed
@@ -547,9 +524,7 @@ class Producer:
         self._parts.place(request, blocks)
 
     def has_pending_block_frees(self) -> bool:
-        """Record that a running request waits for a block, for ``relieve_block_pressure``.
-
-        Holds of conversations are ended at once. Where the cache is staged, nothing is recorded.
+        """Record that a running request waits for a block, and end holds of conversations.
 
         Returns:
             Whether held blocks will be free soon, so that vLLM need not preempt a request.
@@ -562,20 +537,15 @@ class Producer:
         return self._holds.ending
 
     def relieve_block_pressure(self, *, request_waits: bool = False) -> bool:
-        """If requests wait for blocks, end holds of conversations, and otherwise silent holds.
-
-        The consumer of a silent hold seems to be gone. Where the cache is staged, requests that
-        wait for host pages count, and no others.
+        """If requests wait for pages, end holds of conversations, and otherwise silent holds.
 
         Must be called once, at the end of each scheduling pass.
 
         Args:
-            request_waits: Whether a request waits for blocks of which neither
-                ``allocation_attempted`` nor ``has_pending_block_frees`` says so.
+            request_waits: Whether a request waits for blocks of which no other method was told.
 
         Returns:
-            Whether the scheduler half must ask the ranks, in the coming step, for the holds that
-            are silent now.
+            Whether the ranks must be asked, in the coming step, which holds are silent now.
         """
         waits_again = not self._waited_before.isdisjoint(self._blocks_needed)
         needed, reclaims = self._pages.lacking(

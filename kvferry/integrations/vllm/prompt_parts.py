@@ -27,22 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class _Prompt:
-    """A request that has a room, and no ticket yet.
-
-    Attributes:
-        request: vLLM's request.
-        room: Its room.
-        pages: The ids of its blocks in each group that is transferred.
-        due: How many tokens are computed when the last step is over that computes any of them.
-        is_placed: Whether it got its blocks in the step that is being scheduled, so that ``pages``
-            has those of this step.
-    """
+    """A request that has a room, and no ticket yet."""
 
     request: Request
     room: RoomId
     pages: list[list[int]] = field(default_factory=list)
+    """The ids of its blocks in each group that is transferred."""
     due: int = 0
+    """How many tokens are computed when the last step is over that computes any of them."""
     is_placed: bool = False
+    """Whether ``pages`` has the blocks of the step that is being scheduled already."""
 
 
 class PromptParts:
@@ -51,7 +45,7 @@ class PromptParts:
     Args:
         groups: The engine's cache groups that are transferred.
         holds: The holds of the requests.
-        rooms: The rooms, which the side channel serves.
+        rooms: The rooms that the side channel serves.
         lookahead: How many tokens behind a chunk are written by drafts, and again by the next
             chunk: as many before its end are left to the next part.
     """
@@ -77,10 +71,8 @@ class PromptParts:
         self._last: dict[RoomId, str] = {}
 
     def open(self, request: Request) -> None:
-        """Open the room of a request that is prefilled for another engine, if it names one.
-
-        One that was preempted comes again, and keeps its room.
-        """
+        """Open the room of a request that is prefilled for another engine, if it names one."""
+        # One that was preempted comes again, and keeps its room.
         if request.request_id not in self._prompts and (room := self._open(request)) is not None:
             self._prompts[request.request_id] = _Prompt(request=request, room=room)
 
@@ -144,12 +136,9 @@ class PromptParts:
     def hold_ended(self, request_id: str, *, used: bool) -> None:
         """Forget the room of a request whose hold has ended, if another engine has ended it.
 
-        A request that names the room later would get a ticket that is used up.
-
-        Args:
-            request_id: vLLM's id of the request; ignored if it has no room.
-            used: Whether another engine has read the pages, or given them up. If not, the room is
-                kept for a while, so that whoever comes late hears at once that they are gone.
+        A request that names the room later would get a ticket that is used up. If no other engine
+        has read the pages or given them up (``used``), the room is kept for a while, so that
+        whoever comes late hears at once that they are gone.
         """
         room = self._ticketed.pop(request_id, None)
         if room is not None and self._last.get(room) == request_id:

@@ -34,13 +34,7 @@ NO_LIMIT = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedCache:
-    """A rank's pool of host pages, in place of its cache.
-
-    Attributes:
-        layout: The layout to publish: that of the pool.
-        pool: The memory, and copies to and from the cache.
-        pages: How many host pages there are, the hole included.
-    """
+    """A rank's pool of ``pages`` host pages (the hole included), whose layout it publishes."""
 
     layout: Layout
     pool: HostPool
@@ -48,12 +42,7 @@ class StagedCache:
 
 
 def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
-    """Return whether an engine's cache is handed over by way of host memory.
-
-    Args:
-        transfer: vLLM's configuration of the connector.
-        config: The connector's settings.
-        device: The type of the device on which the caches are.
+    """Return whether an engine's cache, on this type of device, is handed over by host memory.
 
     Raises:
         ConfigError: ``kv_buffer_device`` names another device.
@@ -69,12 +58,7 @@ def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
 
 
 def warn_of_ignored_settings(transfer: KVTransferConfig, *, is_staged: bool) -> None:
-    """Log at start which settings were set and have no effect.
-
-    Args:
-        transfer: vLLM's configuration of the connector.
-        is_staged: Whether the cache is staged.
-    """
+    """Log at start which settings were set and have no effect."""
     if is_staged:
         keys = ["max_held_fraction"]
         why = "the cache is staged, and its host pages (staging_bytes) limit what is held"
@@ -109,7 +93,7 @@ def stage(
         config: The connector's settings.
         pages: How many blocks the cache has.
         largest: How many blocks the largest request may need.
-        uses: For how many uses the host pages are (``uses``).
+        uses: See ``uses``.
         device: The device of the caches.
         enter: Called first on each of the pool's threads.
 
@@ -138,12 +122,8 @@ def host_pages(
     """Return the host pages of an engine: those for holds, and those for loads.
 
     An engine that both prefills for others and loads has half of them for each: if they shared
-    them, two engines that wait for each other could wait until they give up.
-
-    Args:
-        ranks: How many host pages each rank has, the hole included.
-        transfer: vLLM's configuration of the connector.
-        config: The connector's settings.
+    them, two engines that wait for each other could wait until they give up. ``ranks`` is how many
+    each rank has, the hole included.
     """
     pages = min((pages for pages in ranks if pages < NO_LIMIT), default=HOLE + 1)
     if not transfer.is_kv_consumer:

@@ -1,7 +1,7 @@
 """Whether an engine accepts the ticket with which a request comes, and for how many of its tokens.
 
-A ticket refused here raises ``TicketError``. Nothing is asked of the engine that made the ticket:
-the ranks check the ticket's proof and slot word when they read.
+What is refused raises ``TicketError``. Nothing is asked of the engine that made the ticket: the
+ranks check the ticket's proof and slot word when they read.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ class TicketChecks:
             an order that is safe for loads.
         continues: Whether the next turn of a conversation loads from the engine that answered.
         verify_prompt: Whether tickets that were made for another prompt are refused.
-        backoff: How many tokens at a prompt's end a producer leaves to this engine; see
-            ``prefill_backoff``.
-        needs_exact_length: Whether the model has states or windows, which can be used only after
-            exactly the tokens that they were computed for.
+        backoff: See ``prefill_backoff``.
+        needs_exact_length: Whether the model has states or windows.
         security: The secrets, keys and networks that decide which tickets are accepted.
-        adapter_content: Returns the content of a request's LoRA adapter (``Adapters.content``).
+        adapter_content: See ``Adapters.content``.
         lora_enabled: Whether the engine accepts requests with LoRA adapters.
     """
 
@@ -62,12 +60,11 @@ class TicketChecks:
         return self.continues and bool(is_prefill and has_ticket)
 
     def admit(self, request: Request) -> Ticket:
-        """Return the ticket in a request's ``kv_transfer_params``.
+        """Return the ticket in a request's params.
 
-        Raises:
-            TicketError: This engine may not load; or the ticket is malformed, is not signed as
-                required, is of this engine itself or of one to which this engine may not connect,
-                or was made for another prompt or number of tokens.
+        It is refused if this engine may not load; or if it is malformed, is not signed as required,
+        is of this engine itself or of one to which this engine may not connect, or was made for
+        another prompt or number of tokens.
         """
         ticket = self._admit_maker(request)
         if self.verify_prompt:
@@ -80,9 +77,6 @@ class TicketChecks:
 
         They are compared with ``verify_prompt`` false, too. There are none if the prompt has
         another beginning, or not all of the ticket's tokens where these are needed exactly.
-
-        Raises:
-            TicketError: As for ``admit``, but not because of the prompt.
         """
         ticket = self._admit_maker(request)
         common = common_tokens(request, ticket, self._adapter(request))
@@ -90,11 +84,7 @@ class TicketChecks:
         return ticket, 0 if is_useless else common
 
     def admit_room(self, request: Request) -> tuple[str, PeerKey]:
-        """Return the name of the room in a request's params, and the engine that prefills.
-
-        Raises:
-            TicketError: This engine may not load, or not from the engine that the request names.
-        """
+        """Return the name of the room in a request's params, and the engine that prefills."""
         self._check_may_load()
         name, producer = read_room(request.kv_transfer_params)
         self._check_maker(producer.engine, producer.key)
@@ -105,10 +95,6 @@ class TicketChecks:
 
         The prompt is compared with ``verify_prompt`` false, too: it is not the router that hands
         over a part, and an older build has one ticket for all requests with one ``transfer_id``.
-
-        Raises:
-            TicketError: This engine may not connect to the one that made it; or it was made for
-                another prompt or number of tokens.
         """
         self._check_maker(part.ticket.engine, part.ticket.key)
         self._check_prompt(
@@ -122,9 +108,7 @@ class TicketChecks:
     def tokens_to_have(self, request: Request, covered: int | None) -> int:
         """Return how many of a prompt's first tokens are not computed here, but cached or loaded.
 
-        Args:
-            request: vLLM's request.
-            covered: How many tokens its ticket covers; ``None`` if that was refused.
+        ``covered`` is how many tokens its ticket covers; ``None`` if that was refused.
         """
         if self.is_turn(request):  # prefilled here, so its prompt is truncated already
             total: int = request.num_prompt_tokens

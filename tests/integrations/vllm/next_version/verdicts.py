@@ -18,8 +18,6 @@ REPLAYED = "the reports of a failed step come with those of the next: `test_repl
 DRAFTER = "results are taken before a drafter runs: `test_connector_hooks.py`"
 SLEEP = "refused, so that peers never read memory that is gone: `unregister_kv_caches`"
 REWOKEN = "the same metadata again changes nothing: `FerryScheduler`"
-    "the same metadata again changes nothing: `FerryScheduler.set_xfer_handshake_metadata_pp_aware`"
-)
 SAME_BYTES = "the same bytes in the same places"
 SCALE_OF_ONE = "leaves out a scale that is 1: the same bytes"
 MX_SCALES = "on SM100 a row's scale is four bytes, not a float32: `versions.indexer_scales`"
