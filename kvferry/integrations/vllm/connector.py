@@ -123,9 +123,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
         vLLM asks from 0.33 on, and takes connectors without this method for ones that support sleep
         mode. Earlier versions are refused by ``support.check_engine``.
-
-        Args:
-            kv_transfer_config: The connector's configuration.
         """
         return False
 
@@ -142,17 +139,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        """Return the Prometheus metrics; vLLM calls this in the process that serves them.
-
-        ``FerryPromMetrics`` explains the arguments.
-        """
+        """Return the Prometheus metrics, in the process that serves them."""
         return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Close the side channel (scheduler's role) or the rank's endpoint (worker's role).
-
-        Calling it again has no effect.
-        """
+        """Close the side channel or the rank's endpoint; may be called twice."""
         if self._scheduler is not None:
             self._scheduler.shutdown()
         if self._worker is not None:
@@ -162,10 +153,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """``True``: prefix-cache hits may differ between cache groups.
-
-        Each load has a range of tokens of its own for each group.
-        """
+        """``True``: a load has a range of tokens of its own for each cache group."""
         return True
 
     on_new_request = _scheduler_hook(FerryScheduler.on_new_request)
@@ -204,23 +192,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # Hooks of the worker's role. Before the caches are registered they do nothing.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Start the worker half, and make this rank's caches readable by other engines.
-
-        Args:
-            kv_caches: vLLM's cache tensors by layer.
-        """
+        """Start the worker half, and make this rank's caches (by layer) readable by others."""
         self._worker = start_worker(
             self._vllm_config, self._kv_cache_config, kv_caches, has_siblings=self._has_siblings
         )
 
     def unregister_kv_caches(self) -> None:
-        """Refuse to let the engine give away its cache's memory, which other engines may read.
+        """Refuse, by ``KVFerryError``, to give away the cache's memory, which others may read.
 
         vLLM 0.33 calls this before an engine sleeps or discards its cache. Without sleep mode,
         which the connector refuses at start, that still happens with ``enable_cumem_allocator``.
-
-        Raises:
-            KVFerryError: Always, once caches are registered.
         """
         if self._worker is not None:
             raise KVFerryError(
@@ -233,10 +214,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Apply the scheduler's messages of this step.
+        """Apply the scheduler's messages of this step, and start loads.
 
-        Loads start here and not in ``start_load_kv``, because vLLM calls this method earlier:
-        before it runs the model.
+        vLLM calls ``start_load_kv`` later: after it has launched the model.
         """
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
@@ -265,9 +245,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         A request with a ticket counts as sent when this rank no longer keeps its pages for another
         engine: they were read, or their hold ended otherwise. A request whose load failed is in
         ``finished_recving`` and in ``failed_recving``.
-
-        Args:
-            finished_req_ids: The requests that vLLM finished in this step; ignored.
         """
         if self._worker is None:
             return versions.transfer_results(sent=set(), received=set(), failed=set())
@@ -276,19 +253,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests that were sent, and those whose load ended, since the last call.
-
-        vLLM 0.29 calls this and ``get_block_ids_with_load_errors`` in place of
-        ``get_transfer_results``.
-
-        Args:
-            finished_req_ids: The requests that vLLM finished in this step; ignored.
-        """
+        """Return what ``get_transfer_results`` does, without the failed loads, to vLLM 0.29."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of failed loads; none where vLLM takes the ids of requests."""
+        """Return the blocks of failed loads to vLLM 0.29; others take the ids of requests."""
         return self._failed_blocks.take_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -301,20 +271,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return report
 
     def get_kv_connector_stats(self) -> FerryStats | None:
-        """Return the metrics counted since the last call, or ``None`` if there are none.
-
-        vLLM asks the connectors of both roles, and adds their metrics up.
-        """
+        """Return the metrics counted since the last call, or ``None`` if there are none."""
         if self._worker is not None:
             return self._worker.take_stats()
         return None if self._scheduler is None else self._scheduler.get_kv_connector_stats()
 
     def _scheduler_half(self) -> FerryScheduler:
-        """Return the scheduler half of the connector.
-
-        Raises:
-            KVFerryError: This connector has the worker's role, so it has no scheduler half.
-        """
+        """Return the scheduler half, or raise ``KVFerryError`` in a worker."""
         if self._scheduler is None:
             raise KVFerryError("a scheduler's hook was called on a worker's connector")
         return self._scheduler

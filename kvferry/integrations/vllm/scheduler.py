@@ -58,9 +58,8 @@ logger = logging.getLogger(__name__)
 PROBLEM_STEPS_SECONDS = 60.0
 """For how many seconds an engine with problems runs steps even if it has no requests.
 
-The time begins when the problems last changed. Workers report only in steps, so without steps a
-problem that has ended would stay reported. The time is limited because some problems never end, and
-vLLM neither shuts down nor sleeps while the connector makes it run steps.
+It begins when they last changed. Workers report only in steps, so without steps a problem that has
+ended would stay reported. But some never end, and vLLM neither shuts down nor sleeps meanwhile.
 """
 
 
@@ -438,7 +437,7 @@ class FerryScheduler:
         return request_id in self._unchecked or self._consumer.follows_request(request_id)
 
     def _forget_adapted(self, request_id: str) -> None:
-        """Follow no longer the adapter of a request that has ended; its ticket is not used."""
+        """Follow the adapter of a request that has ended no longer; its ticket is not used."""
         if request_id in self._ended_adapted:
             self._unchecked.pop(request_id, None)
             self._ended_adapted.discard(request_id)

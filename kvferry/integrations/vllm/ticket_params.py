@@ -389,11 +389,7 @@ def read_room(params: Mapping[str, Any]) -> tuple[str, PeerKey]:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Return host and port of ``remote_bootstrap_addr``.
-
-    Raises:
-        TicketError: It is not ``HOST:PORT``, with or without a scheme such as ``http://``.
-    """
+    """Return host and port of ``HOST:PORT``, with or without a scheme such as ``http://``."""
     try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         host, port = parts.hostname, parts.port
@@ -421,16 +417,7 @@ def _block_digests(params: _BlockDigests | None) -> BlockDigests | None:
 def _addresses(
     ferry: _FerryParams, nixl: _NixlParams, *, signed: bool
 ) -> tuple[str, int, tuple[str, int] | None]:
-    """Return the addresses at which to try the producer's side channel, in order.
-
-    Args:
-        ferry: Has the address that the producer states, unless an older build made the ticket.
-        nixl: Has the address that routers may rewrite.
-        signed: Whether the ticket is signed; then only the signed address is tried.
-
-    Returns:
-        Host and port to try first, and a host and port to try if nobody answers there, or ``None``.
-    """
+    """Return host and port of the side channel, and those to try if nobody answers there."""
     routed = nixl.remote_host, nixl.remote_port
     if not ferry.host:
         return *routed, None
@@ -439,15 +426,7 @@ def _addresses(
 
 
 def _proof(ferry: _FerryParams, params: Mapping[str, Any]) -> Proof | None:
-    """Return the proof that a ticket carries, or ``None`` if it has none.
-
-    Args:
-        ferry: The value of the key ``kvferry``.
-        params: All params, of which the proof covers a part.
-
-    Raises:
-        TicketError: Only a part of the proof is there.
-    """
+    """Return the proof that a ticket carries, or ``None`` if it has none."""
     if not ferry.ticket_key and not ferry.proof:
         return None
     return Proof(
@@ -458,15 +437,7 @@ def _proof(ferry: _FerryParams, params: Mapping[str, Any]) -> Proof | None:
 
 
 def _check_lengths(lists: object, prompt: int) -> None:
-    """Refuse page lists longer than the prompt, before anything looks at every page.
-
-    Args:
-        lists: The value of ``remote_block_ids``, of any type.
-        prompt: How many tokens the request's prompt has.
-
-    Raises:
-        TicketError: One of the lists has more pages than the prompt has tokens.
-    """
+    """Refuse ``remote_block_ids`` longer than the prompt, before anything looks at every page."""
     for ids in lists if isinstance(lists, list | tuple) else ():
         if isinstance(ids, list | tuple) and len(ids) > prompt:
             raise TicketError(
@@ -478,17 +449,7 @@ def _check_lengths(lists: object, prompt: int) -> None:
 def _check_signature(
     params: Mapping[str, Any], signature: bytes, secrets: TicketSecrets | None
 ) -> None:
-    """Refuse a ticket whose signature is missing, wrong or not expected.
-
-    Args:
-        params: All params.
-        signature: The ticket's signature; empty if it has none.
-        secrets: The ticket must be signed with one of these secrets; ``None`` if the ticket must
-            not be signed.
-
-    Raises:
-        TicketError: The ticket is refused.
-    """
+    """Refuse a ticket whose signature is missing, wrong or not expected."""
     if secrets is not None:
         secrets.check(_signed_content(params), signature)
     elif signature:
@@ -526,16 +487,7 @@ def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert(value: object, struct: type[S], where: str) -> S:
-    """Return a value as a ``Struct``, validated.
-
-    Args:
-        value: The value, from a client.
-        struct: The type to convert to.
-        where: Where the value is in the params, for errors.
-
-    Raises:
-        TicketError: The value is not valid.
-    """
+    """Return a client's value as a ``Struct``, validated; ``where`` it is, for the error."""
     try:
         return msgspec.convert(value, struct)
     except DECODE_ERRORS as exc:

@@ -149,16 +149,7 @@ class FerryWorker:
     ) -> FerryWorker:
         """Describe a rank's caches, start its endpoint, and return its worker half.
 
-        Args:
-            vllm_config: The engine's configuration.
-            kv_cache_config: The engine's cache groups.
-            caches: vLLM's cache tensors by layer.
-            position: The rank's position.
-            incarnation: The random number of this start of the engine.
-            has_siblings: See ``start_worker``.
-
-        Raises:
-            KVFerryError: See ``start_worker``.
+        ``start_worker`` explains the arguments and what is raised.
         """
         config = configuration.engine_config(vllm_config)
         support.check_groups(kv_cache_config)
@@ -215,11 +206,7 @@ class FerryWorker:
         )
 
     def apply(self, step: StepMetadata) -> None:
-        """Pass the scheduler's messages of this step on to the endpoint. Never blocks.
-
-        Args:
-            step: The messages.
-        """
+        """Pass the scheduler's messages of this step on to the endpoint. Never blocks."""
         if step.ticket_key:  # First: this very step may make a ticket that the key proves.
             self._endpoint.prove(step.ticket_key)
         if step.ranks:
@@ -302,11 +289,7 @@ class FerryWorker:
         return 0.0
 
     def _collect(self, results: Results) -> None:
-        """Keep the figures of loads, and how holds ended, for the next report.
-
-        Args:
-            results: The endpoint's results.
-        """
+        """Keep the figures of loads, and how holds ended, for the next report."""
         if self._staged is not None:
             self._over += [hold.request for hold in results.ended]
         usual = () if self._follows else (HoldEnd.READ,)
@@ -324,13 +307,7 @@ class FerryWorker:
         return FerryStats(data=data) if data else None
 
     def take_report(self) -> RankReport | None:
-        """Return what this rank has to report of this step; ``None`` if it is nothing.
-
-        That is its problems if they changed, the loads and holds that ended, the requests whose
-        host pages it no longer uses, the producers that it lacks, and its silent holds if the
-        scheduler half asks for them by ``StepMetadata.asks_silent``. A silent hold is one whose
-        consumer seems to be gone.
-        """
+        """Return what this rank has to report of this step; ``None`` if it is nothing."""
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._asks_silent
         self._problems, self._asks_silent = problems, False
@@ -377,20 +354,12 @@ class UnreadRankWorker:
         self._refused: set[str] = set()
 
     def apply(self, step: StepMetadata) -> None:
-        """Record the requests that got a ticket, or whose ticket was refused, for ``results``.
-
-        Args:
-            step: The scheduler's messages.
-        """
+        """Record the requests that got a ticket, or whose ticket was refused, for ``results``."""
         self._apply_orders(step.orders)
         self._refused.update(request for request, _ in step.refused)
 
     def _apply_orders(self, orders: HoldOrders) -> None:
-        """Record as sent the requests that got a ticket; forget holds that ended without a ticket.
-
-        Args:
-            orders: The scheduler's orders of this step.
-        """
+        """Record as sent the requests that got a ticket; forget holds that ended without one."""
         for hold in orders.drops:
             self._held.pop(hold, None)
         self._held.update((hold, request) for request, hold in orders.take_ons)

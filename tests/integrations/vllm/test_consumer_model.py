@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import settings
+import msgspec
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvferry.core.endpoint import Load
 from kvferry.core.errors import PeerLostError
@@ -23,8 +23,8 @@ from kvferry.integrations.vllm.ticket_params import read_part, read_ticket
 from tests.integrations.vllm.halves import Follower, Users, blocks, consumer, request, step, ticket
 from tests.integrations.vllm.test_early_half import DECODE, computed, finished
 
-TICKETS = {"a": ticket(), "b": ticket()}
-KINDS = (*TICKETS, "other prompt", "sample", "room", "same room", "another room")
+TICKETS = [ticket() for _ in range(12)]
+"""The first one is for several requests."""
 
 
 def said_by_prefill() -> tuple[RoomNews, RoomNews]:
@@ -34,8 +34,13 @@ def said_by_prefill() -> tuple[RoomNews, RoomNews]:
     return part, finished(prefill).news()
 
 
-NEWS = {"room": said_by_prefill(), "another room": said_by_prefill()}
-HOLDS = {room: read_part(last.part, is_last=True).ticket.hold for room, (_, last) in NEWS.items()}
+ROOMS = [said_by_prefill() for _ in range(6)]
+"""The first one is of several requests, and one may come with its ticket."""
+HOLDS = [read_part(last.part, is_last=True).ticket.hold for _, last in ROOMS]
+KINDS = (
+    *("ticket", "shared ticket", "sample", "other prompt"),
+    *("room", "shared room", "ticket of shared room"),
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +48,7 @@ class Known:
     """A request, as vLLM knows it."""
 
     request: Any
-    room: str = ""
+    room: int = -1
     status: str = "waits"  # or "loads", or "computed"
     is_over: bool = False  # it loads nothing any more
     is_ended: bool = False
@@ -60,12 +65,11 @@ class Running:
     is_complete: bool = field(default=True)  # it has the whole ticket
 
 
-class Engine(RuleBasedStateMachine):
-    """vLLM's scheduler, the workers, and prefill."""
+class Engine:
+    """vLLM's scheduler, the workers, and prefill; of each event, a number says the details."""
 
-    @initialize(staged=st.booleans(), total=st.sampled_from([27, 64]))
-    def start(self, staged: bool, total: int) -> None:
-        self.now = 0.0
+    def __init__(self, staged: bool, total: int, kinds: list[str]) -> None:
+        self.now, self.kinds = 0.0, kinds
         self.follower, self.directory = Follower(), Users()
         self.metrics = Metrics(driver="loopback")
         fakes: dict[str, Any] = {"follower": self.follower, "directory": self.directory}
@@ -80,53 +84,67 @@ class Engine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.running: dict[str, Running] = {}
         self.used: set[Hold] = set()
-        self.prepared: set[Hold] = set()
+        self.prepared: list[Hold] = []
         self.done: set[Hold] = set()
         self.reported = {"loads": 0, "failed_loads": 0}
 
-    def pick(self, data: st.DataObject, *statuses: str) -> Known | None:
-        """Some request that has not ended, in one of these states."""
-        found = [each for each in self.known.values() if each.status in statuses]
-        found = [each for each in found if not each.is_ended]
-        return data.draw(st.sampled_from(found)) if found else None
+    def alive(self, *statuses: str) -> list[str]:
+        """The requests that have not ended, and are in one of these states."""
+        known = self.known.items()
+        return [name for name, one in known if not one.is_ended and one.status in statuses]
 
-    @rule(kind=st.sampled_from(KINDS))
-    def arrive(self, kind: str) -> None:
-        name = f"{next(self.numbers)}_s" if kind == "sample" else f"r{next(self.numbers)}"
-        if "room" in kind:
-            room = kind.removeprefix("same ")
-            made = request(100, DECODE | {"transfer_id": room}, name=name)
+    def unheard(self) -> list[str]:
+        """The requests of which prefill has yet to say something."""
+        return [name for name in self.follower.followed if not self.known[name].has_ticket]
+
+    def arrive(self, number: int) -> None:
+        kind = self.kinds[number % len(self.kinds)]
+        if len(self.alive("waits", "loads", "computed")) == 4:
+            return
+        number = next(self.numbers)
+        name = f"{number}_s" if kind == "sample" else f"r{number}"
+        if "ticket" not in kind and "room" in kind:
+            room = 0 if kind == "shared room" else 1 + number % (len(ROOMS) - 1)
+            made = request(100, DECODE | {"transfer_id": f"room {room}"}, name=name)
             self.known[name] = Known(request=made, room=room)
+        elif "room" in kind:
+            made = request(100, msgspec.json.decode(ROOMS[0][1].part), name=name)
         else:
-            made = request(40, TICKETS.get(kind, TICKETS["a"]), name=name)
+            own = kind == "ticket"
+            params = TICKETS[1 + number % (len(TICKETS) - 1) if own else 0]
+            made = request(40, params, name=name)
             made.prompt_token_ids = [7] * 40 if kind == "other prompt" else list(range(40))
+        if name not in self.known:
             self.known[name] = Known(request=made, has_news=True, has_ticket=True)
             if kind != "other prompt":
                 self.used.add(read_ticket(made.kv_transfer_params).hold)
         self.consumer.on_new_request(made)
 
-    @rule(data=st.data(), what=st.sampled_from(["part", "ticket", "error"]))
-    def hear(self, data: st.DataObject, what: str) -> None:
-        names = [n for n in self.follower.followed if not self.known[n].has_ticket]
-        if names:
-            self.say(data.draw(st.sampled_from(names)), what)
+    def hear(self, number: int) -> None:
+        if names := self.unheard():
+            self.say(
+                names[number % len(names)], ("part", "part", "ticket", "error")[number // 8 % 4]
+            )
 
     def say(self, name: str, what: str) -> None:
         each = self.known[name]
-        part, ticket = NEWS[each.room]
+        part, ticket = ROOMS[each.room]
         each.has_ticket = what != "part"
         error = PeerLostError("engine prefill: it has no ticket")
         news: dict[str, Any] = {"part": part, "ticket": ticket, "error": error}
         self.follower.hear(news[what], name)
         if what == "ticket":
             self.used.add(HOLDS[each.room])
+        elif what == "error" and each.status == "loads" and not each.is_ended:
+            self.aborted.add(name)
         each.has_news = True
 
-    @rule(data=st.data(), cached=st.sampled_from([0, 16, 96, 100]), allocates=st.booleans())
-    def schedule(self, data: st.DataObject, cached: int, allocates: bool) -> None:
-        each = self.pick(data, "waits")
-        if each is None:
+    def schedule(self, number: int) -> None:
+        names = self.alive("waits")
+        if not names:
             return
+        each, allocates = self.known[names[number % len(names)]], number // 4 % 3 > 0
+        cached = (0, 0, 16, 96, 100)[number // 16 % 5]
         most = each.request.num_prompt_tokens
         cached = min(cached, most)
         tokens = self.consumer.num_matched_tokens(each.request, cached)
@@ -151,10 +169,9 @@ class Engine(RuleBasedStateMachine):
         waits = self.is_staged or not each.has_ticket  # for host pages, or for the ticket
         return [most - cached, *([None] if waits else [])]
 
-    @rule()
-    def run_step(self) -> None:
+    def run_step(self, number: int = 0) -> None:
         messages = self.consumer.drain()
-        self.prepared.update(ticket.hold for ticket in messages.prepare)
+        self.prepared += [ticket.hold for ticket in messages.prepare]
         for load in messages.loads:
             self.take(load)
         for name, _ in messages.refused:
@@ -167,18 +184,19 @@ class Engine(RuleBasedStateMachine):
             assert running.load.is_early
             if part.is_last:
                 running.is_complete = True
-                self.done.add(part.ticket.hold)
         for name in messages.aborted:
             self.aborted.discard(name)
             if name not in self.running:
                 continue  # it was reported meanwhile
-            running = self.running[name]
-            running.is_aborted = True
-            if running.load is not None and running.load.is_early:
-                self.done.add(running.load.ticket.hold)
+            self.running[name].is_aborted = True
         assert not self.aborted
         pages = [page for load in self.reading() if load.copy for page in load.copy.pages]
         assert len(set(pages)) == len(pages)
+
+    def check_host_pages(self) -> None:
+        """Bytes may land in them until the load is reported."""
+        copies = [load.copy for load in self.reading() if load.copy is not None]
+        assert sum(len(copy.pages) for copy in copies) <= self.host.used
 
     def reading(self) -> list[Load]:
         """The loads that are not reported yet."""
@@ -192,32 +210,35 @@ class Engine(RuleBasedStateMachine):
             assert load.request not in self.running
             self.running[load.request] = Running(load=load, is_complete=not load.is_early)
             assert load.reads
-        elif not load.shared:
-            assert not any(each.ticket.hold == hold for each in self.reading())
+        if not (load.shared or load.is_early):
+            others = [each for each in self.running.values() if each.load and each.is_complete]
+            held = [each.load.ticket.hold for each in others if each.load not in (None, load)]
+            assert hold not in held, "who says done ends it for all"
         if not (load.shared or load.is_early):
             self.done.add(hold)
-        if not load.is_early:
-            assert hold in self.prepared
+        if not load.is_early and load.request in self.known:
+            self.prepared.remove(hold)  # each is followed by one load
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), fails=st.booleans())
-    def report(self, data: st.DataObject, fails: bool) -> None:
-        self.end_load(data.draw(st.sampled_from(sorted(self.running))), fails)
+    def report(self, number: int) -> None:
+        if names := list(self.running):
+            self.end_load(names[number % len(names)], fails=number // 8 % 2 > 0)
 
     def end_load(self, name: str, fails: bool) -> None:
         running, each = self.running.pop(name), self.known[name]
+        self.aborted.discard(name)
         if running.load is None or running.is_aborted or not running.is_complete:
             fails = True
         self.consumer.loads_finished([name], {name} if fails else ())
         if running.load is not None:
+            if running.load.is_early:  # it says "abandon" itself, at least
+                self.done.add(running.load.ticket.hold)
             self.reported["failed_loads" if fails else "loads"] += 1
         if not each.is_ended:
             each.status = "waits" if fails else "computed"
 
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        if (each := self.pick(data, "waits", "loads", "computed")) is not None:
-            self.finish(each)
+    def end(self, number: int) -> None:
+        if names := self.alive("waits", "loads", "computed"):
+            self.finish(self.known[names[number % len(names)]])
 
     def finish(self, each: Known) -> None:
         each.is_ended = True
@@ -225,30 +246,24 @@ class Engine(RuleBasedStateMachine):
         if each.status == "loads":
             self.aborted.add(each.request.request_id)
 
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
-        if (each := self.pick(data, "computed")) is not None:
-            each.status = "waits"
+    def preempt(self, number: int) -> None:
+        if names := self.alive("computed"):
+            self.known[names[number % len(names)]].status = "waits"
 
-    @rule(seconds=st.sampled_from([1.0, 20.0]))
-    def let_time_pass(self, seconds: float) -> None:
-        self.now += seconds
+    def let_time_pass(self, number: int) -> None:
+        self.now += number % 16
 
-    @rule(data=st.data())
-    def compute(self, data: st.DataObject) -> None:
-        each = self.pick(data, "computed")
-        names = [each.request.request_id] if each else []
+    def compute(self, number: int) -> None:
+        names = self.alive("computed")
         assert not self.consumer.loaded_request_waits(step(**dict.fromkeys(names, 1), another=1))
 
-    def teardown(self) -> None:
+    def close(self) -> None:
         """Everything comes to its end, in whatever state it is."""
-        if not hasattr(self, "known"):
-            return
         for each in self.known.values():
             if not each.is_ended:
                 self.finish(each)
         self.run_step()
-        for name in [name for name in self.follower.followed if not self.known[name].has_ticket]:
+        for name in self.unheard():
             assert self.consumer.follows
             assert self.consumer.pending, "the engine has to run steps until the ticket comes"
             self.say(name, "ticket")
@@ -258,25 +273,45 @@ class Engine(RuleBasedStateMachine):
         self.run_step()
         assert not self.consumer.pending
         assert not self.consumer.follows
+        assert not self.consumer._pulls
         assert not self.follower.followed
         assert not self.directory.names
         assert self.host.used == self.host.waiting == 0
         assert not self.consumer.loaded_request_waits(step())
         assert self.used <= self.done
+        assert not self.prepared
         counted = self.metrics.take() or {}
         for name, count in self.reported.items():
             assert counted.get(name, {}).get("loopback", 0) >= count
 
 
-TestEngine = Engine.TestCase
-TestEngine.settings = settings(
-    derandomize=True, database=None, deadline=None, max_examples=150, stateful_step_count=40
+EVENTS = (
+    *("arrive", "hear", "schedule", "run_step") * 3,
+    *("report", "end") * 2,
+    *("preempt", "let_time_pass", "compute"),
 )
+
+
+@settings(max_examples=500)
+@given(
+    staged=st.booleans(),
+    total=st.sampled_from([27, 64]),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
+    events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 255)), min_size=30),
+)
+def test_whatever_happens(
+    staged: bool, total: int, kinds: list[str], events: list[tuple[str, int]]
+) -> None:
+    engine = Engine(staged, total, kinds)
+    for event, number in events:
+        getattr(engine, event)(number)
+        engine.check_host_pages()
+    engine.close()
 
 
 def test_parts_are_of_one_hold() -> None:
     """Otherwise the rooms above would not be those of a real prefill."""
-    for part, last in NEWS.values():
+    for part, last in ROOMS:
         before, after = (read_part(each.part, is_last=each.is_last) for each in (part, last))
         assert before.ticket.hold == after.ticket.hold
         assert (before.is_last, after.is_last) == (False, True)

@@ -107,46 +107,6 @@ class TestAnswers:
         [(_, hold)] = orders.take_ons
         assert (orders.ready, orders.ttls) == (((hold, 30.0),), ((hold, TTL),))
 
-    @pytest.mark.parametrize(
-        ("computed", "covered"),
-        [
-            (40, 40),  # one token was generated, and nothing was computed of it
-            (48, 48),
-            (49, 49),  # a step under way computes the last one
-            (53, 49),  # drafts were computed, too
-        ],
-    )
-    def test_ticket_covers_what_is_computed_and_known(self, computed: int, covered: int) -> None:
-        got = read_ticket(finished(producer(), answered(40, 9, computed)))
-        assert got.tokens == covered
-
-    def test_ticket_leaves_out_what_a_predictor_made_of_unverified_tokens(self) -> None:
-        assert read_ticket(finished(producer(tail=3), answered(40, 9, 49))).tokens == 46
-        made = producer(tail=50)
-        assert finished(made, answered(40, 9, 49)) is None
-        assert made.drain().ready == ()
-
-    def test_answer_that_was_stopped_is_held(self) -> None:
-        assert finished(producer(), answered(status="FINISHED_STOPPED")) is not None
-
-    @pytest.mark.parametrize(
-        "status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED", "FINISHED_REPETITION"]
-    )
-    def test_other_answers_are_not(self, status: str) -> None:
-        metrics = Metrics(driver="loopback")
-        made = producer(metrics=metrics)
-        each = answered(status=status)
-        made.take_on(each)
-        made.drain()
-        assert made.request_finished(each, [[1, 2, 3, 4]], DECODE) is None
-        assert len(made.drain().drops) == 1
-        assert metrics.take() is None
-
-    def test_nothing_is_held_where_the_second_turn_is_off(self) -> None:
-        made = producer(conversation_ttl=None)
-        assert finished(made, answered()) is None
-        assert not made.drain()
-
     def test_a_request_with_both_flags_is_handed_over_as_a_prompt(self) -> None:
         """Such a request is prefilled here with what another engine has, and decoded elsewhere."""
         made = producer()
@@ -154,17 +114,6 @@ class TestAnswers:
         got = read_ticket(finished(made, each))
         assert (got.blocks, got.tokens) == (None, 40)
         assert made.drain().ttls == ()
-
-    def test_preempted_request_gets_another_hold(self) -> None:
-        made = producer()
-        each = answered()
-        made.take_on(each)
-        [(_, old)] = made.drain().take_ons
-        each.num_preemptions += 1
-        ticket = read_ticket(finished(made, each))  # takes it on again
-        orders = made.drain()
-        assert orders.drops == (old,)
-        assert [hold for _, hold in orders.take_ons] == [ticket.hold]
 
     def test_each_ticket_has_a_salt_of_its_own(self) -> None:
         first, second = (read_ticket(finished(producer(), answered())) for _ in range(2))
@@ -493,35 +442,6 @@ class TestTurns:
         each.abort_immediately = True
         assert loaded(made, each) == 0
         assert not made.pending
-
-    def test_two_turns_with_one_ticket_share_its_hold(self) -> None:
-        params = conversation_ticket()
-        made = consumer()
-        first, second = turn(80, params, name="a"), changed(turn(80, params, name="b"), 40)
-        assert (loaded(made, first), loaded(made, second)) == (64, 32)
-        for each, tokens in ((first, 64), (second, 32)):
-            made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), tokens)
-        assert [load.shared for load in made.drain().loads] == [True, True]
-        made.loads_finished(["a", "b"])
-        [done] = made.drain().loads
-        assert (done.reads, done.report, done.shared) == (False, False, False)
-
-    def test_turn_that_ends_before_it_has_blocks_says_done(self) -> None:
-        made = consumer()
-        each = turn(80)
-        made.on_new_request(each)
-        made.request_finished(each)
-        [load] = made.drain().loads
-        assert (load.reads, load.report) == (False, False)
-
-    def test_turn_is_computed_after_a_failed_load(self) -> None:
-        """vLLM asks again with the load's tokens taken back."""
-        made = consumer()
-        each = turn(80)
-        assert loaded(made, each) == 64
-        made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), 64)
-        made.loads_finished(["r"], failed={"r"})
-        assert made.num_matched_tokens(each, 0) == 0
 
 
 class TestRefused:

@@ -389,23 +389,6 @@ class TestConsumer:
             decode.matched()
         assert decode.tokens_of_parts() == [(80, False)]
 
-    def test_ticket_that_comes_first_is_loaded_as_any_other(self) -> None:
-        decode = Decoding()
-        decode.hear(finished(computed(100)))
-        assert decode.matched() == 100
-        assert not decode.follower.followed
-        [load] = decode.place(*range(1, 8), external=100).loads
-        assert (load.is_early, load.ticket.tokens) == (False, 100)
-
-    def test_ticket_that_comes_before_the_blocks(self) -> None:
-        decode, prefill = Decoding(), computed(40)
-        decode.hear(prefill)
-        assert decode.matched() == 100
-        decode.hear(finished(prefill))
-        messages = decode.place(*range(1, 8), external=100)
-        assert [load.is_early for load in messages.loads] == [True]
-        assert [part.is_last for part in messages.parts.values()] == [True]
-
     def test_part_under_a_new_hold(self) -> None:
         decode, prefill = Decoding(), computed(40)
         [load] = decode.begin(prefill).loads
@@ -446,51 +429,6 @@ class TestConsumer:
         decode.consumer.loads_finished(["r"], ["r"])
         assert not decode.follower.followed
         assert decode.counted()["failed_loads"] == {"loopback": 1}
-
-    def test_load_that_failed_is_not_followed_any_more(self) -> None:
-        decode, prefill = Decoding(), computed(40)
-        decode.begin(prefill)
-        decode.consumer.loads_finished(["r"], ["r"])
-        assert not decode.follower.followed
-        assert decode.matched() == 0
-
-    def test_request_that_ends_has_its_early_load_aborted(self) -> None:
-        decode, prefill = Decoding(), computed(40)
-        decode.begin(prefill)
-        prefill.publish(20)
-        decode.hear(prefill)
-        decode.consumer.request_finished(decode.requests["r"])
-        messages = decode.consumer.drain()
-        assert (messages.aborted, messages.parts) == (["r"], {})
-        assert not decode.follower.followed
-
-    @pytest.mark.parametrize("begun", [False, True], ids=["queued", "computing"])
-    def test_request_that_ends_without_blocks_gives_the_ticket_back(self, begun: bool) -> None:
-        decode = Decoding()
-        prefill = computed(40) if begun else Prefilling()
-        decode.hear(prefill)
-        decode.matched()
-        decode.consumer.request_finished(decode.requests["r"])
-        assert decode.consumer.drain() == LoadMessages()
-        assert decode.consumer.pending  # the engine must run steps, since no request is left
-        if not begun:
-            prefill.place(*range(11, 18))
-        decode.hear(finished(prefill))
-        [load] = decode.consumer.drain().loads
-        assert (load.reads, load.report, load.shared) == (False, False, False)
-        assert not decode.consumer.pending
-
-    def test_prompt_that_is_cached_gives_the_ticket_back(self) -> None:
-        decode, prefill = Decoding(tokens=96), computed(40, tokens=96)
-        decode.hear(prefill)
-        assert decode.matched(96) == 0
-        assert not decode.place(*range(1, 7), external=0, cached=6).loads
-        assert decode.matched(80) == 0  # vLLM asks again after a preemption
-        assert not decode.place(*range(1, 7), external=0, cached=5).loads
-        decode.hear(finished(prefill))
-        [load] = decode.consumer.drain().loads
-        assert not load.reads
-        assert decode.matched() == 0
 
     def test_half_of_the_cache_may_wait_for_prefill(self) -> None:
         decode, prefill = Decoding(blocks=27), computed(40)

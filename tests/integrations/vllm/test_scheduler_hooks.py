@@ -472,12 +472,6 @@ class TestConsuming:
             "tokens": {"loopback": 40},
         }
 
-    def test_one_that_failed(self, vllm: Any, make: Any) -> None:
-        half = make()
-        loading(half)
-        half.update_connector_output(heard(vllm, recving={"r"}, failed={"r"}))
-        assert half.get_kv_connector_stats().data["failed_loads"] == {"loopback": 1}
-
     def test_one_that_failed_where_vllm_takes_blocks(
         self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

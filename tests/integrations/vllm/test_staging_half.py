@@ -256,17 +256,6 @@ class TestConsumer:
         made.loads_finished(["first"], ["first"])
         assert made.num_matched_tokens(second, 0) == 40
 
-    def test_a_request_that_ends_early_gives_its_host_pages_back(self) -> None:
-        made, first, second, _ = two_requests()
-        made.request_finished(first)
-        assert made.num_matched_tokens(second, 0) == 40
-
-    def test_a_request_whose_prompt_is_cached_needs_none(self) -> None:
-        made, first, second, _ = two_requests()
-        assert made.num_matched_tokens(first, 40) == 0  # its prompt has come into the cache
-        made.blocks_allocated(first, blocks(1, 2, 3, cached=3), 0)
-        assert made.num_matched_tokens(second, 0) == 40
-
 
 def transfer(role: str = "kv_both", device: str = "cpu") -> Any:
     return engine(role, kv_buffer_device=device).kv_transfer_config
