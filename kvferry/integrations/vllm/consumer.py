@@ -88,7 +88,7 @@ class LoadMessages:
         return bool(self.prepare or self.loads or self.parts or self.refused or self.aborted)
 
 
-class Stage(enum.Enum):
+class PullStage(enum.Enum):
     """How far a request is that comes with a ticket, or with the name of a room."""
 
     FOLLOWED = enum.auto()
@@ -105,7 +105,7 @@ class Stage(enum.Enum):
     """It loads nothing, or has ended, and its ticket is given back when it comes."""
 
 
-class Outcome(enum.Enum):
+class PullEnd(enum.Enum):
     """How it ended that a request has to do with a ticket."""
 
     LOADED = enum.auto()
@@ -123,7 +123,7 @@ class _Pull:
     """A request that loads from another engine, until its load is over."""
 
     request: Request
-    stage: Stage
+    stage: PullStage
     ticket: Ticket | None = None
     """Its ticket, or the newest part of it."""
     covered: int | None = None
@@ -203,14 +203,14 @@ class Consumer:
         if not self.has_ticket(request) or request.abort_immediately:
             return
         if (earlier := self._pulls.get(request.request_id)) is not None:  # it has ended
-            self._end(earlier, Outcome.DROPPED)
+            self._end(earlier, PullEnd.DROPPED)
         if self._checks.is_turn(request):
             self._begin_turn(request)
             return
         try:
             if names_room(request.kv_transfer_params):
                 early = self._early.follow(request)
-                pull = _Pull(request=request, stage=Stage.FOLLOWED, early=early)
+                pull = _Pull(request=request, stage=PullStage.FOLLOWED, early=early)
                 self._pulls[pull.name] = pull
             else:
                 self._accept(request, self._checks.admit(request))
@@ -241,7 +241,7 @@ class Consumer:
 
     def _accept(self, request: Request, ticket: Ticket) -> _Pull:
         """Record that a request waits for blocks, to load from the hold of its ticket."""
-        pull = _Pull(request=request, stage=Stage.READY, ticket=ticket, covered=ticket.tokens)
+        pull = _Pull(request=request, stage=PullStage.READY, ticket=ticket, covered=ticket.tokens)
         self._pulls[pull.name] = pull
         self._users.add(pull.name, ticket)
         self._messages.prepare.append(ticket)
@@ -255,12 +255,12 @@ class Consumer:
         self._metrics.add(REFUSED, reason=error.reason.value)
 
     def _fail_later(self, request: Request, error: KVFerryError) -> None:
-        pull = _Pull(request=request, stage=Stage.REFUSED, why=str(error))
+        pull = _Pull(request=request, stage=PullStage.REFUSED, why=str(error))
         self._pulls[pull.name] = pull
 
     def _refuse_host_pages(self, pull: _Pull, error: NoHostPagesError) -> None:
         """Give back the ticket of a request for whose load there are too few host pages."""
-        self._end(pull, Outcome.GIVEN_BACK, "it has no host pages")
+        self._end(pull, PullEnd.GIVEN_BACK, "it has no host pages")
         self._refuse(pull.request, TicketError(str(error), reason=TicketReason.HOST_PAGES))
 
     def num_matched_tokens(self, request: Request, computed: int) -> int | None:
@@ -277,9 +277,13 @@ class Consumer:
         """
         self._take_news(request.request_id)
         pull = self._pulls.get(request.request_id)
-        if pull is None or pull.stage not in (Stage.FOLLOWED, Stage.READY, Stage.REFUSED):
+        if pull is None or pull.stage not in (
+            PullStage.FOLLOWED,
+            PullStage.READY,
+            PullStage.REFUSED,
+        ):
             return 0
-        if pull.stage is Stage.FOLLOWED and pull.covered is None:
+        if pull.stage is PullStage.FOLLOWED and pull.covered is None:
             return None
         whole = self._checks.tokens_to_have(request, pull.covered)
         tokens = max(0, whole - computed)
@@ -290,10 +294,10 @@ class Consumer:
 
     def _waits(self, pull: _Pull, whole: int, tokens: int) -> bool:
         """Return whether a request that could load so many tokens must wait, and gets no blocks."""
-        if pull.early is not None and pull.stage is Stage.FOLLOWED:
+        if pull.early is not None and pull.stage is PullStage.FOLLOWED:
             blocks = num_blocks(self._groups, tokens)
             return self._pages.is_staged or not self._early.has_room(pull.early, blocks)
-        if pull.stage is not Stage.READY:
+        if pull.stage is not PullStage.READY:
             return False
         try:
             return self._pages.waits(pull.name, whole)
@@ -322,21 +326,21 @@ class Consumer:
                 self._users.order(pull.name)
         elif part.is_last:
             accepted = self._accept(pull.request, part.ticket)
-            if pull.stage is Stage.UNUSED:
-                self._end(accepted, Outcome.GIVEN_BACK, pull.why)
-        elif pull.stage is Stage.FOLLOWED:
+            if pull.stage is PullStage.UNUSED:
+                self._end(accepted, PullEnd.GIVEN_BACK, pull.why)
+        elif pull.stage is PullStage.FOLLOWED:
             pull.ticket, pull.covered = part.ticket, part.total
             self._directory.begin(pull.name, part.ticket)
 
     def _give_up(self, pull: _Pull, error: KVFerryError) -> None:
         """Have a request fail whose ticket will not come, or whose part of it is refused."""
-        if pull.stage is Stage.UNUSED:
-            self._end(pull, Outcome.DROPPED)
-        elif pull.stage is Stage.LOADING:
+        if pull.stage is PullStage.UNUSED:
+            self._end(pull, PullEnd.DROPPED)
+        elif pull.stage is PullStage.LOADING:
             _log_no_ticket(pull, error)
             self._abort(pull)
         else:
-            self._end(pull, Outcome.DROPPED)
+            self._end(pull, PullEnd.DROPPED)
             if isinstance(error, TicketError):
                 self._refuse(pull.request, error)
             else:
@@ -356,17 +360,21 @@ class Consumer:
         needs_none = "it needs none, or too few tokens"
         if pull is None:
             return
-        if pull.stage is Stage.REFUSED:
+        if pull.stage is PullStage.REFUSED:
             if external:
                 self._fail(pull)
             else:
-                self._end(pull, Outcome.DROPPED)
-        elif pull.stage in (Stage.FOLLOWED, Stage.READY) and external and pull.ticket is not None:
+                self._end(pull, PullEnd.DROPPED)
+        elif (
+            pull.stage in (PullStage.FOLLOWED, PullStage.READY)
+            and external
+            and pull.ticket is not None
+        ):
             self._begin_load(pull, pull.ticket, blocks, external)
-        elif pull.stage is Stage.READY:
-            self._end(pull, Outcome.GIVEN_BACK, needs_none)
-        elif pull.stage is Stage.FOLLOWED:
-            pull.stage, pull.why = Stage.UNUSED, needs_none
+        elif pull.stage is PullStage.READY:
+            self._end(pull, PullEnd.GIVEN_BACK, needs_none)
+        elif pull.stage is PullStage.FOLLOWED:
+            pull.stage, pull.why = PullStage.UNUSED, needs_none
 
     def _begin_load(
         self, pull: _Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int
@@ -381,7 +389,7 @@ class Consumer:
             self._refuse_host_pages(pull, error)
             self._fail(self._pulls[pull.name])
             return
-        is_early = pull.stage is Stage.FOLLOWED
+        is_early = pull.stage is PullStage.FOLLOWED
         if is_early and pull.early is not None:
             self._early.begin(pull.early, num_blocks(self._groups, external))
         self._messages.loads.append(
@@ -398,7 +406,7 @@ class Consumer:
                 copy=copy,
             )
         )
-        pull.stage = Stage.LOADING
+        pull.stage = PullStage.LOADING
         pull.loading = LoadingRequest(
             request_id=pull.name,
             ticket=ticket,
@@ -414,7 +422,7 @@ class Consumer:
 
     def _fail(self, pull: _Pull) -> None:
         """Have the workers report that a request's blocks were not filled."""
-        pull.stage = Stage.FAILING
+        pull.stage = PullStage.FAILING
         self._messages.refused.append((pull.name, pull.why))
 
     def _abort(self, pull: _Pull) -> None:
@@ -435,16 +443,16 @@ class Consumer:
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return
-        if pull.stage in (Stage.LOADING, Stage.FAILING):
+        if pull.stage in (PullStage.LOADING, PullStage.FAILING):
             self._abort(pull)
             if pull.loading is not None:
                 pull.loading.is_aborted = True
-        elif pull.stage is Stage.READY:
-            self._end(pull, Outcome.GIVEN_BACK, ENDED_EARLY)
-        elif pull.stage is Stage.REFUSED:
-            self._end(pull, Outcome.DROPPED)
+        elif pull.stage is PullStage.READY:
+            self._end(pull, PullEnd.GIVEN_BACK, ENDED_EARLY)
+        elif pull.stage is PullStage.REFUSED:
+            self._end(pull, PullEnd.DROPPED)
         else:
-            pull.stage, pull.why = Stage.UNUSED, pull.why or ENDED_EARLY
+            pull.stage, pull.why = PullStage.UNUSED, pull.why or ENDED_EARLY
             self._directory.end(pull.name)
 
     def loads_reported(self, records: Mapping[str, LoadRecord]) -> None:
@@ -467,27 +475,27 @@ class Consumer:
             # vLLM calls this when every rank has reported the load. Ranks end loads in different
             # orders, some before they hear of the next load. Only a load that all ranks have
             # reported counts as over: no rank reads for it any more when "done" is sent.
-            if pull.stage is Stage.LOADING:
-                self._end(pull, Outcome.FAILED if request_id in failed else Outcome.LOADED)
-            elif pull.stage is Stage.FAILING:
-                self._end(pull, Outcome.DROPPED)
+            if pull.stage is PullStage.LOADING:
+                self._end(pull, PullEnd.FAILED if request_id in failed else PullEnd.LOADED)
+            elif pull.stage is PullStage.FAILING:
+                self._end(pull, PullEnd.DROPPED)
 
-    def _end(self, pull: _Pull, outcome: Outcome, why: str = "") -> None:
+    def _end(self, pull: _Pull, outcome: PullEnd, why: str = "") -> None:
         """End a request's pull, and tell everybody who knows of it; the only way out."""
         name = pull.name
-        if outcome is Outcome.GIVEN_BACK and pull.ticket is not None:
+        if outcome is PullEnd.GIVEN_BACK and pull.ticket is not None:
             self._reports.nothing_loaded(name, pull.ticket, why)
             self._release(name, pull.ticket, shared=self._order(name))
-        self._users.over(name, loaded=outcome is Outcome.LOADED)
+        self._users.over(name, loaded=outcome is PullEnd.LOADED)
         self._directory.end(name)
         if pull.early is not None:
             self._early.end(pull.early)
         self._messages.parts.pop(name, None)
         self._pages.cancel(name)
-        if outcome in (Outcome.LOADED, Outcome.FAILED):
+        if outcome in (PullEnd.LOADED, PullEnd.FAILED):
             self._pages.give_back(name)
         if pull.loading is not None:
-            self._report(pull.loading, is_loaded=outcome is Outcome.LOADED)
+            self._report(pull.loading, is_loaded=outcome is PullEnd.LOADED)
         del self._pulls[name]
 
     def _release(self, name: RequestId, ticket: Ticket, *, shared: bool) -> None:
@@ -558,7 +566,7 @@ class Consumer:
             self._messages.has_orders
             or self._users.pending
             or self._early.pending
-            or any(self._pulls[each].stage is Stage.UNUSED for each in self._early)
+            or any(self._pulls[each].stage is PullStage.UNUSED for each in self._early)
         )
 
     @property
