@@ -105,6 +105,10 @@ class PullStage(enum.Enum):
     """It loads nothing, or has ended, and its ticket is given back when it comes."""
 
 
+WITHOUT_BLOCKS = (PullStage.FOLLOWED, PullStage.READY, PullStage.REFUSED)
+"""The stages in which a request waits for blocks."""
+
+
 class PullEnd(enum.Enum):
     """How it ended that a request has to do with a ticket."""
 
@@ -277,11 +281,7 @@ class Consumer:
         """
         self._take_news(request.request_id)
         pull = self._pulls.get(request.request_id)
-        if pull is None or pull.stage not in (
-            PullStage.FOLLOWED,
-            PullStage.READY,
-            PullStage.REFUSED,
-        ):
+        if pull is None or pull.stage not in WITHOUT_BLOCKS:
             return 0
         if pull.stage is PullStage.FOLLOWED and pull.covered is None:
             return None

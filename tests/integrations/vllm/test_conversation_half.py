@@ -251,12 +251,6 @@ class TestBlocksAreLacking:
         passes.producer.sends_finished(["a2", "a3"])
         assert not passes.producer.has_pending_block_frees()
 
-    def test_reclaimed_answers_are_counted(self) -> None:
-        passes = Passes()
-        passes.lack_twice(48)
-        passes.producer.sends_finished(["a0", "a1"])
-        assert counted(passes.metrics, "conversation_holds") == {"made": 4, "reclaimed": 2}
-
     def test_metrics_of_held_blocks(self) -> None:
         passes = Passes()
         passes.producer.update_metrics()
@@ -474,23 +468,6 @@ class TestRefused:
         assert self.refused(made, turn(80), metrics) == {reason: 1}
         assert "the whole prompt is computed" in caplog.text
         assert f"cause {reason}, of engine decode" in caplog.text
-
-    @pytest.mark.parametrize(
-        ("change", "reason"),
-        [
-            (lambda params: params.pop(KEY), "foreign"),
-            (lambda params: params[KEY].update(version=2), "version"),
-            (lambda params: params[KEY].update(tokens="many"), "malformed"),
-            (lambda params: params[KEY]["blocks"].update(tokens=0), "malformed"),
-            (lambda params: params[KEY].update(proof="", ticket_key=""), "proof"),
-        ],
-    )
-    def test_what_is_no_ticket(self, change: Any, reason: str) -> None:
-        params = conversation_ticket()
-        change(params)
-        metrics = Metrics(driver="loopback")
-        made = consumer(metrics=metrics)
-        assert self.refused(made, turn(80, params), metrics) == {reason: 1}
 
     def test_adapter_whose_content_is_not_known(self) -> None:
         metrics = Metrics(driver="loopback")

@@ -15,7 +15,6 @@ from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import check
 from kvferry.integrations.vllm.cache_groups import CacheGroup
-from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.halves import (
     KEYS,
@@ -84,19 +83,6 @@ class TestProducer:
             made.take_on(each)
         assert finish(made, each) is None
         assert metrics.take() == not_made("no_hold")
-
-    def test_preempted_request_gets_another_hold_in_its_slot(self) -> None:
-        made = producer()
-        each = request(40, PREFILL)
-        made.take_on(each)
-        [(_, old)] = made.drain().take_ons
-        made.take_on(each)  # as vLLM does when it goes on after a load
-        assert not made.drain()
-        each.num_preemptions += 1
-        made.take_on(each)
-        orders = made.drain()
-        assert orders.drops == (old,)
-        assert [hold.slot for _, hold in orders.take_ons] == [old.slot]
 
     def test_id_that_is_still_held(self, caplog: pytest.LogCaptureFixture) -> None:
         """The pages of the first request stay its own; the second is served without a ticket."""
@@ -355,33 +341,6 @@ class TestConsumer:
         assert not made.loaded_request_waits(step(waits=8))
         assert not made.loaded_request_waits(step())
 
-    def test_full_local_hit_only_tells_the_producer(self) -> None:
-        made = consumer()
-        each = request(48, ticket(48))
-        made.on_new_request(each)
-        assert made.num_matched_tokens(each, 48) == 0
-        made.blocks_allocated(each, blocks(21, 22, 23), 0)
-        [load] = made.drain().loads
-        assert (load.ranges, load.report) == ((None,), False)
-        made.request_finished(each)
-        assert made.drain().aborted == []
-
-    def test_refused_ticket_goes_the_way_of_a_good_one(self) -> None:
-        metrics = Metrics(driver="loopback")
-        made = consumer(metrics=metrics)
-        each = request(40, ticket() | {"kvferry": {}})
-        made.on_new_request(each)
-        assert made.num_matched_tokens(each, 16) == 24
-        made.blocks_allocated(each, blocks(21, 22, 23), 24)
-        arrivals = made.drain()
-        assert not arrivals.loads
-        assert not arrivals.prepare
-        [(name, reason)] = arrivals.refused
-        assert name == "r"
-        assert "version" in reason
-        made.loads_finished(["r"], failed=["r"])
-        assert metrics.take() == {"refused_tickets": {"loopback": {"malformed": 1}}}
-
     def test_further_prompt_of_a_list_is_refused_with_what_helps(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -488,52 +447,19 @@ class TestConsumer:
         assert isinstance(prepared, Ticket)
 
 
-def arrived(made: Consumer, params: dict[str, Any], *names: str) -> list[Any]:
-    """Requests that came with one ticket."""
-    return [arrive(made, params, name=name) for name in names]
+def test_samples_of_one_prompt_come_one_by_one() -> None:
+    """The first is loaded before the second is known, and leaves "done" to the last one."""
+    made, params = consumer(), ticket()
 
+    def shared() -> list[bool]:
+        return [load.shared for load in made.drain().loads]
 
-def said(made: Consumer) -> list[str]:
-    """Of each load that is ordered in this step, who says "done" about the hold."""
-    return ["nobody" if load.shared else "it" for load in made.drain().loads]
-
-
-class TestSharedHolds:
-    """Several requests of this engine with one ticket."""
-
-    def test_known_ones_share_and_done_is_ordered_after_the_last(self) -> None:
-        made = consumer()
-        allocate(made, *arrived(made, ticket(), "a", "b", "c"))
-        assert said(made) == ["nobody"] * 3
-        made.loads_finished(["c", "a"], failed={"a"})
-        assert not made.pending
-        made.loads_finished(["b"])
-        assert made.pending, "an engine with nothing to run has to step"
-        [load] = made.drain().loads
-        assert (load.shared, load.reads, load.report) == (False, False, False)
-        assert not made.pending
-
-    def test_samples_of_one_prompt_come_one_by_one(self) -> None:
-        """The first is loaded before the second is known, and leaves it the hold."""
-        made, params = consumer(), ticket()
-        allocate(made, *arrived(made, params, "0_cmpl-7-a1b2"))
-        assert said(made) == ["nobody"]
-        [second] = arrived(made, params, "1_cmpl-7-a1b2")
-        made.loads_finished(["0_cmpl-7-a1b2"])
-        assert said(made) == []
-        allocate(made, second)
-        assert said(made) == ["nobody"]
-        made.loads_finished(["1_cmpl-7-a1b2"])
-        assert said(made) == ["it"]
-
-    def test_every_prepared_ticket_is_followed_by_one_load(self) -> None:
-        """Before the "done" that stands alone: what counts the waits must not count that."""
-        made, params = consumer(), ticket()
-        first, second, third = arrived(made, params, "a", "b", "c")
-        made.request_finished(first)
-        made.blocks_allocated(second, blocks(21, 22, 23), 0)
-        made.request_finished(third)
-        arrivals = made.drain()
-        assert len(arrivals.prepare) == 3
-        assert [load.request for load in arrivals.loads[:3]] == ["a", "b", "c"]
-        assert len(arrivals.loads) <= 4
+    allocate(made, arrive(made, params, name="0_cmpl-7-a1b2"))
+    assert shared() == [True]
+    second = arrive(made, params, name="1_cmpl-7-a1b2")
+    made.loads_finished(["0_cmpl-7-a1b2"])
+    assert shared() == []
+    allocate(made, second)
+    assert shared() == [True]
+    made.loads_finished(["1_cmpl-7-a1b2"])
+    assert shared() == [False]
