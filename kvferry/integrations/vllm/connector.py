@@ -243,8 +243,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the requests that were sent, and those whose load ended, since the last call.
 
         A request with a ticket counts as sent when this rank no longer keeps its pages for another
-        engine: they were read, or their hold ended otherwise. A request whose load failed is in
-        ``finished_recving`` and in ``failed_recving``.
+        engine: they were read, or their hold ended otherwise, or they were copied to host pages. A
+        request whose load failed is in ``finished_recving`` and in ``failed_recving``.
         """
         if self._worker is None:
             return versions.transfer_results(sent=set(), received=set(), failed=set())

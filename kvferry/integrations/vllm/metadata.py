@@ -114,8 +114,7 @@ class StepMetadata(LoadMessages, KVConnectorMetadata):
         ranks: The encoded payloads of all ranks of this engine; sent once, before the first load.
         ticket_key: The public key with which peers verify this engine's tickets; sent with
             ``ranks``.
-        orders: Changes to the holds of requests that this engine prefills for others: which holds
-            begin, may be read, or end.
+        orders: Which holds for other engines begin, may be read, or end.
         producers: What the directory has learnt about the engines that made tickets.
         asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,
             because requests wait for blocks.

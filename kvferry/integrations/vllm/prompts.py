@@ -22,11 +22,8 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
 
     vLLM's block hashes cannot be used for this, because they depend on settings of the process.
 
-    Args:
-        request: vLLM's request.
-        tokens: How many of the request's tokens the pages cover; if more than the prompt has, the
-            generated tokens follow.
-        adapter: The content of the request's LoRA adapter (``Adapters.content``).
+    If there are more tokens than the prompt has, the generated tokens follow. ``adapter`` is the
+    content of the request's LoRA adapter (``Adapters.content``).
 
     Returns:
         ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache
@@ -61,15 +58,9 @@ def has_chain(request: Request) -> bool:
 def block_digests(
     request: Request, tokens: int, every: int, salt: bytes, adapter: bytes | None = None
 ) -> BlockDigests:
-    """Return a digest for each block of a request's first tokens, generated tokens included.
+    """Return a digest for each block of ``every`` of a request's first tokens, if ``has_chain``.
 
-    Args:
-        request: vLLM's request; it must have token ids (``has_chain``).
-        tokens: How many of the request's tokens to cover. Those behind the last whole block are
-            left out.
-        every: How many tokens a block has.
-        salt: Random bytes; see ``chain``.
-        adapter: The content of the request's LoRA adapter (``Adapters.content``).
+    Generated tokens follow those of the prompt; those behind the last whole block are left out.
     """
     media: dict[int, list[object]] = {}
     for offset, facts in _media_facts(request):
@@ -81,11 +72,6 @@ def block_digests(
 
 def common_tokens(request: Request, ticket: Ticket, adapter: bytes | None = None) -> int:
     """Return how many of a prompt's first tokens a conversation's ticket covers.
-
-    Args:
-        request: vLLM's request, the conversation's next turn.
-        ticket: The ticket, with ``blocks``.
-        adapter: The content of the request's LoRA adapter (``Adapters.content``).
 
     Returns:
         All tokens of the ticket, if the prompt begins with them. Otherwise the tokens up to the
@@ -177,10 +163,6 @@ def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> in
     pages that have fallen out of the window are freed and cannot be handed over. A multi-token
     predictor's whole lookahead must stay with the engine that verifies its drafts (as in
     ``_prefill_backoff`` of vLLM's ``nixl/base_scheduler.py``).
-
-    Args:
-        vllm_config: The engine's configuration.
-        groups: The engine's cache groups that are transferred.
 
     Returns:
         The number of tokens; 0 for full attention without a multi-token predictor.

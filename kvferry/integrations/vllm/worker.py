@@ -90,7 +90,6 @@ class FerryWorker:
         endpoint: The endpoint of this rank.
         mark_work: Marks the work enqueued on the device so far, and returns a function that tells
             whether the device has done this work; returns ``None`` if there is nothing to wait for.
-            Called in steps in which tickets or parts of them are made, or loads start.
         drain: Seconds that ``close`` waits at most for other engines to read the held pages.
         security_files: Reads the keys of this rank's peers again; closed with the endpoint.
         follows: Whether requests are followed in the log or in traces, so that the scheduler half
@@ -234,14 +233,11 @@ class FerryWorker:
         self._follows_rooms = step.follows
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests that were sent, and those whose load ended, since the last call.
+        """Return what the connector's ``get_transfer_results`` does.
 
-        A request with a ticket counts as sent when this rank no longer keeps its pages for another
-        engine: they were read, or their hold ended otherwise, or they were copied to host pages. A
-        request whose load failed is in ``finished_recving`` and in ``failed_recving``. In a step
-        without tokens to compute, the call may wait for up to ``IDLE_SECONDS``: while loads or
-        handshakes are under way, and, for less if tokens were computed lately, while pages are
-        held. vLLM makes such steps with hardly a pause.
+        In a step without tokens to compute, the call may wait for up to ``IDLE_SECONDS``: while
+        loads or handshakes are under way, and, for less if tokens were computed lately, while pages
+        are held. vLLM makes such steps with hardly a pause.
         """
         if not self._idle:
             self._computed = time.monotonic()
