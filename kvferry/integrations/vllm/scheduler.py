@@ -296,7 +296,9 @@ class FerryScheduler:
         """Return the messages to the workers for this step."""
         ranks, self._unsent_ranks = self._unsent_ranks, ()
         self._producer.publish_parts(scheduler_output, self._serving)
-        self._check_adapted()
+        # Of requests that have ended or loaded nothing, too: the producer then hears "done".
+        for request, _ in list(self._unchecked.values()):
+            self._waits_for_adapter(request)
         loads = self._consumer.drain()
         for request_id in list(self._ended_adapted):
             if not self._needs_adapter(request_id):
@@ -442,14 +444,6 @@ class FerryScheduler:
             self._unchecked.pop(request_id, None)
             self._ended_adapted.discard(request_id)
             self._adapters.end(request_id)
-
-    def _check_adapted(self) -> None:
-        """Check the tickets for whose requests the content of the adapter has become known.
-
-        Those of requests that have ended or loaded nothing, too: the producer then hears "done".
-        """
-        for request, _ in list(self._unchecked.values()):
-            self._waits_for_adapter(request)
 
     def _current_problems(self) -> list[str]:
         """Return the ranks' problems, as text. The side channel's thread calls this."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.core.errors import KVFerryError, PeerLostError
@@ -429,6 +430,15 @@ class TestConsumer:
         decode.consumer.loads_finished(["r"], ["r"])
         assert not decode.follower.followed
         assert decode.counted()["failed_loads"] == {"loopback": 1}
+
+    def test_request_with_the_ticket_of_an_early_load_leaves_done_to_that_load(self) -> None:
+        decode, prefill = Decoding(), computed(40)
+        decode.begin(prefill)
+        decode.hear(finished(prefill))
+        assert decode.tokens_of_parts() == [(100, True)]
+        decode.add(msgspec.json.decode(prefill.news().part))
+        [load] = decode.place(*range(11, 18), external=100, name="second").loads
+        assert load.shared
 
     def test_half_of_the_cache_may_wait_for_prefill(self) -> None:
         decode, prefill = Decoding(blocks=27), computed(40)
