@@ -1,6 +1,6 @@
 """Ways in which a request with a ticket ends without a load: "done" is said once, or never.
 
-Those in which nothing but the scheduler half's consumer has a part are in its tests. Needs no vLLM.
+Those in which nothing but the scheduler half's consumer has a part are in its model. Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.errors import PeerLostError
 from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.halves import (
@@ -28,7 +27,6 @@ from tests.integrations.vllm.halves import (
 from tests.integrations.vllm.test_adapter_files import content, write
 from tests.integrations.vllm.test_early_half import DECODE, Prefilling
 from tests.integrations.vllm.test_scheduler_hooks import IDLE, adapters_heard, configured
-from tests.integrations.vllm.test_staging_half import pages
 
 TOKENS = 40
 
@@ -51,16 +49,11 @@ class Decode:
         self.half: Any = None
         self.done: list[str] = []
         self.loads: list[str] = []
-        self.now = [0.0]
         self._alive: set[int] = set()
 
-    def start(self, **settings: Any) -> None:
-        """Build the half; where it is staged, there are host pages for one request."""
-        self.half = self._vllm.scheduler.FerryScheduler(
-            configured(**settings), SimpleNamespace(num_blocks=100)
-        )
-        if settings.get("staging"):
-            self.half._consumer.set_host_pages(pages(4, self.now))
+    def start(self) -> None:
+        blocks = SimpleNamespace(num_blocks=100)
+        self.half = self._vllm.scheduler.FerryScheduler(configured(), blocks)
 
     def lora(self) -> Any:
         return SimpleNamespace(lora_name="adapter", lora_int_id=1, lora_path=self._path)
@@ -83,12 +76,11 @@ class Decode:
         lora: bool = False,
         name: str = "r",
         tokens: int = TOKENS,
-        first: int = 0,
     ) -> Any:
-        """Let a request come, by default with a ticket for its prompt, which begins with 0."""
+        """Let a request come, by default with a ticket for its prompt."""
         each = request(tokens, self.ticket(lora=lora) if params is None else params, name=name)
         each.lora_request = self.lora() if lora else None
-        each.all_token_ids = each.prompt_token_ids = [first, *each.prompt_token_ids[1:]]
+        each.all_token_ids = each.prompt_token_ids
         self._alive.add(id(each))
         self.half.on_new_request(each)
         self.half.get_num_new_matched_tokens(each, 0)
@@ -112,9 +104,6 @@ class Decode:
         there.request.num_computed_tokens = TOKENS
         there.finish(11, 12, 13)
         self._follower.hear(there.news())
-
-    def hear_error(self) -> None:
-        self._follower.hear(PeerLostError("engine prefill: it has no ticket"))
 
     def step(self) -> None:
         """Run a step, as vLLM does while there are requests, or the half asks for steps."""
@@ -140,11 +129,6 @@ def decode(vllm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     made = Decode(vllm, monkeypatch, write(tmp_path / "adapter"))
     yield made
     made.half.shutdown()
-
-
-def ends(decode: Decode) -> None:
-    decode.start()
-    decode.end(decode.arrive())
 
 
 def lora_ends_while_hashed(decode: Decode) -> None:
@@ -209,14 +193,7 @@ def lora_in_a_room_ends_when_hashed(decode: Decode) -> None:
     decode.step()
 
 
-def ends_while_it_waits_for_host_pages(decode: Decode) -> None:
-    decode.start(staging=True)
-    decode.arrive(name="first")
-    decode.end(decode.arrive())
-
-
 RELEASED = (
-    ends,
     lora_ends_while_hashed,
     lora_ends_when_hashed,
     lora_begins_while_hashed,
@@ -224,14 +201,7 @@ RELEASED = (
     another_sample_of_lora_is_over_first,
     lora_in_a_room_ends_while_hashed,
     lora_in_a_room_ends_when_hashed,
-    ends_while_it_waits_for_host_pages,
 )
-
-
-def is_refused(decode: Decode) -> None:
-    """The ticket may be another client's (ADR 7)."""
-    decode.start()
-    decode.end(decode.arrive(first=7))
 
 
 def lora_is_refused(decode: Decode) -> None:
@@ -250,14 +220,6 @@ def is_refused_by_vllm(decode: Decode) -> None:
     each.abort_immediately = True
     decode.half.on_new_request(each)
     decode.end(each)
-
-
-def room_has_no_ticket(decode: Decode) -> None:
-    """There is no hold, or nothing says which one it is."""
-    decode.start()
-    decode.end(decode.arrive(DECODE))
-    decode.hear_error()
-    decode.step()
 
 
 def ends_in_an_engine_that_shuts_down(decode: Decode) -> None:
@@ -280,10 +242,8 @@ def id_is_used_again_while_lora_is_hashed(decode: Decode) -> None:
 
 
 NOT_RELEASED = (
-    is_refused,
     lora_is_refused,
     is_refused_by_vllm,
-    room_has_no_ticket,
     ends_in_an_engine_that_shuts_down,
     id_is_used_again_while_lora_is_hashed,
 )
