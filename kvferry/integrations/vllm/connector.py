@@ -164,17 +164,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     request_finished = _scheduler_hook(FerryScheduler.request_finished)
     request_finished_all_groups = _scheduler_hook(FerryScheduler.request_finished_all_groups)
     has_pending_block_frees = _scheduler_hook(FerryScheduler.has_pending_block_frees)
+    has_pending_push_work = _scheduler_hook(FerryScheduler.has_pending_push_work)
     set_xfer_handshake_metadata_pp_aware = _scheduler_hook(
         FerryScheduler.set_xfer_handshake_metadata_pp_aware
     )
     reset_cache = _scheduler_hook(FerryScheduler.reset_cache)
-
-    def has_pending_push_work(self) -> bool:
-        """Return whether vLLM must run a step even if there is no token to compute.
-
-        Workers get messages of the scheduler half, and report their problems, only in steps.
-        """
-        return self._scheduler is not None and self._scheduler.has_pending_push_work()
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Keep pages that loads have not filled whole out of vLLM's prefix cache."""

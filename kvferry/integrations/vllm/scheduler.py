@@ -322,22 +322,22 @@ class FerryScheduler:
             blocks=self._load_blocks.take(),
         )
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Update holds and loads from the workers' merged reports of a step."""
-        found = output.kv_connector_worker_meta
+        found = connector_output.kv_connector_worker_meta
         report = found if isinstance(found, RankReport) else RankReport()
         self._producer.holds_ended(report.ended)
         self._consumer.loads_reported(report.loads)
         self._producer.holds_over(report.over)
-        self._producer.sends_finished(output.finished_sending or ())
+        self._producer.sends_finished(connector_output.finished_sending or ())
         self._producer.revoke(self._adapters.reported(report.adapters))
         self._producer.silence_reported(report.silent)
         self._directory.ask_again(report.wanted)
         if report.problems:
             self._problems = {**self._problems, **report.problems}
             self._problems_changed = time.monotonic()
-        failed = self._failed_requests.among_finished(output, report.failed)
-        self._consumer.loads_finished(output.finished_recving or (), failed)
+        failed = self._failed_requests.among_finished(connector_output, report.failed)
+        self._consumer.loads_finished(connector_output.finished_recving or (), failed)
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
@@ -384,8 +384,8 @@ class FerryScheduler:
 
         That is while messages about loads are to be sent to the workers, while engines are asked
         for what the workers need, while host pages are held, and while the ticket of a request that
-        has ended cannot be checked yet. And for a while after a worker reported a problem, because
-        the worker can report only in a step that the problem has ended.
+        has ended cannot be checked yet. And for a while after a worker reported a problem: messages
+        come and problems are reported only in steps.
         """
         has_messages = self._consumer.pending or self._directory.pending or self._producer.pending
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
@@ -395,7 +395,7 @@ class FerryScheduler:
     def reset_cache(self) -> bool:
         """End every hold that a ticket names, so that vLLM can reset its prefix cache.
 
-        Pages of these tickets can no longer be loaded. Always succeeds, which is ``True``.
+        Pages of these tickets can no longer be loaded. ``True``: this always succeeds.
         """
         self._producer.reset()
         return True
