@@ -177,7 +177,7 @@ HOST_PAGE_WAITS = _histogram(
 )
 
 HOST_FIGURES = (HOST_PAGES, HOST_PAGES_USED, HOST_PAGE_WAITS)
-"""The metrics of the host pages of an engine whose cache is staged (``HostPageSource``)."""
+"""The metrics of the host pages of an engine whose cache is staged (``PageSource``)."""
 
 MAX_OBSERVED = 1 << 14
 """The most values kept per histogram and labels, since it may be that nobody ever takes them."""

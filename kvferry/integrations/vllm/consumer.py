@@ -37,7 +37,7 @@ from kvferry.integrations.vllm.metric_definitions import (
     LOADS,
     TOKENS,
 )
-from kvferry.integrations.vllm.page_source import HostPageSource, NoHostPagesError, PageSource
+from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.request_ids import is_sample
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
@@ -182,7 +182,7 @@ class Consumer:
         self._reports = reports or RequestReports()
         self._directory = directory
         self._early = EarlyRequests(follower, checks=checks, blocks=blocks)
-        self._pages: PageSource = HostPageSource(groups, use="loads") if is_staged else PageSource()
+        self._pages = PageSource(groups, is_staged=is_staged, use="loads")
         self._prefix_cache = prefix_cache or PrefixCache(groups)
         self._users = HoldUsers()
         self._pulls: dict[str, _Pull] = {}
@@ -580,7 +580,7 @@ class Consumer:
 
     def set_host_pages(self, host: HostPages) -> None:
         """Set the host pages that loads fill, where the cache is staged; none is taken."""
-        self._pages = HostPageSource(self._groups, host, use="loads")
+        self._pages.host = host
 
     def update_metrics(self) -> None:
         """Set the metrics of the host pages, where the cache is staged."""

@@ -1,7 +1,7 @@
 """Which pages tickets name and loads fill: blocks of the engine, or host pages in their place.
 
-``PageSource`` is the usual one, of blocks, for which there is nothing to do. Where the cache is
-staged, ``HostPageSource`` gives requests host pages, and the copies between these and their blocks.
+Where the cache is staged, requests get host pages, and each is filled from a block, or fills one.
+Otherwise vLLM gives requests their blocks and takes them back, and there is nothing to do.
 """
 
 from __future__ import annotations
@@ -32,9 +32,30 @@ class NoHostPagesError(KVFerryError):
 
 
 class PageSource:
-    """Blocks, which vLLM gives to requests and takes back."""
+    """Give requests host pages, if the cache is staged, and the copies between these and blocks.
 
-    is_staged = False
+    Args:
+        groups: The engine's cache groups that are transferred.
+        is_staged: Whether there are host pages; ``host`` is then set before the first request.
+        use: What they are for, as a label of metrics.
+        clock: Returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        is_staged: bool,
+        use: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_staged = is_staged
+        self.host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
+        self._groups = groups
+        self._use = use
+        self._clock = clock
+        # When the blocks of each request began to be copied.
+        self._copying: dict[str, float] = {}
 
     def waits(self, request_id: str, tokens: int) -> bool:
         """Return whether a request must wait for host pages for so many tokens.
@@ -42,7 +63,12 @@ class PageSource:
         Raises:
             NoHostPagesError: It gets none, and waits no longer.
         """
-        return False
+        if not self.is_staged:
+            return False
+        answer = self.host.reserve(RequestId(request_id), most_pages(self._groups, tokens))
+        if answer is Reservation.REFUSED:
+            raise NoHostPagesError(self._why_none(request_id, tokens))
+        return answer is Reservation.WAITING
 
     def place(
         self, request_id: str, blocks: PageLists, tokens: int
@@ -54,85 +80,10 @@ class PageSource:
         Raises:
             NoHostPagesError: Too few were reserved by ``waits``, and are free.
         """
-        return blocks, None
-
-    def cancel(self, request_id: str) -> None:
-        """End a request's wait and reservation; what ``place`` has returned stays in use."""
-
-    def give_back(self, request_id: str) -> None:
-        """Free the pages that ``place`` has returned. No byte may move to or from them any more."""
-
-    def sent(self, request_ids: Iterable[str]) -> Iterable[str]:
-        """Take the requests whose blocks are free; return those whose hold is over with that."""
-        return request_ids
-
-    def over(self, reports: Mapping[int, Sequence[str]]) -> Iterable[str]:
-        """Take, by rank, the requests whose host pages it uses no longer; return those of all."""
-        return ()
-
-    def lacking(self, blocks: int, *, reclaims: bool) -> tuple[int, bool]:
-        """Return how many pages of holds are needed, and whether to end holds of conversations.
-
-        Args:
-            blocks: How many blocks are needed.
-            reclaims: Whether requests have waited for blocks long enough to end such holds.
-        """
-        return blocks, reclaims
-
-    @property
-    def frees_blocks_soon(self) -> bool:
-        """Whether blocks are being copied, and will be free when that is done."""
-        return False
-
-    @property
-    def pending(self) -> bool:
-        """Whether ranks have yet to report that they use a request's host pages no longer."""
-        return False
-
-    def update_metrics(self, metrics: Metrics) -> None:
-        """Set the metrics of host pages, and count the waits that ended since the last call."""
-
-
-class HostPageSource(PageSource):
-    """Host pages, each filled from a block, or to fill one.
-
-    Args:
-        groups: The engine's cache groups that are transferred.
-        host: The host pages; ``None`` for none.
-        use: What they are for, as a label of metrics.
-        clock: Returns monotonic seconds.
-    """
-
-    is_staged = True
-
-    def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        host: HostPages | None = None,
-        *,
-        use: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._groups = groups
-        self._host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0) if host is None else host
-        self._use = use
-        self._clock = clock
-        # When the blocks of each request began to be copied.
-        self._copying: dict[str, float] = {}
-
-    def waits(self, request_id: str, tokens: int) -> bool:
-        """Reserve as many as it may need."""
-        answer = self._host.reserve(RequestId(request_id), most_pages(self._groups, tokens))
-        if answer is Reservation.REFUSED:
-            raise NoHostPagesError(self._why_none(request_id, tokens))
-        return answer is Reservation.WAITING
-
-    def place(
-        self, request_id: str, blocks: PageLists, tokens: int
-    ) -> tuple[PageLists, PageCopy | None]:
-        """Take one for each block."""
+        if not self.is_staged:
+            return blocks, None
         filled = [block for ids in blocks for block in ids if block != HOLE]
-        pages = self._host.take(RequestId(request_id), len(filled))
+        pages = self.host.take(RequestId(request_id), len(filled))
         if pages is None:
             raise NoHostPagesError(self._why_none(request_id, tokens))
         self._copying[request_id] = self._clock()
@@ -141,7 +92,7 @@ class HostPageSource(PageSource):
         return [[of[block] for block in ids] for ids in blocks], copy
 
     def _why_none(self, request_id: str, tokens: int) -> str:
-        host, count = self._host, most_pages(self._groups, tokens)
+        host, count = self.host, most_pages(self._groups, tokens)
         if host.has_taken(RequestId(request_id)):
             return (
                 "its id is that of a request whose host pages are still in use: give requests ids "
@@ -157,45 +108,52 @@ class HostPageSource(PageSource):
         )
 
     def cancel(self, request_id: str) -> None:
-        """Let others have what it has reserved."""
-        self._host.cancel(RequestId(request_id))
+        """End a request's wait and reservation; what ``place`` has returned stays in use."""
+        self.host.cancel(RequestId(request_id))
 
     def give_back(self, request_id: str) -> None:
-        """Let others have what it has taken."""
+        """Free the pages that ``place`` has returned. No byte may move to or from them any more."""
         self._copying.pop(request_id, None)
-        self._host.give_back(RequestId(request_id))
+        self.host.give_back(RequestId(request_id))
 
     def sent(self, request_ids: Iterable[str]) -> Iterable[str]:
-        """Return none: their host pages are still held."""
+        """Take the requests whose blocks are free; return those whose hold is over with that."""
+        if not self.is_staged:
+            return request_ids
         for request_id in request_ids:
             self._copying.pop(request_id, None)
         return ()
 
     def over(self, reports: Mapping[int, Sequence[str]]) -> Iterable[str]:
-        """Yield the requests that all ranks have reported, whose host pages are free with that."""
+        """Take, by rank, the requests whose host pages it uses no longer; yield those of all."""
         for rank, request_ids in reports.items():
-            yield from (each for each in request_ids if self._host.over(RequestId(each), rank))
+            yield from (each for each in request_ids if self.host.over(RequestId(each), rank))
 
     def lacking(self, blocks: int, *, reclaims: bool) -> tuple[int, bool]:
-        """Return how many host pages are needed: holds keep no blocks."""
-        return self._host.lacking, False
+        """Return how many pages of holds are needed, and whether to end holds of conversations.
+
+        That is what is passed, unless the cache is staged: then holds keep no blocks.
+        """
+        return (self.host.lacking, False) if self.is_staged else (blocks, reclaims)
 
     @property
     def frees_blocks_soon(self) -> bool:
-        """Whether the blocks of a ticket are being copied."""
+        """Whether the blocks of a ticket are being copied, and will be free when that is done."""
         now = self._clock()
         return any(now < begun + COPY_SECONDS for begun in self._copying.values())
 
     @property
     def pending(self) -> bool:
-        """Whether a request has host pages."""
-        return bool(self._host.taken)
+        """Whether ranks have yet to report that they use a request's host pages no longer."""
+        return bool(self.host.taken)
 
     def update_metrics(self, metrics: Metrics) -> None:
-        """Set them."""
-        metrics.set(HOST_PAGES, self._host.total, use=self._use)
-        metrics.set(HOST_PAGES_USED, self._host.used, use=self._use)
-        for wait in self._host.take_waits():
+        """Set the metrics of host pages, and count the waits that ended since the last call."""
+        if not self.is_staged:
+            return
+        metrics.set(HOST_PAGES, self.host.total, use=self._use)
+        metrics.set(HOST_PAGES_USED, self.host.used, use=self._use)
+        for wait in self.host.take_waits():
             outcome = "granted" if wait.granted else "refused"
             metrics.observe(HOST_PAGE_WAITS, wait.seconds, use=self._use, outcome=outcome)
 

@@ -44,7 +44,7 @@ from kvferry.integrations.vllm.metric_definitions import (
     HoldOutcome,
     NoTicket,
 )
-from kvferry.integrations.vllm.page_source import HostPageSource, NoHostPagesError, PageSource
+from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.prompt_parts import PromptParts
 from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
 from kvferry.integrations.vllm.request_ids import is_sample, without_sample
@@ -146,7 +146,7 @@ class Producer:
         self._clock = clock
         self._reports = reports or RequestReports()
         self._logged_reasons: set[NoTicket] = set()
-        self._pages: PageSource = HostPageSource(groups, use="holds") if is_staged else PageSource()
+        self._pages = PageSource(groups, is_staged=is_staged, use="holds", clock=clock)
         self._max_held = None if is_staged else max_held
         self._may_hold = max(slots if self._max_held is None else self._max_held, 1)
         self._holds = SchedulerHolds(slots, max_pages=self._max_held)
@@ -500,7 +500,7 @@ class Producer:
 
     def set_host_pages(self, host: HostPages) -> None:
         """Set the host pages for requests that are prefilled here, where the cache is staged."""
-        self._pages = HostPageSource(self._groups, host, use="holds", clock=self._clock)
+        self._pages.host = host
         self._may_hold = max(host.total, 1)
         self._pressure = BlockPressure(host.total, host.ranks)
 
