@@ -62,8 +62,8 @@ class Eligibility:
 
     def is_handed_over(self, request: Request) -> bool:
         """Return whether a request is prefilled here for another engine, which gets its ticket."""
-        is_allowed = self.hands_over and not prompt_index(request.request_id)
-        return is_allowed and _asks_for_remote_decode(request)
+        is_asked = self.hands_over and _asks_for_remote_decode(request)
+        return is_asked and not prompt_index(request.request_id)
 
     def is_answer(self, request: Request) -> bool:
         """Return whether a request's answer is held for the next turn of its conversation."""

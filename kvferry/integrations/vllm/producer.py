@@ -175,9 +175,6 @@ class Producer:
         """Truncate a prompt that is prefilled for another engine; open the room that it names.
 
         A request for which no ticket can ever be made is counted and logged, and its room says so.
-
-        Args:
-            request: vLLM's request, changed in place.
         """
         try:
             self._eligibility.check_arrival(request)
@@ -198,7 +195,7 @@ class Producer:
         Not for ever: then it gets no ticket. vLLM lets a request with prompt_logprobs begin
         whatever this returns; it keeps its turn for host pages meanwhile.
         """
-        if not self._eligibility.is_handed_over(request):
+        if not self._pages.is_staged or not self._eligibility.is_handed_over(request):
             return False
         try:
             return self._pages.waits(request.request_id, request.num_prompt_tokens)
