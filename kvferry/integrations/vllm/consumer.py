@@ -382,7 +382,7 @@ class Consumer:
         """Queue the load that fills a request's blocks with so many tokens."""
         whole = self._checks.tokens_to_have(pull.request, pull.covered)
         wanted = [group.consumer_pages(blocks.blocks[group.index], whole) for group in self._groups]
-        lists = [pages.ids.tolist() for _, pages in wanted]
+        lists = [pages.ids for _, pages in wanted]
         try:
             placed, copy = self._pages.place(pull.name, lists, external)
         except NoHostPagesError as error:
@@ -398,7 +398,7 @@ class Consumer:
                 ticket=ticket,
                 ranges=tuple(tokens for tokens, _ in wanted),
                 local=tuple(
-                    replace(pages, ids=np.array(ids, dtype=np.int64))
+                    pages if ids is pages.ids else replace(pages, ids=np.array(ids, np.int64))
                     for ids, (_, pages) in zip(placed, wanted, strict=True)
                 ),
                 shared=not is_early and self._order(pull.name),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import HOLE
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 COPY_SECONDS = 1.0
 """For how long after its ticket a request's blocks count as soon free, where they are copied."""
 
-PageLists = Sequence[Sequence[int]]
-"""Ids of pages, a list for each cache group."""
+Ids = TypeVar("Ids", bound=Iterable[int])
+"""Ids of the pages of a cache group."""
 
 
 class NoHostPagesError(KVFerryError):
@@ -71,18 +71,18 @@ class PageSource:
         return answer is Reservation.WAITING
 
     def place(
-        self, request_id: str, blocks: PageLists, tokens: int
-    ) -> tuple[PageLists, PageCopy | None]:
+        self, request_id: str, blocks: Sequence[Ids], tokens: int
+    ) -> tuple[Sequence[Ids | list[int]], PageCopy | None]:
         """Return the pages for a request's blocks, and the copy between both if they are others.
 
-        Holes stay holes.
+        Holes stay holes. There is an item for each cache group.
 
         Raises:
             NoHostPagesError: Too few were reserved by ``waits``, and are free.
         """
         if not self.is_staged:
             return blocks, None
-        filled = [block for ids in blocks for block in ids if block != HOLE]
+        filled = [int(block) for ids in blocks for block in ids if block != HOLE]
         pages = self.host.take(RequestId(request_id), len(filled))
         if pages is None:
             raise NoHostPagesError(self._why_none(request_id, tokens))

@@ -62,6 +62,9 @@ It begins when they last changed. Workers report only in steps, so without steps
 ended would stay reported. But some never end, and vLLM neither shuts down nor sleeps meanwhile.
 """
 
+NO_REPORT = RankReport()
+"""What ranks report that have nothing to report."""
+
 
 class FerryScheduler:
     """Follow an engine's requests as producer and as consumer, and serve its side channel.
@@ -325,14 +328,15 @@ class FerryScheduler:
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Update holds and loads from the workers' merged reports of a step."""
         found = connector_output.kv_connector_worker_meta
-        report = found if isinstance(found, RankReport) else RankReport()
+        report = found if isinstance(found, RankReport) else NO_REPORT
         self._producer.holds_ended(report.ended)
         self._consumer.loads_reported(report.loads)
         self._producer.holds_over(report.over)
         self._producer.sends_finished(connector_output.finished_sending or ())
         self._producer.revoke(self._adapters.reported(report.adapters))
         self._producer.silence_reported(report.silent)
-        self._directory.ask_again(report.wanted)
+        if report.wanted:
+            self._directory.ask_again(report.wanted)
         if report.problems:
             self._problems = {**self._problems, **report.problems}
             self._problems_changed = time.monotonic()
