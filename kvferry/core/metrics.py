@@ -175,7 +175,7 @@ HOST_PAGE_WAITS = histogram(
 )
 
 HOST_FIGURES = (HOST_PAGES, HOST_PAGES_USED, HOST_PAGE_WAITS)
-"""The metrics of the host pages of an engine whose cache is staged (``count_host_pages``)."""
+"""The metrics of the host pages of an engine whose cache is staged (``PageSource``)."""
 
 MAX_OBSERVED = 1 << 14
 """The most values kept per histogram and labels, since it may be that nobody ever takes them."""

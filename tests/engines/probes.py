@@ -58,7 +58,7 @@ def free_blocks(engine: Any) -> int:
 def host_pages(engine: Any) -> tuple[int, int]:
     """How many host pages are in use: for holds, and for loads."""
     half = engine.engine_core.engine_core.scheduler.connector._scheduler
-    return half._producer._host.used, half._consumer._host.used
+    return half._producer._pages.host.used, half._consumer._pages.host.used
 
 
 def claimed(engine: Any) -> int:

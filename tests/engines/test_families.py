@@ -248,15 +248,15 @@ def test_a_state_of_one_token_more_shows(pair: Pair) -> None:
 
 def claim_less(engine: Any, tokens: int) -> None:
     """From now on, tickets of answers cover so many tokens less than were computed."""
-    from kvferry.integrations.vllm.producer import Producer
+    from kvferry.integrations.vllm.eligibility import Eligibility
 
-    original = getattr(Producer._conversation_tokens, "original", Producer._conversation_tokens)
+    original = getattr(Eligibility._answer_tokens, "original", Eligibility._answer_tokens)
 
-    def fewer(self: Producer, request: Any) -> int:
-        return max(0, original(self, request) - tokens)
+    def fewer(self: Eligibility, request: Any) -> int:
+        return original(self, request) - tokens
 
     fewer.original = original  # type: ignore[attr-defined]
-    Producer._conversation_tokens = fewer  # type: ignore[method-assign]
+    Eligibility._answer_tokens = fewer  # type: ignore[method-assign]
 
 
 @chunked

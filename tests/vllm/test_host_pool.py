@@ -50,7 +50,7 @@ begun = threading.Event()
 
 
 class Stuck:
-    def out(self, blocks, pages):
+    def copy(self, blocks, pages, *, out):
         begun.set()
         threading.Event().wait()
 
@@ -212,11 +212,11 @@ def test_a_copy_is_awaited_on_a_stream_of_its_own(
     pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
     may_begin = threading.Event()
 
-    def out(*_: object) -> None:
+    def copy(*_: object, out: bool) -> None:
         assert may_begin.wait(SECONDS)
         devices.enqueue(0.2)
 
-    monkeypatch.setattr(host_pool._StreamedCopies, "out", out)
+    monkeypatch.setattr(host_pool._StreamedCopies, "copy", copy)
     devices.set_device(0)
     devices.enqueue(600.0)
     began = time.monotonic()
@@ -235,11 +235,11 @@ def test_a_copy_that_fails_raises_when_the_device_is_quiet(
 ) -> None:
     pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
 
-    def fail(self: object, *ids: object) -> None:
+    def fail(*_: object, out: bool) -> None:
         devices.enqueue(0.2)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(host_pool._StreamedCopies, "into", fail)
+    monkeypatch.setattr(host_pool._StreamedCopies, "copy", fail)
     devices.set_device(0)
     began = time.monotonic()
     passed = pool.into([1], [2])
@@ -267,7 +267,11 @@ def test_copies_of_both_directions_do_not_wait_for_each_other(
 ) -> None:
     pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
     gate = threading.Event()
-    monkeypatch.setattr(host_pool._StreamedCopies, "out", lambda *given: gate.wait(SECONDS))
+
+    def copy(*_: object, out: bool) -> None:
+        assert not out or gate.wait(SECONDS)
+
+    monkeypatch.setattr(host_pool._StreamedCopies, "copy", copy)
     slow = pool.out([1], [2])
     await_passed(pool.into([3], [4]))
     assert not slow()

@@ -36,7 +36,7 @@ def half(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = vllm.scheduler.FerryScheduler(configured(), SimpleNamespace(num_blocks=100))
     serving(vllm, made, *RANKS)
     yield made
-    made.close()
+    made.shutdown()
 
 
 def reported(sent: set[str] | None = None, report: Any = None) -> Any:
@@ -63,23 +63,23 @@ def aggregator() -> Any:
 def held(half: Any) -> Any:
     """Let the half hold the pages of one request; return the hold."""
     each = request(40, dict(PREFILL))
-    half.blocks_allocated(each, blocks(1, 2, 3), 0)
-    half.request_finished(each, [[1, 2, 3]])
-    [(_, hold)] = half.build_step(OUTPUT).orders.take_ons
+    half.update_state_after_alloc(each, blocks(1, 2, 3), 0)
+    half.request_finished_all_groups(each, [[1, 2, 3]])
+    [(_, hold)] = half.build_connector_meta(OUTPUT).orders.take_ons
     return hold
 
 
 def pages_held(half: Any) -> int:
-    held_pages: int = half.take_stats().data["held_pages"]["loopback"]
+    held_pages: int = half.get_kv_connector_stats().data["held_pages"]["loopback"]
     return held_pages
 
 
 def test_a_request_is_sent_when_every_rank_has_said_so_in_either_step(half: Any) -> None:
     held(half)
     merging, first, last = aggregator(), reported({"r"}), reported({"r"})
-    half.worker_output(merged(merging, first, first, reported()))
+    half.update_connector_output(merged(merging, first, first, reported()))
     assert pages_held(half) == 3
-    half.worker_output(merged(merging, last, reported(), reported()))
+    half.update_connector_output(merged(merging, last, reported(), reported()))
     assert pages_held(half) == 0
 
 
@@ -88,7 +88,7 @@ def test_the_newest_problems_of_a_rank_count(vllm: Any, half: Any) -> None:
         reported(report=vllm.metadata.RankReport(problems=problems))
         for problems in ({0: ("it burns",), 1: ("it smokes",)}, {0: ()})
     )
-    half.worker_output(merged(aggregator(), kept, newer, reported(), reported()))
+    half.update_connector_output(merged(aggregator(), kept, newer, reported(), reported()))
     assert half._current_problems() == ["rank 1: it smokes"]
 
 
@@ -98,15 +98,15 @@ def test_silence_counts_only_if_every_rank_reported_it(
 ) -> None:
     """One rank's report was lost with its step; the next step's may complete the others'."""
     hold = held(half)
-    half.num_matched_tokens(request(40, name="waits"), 0)
-    assert half.build_step(OUTPUT).asks_silent
+    half.get_num_new_matched_tokens(request(40, name="waits"), 0)
+    assert half.build_connector_meta(OUTPUT).asks_silent
     silence = (Silence(request=RequestId("r"), hold=hold, age=4.0),)
     reports = [
         reported(report=vllm.metadata.RankReport(silent={rank: silence})) for rank in (0, 1, *late)
     ]
-    half.worker_output(merged(aggregator(), *reports))
-    half.num_matched_tokens(request(40, name="waits"), 0)
-    assert len(half.build_step(OUTPUT).orders.ends) == given_up
+    half.update_connector_output(merged(aggregator(), *reports))
+    half.get_num_new_matched_tokens(request(40, name="waits"), 0)
+    assert len(half.build_connector_meta(OUTPUT).orders.ends) == given_up
 
 
 def test_an_old_answer_about_adapters_is_none_for_a_new_request(vllm: Any, half: Any) -> None:
@@ -116,7 +116,7 @@ def test_an_old_answer_about_adapters_is_none_for_a_new_request(vllm: Any, half:
         each = request(40, dict(PREFILL), name=name)
         each.lora_request = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/nowhere")
         half.on_new_request(each)
-        assert half.num_matched_tokens(each, 0) == (None, False)
+        assert half.get_num_new_matched_tokens(each, 0) == (None, False)
         return each
 
     def answer(step: int) -> Any:
@@ -124,11 +124,13 @@ def test_an_old_answer_about_adapters_is_none_for_a_new_request(vllm: Any, half:
         return reported(report=vllm.metadata.RankReport(adapters=adapters))
 
     ended = adapted("ended")
-    asked = half.build_step(OUTPUT).asks_adapters
-    half.request_finished(ended, [[]])
+    asked = half.build_connector_meta(OUTPUT).asks_adapters
+    half.request_finished_all_groups(ended, [[]])
     waits = adapted("waits")
-    half.worker_output(merged(aggregator(), answer(asked), reported(), reported(), reported()))
-    assert half.num_matched_tokens(waits, 0) == (None, False)
-    asked = half.build_step(OUTPUT).asks_adapters
-    half.worker_output(merged(aggregator(), *[answer(asked)] * len(RANKS)))
-    assert half.num_matched_tokens(waits, 0) != (None, False)
+    half.update_connector_output(
+        merged(aggregator(), answer(asked), reported(), reported(), reported())
+    )
+    assert half.get_num_new_matched_tokens(waits, 0) == (None, False)
+    asked = half.build_connector_meta(OUTPUT).asks_adapters
+    half.update_connector_output(merged(aggregator(), *[answer(asked)] * len(RANKS)))
+    assert half.get_num_new_matched_tokens(waits, 0) != (None, False)

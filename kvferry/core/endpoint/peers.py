@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_BYTES = 48 << 20
 """The most bytes for what all peers publish and for their plans."""
 MAX_UNREAD_BYTES = 16 << 20
-"""While more bytes of replies than this wait to be read, others are dropped, and asked for again."""
+"""While replies of more bytes than this wait to be read, others are dropped and asked for again."""
 WANTED_SECONDS, WANTED_AGAIN_SECONDS = 0.1, 1.0
 """How long a ticket waits for its producer's reply before the directory is told, and told again."""
 MAX_DOWN = 1 << 12

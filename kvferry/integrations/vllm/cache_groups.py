@@ -182,6 +182,11 @@ class CacheGroup:
         return blocks[index : index + 1]
 
 
+def num_blocks(groups: Sequence[CacheGroup], tokens: int) -> int:
+    """Return how many blocks vLLM needs in all groups for this many tokens beyond cached ones."""
+    return sum(1 if group.is_state else -(-tokens // group.tokens) for group in groups)
+
+
 def cache_groups(config: KVCacheConfig, context_size: int) -> tuple[CacheGroup, ...]:
     """Return the cache groups that vLLM offers for transfer, in vLLM's order.
 

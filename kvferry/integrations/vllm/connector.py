@@ -1,16 +1,17 @@
 """``KVFerryConnector``: the class whose methods vLLM calls to transfer KV cache.
 
-vLLM builds one connector in the scheduler's process and one in each worker's. Each method passes
-its arguments on to ``FerryScheduler`` (the scheduler half) or to ``FerryWorker`` (the worker half);
-nothing is decided here.
+vLLM builds one connector in the scheduler's process and one in each worker's. The hooks of the
+former are methods of ``FerryScheduler`` (the scheduler half), which have vLLM's names; those of the
+latter pass their arguments on to ``FerryWorker`` (the worker half). Nothing is decided here.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -34,10 +35,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 PREFERRED_LAYOUT = "LBHNC"
@@ -46,6 +45,23 @@ PREFERRED_LAYOUT = "LBHNC"
 In this order, copies stay large between engines that split heads differently. A layout that the
 user sets takes precedence, and works as well.
 """
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _scheduler_hook(
+    hook: Callable[Concatenate[FerryScheduler, P], R],
+) -> Callable[Concatenate[KVFerryConnector, P], R]:
+    """Return a hook of vLLM that is the method of this name of the scheduler half."""
+
+    @functools.wraps(hook)
+    def call(self: KVFerryConnector, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        found: R = getattr(self._scheduler_half(), hook.__name__)(*args, **kwargs)
+        return found
+
+    return call
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -106,9 +122,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
         vLLM asks from 0.33 on, and takes connectors without this method for ones that support sleep
         mode. Earlier versions are refused by ``checks.check_engine``.
-
-        Args:
-            kv_transfer_config: The connector's configuration.
         """
         return False
 
@@ -125,19 +138,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        """Return the Prometheus metrics; vLLM calls this in the process that serves them.
-
-        ``FerryPromMetrics`` explains the arguments.
-        """
+        """Return the Prometheus metrics, in the process that serves them."""
         return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Close the side channel (scheduler's role) or the rank's endpoint (worker's role).
-
-        Calling it again has no effect.
-        """
+        """Close the side channel or the rank's endpoint; may be called twice."""
         if self._scheduler is not None:
-            self._scheduler.close()
+            self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.close()
 
@@ -145,34 +152,27 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """``True``: prefix-cache hits may differ between cache groups.
-
-        Each load has a range of tokens of its own for each group.
-        """
+        """``True``: a load has a range of tokens of its own for each cache group."""
         return True
 
-    def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request that was prefilled elsewhere, or truncate a prompt.
+    on_new_request = _scheduler_hook(FerryScheduler.on_new_request)
+    get_num_new_matched_tokens = _scheduler_hook(FerryScheduler.get_num_new_matched_tokens)
+    update_state_after_alloc = _scheduler_hook(FerryScheduler.update_state_after_alloc)
+    build_connector_meta = _scheduler_hook(FerryScheduler.build_connector_meta)
+    update_connector_output = _scheduler_hook(FerryScheduler.update_connector_output)
+    request_finished = _scheduler_hook(FerryScheduler.request_finished)
+    request_finished_all_groups = _scheduler_hook(FerryScheduler.request_finished_all_groups)
+    has_pending_block_frees = _scheduler_hook(FerryScheduler.has_pending_block_frees)
+    has_pending_push_work = _scheduler_hook(FerryScheduler.has_pending_push_work)
+    set_xfer_handshake_metadata_pp_aware = _scheduler_hook(
+        FerryScheduler.set_xfer_handshake_metadata_pp_aware
+    )
+    reset_cache = _scheduler_hook(FerryScheduler.reset_cache)
 
-        The prompt of a request that is prefilled here for another engine loses the tokens that
-        this other engine must compute itself (``prefill_backoff``).
-        """
-        self._scheduler_half().on_new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Return how many of a request's tokens will be loaded from another engine.
-
-        Args:
-            request: vLLM's request.
-            num_computed_tokens: How many of the request's tokens are cached here already.
-
-        Returns:
-            The number of tokens beyond the cached ones, and whether they are loaded asynchronously:
-            ``True`` unless the number is 0. ``None`` and ``False`` if vLLM is to ask again later.
-        """
-        return self._scheduler_half().num_matched_tokens(request, num_computed_tokens)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Keep pages that loads have not filled whole out of vLLM's prefix cache."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler_half().bind_kv_cache_manager(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return the ids of the cache groups whose blocks a load fills: all that are transferred.
@@ -182,118 +182,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return ids
 
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Keep pages that loads have not filled whole out of vLLM's prefix cache."""
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler_half().bind(kv_cache_manager)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        """Queue the load of a request, or give a hold to a request that another engine will decode.
-
-        Called when vLLM has allocated blocks for the request. A hold is a slot and random bits that
-        stand for the request's pages. Workers start the load, or the hold, in the next step.
-
-        Args:
-            request: vLLM's request.
-            blocks: The request's blocks.
-            num_external_tokens: How many of the request's tokens are to be loaded into the blocks.
-        """
-        self._scheduler_half().blocks_allocated(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return the scheduler half's messages to the workers for this step."""
-        return self._scheduler_half().build_step(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Process the workers' reports of a step, such as the requests whose load has ended."""
-        self._scheduler_half().worker_output(connector_output)
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Make the ticket of a request that ended; see ``request_finished_all_groups``.
-
-        vLLM calls this for models with one cache group.
-        """
-        return self._scheduler_half().request_finished(request, (block_ids,))
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: Sequence[list[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Make the ticket of a request that ended, or abort its load if one is under way.
-
-        Args:
-            request: vLLM's request.
-            block_ids: The ids of the request's blocks, one list per cache group of vLLM.
-
-        Returns:
-            Whether vLLM must keep the blocks until the request is reported as sent, and the ticket
-            (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
-        """
-        return self._scheduler_half().request_finished(request, block_ids)
-
-    def has_pending_block_frees(self) -> bool:
-        """Return whether blocks that are held for other engines will be free soon.
-
-        Called when a running request lacks a block. If the result is ``True``, vLLM waits instead
-        of preempting a request.
-        """
-        return self._scheduler_half().has_pending_block_frees()
-
-    def has_pending_push_work(self) -> bool:
-        """Return whether vLLM must run a step even if there is no token to compute.
-
-        Workers get messages of the scheduler half, and report their problems, only in steps.
-        """
-        return self._scheduler is not None and self._scheduler.pending
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        """Open the side channel, where other engines fetch what this engine's ranks publish.
-
-        vLLM calls this at start, and from version 0.33 on also when the engine is woken up. If
-        the metadata is the same as before, nothing changes.
-
-        Args:
-            metadata: What each rank publishes (its layout, and what peers need to connect), by
-                (pipeline rank, tensor rank).
-        """
-        self._scheduler_half().serve(metadata)
-
-    def reset_cache(self) -> bool:
-        """End every hold that a ticket names, so that vLLM can reset its prefix cache.
-
-        Pages of these tickets can no longer be loaded.
-
-        Returns:
-            ``True``: the connector's part of the reset always succeeds.
-        """
-        self._scheduler_half().reset()
-        return True
-
     # Hooks of the worker's role. Before the caches are registered they do nothing.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Start the worker half, and make this rank's caches readable by other engines.
-
-        Args:
-            kv_caches: vLLM's cache tensors by layer.
-        """
+        """Start the worker half, and make this rank's caches (by layer) readable by others."""
         self._worker = start_worker(
             self._vllm_config, self._kv_cache_config, kv_caches, has_siblings=self._has_siblings
         )
 
     def unregister_kv_caches(self) -> None:
-        """Refuse to let the engine give away its cache's memory, which other engines may read.
+        """Refuse, by ``KVFerryError``, to give away the cache's memory, which others may read.
 
         vLLM 0.33 calls this before an engine sleeps or discards its cache. Without sleep mode,
         which the connector refuses at start, that still happens with ``enable_cumem_allocator``.
-
-        Raises:
-            KVFerryError: Always, once caches are registered.
         """
         if self._worker is not None:
             raise KVFerryError(
@@ -306,10 +207,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Apply the scheduler's messages of this step.
+        """Apply the scheduler's messages of this step, and start loads.
 
-        Loads start here and not in ``start_load_kv``, because vLLM calls this method earlier:
-        before it runs the model.
+        vLLM calls ``start_load_kv`` later: after it has launched the model.
         """
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
@@ -336,11 +236,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the requests that were sent, and those whose load ended, since the last call.
 
         A request with a ticket counts as sent when this rank no longer keeps its pages for another
-        engine: they were read, or their hold ended otherwise. A request whose load failed is in
-        ``finished_recving`` and in ``failed_recving``.
-
-        Args:
-            finished_req_ids: The requests that vLLM finished in this step; ignored.
+        engine: they were read, or their hold ended otherwise, or they were copied to host pages. A
+        request whose load failed is in ``finished_recving`` and in ``failed_recving``.
         """
         if self._worker is None:
             return compat_029.transfer_results(sent=set(), received=set(), failed=set())
@@ -349,19 +246,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests that were sent, and those whose load ended, since the last call.
-
-        vLLM 0.29 calls this and ``get_block_ids_with_load_errors`` in place of
-        ``get_transfer_results``.
-
-        Args:
-            finished_req_ids: The requests that vLLM finished in this step; ignored.
-        """
+        """Return what ``get_transfer_results`` does, without the failed loads, to vLLM 0.29."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of failed loads; none where vLLM takes the ids of requests."""
+        """Return the blocks of failed loads to vLLM 0.29; others take the ids of requests."""
         return self._failed_blocks.take_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -374,19 +264,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return report
 
     def get_kv_connector_stats(self) -> FerryStats | None:
-        """Return the metrics counted since the last call, or ``None`` if there are none.
-
-        vLLM asks the connectors of both roles, and adds their metrics up.
-        """
-        half = self._worker or self._scheduler
-        return half.take_stats() if half is not None else None
+        """Return the metrics counted since the last call, or ``None`` if there are none."""
+        if self._worker is not None:
+            return self._worker.take_stats()
+        return None if self._scheduler is None else self._scheduler.get_kv_connector_stats()
 
     def _scheduler_half(self) -> FerryScheduler:
-        """Return the scheduler half of the connector.
-
-        Raises:
-            KVFerryError: This connector has the worker's role, so it has no scheduler half.
-        """
+        """Return the scheduler half, or raise ``KVFerryError`` in a worker."""
         if self._scheduler is None:
             raise KVFerryError("a scheduler's hook was called on a worker's connector")
         return self._scheduler

@@ -10,24 +10,25 @@ conversation's ticket is refused, nothing fails: the engine computes the whole p
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvferry.core.directory import Directory, RoomFollower
 from kvferry.core.endpoint import Load
 from kvferry.core.error_causes import on_one_line, with_remedy
-from kvferry.core.errors import HandshakeError, KVFerryError, TicketError, TicketReason
-from kvferry.core.layout import HOLE
+from kvferry.core.errors import KVFerryError, TicketError, TicketReason
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord, Metrics
-from kvferry.integrations.vllm.adapter_files import AdapterError
-from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup
+from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup, num_blocks
 from kvferry.integrations.vllm.early_requests import EarlyRequest, EarlyRequests
 from kvferry.integrations.vllm.metric_definitions import (
     EARLY_LOADS,
@@ -36,21 +37,16 @@ from kvferry.integrations.vllm.metric_definitions import (
     LOADS,
     TOKENS,
 )
+from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
-from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
-from kvferry.integrations.vllm.request_ids import is_sample, prompt_index
+from kvferry.integrations.vllm.request_ids import is_sample
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
-from kvferry.integrations.vllm.security import SecuritySettings
-from kvferry.integrations.vllm.staging import count_host_pages, place_load, reserve_count, why_none
-from kvferry.integrations.vllm.ticket_params import (
-    KEY,
-    Part,
-    names_room,
-    read_room,
-    read_ticket,
-)
+from kvferry.integrations.vllm.ticket_checks import TicketChecks
+from kvferry.integrations.vllm.ticket_params import Part, names_room
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -61,18 +57,90 @@ MAX_ID_LOGGED = 256
 """The most characters of a request's id in the log, where a ticket that was refused gives it."""
 
 
+ENDED_EARLY = "it ended before it had blocks"
+"""Why a request loads nothing, for the log."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadMessages:
-    """The consumer's messages to the workers in one step.
+    """The messages to the workers about loads in one step.
 
-    ``metadata.StepMetadata`` explains the attributes.
+    Attributes:
+        prepare: Tickets of new requests. Workers connect to the engines that made the tickets
+            before the requests have blocks.
+        loads: Loads to start. A load that reads nothing only tells the producer that it may free
+            the pages.
+        parts: Newer parts of the tickets of requests whose loads are early, by request; the last
+            part is the ticket.
+        refused: Ids of requests whose ticket was refused, each with the reason.
+        aborted: Ids of requests that ended while their load was under way.
     """
 
-    prepare: tuple[Ticket, ...] = ()
-    loads: tuple[Load, ...] = ()
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    refused: tuple[tuple[str, str], ...] = ()
-    aborted: tuple[str, ...] = ()
+    prepare: list[Ticket] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    parts: dict[str, Part] = field(default_factory=dict)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether there is any message."""
+        return bool(self.prepare or self.loads or self.parts or self.refused or self.aborted)
+
+
+class PullStage(enum.Enum):
+    """How far a request is that comes with a ticket, or with the name of a room."""
+
+    FOLLOWED = enum.auto()
+    """Another engine is to make its ticket; it has no blocks."""
+    READY = enum.auto()
+    """Its ticket was accepted; it waits for blocks."""
+    REFUSED = enum.auto()
+    """Its ticket was refused, or will not come; it waits for blocks, and then fails."""
+    LOADING = enum.auto()
+    """It has blocks, and a load fills them."""
+    FAILING = enum.auto()
+    """It has blocks, and the workers report that they were not filled."""
+    UNUSED = enum.auto()
+    """It loads nothing, or has ended, and its ticket is given back when it comes."""
+
+
+WITHOUT_BLOCKS = (PullStage.FOLLOWED, PullStage.READY, PullStage.REFUSED)
+"""The stages in which a request waits for blocks."""
+
+
+class PullEnd(enum.Enum):
+    """How it ended that a request has to do with a ticket."""
+
+    LOADED = enum.auto()
+    """All ranks have reported its load."""
+    FAILED = enum.auto()
+    """All ranks have reported its load, which failed on one."""
+    GIVEN_BACK = enum.auto()
+    """It loads nothing, and the producer may free the pages."""
+    DROPPED = enum.auto()
+    """It has no ticket to give back."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Pull:
+    """A request that loads from another engine, until its load is over."""
+
+    request: Request
+    stage: PullStage
+    ticket: Ticket | None = None
+    """Its ticket, or the newest part of it."""
+    covered: int | None = None
+    """How many tokens its ticket covers, or will cover; ``None`` if that is not known."""
+    early: EarlyRequest | None = None
+    """Its room, if it came without a ticket."""
+    why: str = ""
+    """Why its ticket was refused, or why it loads nothing."""
+    loading: LoadingRequest | None = None
+
+    @property
+    def name(self) -> RequestId:
+        return RequestId(self.request.request_id)
 
 
 class Consumer:
@@ -80,25 +148,16 @@ class Consumer:
 
     Args:
         groups: The engine's cache groups that are transferred.
+        checks: Decides which tickets are accepted.
         metrics: Where loads and refused tickets are counted.
-        engine: This engine's id.
-        may_load: Whether the engine's ``kv_role`` lets it load; only then does vLLM free blocks in
-            an order that is safe for loads.
-        continues: Whether the next turn of a conversation loads from the engine that answered.
-        recompute_threshold: The least number of tokens that such a turn loads; fewer are computed.
-        verify_prompt: Whether tickets that were made for another prompt are refused.
-        backoff: How many tokens at a prompt's end a producer leaves to this engine; see
-            ``prefill_backoff``.
-        security: The secrets, keys and networks that decide which tickets are accepted.
-        adapter_content: Returns the content of a request's LoRA adapter (``Adapters.content``).
-        lora_enabled: Whether the engine accepts requests with LoRA adapters.
+        recompute_threshold: The least number of tokens that the next turn of a conversation loads;
+            fewer are computed.
         reports: Logs each request's load.
-        directory: Asks the engines that made tickets what the workers need of them; ``None`` if
-            somebody else does.
-        follower: Follows requests that are prefilled while they wait here; ``None`` to refuse them.
+        directory: Asks the engines that made tickets what the workers need of them.
+        follower: Follows requests that are prefilled while they wait here.
         blocks: How many blocks this engine has.
-        is_staged: Whether loads fill host pages, from which blocks are copied. No load begins
-            before its ticket has come then. ``set_host_pages`` says which host pages there are.
+        is_staged: Whether loads fill host pages (``set_host_pages``), from which blocks are copied.
+            No load begins before its ticket has come then.
         prefix_cache: Keeps pages that a load has not filled whole out of vLLM's prefix cache.
     """
 
@@ -106,442 +165,383 @@ class Consumer:
         self,
         groups: Sequence[CacheGroup],
         *,
+        checks: TicketChecks,
         metrics: Metrics,
-        engine: str,
-        may_load: bool,
-        continues: bool = False,
         recompute_threshold: int = 0,
-        verify_prompt: bool,
-        backoff: int,
-        security: SecuritySettings = SecuritySettings(),  # noqa: B008 - frozen
-        adapter_content: Callable[[Request], bytes | None] = lambda request: None,
-        lora_enabled: bool = False,
         reports: RequestReports | None = None,
-        directory: Directory | None = None,
-        follower: RoomFollower | None = None,
+        directory: Directory,
+        follower: RoomFollower,
         blocks: int = 0,
         is_staged: bool = False,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        self._is_staged = is_staged
-        self._prefix_cache = prefix_cache or PrefixCache(groups)
-        self._host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
-        self._directory = directory
-        self._reports = reports or RequestReports()
-        self._lora_enabled = lora_enabled
-        self._adapter_content = adapter_content
         self._groups = groups
-        self._needs_exact_length = any(group.needs_exact_length for group in groups)
+        self._checks = checks
         self._metrics = metrics
-        self._engine = engine
-        self._may_load = may_load
-        self._continues = continues
         self._recompute_threshold = recompute_threshold
-        self._verify_prompt = verify_prompt
-        self._backoff = backoff
-        self._security = security
-        # Requests that wait for blocks: the ticket of each, or why its ticket was refused.
-        self._waiting: dict[str, Ticket | TicketError] = {}
-        # Requests whose load is under way; None if the ticket was refused.
-        self._loading: dict[str, LoadingRequest | None] = {}
+        self._reports = reports or RequestReports()
+        self._directory = directory
+        self._early = EarlyRequests(follower, checks=checks, blocks=blocks)
+        self._pages = PageSource(groups, is_staged=is_staged, use="loads")
+        self._prefix_cache = prefix_cache or PrefixCache(groups)
+        self._users = HoldUsers()
+        self._pulls: dict[str, _Pull] = {}
+        self._messages = LoadMessages()
         # Requests whose load is over, and of which vLLM has computed no token since.
         self._loaded: set[str] = set()
         # Requests with a page that its load has not filled whole: for each group, the first token
         # that the load has written.
         self._first_tokens: dict[str, tuple[int, ...]] = {}
-        self._users = HoldUsers()
-        self._prepare: list[Ticket] = []
-        self._loads: list[Load] = []
-        self._early = EarlyRequests(
-            follower, security=security, check=self._check_part, blocks=blocks
-        )
-        self._parts: dict[str, Part] = {}
-        self._refused: list[tuple[str, str]] = []
-        self._aborted: list[str] = []
+
+    # From a request's arrival to its blocks.
 
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request of which another engine has computed a part.
 
         If the ticket is accepted, the workers connect to that engine before the request has
         blocks. If the ticket is refused, the request's load will be reported as failed; but if it
-        is a conversation's, nothing is loaded.
-
-        Args:
-            request: vLLM's request; ignored unless it asks for ``do_remote_prefill``, or continues
-                a conversation with the ticket of its last answer.
+        is a conversation's, nothing is loaded. A request without a ticket is ignored.
         """
-        if not self.has_ticket(request):
+        # vLLM refuses some requests earlier, and drops the prompt against which the ticket has to
+        # be checked. Releasing the hold could hurt another request; the lease ends it (ADR 7).
+        if not self.has_ticket(request) or request.abort_immediately:
             return
-        if request.abort_immediately:
-            # vLLM refused the request earlier and dropped its prompt, so the ticket cannot be
-            # checked against the prompt. Releasing the hold could hurt another request; the lease
-            # ends it (ADR 7).
-            return
-        if self._is_turn(request):
+        if (earlier := self._pulls.get(request.request_id)) is not None:  # it has ended
+            self._end(earlier, PullEnd.DROPPED)
+        if self._checks.is_turn(request):
             self._begin_turn(request)
             return
         try:
             if names_room(request.kv_transfer_params):
-                self._follow(request)
-                return
-            ticket = self._admit(request)
+                early = self._early.follow(request)
+                pull = _Pull(request=request, stage=PullStage.FOLLOWED, early=early)
+                self._pulls[pull.name] = pull
+            else:
+                self._accept(request, self._checks.admit(request))
         except TicketError as error:
             self._refuse(request, error)
-        else:
-            self._wait(request, ticket)
 
     def has_ticket(self, request: Request) -> bool:
-        """Return whether another engine has computed a part of a request, or is to do so.
-
-        Args:
-            request: vLLM's request.
-        """
+        """Return whether another engine has computed a part of a request, or is to do so."""
         is_prefilled = (request.kv_transfer_params or {}).get("do_remote_prefill")
-        return bool(is_prefilled) or self._is_turn(request)
-
-    def _refuse(self, request: Request, error: TicketError) -> None:
-        """Log and count that a ticket is refused; the request's load will be reported as failed."""
-        _log_refusal(request, error)
-        self._waiting[request.request_id] = error
-        self._metrics.add(REFUSED, reason=error.reason.value)
-
-    def _follow(self, request: Request) -> None:
-        """Follow the room of a request whose prompt another engine is to compute meanwhile.
-
-        Raises:
-            TicketError: This engine may not load, or not from the engine that the request names.
-        """
-        self._check_may_load()
-        name, producer = read_room(request.kv_transfer_params)
-        self._check_maker(producer.engine, producer.key)
-        may_begin = not (is_sample(request.request_id) or self._is_staged)
-        self._early.follow(request, name, producer, may_begin=may_begin)
+        return bool(is_prefilled) or self._checks.is_turn(request)
 
     def _begin_turn(self, request: Request) -> None:
-        """Check the ticket with which a request continues a conversation.
-
-        If the ticket is refused, or the prompt has another beginning, nothing is loaded, and the
-        engine computes the whole prompt.
-        """
+        """Check the ticket of a conversation, without which the whole prompt is computed."""
         try:
-            ticket = self._admit_maker(request)
-            common = self._common_tokens(request, ticket)
+            ticket, common = self._checks.admit_turn(request)
         except TicketError as error:
-            _log_turn_refusal(request, error)
+            what = "ticket of the last answer refused, so the whole prompt is computed"
+            _log_refusal(request, what, error.reason, str(error))
             self._metrics.add(REFUSED, reason=error.reason.value)
             return
         if common < ticket.tokens:
             self._metrics.add(EDITED_HISTORIES)
         if common:
-            self._wait(request, replace(ticket, tokens=common, blocks=None))
+            self._accept(request, replace(ticket, tokens=common, blocks=None))
         else:
-            self._reports.nothing_loaded(
-                request.request_id,
-                ticket,
-                f"the prompt does not begin with its {ticket.tokens} tokens",
-            )
+            why = f"the prompt does not begin with its {ticket.tokens} tokens"
+            self._reports.nothing_loaded(request.request_id, ticket, why)
 
-    def _wait(self, request: Request, ticket: Ticket) -> None:
+    def _accept(self, request: Request, ticket: Ticket) -> _Pull:
         """Record that a request waits for blocks, to load from the hold of its ticket."""
-        self._waiting[request.request_id] = ticket
-        self._users.add(RequestId(request.request_id), ticket)
-        self._prepare.append(ticket)
-        if self._directory is not None:
-            self._directory.begin(request.request_id, ticket)
+        pull = _Pull(request=request, stage=PullStage.READY, ticket=ticket, covered=ticket.tokens)
+        self._pulls[pull.name] = pull
+        self._users.add(pull.name, ticket)
+        self._messages.prepare.append(ticket)
+        self._directory.begin(pull.name, ticket)
+        return pull
+
+    def _refuse(self, request: Request, error: TicketError) -> None:
+        """Log and count that a ticket is refused; the request's load will be reported as failed."""
+        _log_refusal(request, "ticket refused", error.reason, with_remedy(error))
+        self._fail_later(request, error)
+        self._metrics.add(REFUSED, reason=error.reason.value)
+
+    def _fail_later(self, request: Request, error: KVFerryError) -> None:
+        pull = _Pull(request=request, stage=PullStage.REFUSED, why=str(error))
+        self._pulls[pull.name] = pull
+
+    def _refuse_host_pages(self, pull: _Pull, error: NoHostPagesError) -> None:
+        """Give back the ticket of a request for whose load there are too few host pages."""
+        self._end(pull, PullEnd.GIVEN_BACK, "it has no host pages")
+        self._refuse(pull.request, TicketError(str(error), reason=TicketReason.HOST_PAGES))
 
     def num_matched_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
 
         The tokens of a refused ticket count, too, so that vLLM waits for a load, which is then
-        reported as failed. The next turn of a conversation loads nothing if fewer tokens than
-        ``recompute_threshold`` are to be loaded. vLLM may call this several times for a request; a
-        call changes nothing.
-
-        Args:
-            request: vLLM's request.
-            computed: How many of the request's tokens are cached here already.
+        reported as failed. vLLM may call this several times for a request.
 
         Returns:
-            The number of tokens; 0 if the request has no ticket. ``None`` if the request has to
+            The number of tokens beyond those that are ``computed``. ``None`` if the request has to
             wait for the engine that prefills: until that has begun, or, if the load may not begin
             early, until it has made the ticket. Also ``None`` while it waits for host pages; if it
             has waited too long, its load fails.
         """
-        early = self._early.get(request.request_id)
-        if early is not None:
-            self._take_news(early)
-        entry = self._waiting.get(request.request_id)
-        if entry is None:
-            return self._num_early_tokens(early, computed) if early is not None else 0
-        tokens = max(0, self._tokens_to_have(request, entry) - computed)
-        if tokens and isinstance(entry, Ticket) and self._waits_for_host_pages(request, entry):
-            return None
-        return 0 if self._is_turn(request) and tokens < self._recompute_threshold else tokens
-
-    def set_host_pages(self, host: HostPages) -> None:
-        """Set the host pages that loads fill, where the cache is staged.
-
-        Args:
-            host: The host pages; none is taken.
-        """
-        self._host = host
-
-    def update_metrics(self) -> None:
-        """Set the metrics of the host pages, where the cache is staged."""
-        if self._is_staged:
-            count_host_pages(self._metrics, self._host, "loads")
-
-    def _waits_for_host_pages(self, request: Request, ticket: Ticket) -> bool:
-        """Return whether a request must wait for host pages before it gets blocks.
-
-        If it has waited too long, its load will be reported as failed.
-
-        Args:
-            request: vLLM's request.
-            ticket: Its ticket.
-        """
-        if not self._is_staged:
-            return False
-        count = reserve_count(self._groups, self._tokens_to_have(request, ticket))
-        answer = self._host.reserve(RequestId(request.request_id), count)
-        if answer is Reservation.REFUSED:
-            del self._waiting[request.request_id]
-            self._refuse_host_pages(request, ticket, count)
-        return answer is Reservation.WAITING
-
-    def _refuse_host_pages(self, request: Request, ticket: Ticket, count: int) -> None:
-        """Give up a request's ticket because there are too few host pages for its load.
-
-        Args:
-            request: vLLM's request, which does not wait any more.
-            ticket: Its ticket.
-            count: How many host pages it needs at most.
-        """
-        why = why_none(self._host, request.request_id, count)
-        self._release_unused(request.request_id, ticket, "it has no host pages")
-        self._refuse(request, TicketError(why, reason=TicketReason.HOST_PAGES))
-
-    def _num_early_tokens(self, early: EarlyRequest, computed: int) -> int | None:
-        """Return ``num_matched_tokens`` of a request whose ticket has not come."""
-        if early.unused is not None:  # vLLM has preempted it since
+        self._take_news(request.request_id)
+        pull = self._pulls.get(request.request_id)
+        if pull is None or pull.stage not in WITHOUT_BLOCKS:
             return 0
-        if early.part is None:
+        if pull.stage is PullStage.FOLLOWED and pull.covered is None:
             return None
-        tokens = max(0, self._tokens_to_have(early.request, early.part) - computed)
-        if tokens and not self._early.has_room(early, self._blocks_for(tokens)):
+        whole = self._checks.tokens_to_have(request, pull.covered)
+        tokens = max(0, whole - computed)
+        if tokens and self._waits(pull, whole, tokens):
             return None
-        return tokens
+        is_few = self._checks.is_turn(request) and tokens < self._recompute_threshold
+        return 0 if is_few else tokens
 
-    def _blocks_for(self, tokens: int) -> int:
-        """Return how many blocks a load of this many tokens fills."""
-        return sum(1 if group.is_state else -(-tokens // group.tokens) for group in self._groups)
+    def _waits(self, pull: _Pull, whole: int, tokens: int) -> bool:
+        """Return whether a request that could load so many tokens must wait, and gets no blocks."""
+        if pull.early is not None and pull.stage is PullStage.FOLLOWED:
+            blocks = num_blocks(self._groups, tokens)
+            return self._pages.is_staged or not self._early.has_room(pull.early, blocks)
+        if pull.stage is not PullStage.READY:
+            return False
+        try:
+            return self._pages.waits(pull.name, whole)
+        except NoHostPagesError as error:
+            self._refuse_host_pages(pull, error)
+            return False
 
-    def _take_news(self, early: EarlyRequest) -> None:
+    def _take_news(self, request_id: str) -> None:
         """Act on what the engine that prefills a request has said since the last call."""
-        news = self._early.take(early)
+        pull = self._pulls.get(request_id)
+        if pull is None or pull.early is None or request_id not in self._early:
+            return
+        news = self._early.take(pull.early)
         if isinstance(news, Part):
-            self._take_part(early, news)
+            self._take_part(pull, news)
         elif news is not None:
-            self._early.end(early.request.request_id)
-            self._give_up_early(early, news)
+            self._give_up(pull, news)
 
-    def _take_part(self, early: EarlyRequest, part: Part) -> None:
-        """Use a newer part of a request's ticket, or the ticket.
-
-        Args:
-            early: The request.
-            part: The part.
-        """
-        request, ticket = early.request, part.ticket
-        loading = self._loading.get(request.request_id) if early.blocks else None
-        if part.is_last:
-            self._early.end(request.request_id)
-        if loading is not None:
-            self._parts[request.request_id] = part
-            loading.ticket = ticket
+    def _take_part(self, pull: _Pull, part: Part) -> None:
+        """Use a newer part of a request's ticket, or the ticket."""
+        if pull.loading is not None:
+            self._messages.parts[pull.name] = part
+            pull.loading.ticket = part.ticket
             if part.is_last:  # So that requests which come with the same ticket know of this load.
-                self._users.add(RequestId(request.request_id), ticket)
-                self._users.order(RequestId(request.request_id))
+                self._users.add(pull.name, part.ticket)
+                self._users.order(pull.name)
         elif part.is_last:
-            self._wait(request, ticket)
-            if early.unused is not None:
-                del self._waiting[request.request_id]
-                self._release_unused(request.request_id, ticket, early.unused)
-        elif self._directory is not None and early.unused is None:
-            self._directory.begin(request.request_id, ticket)
+            accepted = self._accept(pull.request, part.ticket)
+            if pull.stage is PullStage.UNUSED:
+                self._end(accepted, PullEnd.GIVEN_BACK, pull.why)
+        elif pull.stage is PullStage.FOLLOWED:
+            pull.ticket, pull.covered = part.ticket, part.total
+            self._directory.begin(pull.name, part.ticket)
 
-    def _give_up_early(self, early: EarlyRequest, error: KVFerryError) -> None:
-        """Have a request fail whose ticket will not come, or whose part of it is refused.
-
-        Args:
-            early: The request, which is not followed any more.
-            error: Why.
-        """
-        request = early.request
-        if early.unused is not None:  # it has ended, or needed nothing
-            return
-        if early.blocks:
-            _log_no_ticket(early, error)
-            self._parts.pop(request.request_id, None)
-            self._aborted.append(request.request_id)
-            return
-        if self._directory is not None:
-            self._directory.end(request.request_id)
-        if isinstance(error, TicketError):
-            self._refuse(request, error)
+    def _give_up(self, pull: _Pull, error: KVFerryError) -> None:
+        """Have a request fail whose ticket will not come, or whose part of it is refused."""
+        if pull.stage is PullStage.UNUSED:
+            self._end(pull, PullEnd.DROPPED)
+        elif pull.stage is PullStage.LOADING:
+            _log_no_ticket(pull, error)
+            self._abort(pull)
         else:
-            _log_no_ticket(early, error)
-            self._metrics.add(FAILED)
-            self._waiting[request.request_id] = TicketError(str(error))
+            self._end(pull, PullEnd.DROPPED)
+            if isinstance(error, TicketError):
+                self._refuse(pull.request, error)
+            else:
+                _log_no_ticket(pull, error)
+                self._metrics.add(FAILED)
+                self._fail_later(pull.request, error)
+
+    # From a request's blocks to the end of its load.
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Queue the load of a request, or only a "done" to the producer if nothing is to be loaded.
+        """Queue the load of ``external`` tokens, or a "done" to the producer if there are none.
 
         After "done", the producer frees the pages that it has kept for the request. If the ticket
-        was refused, the failure of the load is queued instead. Called when vLLM has allocated
-        blocks for the request. ``drain`` returns what is queued.
-
-        Args:
-            request: vLLM's request; ignored if it has no ticket.
-            blocks: The request's blocks.
-            external: How many of the request's tokens are to be loaded into the blocks.
+        was refused, the failure of the load is queued instead.
         """
-        entry = self._waiting.pop(request.request_id, None)
-        if entry is None:
-            self._early_blocks_allocated(request.request_id, blocks, external)
-        elif isinstance(entry, Ticket):
-            if external:
-                self._begin_load(request, entry, blocks, external)
-            else:
-                self._release_unused(request.request_id, entry, "it needs none, or too few tokens")
-        elif external:
-            self._loading[request.request_id] = None
-            self._refused.append((request.request_id, str(entry)))
-
-    def _early_blocks_allocated(
-        self, request_id: str, blocks: KVCacheBlocks, external: int
-    ) -> None:
-        """Queue the load of a request whose ticket has not come, if its room is followed.
-
-        Args:
-            request_id: vLLM's id of the request.
-            blocks: The request's blocks.
-            external: How many of the request's tokens are to be loaded into the blocks.
-        """
-        early = self._early.get(request_id)
-        if early is None or early.blocks or early.unused is not None:
+        pull = self._pulls.get(request.request_id)
+        needs_none = "it needs none, or too few tokens"
+        if pull is None:
             return
-        if external and early.part is not None:
-            self._early.begin(early, self._blocks_for(external))
-            self._begin_load(early.request, early.part, blocks, external)
-        else:
-            early.unused = "it needs none, or too few tokens"
+        if pull.stage is PullStage.REFUSED:
+            if external:
+                self._fail(pull)
+            else:
+                self._end(pull, PullEnd.DROPPED)
+        elif (
+            pull.stage in (PullStage.FOLLOWED, PullStage.READY)
+            and external
+            and pull.ticket is not None
+        ):
+            self._begin_load(pull, pull.ticket, blocks, external)
+        elif pull.stage is PullStage.READY:
+            self._end(pull, PullEnd.GIVEN_BACK, needs_none)
+        elif pull.stage is PullStage.FOLLOWED:
+            pull.stage, pull.why = PullStage.UNUSED, needs_none
+
+    def _begin_load(
+        self, pull: _Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int
+    ) -> None:
+        """Queue the load that fills a request's blocks with so many tokens."""
+        whole = self._checks.tokens_to_have(pull.request, pull.covered)
+        wanted = [group.consumer_pages(blocks.blocks[group.index], whole) for group in self._groups]
+        lists = [pages.ids for _, pages in wanted]
+        try:
+            placed, copy = self._pages.place(pull.name, lists, external)
+        except NoHostPagesError as error:
+            self._refuse_host_pages(pull, error)
+            self._fail(self._pulls[pull.name])
+            return
+        is_early = pull.stage is PullStage.FOLLOWED
+        if is_early and pull.early is not None:
+            self._early.begin(pull.early, num_blocks(self._groups, external))
+        self._messages.loads.append(
+            Load(
+                request=pull.name,
+                ticket=ticket,
+                ranges=tuple(tokens for tokens, _ in wanted),
+                local=tuple(
+                    pages if ids is pages.ids else replace(pages, ids=np.array(ids, np.int64))
+                    for ids, (_, pages) in zip(placed, wanted, strict=True)
+                ),
+                shared=not is_early and self._order(pull.name),
+                is_early=is_early,
+                copy=copy,
+            )
+        )
+        pull.stage = PullStage.LOADING
+        pull.loading = LoadingRequest(
+            request_id=pull.name,
+            ticket=ticket,
+            tokens=external,
+            begun=time.time(),
+            headers=pull.request.trace_headers,
+            is_early=is_early,
+        )
+
+    def _order(self, name: RequestId) -> bool:
+        """Record that a load is queued; return whether it leaves "done" to others of its hold."""
+        return self._users.order(name, siblings=is_sample(name))
+
+    def _fail(self, pull: _Pull) -> None:
+        """Have the workers report that a request's blocks were not filled."""
+        pull.stage = PullStage.FAILING
+        self._messages.refused.append((pull.name, pull.why))
+
+    def _abort(self, pull: _Pull) -> None:
+        """Have the workers end a load, which they report when no byte can land any more."""
+        if pull.early is not None:
+            self._early.end(pull.early)
+        self._messages.parts.pop(pull.name, None)
+        self._messages.aborted.append(pull.name)
 
     def request_finished(self, request: Request) -> None:
         """Abort the load of a request that ended, or tell the producer that none will come.
 
-        Called when vLLM has finished or aborted the request. If the request never had a load, the
-        producer is told "done", so that it frees the pages, unless other requests may load them. If
-        the producer has not made the ticket yet, it is told when it has. Nothing happens if the
+        If the producer has not made the ticket yet, it is told when it has. Nothing happens if the
         load is over.
-
-        Args:
-            request: vLLM's request.
         """
-        self._end_early(request.request_id)
-        self._host.cancel(RequestId(request.request_id))
-        entry = self._waiting.pop(request.request_id, None)
-        if isinstance(entry, Ticket):
-            self._release_unused(request.request_id, entry, "it ended before it had blocks")
-        elif request.request_id in self._loading:
-            self._aborted.append(request.request_id)
-            if (loading := self._loading[request.request_id]) is not None:
-                loading.is_aborted = True
         self._loaded.discard(request.request_id)
         self._first_tokens.pop(request.request_id, None)
-
-    def first_tokens(self, request_id: str) -> tuple[int, ...]:
-        """Return, for each group, the first token that a request's load has written.
-
-        Returns:
-            The tokens' indices; empty if the load has filled all pages whole, or there was none.
-        """
-        return self._first_tokens.get(request_id, ())
-
-    def _end_early(self, request_id: str) -> None:
-        """End an early load of a request that ended, or wait for its ticket to give it back."""
-        early = self._early.get(request_id)
-        if early is None:
+        pull = self._pulls.get(request.request_id)
+        if pull is None:
             return
-        if early.blocks:
-            self._early.end(request_id)
-            self._parts.pop(request_id, None)
+        if pull.stage in (PullStage.LOADING, PullStage.FAILING):
+            self._abort(pull)
+            if pull.loading is not None:
+                pull.loading.is_aborted = True
+        elif pull.stage is PullStage.READY:
+            self._end(pull, PullEnd.GIVEN_BACK, ENDED_EARLY)
+        elif pull.stage is PullStage.REFUSED:
+            self._end(pull, PullEnd.DROPPED)
         else:
-            early.unused = "it ended before it had blocks"
-            if self._directory is not None:
-                self._directory.end(request_id)
+            pull.stage, pull.why = PullStage.UNUSED, pull.why or ENDED_EARLY
+            self._directory.end(pull.name)
 
     def loads_reported(self, records: Mapping[str, LoadRecord]) -> None:
-        """Record the figures of loads that have ended on some ranks, for ``loads_finished``.
-
-        Args:
-            records: The figures of each request's load on the ranks that report it in this step.
-        """
+        """Record the figures of loads that have ended on some ranks, for ``loads_finished``."""
         for request_id, record in records.items():
-            if (loading := self._loading.get(request_id)) is not None:
+            pull = self._pulls.get(request_id)
+            if pull is not None and (loading := pull.loading) is not None:
                 before = loading.record
                 loading.record = record if before is None else before.combine(record)
 
     def loads_finished(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
-        """Count loads that have ended on all workers, as succeeded or failed.
+        """End the pulls of requests whose load has ended on all workers; ``failed`` on some.
 
-        Args:
-            request_ids: vLLM's ids of the requests; those of other connectors are ignored.
-            failed: Those of ``request_ids`` whose load failed.
+        Requests of other connectors are ignored.
         """
         for request_id in request_ids:
-            loading = self._loading.pop(request_id, None)
-            self._host.give_back(RequestId(request_id))
-            if loading is None:
+            pull = self._pulls.get(request_id)
+            if pull is None:
                 continue
-            self._early.end(request_id)  # if it has failed before its ticket came
-            self._parts.pop(request_id, None)
             # vLLM calls this when every rank has reported the load. Ranks end loads in different
             # orders, some before they hear of the next load. Only a load that all ranks have
             # reported counts as over: no rank reads for it any more when "done" is sent.
-            loaded = request_id not in failed
-            self._users.over(RequestId(request_id), loaded=loaded)
-            if self._directory is not None:
-                self._directory.end(request_id)
-            if not loading.is_aborted:
-                self._loaded.add(request_id)
-                if loaded and loading.record is not None and loading.record.first_tokens:
-                    self._keep_partial_pages_out(request_id, loading.record.first_tokens)
-            if request_id in failed:
-                self._metrics.add(FAILED)
-                self._reports.failed(loading)
-            else:
-                self._metrics.add(LOADS)
-                self._metrics.add(TOKENS, loading.tokens)
-                self._metrics.add(EARLY_LOADS, int(loading.is_early))
-                self._reports.loaded(loading)
+            if pull.stage is PullStage.LOADING:
+                self._end(pull, PullEnd.FAILED if request_id in failed else PullEnd.LOADED)
+            elif pull.stage is PullStage.FAILING:
+                self._end(pull, PullEnd.DROPPED)
 
-    def _keep_partial_pages_out(self, request_id: str, first_tokens: Sequence[int]) -> None:
-        """Keep the pages that a load has not filled whole out of the prefix cache."""
-        if self._prefix_cache.keep_out(request_id, first_tokens):
-            self._first_tokens[request_id] = tuple(first_tokens)
+    def _end(self, pull: _Pull, outcome: PullEnd, why: str = "") -> None:
+        """End a request's pull, and tell everybody who knows of it; the only way out."""
+        name = pull.name
+        if outcome is PullEnd.GIVEN_BACK and pull.ticket is not None:
+            self._reports.nothing_loaded(name, pull.ticket, why)
+            self._release(name, pull.ticket, shared=self._order(name))
+        self._users.over(name, loaded=outcome is PullEnd.LOADED)
+        self._directory.end(name)
+        if pull.early is not None:
+            self._early.end(pull.early)
+        self._messages.parts.pop(name, None)
+        self._pages.cancel(name)
+        if outcome in (PullEnd.LOADED, PullEnd.FAILED):
+            self._pages.give_back(name)
+        if pull.loading is not None:
+            self._report(pull.loading, is_loaded=outcome is PullEnd.LOADED)
+        del self._pulls[name]
+
+    def _release(self, name: RequestId, ticket: Ticket, *, shared: bool) -> None:
+        """Queue a load that reads nothing, and tells the producer "done" unless it is shared."""
+        groups = len(self._groups)
+        self._messages.loads.append(
+            Load(
+                request=name,
+                ticket=ticket,
+                ranges=(None,) * groups,
+                local=(NO_PAGES,) * groups,
+                report=False,
+                shared=shared,
+            )
+        )
+
+    def _report(self, loading: LoadingRequest, *, is_loaded: bool) -> None:
+        """Count and log a load that is over, and remember what it means for the request."""
+        if not loading.is_aborted:
+            self._loaded.add(loading.request_id)
+            tokens = loading.record.first_tokens if is_loaded and loading.record else ()
+            if tokens and self._prefix_cache.keep_out(loading.request_id, tokens):
+                self._first_tokens[loading.request_id] = tuple(tokens)
+        if is_loaded:
+            self._metrics.add(LOADS)
+            self._metrics.add(TOKENS, loading.tokens)
+            self._metrics.add(EARLY_LOADS, int(loading.is_early))
+            self._reports.loaded(loading)
+        else:
+            self._metrics.add(FAILED)
+            self._reports.failed(loading)
+
+    def first_tokens(self, request_id: str) -> tuple[int, ...]:
+        """Return, for each group, the index of the first token that a request's load has written.
+
+        Empty if the load has filled all pages whole, or there was none.
+        """
+        return self._first_tokens.get(request_id, ())
+
+    # Once in each step.
 
     def loaded_request_waits(self, scheduler_output: SchedulerOutput) -> bool:
         """Return whether a request whose load is over waits for blocks for the rest of its prompt.
 
         vLLM calls no hook for such a request. It waits for blocks if it is not computed although
-        nothing else is. While other requests are computed, it may wait for its turn; and they will
-        lack blocks before long, or end.
-
-        Must be called once, at the end of each scheduling pass.
-
-        Args:
-            scheduler_output: vLLM's plan of the step.
+        nothing else is; otherwise it may wait for its turn. To be called once in each pass.
         """
         if not self._loaded:
             return False
@@ -551,29 +551,23 @@ class Consumer:
     def drain(self) -> LoadMessages:
         """Return the messages to the workers that were queued since the last call."""
         if self._early.pending:
-            for early in self._early:
-                self._take_news(early)
+            for request_id in self._early:
+                self._take_news(request_id)
         for ticket in self._users.take_unused():
-            self._loads.append(self._release_only(ticket.request, ticket, shared=False))
-            if self._directory is not None:
-                self._directory.ask(ticket)
-        messages = LoadMessages(
-            prepare=tuple(self._prepare),
-            loads=tuple(self._loads),
-            parts=dict(self._parts),
-            refused=tuple(self._refused),
-            aborted=tuple(self._aborted),
-        )
-        for sent in (self._prepare, self._loads, self._parts, self._refused, self._aborted):
-            sent.clear()
+            self._release(RequestId(ticket.request), ticket, shared=False)
+            self._directory.ask(ticket)
+        messages, self._messages = self._messages, LoadMessages()
         return messages
 
     @property
     def pending(self) -> bool:
         """Whether ``drain`` has messages to return, or will have some that no request waits for."""
-        messages = self._prepare or self._loads or self._parts or self._refused or self._aborted
-        early = self._early.pending or self._early.waits_to_release
-        return bool(messages) or self._users.pending or early
+        return (
+            self._messages.has_orders
+            or self._users.pending
+            or self._early.pending
+            or any(self._pulls[each].stage is PullStage.UNUSED for each in self._early)
+        )
 
     @property
     def follows(self) -> bool:
@@ -581,366 +575,41 @@ class Consumer:
         return bool(self._early)
 
     def follows_request(self, request_id: str) -> bool:
-        """Return whether a request, which may have ended, waits for what its prefill engine says.
+        """Return whether a request, which may have ended, waits for the engine that prefills it."""
+        return request_id in self._early
 
-        Args:
-            request_id: vLLM's id of the request.
-        """
-        return self._early.get(request_id) is not None
+    def set_host_pages(self, host: HostPages) -> None:
+        """Set the host pages that loads fill, where the cache is staged; none is taken."""
+        self._pages.host = host
 
-    def _admit(self, request: Request) -> Ticket:
-        """Check the ticket in a request's ``kv_transfer_params``, and return it.
-
-        Raises:
-            TicketError: This engine may not load; or the ticket is malformed, is not signed as
-                required, is of this engine itself or of one to which this engine may not connect,
-                or was made for another prompt or number of tokens.
-        """
-        ticket = self._admit_maker(request)
-        if self._verify_prompt:
-            self._check_prompt(request, ticket)
-        self._check_tokens(request, ticket.tokens)
-        return ticket
-
-    def _common_tokens(self, request: Request, ticket: Ticket) -> int:
-        """Return how many first tokens of a prompt can be loaded with a conversation's ticket.
-
-        They are compared with ``verify_prompt`` false, too.
-
-        Args:
-            request: vLLM's request, the conversation's next turn.
-            ticket: The ticket.
-
-        Returns:
-            The number of tokens; 0 if the model has recurrent states or attention windows, which
-            can be used after exactly the ticket's tokens, and the prompt has not all of these.
-
-        Raises:
-            TicketError: The content of the request's LoRA adapter is not known here.
-        """
-        try:
-            adapter = self._adapter_content(request)
-        except AdapterError as exc:
-            raise TicketError(str(exc), reason=TicketReason.ADAPTER) from exc
-        common = common_tokens(request, ticket, adapter)
-        return 0 if self._needs_exact_length and common != ticket.tokens else common
-
-    def _is_turn(self, request: Request) -> bool:
-        """Return whether a request continues a conversation with the ticket of its last answer.
-
-        That is a request that is prefilled here for another engine, with a ticket in its params.
-        """
-        params = request.kv_transfer_params or {}
-        is_prefill = params.get("do_remote_decode") and not params.get("do_remote_prefill")
-        has_ticket = KEY in params or params.get("remote_block_ids")
-        return self._continues and bool(is_prefill and has_ticket)
-
-    def _admit_maker(self, request: Request) -> Ticket:
-        """Return the ticket in a request's ``kv_transfer_params`` if its maker is admitted.
-
-        Raises:
-            TicketError: This engine may not load; or the ticket is malformed, is not signed as
-                required, or is of this engine itself or of one to which this engine may not
-                connect.
-        """
-        self._check_may_load()
-        ticket = read_ticket(
-            request.kv_transfer_params, self._security.secrets, prompt=request.num_prompt_tokens
-        )
-        self._check_maker(ticket.engine, ticket.key)
-        return ticket
-
-    def _check_part(self, request: Request, part: Part) -> None:
-        """Refuse a part of a ticket that does not fit a request.
-
-        The prompt is compared with ``verify_prompt`` false, too: it is not the router that hands
-        over a part, and an older build has one ticket for all requests with one ``transfer_id``.
-
-        Raises:
-            TicketError: This engine may not connect to the one that made it; or it was made for
-                another prompt or number of tokens.
-        """
-        self._check_maker(part.ticket.engine, part.ticket.key)
-        self._check_prompt(
-            request,
-            part.ticket,
-            hint=", or its transfer_id was used for another request within the last minute, which "
-            "an engine of an older kvferry cannot tell from this one: let the router use each once",
-        )
-        self._check_tokens(request, part.total)
-
-    def _check_may_load(self) -> None:
-        """Refuse any ticket if this engine's ``kv_role`` does not let it load.
-
-        Raises:
-            TicketError: This engine may not load.
-        """
-        if not self._may_load:
-            raise TicketError(
-                'this engine\'s kv_role is "kv_producer", so it may not load: set "kv_consumer" or '
-                '"kv_both"',
-                reason=TicketReason.ROLE,
-            )
-
-    def _check_prompt(self, request: Request, ticket: Ticket, hint: str = "") -> None:
-        """Refuse a ticket that was made for another prompt, or with another LoRA adapter.
-
-        Args:
-            request: vLLM's request.
-            ticket: The ticket.
-            hint: What else may be the reason, for the error.
-
-        Raises:
-            TicketError: The digests differ, or the content of the adapter here is not known.
-        """
-        try:
-            adapter = self._adapter_content(request)
-        except AdapterError as exc:
-            raise TicketError(str(exc), reason=TicketReason.ADAPTER) from exc
-        if prompt_digest(request, ticket.tokens, adapter) != ticket.digest:
-            if index := prompt_index(request.request_id):
-                raise TicketError(
-                    f"it is that of the first prompt of a list, and this is prompt {index + 1} of "
-                    "it: vLLM answers a completion request with the first prompt's ticket only, so "
-                    "send each prompt in a request of its own, or set kv_load_failure_policy to "
-                    "'recompute'",
-                    reason=TicketReason.LIST,
-                )
-            hints = f"{_media_hint(request)}{self._adapter_hint(request)}{hint}"
-            raise TicketError(
-                f"it was made for another prompt than this one of {request.num_prompt_tokens} "
-                f"tokens{hints} (producer's request {ticket.request!r}, {ticket.tokens} tokens)",
-                reason=TicketReason.PROMPT,
-            )
-
-    def _adapter_hint(self, request: Request) -> str:
-        """Return how LoRA adapters may be the reason for another digest; empty without LoRA."""
-        if (lora := request.lora_request) is not None:
-            return f", or with other weights than adapter {lora.lora_name[:64]!r} has here"
-        if self._lora_enabled:
-            return ", or with a LoRA adapter, while this request has none"
-        return ""
-
-    def _check_maker(self, engine: str, key: bytes) -> None:
-        """Refuse a ticket of this very engine, or of one to which it may not connect.
-
-        Args:
-            engine: The id of the engine that the ticket names.
-            key: The public key of its side channel.
-
-        Raises:
-            TicketError: The ticket is refused.
-        """
-        try:
-            self._security.access.check_server(key)
-        except HandshakeError as exc:
-            raise TicketError(f"engine {engine!r}: {exc}", reason=TicketReason.ADMISSION) from exc
-        if engine == self._engine:
-            raise TicketError(
-                f"it was made by this very engine, {self._engine!r}", reason=TicketReason.OWN
-            )
-
-    def _check_tokens(self, request: Request, tokens: int) -> None:
-        """Refuse a ticket that covers another number of tokens than this engine needs.
-
-        The number matters only if the model has recurrent states or attention windows: these can be
-        used only after exactly the tokens that they were computed for. For a request with
-        ``skip_reading_prefix_cache``, the number never matters, because vLLM loads nothing.
-
-        Args:
-            request: vLLM's request.
-            tokens: How many of the prompt's tokens the ticket covers.
-
-        Raises:
-            TicketError: The number matters, and ``tokens`` is not ``handed_over_tokens``.
-        """
-        expected = handed_over_tokens(request, self._backoff)
-        if (
-            self._needs_exact_length
-            and tokens != expected
-            and not request.skip_reading_prefix_cache
-        ):
-            raise TicketError(
-                f"its states and windows are those after {tokens} tokens, and this engine needs "
-                f"those after {expected} of the prompt's {request.num_prompt_tokens}",
-                reason=TicketReason.TOKENS,
-            )
-
-    def _tokens_to_have(self, request: Request, entry: Ticket | Part | TicketError) -> int:
-        """Return how many of a prompt's first tokens are not computed here, but cached or loaded.
-
-        Args:
-            request: vLLM's request.
-            entry: The request's ticket, a part of it, or why it was refused.
-        """
-        if self._is_turn(request):  # prefilled here, so its prompt is truncated already
-            total = request.num_prompt_tokens
-        else:
-            total = handed_over_tokens(request, self._backoff)
-        if isinstance(entry, Ticket):
-            total = min(total, entry.tokens)
-        elif isinstance(entry, Part):
-            total = min(total, entry.total)
-        # The last token is computed here, from the states before it. A prompt too short to be
-        # truncated was computed whole, so its states are past that token and cannot be used.
-        return 0 if self._needs_exact_length and total >= request.num_prompt_tokens else total
-
-    def _begin_load(
-        self, request: Request, made: Ticket | Part, blocks: KVCacheBlocks, tokens: int
-    ) -> None:
-        """Queue the load that fills a request's blocks.
-
-        Args:
-            request: vLLM's request.
-            made: The request's ticket, or the part that has come of it.
-            blocks: The request's blocks.
-            tokens: How many tokens are to be loaded.
-        """
-        load = self._load(request, made, blocks)
-        if load is None:
-            self._fail_unplaced(request, made, tokens)
-            return
-        self._loads.append(load)
-        self._loading[request.request_id] = LoadingRequest(
-            request_id=request.request_id,
-            ticket=load.ticket,
-            tokens=tokens,
-            begun=time.time(),
-            headers=request.trace_headers,
-            is_early=load.is_early,
-        )
-
-    def _fail_unplaced(self, request: Request, made: Ticket | Part, tokens: int) -> None:
-        """Queue the failure of a load for which there are too few host pages.
-
-        Args:
-            request: vLLM's request.
-            made: The request's ticket, which is no part where the cache is staged.
-            tokens: How many tokens were to be loaded.
-        """
-        if isinstance(made, Ticket):
-            self._refuse_host_pages(request, made, reserve_count(self._groups, tokens))
-        error = self._waiting.pop(request.request_id, None)
-        self._loading[request.request_id] = None
-        self._refused.append((request.request_id, str(error)))
-
-    def _load(self, request: Request, made: Ticket | Part, blocks: KVCacheBlocks) -> Load | None:
-        """Return the load that fills a request's blocks; ``None`` if it has too few host pages.
-
-        Args:
-            request: vLLM's request.
-            made: The request's ticket, or the part that has come of it.
-            blocks: The request's blocks.
-        """
-        is_early = isinstance(made, Part)
-        last = self._tokens_to_have(request, made)
-        wanted = [group.consumer_pages(blocks.blocks[group.index], last) for group in self._groups]
-        copy, local = None, tuple(pages for _, pages in wanted)
-        if self._is_staged:
-            placed = place_load(self._host, request.request_id, local)
-            if placed is None:
-                return None
-            copy, local = placed
-        return Load(
-            request=RequestId(request.request_id),
-            ticket=made.ticket if isinstance(made, Part) else made,
-            ranges=tuple(tokens for tokens, _ in wanted),
-            local=local,
-            shared=not is_early and self._shares(request.request_id),
-            is_early=is_early,
-            copy=copy,
-        )
-
-    def _shares(self, request_id: str) -> bool:
-        """Record that a request's load is queued, and return whether others may load from its hold.
-
-        Returns:
-            Whether other requests may still load from the same hold (the pages that the producer
-            keeps). If so, this load must not tell the producer "done"; a later load will.
-        """
-        return self._users.order(RequestId(request_id), siblings=is_sample(request_id))
-
-    def _release_unused(self, request_id: str, ticket: Ticket, why: str) -> None:
-        """Queue a "done" to the producer for a request that loads nothing (``_release_only``).
-
-        The producer keeps the pages if other requests may still load them.
-
-        Args:
-            request_id: vLLM's id of the request.
-            ticket: The request's ticket.
-            why: Why it loads nothing, for the log.
-        """
-        self._reports.nothing_loaded(request_id, ticket, why)
-        self._host.cancel(RequestId(request_id))
-        shared = self._shares(request_id)
-        self._loads.append(self._release_only(request_id, ticket, shared=shared))
-        self._users.over(RequestId(request_id), loaded=False)
-        if self._directory is not None:
-            self._directory.end(request_id)
-
-    def _release_only(self, request_id: str, ticket: Ticket, *, shared: bool) -> Load:
-        """Return a load that reads nothing, and only tells the producer that it may free the pages.
-
-        Args:
-            request_id: vLLM's id of the request.
-            ticket: The request's ticket.
-            shared: Whether other requests may still load these pages. Then the load does not let
-                the producer free them.
-        """
-        groups = len(self._groups)
-        return Load(
-            request=RequestId(request_id),
-            ticket=ticket,
-            ranges=(None,) * groups,
-            local=(NO_PAGES,) * groups,
-            report=False,
-            shared=shared,
-        )
+    def update_metrics(self) -> None:
+        """Set the metrics of the host pages, where the cache is staged."""
+        self._pages.update_metrics(self._metrics)
 
 
-def _media_hint(request: Request) -> str:
-    """Return how media may be the reason for another digest; empty for a prompt of text."""
-    if not request.mm_features:
-        return ""
-    return ", or for other media (vLLM up to 0.30 identifies media otherwise than later versions)"
-
-
-def _log_refusal(request: Request, error: TicketError) -> None:
+def _log_refusal(request: Request, what: str, reason: TicketReason, why: str) -> None:
     """Log that a request's ticket was refused, with the cause and what made the ticket."""
     params = request.kv_transfer_params or {}
     logger.warning(
-        "request %s: ticket refused: %s (stage ticket, cause %s, of engine %s, request %s)",
+        "request %s: %s: %s (stage ticket, cause %s, of engine %s, request %s)",
         on_one_line(request.request_id),
-        with_remedy(error),
-        error.reason,
+        what,
+        why,
+        reason,
         _named(params.get("remote_engine_id"), 64),
         _named(params.get("remote_request_id"), MAX_ID_LOGGED),
     )
 
 
-def _log_no_ticket(early: EarlyRequest, error: KVFerryError) -> None:
+def _log_no_ticket(pull: _Pull, error: KVFerryError) -> None:
     """Log that a request fails because its ticket does not come, or a part of it is refused."""
     logger.warning(
         "request %s: the engine that prefills it made no ticket that can be used: %s (stage early, "
         "cause %s, of engine %s)",
-        on_one_line(early.request.request_id),
+        on_one_line(pull.name),
         with_remedy(error),
         error.cause,
-        on_one_line(early.producer.engine, 64),
-    )
-
-
-def _log_turn_refusal(request: Request, error: TicketError) -> None:
-    """Log that the ticket of a conversation was refused, so that the whole prompt is computed."""
-    params = request.kv_transfer_params or {}
-    logger.warning(
-        "request %s: ticket of the last answer refused, so the whole prompt is computed: %s "
-        "(stage ticket, cause %s, of engine %s, request %s)",
-        on_one_line(request.request_id),
-        error,
-        error.reason,
-        _named(params.get("remote_engine_id"), 64),
-        _named(params.get("remote_request_id"), MAX_ID_LOGGED),
+        on_one_line(pull.early.producer.engine, 64) if pull.early is not None else "",
     )
 
 
@@ -948,9 +617,5 @@ def _named(value: object, limit: int) -> str:
     """Return a client's value for the log: a text's beginning, or only the type of anything else.
 
     Other values may be large, and the scheduler must not spend seconds on their text.
-
-    Args:
-        value: The value, from the JSON of a request.
-        limit: The most characters of a text.
     """
     return on_one_line(value, limit) if isinstance(value, str) else f"({type(value).__name__})"

@@ -8,7 +8,7 @@ against the request's own prompt. ``Consumer`` decides what is loaded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,10 @@ from kvferry.core.directory import RoomFollower
 from kvferry.core.errors import KVFerryError, TicketError, TicketReason
 from kvferry.core.lifecycle.rooms import RoomId, room_id
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.prompts import whole_prompt_digest
-from kvferry.integrations.vllm.security import SecuritySettings
+from kvferry.integrations.vllm.request_ids import is_sample
+from kvferry.integrations.vllm.ticket_checks import TicketChecks
 from kvferry.integrations.vllm.ticket_params import Part, read_part
 
 if TYPE_CHECKING:
@@ -32,50 +34,29 @@ They wait for prefill with their blocks. Further requests wait for their tickets
 
 @dataclass(slots=True, kw_only=True)
 class EarlyRequest:
-    """A request whose room is followed.
-
-    Attributes:
-        request: vLLM's request.
-        room: The room.
-        producer: The engine that prefills, and its side channel.
-        may_begin: Whether its load may begin before the ticket comes: not if other requests name
-            the same room, since only the last of them may end the hold.
-        part: The newest part; ``None`` while the request is in prefill's queue.
-        blocks: How many blocks its early load has; 0 if none has begun.
-        unused: Why nothing will be loaded, so that the hold is ended as soon as the ticket comes;
-            ``None`` if the request waits for its load, or has one.
-    """
+    """A request whose room, of the engine ``producer``, is followed."""
 
     request: Request
     room: RoomId
     producer: PeerKey
-    may_begin: bool = True
     part: Part | None = None
+    """The newest part; ``None`` while the request is in prefill's queue."""
     blocks: int = 0
-    unused: str | None = None
+    """How many blocks its early load has; 0 if none has begun."""
 
 
 class EarlyRequests:
     """Follow the rooms of requests.
 
     Args:
-        follower: Asks the side channels; ``None`` to refuse requests that name a room.
-        security: Has the secrets with which parts must be signed, if any.
-        check: Raises ``TicketError`` if a part does not fit a request.
+        follower: Asks the side channels.
+        checks: Checks each part, and has the secrets with which parts must be signed, if any.
         blocks: How many blocks the engine has.
     """
 
-    def __init__(
-        self,
-        follower: RoomFollower | None,
-        *,
-        security: SecuritySettings,
-        check: Callable[[Request, Part], None],
-        blocks: int,
-    ) -> None:
+    def __init__(self, follower: RoomFollower, *, checks: TicketChecks, blocks: int) -> None:
         self._follower = follower
-        self._security = security
-        self._check = check
+        self._checks = checks
         self._most_blocks = int(EARLY_SHARE * blocks)
         self._blocks = 0
         self._requests: dict[str, EarlyRequest] = {}
@@ -84,118 +65,82 @@ class EarlyRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[EarlyRequest]:
-        """Yield the requests; they may end meanwhile."""
-        return iter(list(self._requests.values()))
+    def __iter__(self) -> Iterator[str]:
+        """Yield the ids of the requests; they may end meanwhile."""
+        return iter(list(self._requests))
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
 
     @property
     def pending(self) -> bool:
         """Whether there is news of a request that ``take`` has not returned."""
-        return self._follower is not None and self._follower.pending
+        return self._follower.pending
 
-    @property
-    def waits_to_release(self) -> bool:
-        """Whether a request that loads nothing is followed, which may have ended already."""
-        return any(early.unused is not None for early in self._requests.values())
-
-    def get(self, request_id: str) -> EarlyRequest | None:
-        """Return a request whose room is followed; ``None`` if it is not."""
-        return self._requests.get(request_id)
-
-    def follow(self, request: Request, name: str, producer: PeerKey, *, may_begin: bool) -> None:
-        """Follow a request's room until ``end``.
-
-        Args:
-            request: vLLM's request.
-            name: The router's name of the room.
-            producer: The engine that prefills, and its side channel.
-            may_begin: Whether its load may begin before the ticket comes.
-
-        Raises:
-            TicketError: No rooms are followed.
-        """
-        if self._follower is None:
-            raise TicketError("it has none, and this engine follows no rooms")
-        self.end(request.request_id)
+    def follow(self, request: Request) -> EarlyRequest:
+        """Follow a request's room until ``end``, or raise ``TicketError``."""
+        name, producer = self._checks.admit_room(request)
         room = room_id(name, whole_prompt_digest(request))
-        early = EarlyRequest(request=request, room=room, producer=producer, may_begin=may_begin)
+        early = EarlyRequest(request=request, room=room, producer=producer)
         self._requests[request.request_id] = early
-        self._rooms[early.room] += 1
-        self._follower.follow(request.request_id, early.room, producer)
+        self._rooms[room] += 1
+        self._follower.follow(request.request_id, room, producer)
+        return early
 
     def take(self, early: EarlyRequest) -> Part | KVFerryError | None:
-        """Return the newest part of a request since the last call, checked.
+        """Return the newest part of a request since the last call, or why none can be used.
 
-        Args:
-            early: The request.
-
-        Returns:
-            The part; why there will be none that can be used, or why it is refused; ``None`` if
-            nothing is new. After the last part, and after an error, call ``end``.
+        ``None`` if nothing is new. After the last part, and after an error, the request is not
+        followed any more.
         """
-        if self._follower is None:
-            return None
         news = self._follower.news(early.request.request_id)
-        if news is None or isinstance(news, KVFerryError):
-            return news
-        if not news.part:
-            return None
+        found: Part | KVFerryError | None = None
+        if isinstance(news, KVFerryError):
+            found = news
+        elif news is not None and news.part:
+            found = self._read(early, news)
+        if isinstance(found, Part):
+            early.part = found
+        if isinstance(found, KVFerryError) or (found is not None and found.is_last):
+            self.end(early)
+        return found
+
+    def _read(self, early: EarlyRequest, news: RoomNews) -> Part | TicketError:
+        """Return a part that can be used, or why it is refused."""
+        secrets, prompt = self._checks.security.secrets, early.request.num_prompt_tokens
         try:
-            part = read_part(
-                news.part,
-                self._security.secrets,
-                is_last=news.is_last,
-                prompt=early.request.num_prompt_tokens,
-            )
+            part = read_part(news.part, secrets, is_last=news.is_last, prompt=prompt)
             self._check_continues(early, part)
-            self._check(early.request, part)
+            self._checks.check_part(early.request, part)
         except TicketError as error:
             return error
-        early.part = replace(part, ticket=self._routed(early, part.ticket))
-        return early.part
+        return replace(part, ticket=self._routed(early, part.ticket))
 
     def has_room(self, early: EarlyRequest, blocks: int) -> bool:
-        """Return whether a load may begin now, before the ticket has come.
+        """Return whether a load of so many blocks may begin now, before the ticket has come.
 
-        Args:
-            early: The request.
-            blocks: How many blocks it needs.
+        Not if other requests name the same room, since only the last of them may end the hold.
         """
-        is_alone = early.may_begin and self._rooms[early.room] == 1
+        is_alone = self._rooms[early.room] == 1 and not is_sample(early.request.request_id)
         return is_alone and self._blocks + blocks <= self._most_blocks
 
     def begin(self, early: EarlyRequest, blocks: int) -> None:
-        """Record that a load begins before the ticket has come.
-
-        Args:
-            early: The request.
-            blocks: How many blocks it has.
-        """
+        """Record that a load of so many blocks begins before the ticket has come."""
         early.blocks = blocks
         self._blocks += blocks
 
-    def end(self, request_id: str) -> None:
-        """Follow a request's room no longer.
-
-        Args:
-            request_id: vLLM's id of the request; ignored if its room is not followed.
-        """
-        early = self._requests.pop(request_id, None)
-        if early is None:
+    def end(self, early: EarlyRequest) -> None:
+        """Follow a request's room no longer; ignored if it is not followed."""
+        if self._requests.pop(early.request.request_id, None) is None:
             return
-        if self._follower is not None:
-            self._follower.end(request_id)
+        self._follower.end(early.request.request_id)
         self._blocks -= early.blocks
         self._rooms[early.room] -= 1
         if not self._rooms[early.room]:
             del self._rooms[early.room]
 
     def _check_continues(self, early: EarlyRequest, part: Part) -> None:
-        """Refuse a part of another engine than the one that is followed, or for other tokens.
-
-        Raises:
-            TicketError: The part is refused.
-        """
+        """Refuse a part of another engine than the one that is followed, or for other tokens."""
         if part.ticket.engine != early.producer.engine:
             raise TicketError(
                 f"the side channel of engine {early.producer.engine!r} has a part of a ticket of "
@@ -215,6 +160,6 @@ class EarlyRequests:
         A signed ticket names the only address at which it may be.
         """
         address = early.producer.host, early.producer.port
-        if self._security.secrets is not None or address == (ticket.host, ticket.port):
-            return replace(ticket, routed=None)
-        return replace(ticket, routed=address)
+        is_signed = self._checks.security.secrets is not None
+        is_known = is_signed or address == (ticket.host, ticket.port)
+        return replace(ticket, routed=None if is_known else address)

@@ -84,30 +84,14 @@ class HostPool:
         self._into = _CopyThread("kvferry-copy-into", device, enter)
 
     def out(self, blocks: Sequence[int], pages: Sequence[int]) -> Callable[[], bool]:
-        """Begin to copy blocks of the device to host pages; ``PageCopies`` explains the rest.
-
-        Args:
-            blocks: ids of blocks.
-            pages: the host page for each.
-
-        Returns:
-            A function that tells whether all bytes are in the host pages.
-        """
+        """Begin to copy blocks of the device to a host page each (``PageCopies.out``)."""
         there, here = _index(blocks), _index(pages)
-        return self._out.run(lambda: self._copier.out(there, here))
+        return self._out.run(lambda: self._copier.copy(there, here, out=True))
 
     def into(self, pages: Sequence[int], blocks: Sequence[int]) -> Callable[[], bool]:
-        """Begin to copy host pages to blocks of the device; ``PageCopies`` explains the rest.
-
-        Args:
-            pages: host pages.
-            blocks: the id of a block for each.
-
-        Returns:
-            A function that tells whether all bytes are in the device's blocks.
-        """
+        """Begin to copy host pages to a block of the device each (``PageCopies.into``)."""
         here, there = _index(pages), _index(blocks)
-        return self._into.run(lambda: self._copier.into(here, there))
+        return self._into.run(lambda: self._copier.copy(there, here, out=False))
 
     def close(self) -> None:
         """Wait for the copies that were begun, and end the threads. A second call does nothing."""
@@ -116,16 +100,7 @@ class HostPool:
 
 
 class _CopyThread:
-    """Run copies one after the other, each awaited, on a thread and a stream of their own.
-
-    Args:
-        name: of the thread.
-        device: the device.
-        enter: called first on the thread.
-
-    Raises:
-        DriverError: ``enter`` raised.
-    """
+    """Run copies one after the other, each awaited, on a thread and a stream of their own."""
 
     def __init__(self, name: str, device: torch.device, enter: EnterThread) -> None:
         self._stream = HighPriorityStream(device)
@@ -134,14 +109,7 @@ class _CopyThread:
         self._thread = start_thread(self._run, name=name, enter=enter)
 
     def run(self, copy: Callable[[], None]) -> Callable[[], bool]:
-        """Begin a copy.
-
-        Args:
-            copy: enqueues the copy.
-
-        Returns:
-            A function that tells whether the copy has passed, or raises what ``_copy`` has raised.
-        """
+        """Begin a copy; return what tells whether it has passed, or raises its ``CopyError``."""
         done: Future[None] = Future()
         self._orders.put((copy, done))
 
@@ -164,11 +132,7 @@ class _CopyThread:
                 done.set_result(None)
 
     def _copy(self, copy: Callable[[], None]) -> None:
-        """Do a copy, and wait for it.
-
-        Raises:
-            CopyError: the copy has failed, and the device does nothing more for it.
-        """
+        """Do a copy, and wait for it; after ``CopyError`` the device does nothing more for it."""
         failure: Exception | None = None
         with self._stream.awaited():  # raises itself if the device cannot be waited for
             try:
@@ -192,25 +156,15 @@ _RowsAndColumns = tuple["torch.Tensor", slice]
 
 
 class _Copier(Protocol):
-    """Copies pages; each call enqueues or does the copy."""
+    """Enqueues or does the copy between blocks and host pages, to these if ``out``."""
 
-    def out(self, blocks: I64Array, pages: I64Array) -> None:
-        """Copy blocks to host pages."""
-
-    def into(self, pages: I64Array, blocks: I64Array) -> None:
-        """Copy host pages to blocks."""
+    def copy(self, blocks: I64Array, pages: I64Array, *, out: bool) -> None: ...
 
 
 class _HostCopies:
-    """Copy pages of a cache that is host memory itself.
+    """Copy pages of a cache that is host memory itself; storages are by region, as bytes.
 
     A row is one element to numpy, which is ten times as fast as torch's copies of rows.
-
-    Args:
-        memory: the pool.
-        pages: number of host pages.
-        form: what a host page consists of.
-        storages: the cache's memory by region, as bytes.
     """
 
     def __init__(
@@ -228,26 +182,19 @@ class _HostCopies:
             here = np.ndarray((pages,), kind, memory.numpy(), row.page_offset, (form.page_bytes,))
             self._rows.append((there, here))
 
-    def out(self, blocks: I64Array, pages: I64Array) -> None:
-        """Copy blocks to host pages."""
+    def copy(self, blocks: I64Array, pages: I64Array, *, out: bool) -> None:
         for row, host in self._rows:
-            host[pages] = row[blocks]
-
-    def into(self, pages: I64Array, blocks: I64Array) -> None:
-        """Copy host pages to blocks."""
-        for row, host in self._rows:
-            row[blocks] = host[pages]
+            if out:
+                host[pages] = row[blocks]
+            else:
+                row[blocks] = host[pages]
 
 
 class _StreamedCopies:
     """Copy pages of a device with streams, by way of a contiguous buffer in the device's memory.
 
     The device gathers all rows of some pages in the buffer, or scatters them from there. Between
-    the buffer and the pool, each run of consecutive host pages is one copy.
-
-    Args:
-        host: the pool, (pages, words).
-        rows: the cache.
+    the buffer and the pool (pages, words), each run of consecutive host pages is one copy.
     """
 
     def __init__(self, host: torch.Tensor, rows: Sequence[_RowsAndColumns]) -> None:
@@ -256,46 +203,28 @@ class _StreamedCopies:
         page_bytes = host.shape[1] * host.element_size()
         self._batch = max(1, BATCH_BYTES // max(page_bytes, 1))
 
-    def out(self, blocks: I64Array, pages: I64Array) -> None:
-        """Copy blocks to host pages."""
-        for some, here in self._batches(blocks, pages):
-            there, buffer = self._index(some), self._buffer(len(some))
-            for row, columns in self._rows:
-                buffer[:, columns].copy_(row.index_select(0, there))
-            for page, at in _runs(here):
-                self._host[page].copy_(buffer[at], non_blocking=True)
-
-    def into(self, pages: I64Array, blocks: I64Array) -> None:
-        """Copy host pages to blocks."""
-        for here, some in self._batches(pages, blocks):
-            there, buffer = self._index(some), self._buffer(len(some))
-            for page, at in _runs(here):
-                buffer[at].copy_(self._host[page], non_blocking=True)
-            for row, columns in self._rows:
-                row.index_copy_(0, there, buffer[:, columns])
-
-    def _buffer(self, pages: int) -> torch.Tensor:
-        """Return a buffer; its memory is used again when the stream has done earlier batches."""
-        return self._rows[0][0].new_empty((pages, self._host.shape[1]))
-
-    def _index(self, blocks: I64Array) -> torch.Tensor:
-        """Return ids of blocks in the device's memory."""
-        return _tensor(blocks).to(self._rows[0][0].device)
-
-    def _batches(self, one: I64Array, other: I64Array) -> Iterator[tuple[I64Array, I64Array]]:
-        for start in range(0, len(one), self._batch):
+    def copy(self, blocks: I64Array, pages: I64Array, *, out: bool) -> None:
+        first, _ = self._rows[0]
+        for start in range(0, len(blocks), self._batch):
             some = slice(start, start + self._batch)
-            yield one[some], other[some]
+            there, here = _tensor(blocks[some]).to(first.device), pages[some]
+            # Its memory is used again when the stream has done earlier batches.
+            buffer = first.new_empty((len(here), self._host.shape[1]))
+            if out:
+                for row, columns in self._rows:
+                    buffer[:, columns].copy_(row.index_select(0, there))
+            for page, at in _runs(here):
+                target, source = self._host[page], buffer[at]
+                if not out:
+                    target, source = source, target
+                target.copy_(source, non_blocking=True)
+            if not out:
+                for row, columns in self._rows:
+                    row.index_copy_(0, there, buffer[:, columns])
 
 
 class _PlatformCopies:
-    """Copy pages by vLLM's functions for a platform whose devices have no streams in torch.
-
-    Args:
-        host: the pool, (pages, words).
-        rows: the cache.
-        platform: vLLM's platform.
-    """
+    """Copy pages by vLLM's functions for a platform whose devices have no streams in torch."""
 
     def __init__(
         self,
@@ -306,27 +235,20 @@ class _PlatformCopies:
         self._rows = [(row, host[:, columns]) for row, columns in rows]
         self._platform = platform
 
-    def out(self, blocks: I64Array, pages: I64Array) -> None:
-        """Copy blocks to host pages."""
+    def copy(self, blocks: I64Array, pages: I64Array, *, out: bool) -> None:
+        here = _tensor(pages)
         for row, host in self._rows:
             there = _tensor(blocks).to(row.device)
-            self._platform.swap_out_blocks_to_host(row, host, there, _tensor(pages))
-
-    def into(self, pages: I64Array, blocks: I64Array) -> None:
-        """Copy host pages to blocks."""
-        for row, host in self._rows:
-            there = _tensor(blocks).to(row.device)
-            self._platform.insert_blocks_to_device(host, row, _tensor(pages), there)
+            if out:
+                self._platform.swap_out_blocks_to_host(row, host, there, here)
+            else:
+                self._platform.insert_blocks_to_device(host, row, here, there)
 
 
 def _device_copier(
     device: torch.device, host: torch.Tensor, rows: Sequence[_RowsAndColumns]
 ) -> _Copier:
-    """Return what copies between the pool and the cache of a device.
-
-    Raises:
-        ConfigError: the device has no streams in torch, and vLLM cannot copy blocks for it.
-    """
+    """Return what copies between the pool and the cache of a device, or raise ``ConfigError``."""
     if has_streams(device):
         return _StreamedCopies(host, rows)
 
@@ -343,11 +265,7 @@ def _device_copier(
 
 
 def _allocate(nbytes: int, *, pin: bool) -> torch.Tensor:
-    """Return host memory, pinned if that is wanted and can be had.
-
-    Raises:
-        ConfigError: there is too little.
-    """
+    """Return host memory, pinned if that is wanted and can be had, or raise ``ConfigError``."""
     import torch
 
     try:

@@ -13,14 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.core.directory import ProducerNews
-from kvferry.core.endpoint import Load
 from kvferry.core.lifecycle.holds import EndedHold
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
-from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.metrics import LoadRecord
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
-from kvferry.integrations.vllm.ticket_params import Part
+from kvferry.integrations.vllm.consumer import LoadMessages
 
 Value = TypeVar("Value")
 
@@ -106,25 +105,16 @@ def _combine(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetadata(KVConnectorMetadata):
+class StepMetadata(LoadMessages, KVConnectorMetadata):
     """The scheduler half's messages to the workers in one step.
 
-    Workers apply ``ticket_key`` first, then the others in the order below.
+    Workers apply ``ticket_key`` first, then ``ranks`` and ``orders``, then those about loads.
 
     Attributes:
         ranks: The encoded payloads of all ranks of this engine; sent once, before the first load.
         ticket_key: The public key with which peers verify this engine's tickets; sent with
             ``ranks``.
-        orders: Changes to the holds of requests that this engine prefills for others: which holds
-            begin, may be read, or end.
-        prepare: Tickets of new requests. Workers connect to the engines that made the tickets
-            before the requests have blocks.
-        loads: Loads to start. A load that reads nothing only tells the producer that it may free
-            the pages.
-        parts: Newer parts of the tickets of requests whose loads are early, by request; the last
-            part is the ticket.
-        refused: Ids of requests whose ticket was refused, each with the reason.
-        aborted: Ids of requests that ended while their load was under way.
+        orders: Which holds for other engines begin, may be read, or end.
         producers: What the directory has learnt about the engines that made tickets.
         asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,
             because requests wait for blocks.
@@ -140,11 +130,6 @@ class StepMetadata(KVConnectorMetadata):
     ranks: tuple[bytes, ...] = ()
     ticket_key: bytes = b""
     orders: HoldOrders = HoldOrders()  # noqa: RUF009 - frozen
-    prepare: tuple[Ticket, ...] = ()
-    loads: tuple[Load, ...] = ()
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    refused: tuple[tuple[str, str], ...] = ()
-    aborted: tuple[str, ...] = ()
     producers: ProducerNews = ProducerNews()  # noqa: RUF009 - frozen
     asks_silent: bool = False
     asks_adapters: int = 0

@@ -8,15 +8,15 @@ the pages of full attention. The last part is the ticket. See docs/protocol.md, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.integrations.vllm.cache_groups import CacheGroup
-from kvferry.integrations.vllm.prompts import has_chain, whole_prompt_digest
+from kvferry.integrations.vllm.prompts import has_chain, prompt_digest, whole_prompt_digest
 from kvferry.integrations.vllm.ticket_params import encode_part, room_name
 
 if TYPE_CHECKING:
@@ -25,44 +25,18 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewPart:
-    """A part that can be published.
-
-    Attributes:
-        request: vLLM's request.
-        room: Its room.
-        hold: Its hold.
-        tokens: How many first tokens of the prompt are computed.
-        pages: The ids of the pages of these tokens in each group that is transferred; none in
-            groups of windows and states, whose pages change with the next chunk.
-    """
-
-    request: Request
-    room: RoomId
-    hold: Hold
-    tokens: int
-    pages: list[list[int]]
-
-
 @dataclass(slots=True, kw_only=True)
 class _Prompt:
-    """A request that has a room, and no ticket yet.
-
-    Attributes:
-        request: vLLM's request.
-        room: Its room.
-        pages: The ids of its blocks in each group that is transferred.
-        due: How many tokens are computed when the last step is over that computes any of them.
-        is_placed: Whether it got its blocks in the step that is being scheduled, so that ``pages``
-            has those of this step.
-    """
+    """A request that has a room, and no ticket yet."""
 
     request: Request
     room: RoomId
     pages: list[list[int]] = field(default_factory=list)
+    """The ids of its blocks in each group that is transferred."""
     due: int = 0
+    """How many tokens are computed when the last step is over that computes any of them."""
     is_placed: bool = False
+    """Whether ``pages`` has the blocks of the step that is being scheduled already."""
 
 
 class PromptParts:
@@ -71,7 +45,7 @@ class PromptParts:
     Args:
         groups: The engine's cache groups that are transferred.
         holds: The holds of the requests.
-        rooms: The rooms, which the side channel serves.
+        rooms: The rooms that the side channel serves.
         lookahead: How many tokens behind a chunk are written by drafts, and again by the next
             chunk: as many before its end are left to the next part.
     """
@@ -97,21 +71,13 @@ class PromptParts:
         self._last: dict[RoomId, str] = {}
 
     def open(self, request: Request) -> None:
-        """Open the room of a request that is prefilled for another engine, if it names one.
-
-        Args:
-            request: vLLM's request; one that was preempted comes again, and keeps its room.
-        """
+        """Open the room of a request that is prefilled for another engine, if it names one."""
+        # One that was preempted comes again, and keeps its room.
         if request.request_id not in self._prompts and (room := self._open(request)) is not None:
             self._prompts[request.request_id] = _Prompt(request=request, room=room)
 
     def refuse(self, request: Request, why: str) -> None:
-        """Say in a request's room, if it names one, that it gets no ticket.
-
-        Args:
-            request: vLLM's request.
-            why: The reason, for the engine that decodes it.
-        """
+        """Say in a request's room, if it names one, that it gets no ticket, and why."""
         if (room := self._open(request)) is not None:
             self._rooms.close(room, why)
 
@@ -122,12 +88,7 @@ class PromptParts:
         return room if room is not None and self._rooms.open(room) else None
 
     def place(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """Record the blocks of a request that gets blocks for the first time, or again.
-
-        Args:
-            request: vLLM's request; ignored if it has no room.
-            blocks: All blocks that it has.
-        """
+        """Record all blocks of a request that gets blocks for the first time, or again."""
         prompt = self._prompts.get(request.request_id)
         if prompt is not None:
             prompt.pages = [
@@ -135,46 +96,33 @@ class PromptParts:
             ]
             prompt.due, prompt.is_placed = 0, True
 
-    def next_step(self, scheduler_output: SchedulerOutput) -> list[NewPart]:
-        """Order the watermarks of what the last step has computed, and record what this one will.
+    def next_step(
+        self, scheduler_output: SchedulerOutput, params: Callable[..., Mapping[str, Any]]
+    ) -> None:
+        """Publish what the last step has computed, and record what this one will.
 
-        Must be called once for each step, before the orders about holds are drained.
+        Must be called once for each step, before the orders about holds are drained: they have the
+        watermarks of the parts.
 
         Args:
             scheduler_output: vLLM's plan of the step.
-
-        Returns:
-            The parts to publish.
+            params: Returns ``kv_transfer_params`` with the attributes of ``TicketParams`` that
+                belong to a part.
         """
         if not self._prompts:
-            return []
+            return
         self._add_blocks(scheduler_output)
         computed, self._computed = self._computed, []
-        prompts = filter(None, map(self._prompts.get, computed))
-        parts = [part for prompt in prompts if (part := self._mark(prompt)) is not None]
+        for prompt in filter(None, map(self._prompts.get, computed)):
+            self._publish(prompt, params)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in self._prompts.keys() & scheduled.keys():
             prompt = self._prompts[request_id]
             prompt.due = prompt.request.num_computed_tokens + scheduled[request_id]
             self._computed.append(request_id)
-        return parts
-
-    def publish(self, part: NewPart, params: Mapping[str, Any]) -> None:
-        """Publish a part in its room.
-
-        Args:
-            part: The part.
-            params: It, as ``kv_transfer_params``.
-        """
-        self._rooms.publish(part.room, encode_part(params))
 
     def end(self, request: Request, ticket: Mapping[str, Any] | None) -> None:
-        """Publish the ticket of a request that has ended, or that there will be none.
-
-        Args:
-            request: vLLM's request; ignored if it has no room.
-            ticket: Its ticket as ``kv_transfer_params``; ``None`` if it gets none.
-        """
+        """Publish the ticket of a request that has ended, or that there will be none."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
             return
@@ -188,12 +136,9 @@ class PromptParts:
     def hold_ended(self, request_id: str, *, used: bool) -> None:
         """Forget the room of a request whose hold has ended, if another engine has ended it.
 
-        A request that names the room later would get a ticket that is used up.
-
-        Args:
-            request_id: vLLM's id of the request; ignored if it has no room.
-            used: Whether another engine has read the pages, or given them up. If not, the room is
-                kept for a while, so that whoever comes late hears at once that they are gone.
+        A request that names the room later would get a ticket that is used up. If no other engine
+        has read the pages or given them up (``used``), the room is kept for a while, so that
+        whoever comes late hears at once that they are gone.
         """
         room = self._ticketed.pop(request_id, None)
         if room is not None and self._last.get(room) == request_id:
@@ -213,34 +158,31 @@ class PromptParts:
             if (prompt := self._prompts.get(request_id)) is not None:
                 prompt.is_placed = False
 
-    def _mark(self, prompt: _Prompt) -> NewPart | None:
-        """Order the watermark of what the last step has computed of a prompt.
-
-        Returns:
-            The part to publish; ``None`` if nothing can be read early.
-        """
+    def _publish(self, prompt: _Prompt, params: Callable[..., Mapping[str, Any]]) -> None:
+        """Order the watermark of what the last step has computed of a prompt, and publish it."""
         request, tokens = prompt.request, prompt.due - self._lookahead
         was_preempted = request.num_computed_tokens < prompt.due
         # The ticket is for the end of the prompt.
         if was_preempted or not 0 < tokens < request.num_prompt_tokens:
-            return None
+            return
         # A ticket with an adapter may be revoked. A digest of embeddings for each part is slow.
         if not self._has_full_attention or request.lora_request or not has_chain(request):
-            return None
+            return
         hold = self._holds.mark(RequestId(request.request_id), tokens)
         if hold is None:
-            return None
-        pages = self._readable_pages(prompt, tokens)
-        return NewPart(request=request, room=prompt.room, hold=hold, tokens=tokens, pages=pages)
-
-    def _readable_pages(self, prompt: _Prompt, tokens: int) -> list[list[int]]:
-        """Return the pages per group that can be read once a prompt's first tokens are computed.
-
-        Args:
-            prompt: The prompt.
-            tokens: The number of tokens.
-        """
-        return [
+            return
+        # The pages of windows and states change with the next chunk.
+        pages = [
             [] if group.needs_exact_length else group.producer_pages(ids, tokens)[1]
             for group, ids in zip(self._groups, prompt.pages, strict=True)
         ]
+        part = params(
+            request=request.request_id,
+            hold=hold,
+            pages=pages,
+            first_index=[0] * len(pages),
+            tokens=tokens,
+            digest=prompt_digest(request, tokens),
+            total=request.num_prompt_tokens,
+        )
+        self._rooms.publish(prompt.room, encode_part(part))

@@ -22,11 +22,8 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
 
     vLLM's block hashes cannot be used for this, because they depend on settings of the process.
 
-    Args:
-        request: vLLM's request.
-        tokens: How many of the request's tokens the pages cover; if more than the prompt has, the
-            generated tokens follow.
-        adapter: The content of the request's LoRA adapter (``Adapters.content``).
+    If there are more tokens than the prompt has, the generated tokens follow. ``adapter`` is the
+    content of the request's LoRA adapter (``Adapters.content``).
 
     Returns:
         ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache
@@ -46,12 +43,9 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
 
 
 def whole_prompt_digest(request: Request) -> bytes:
-    """Return what tells a request from one with another prompt, before either is computed.
+    """Return what tells a request, not truncated, from one with another prompt, before either runs.
 
     The content of a LoRA adapter, which is not known then, is no part of it, only the name.
-
-    Args:
-        request: vLLM's request, its prompt not truncated.
     """
     return prompt_digest(request, request.num_prompt_tokens)
 
@@ -64,15 +58,9 @@ def has_chain(request: Request) -> bool:
 def block_digests(
     request: Request, tokens: int, every: int, salt: bytes, adapter: bytes | None = None
 ) -> BlockDigests:
-    """Return a digest for each block of a request's first tokens, generated tokens included.
+    """Return a digest for each block of ``every`` of a request's first tokens, if ``has_chain``.
 
-    Args:
-        request: vLLM's request; it must have token ids (``has_chain``).
-        tokens: How many of the request's tokens to cover. Those behind the last whole block are
-            left out.
-        every: How many tokens a block has.
-        salt: Random bytes; see ``chain``.
-        adapter: The content of the request's LoRA adapter (``Adapters.content``).
+    Generated tokens follow those of the prompt; those behind the last whole block are left out.
     """
     media: dict[int, list[object]] = {}
     for offset, facts in _media_facts(request):
@@ -84,11 +72,6 @@ def block_digests(
 
 def common_tokens(request: Request, ticket: Ticket, adapter: bytes | None = None) -> int:
     """Return how many of a prompt's first tokens a conversation's ticket covers.
-
-    Args:
-        request: vLLM's request, the conversation's next turn.
-        ticket: The ticket, with ``blocks``.
-        adapter: The content of the request's LoRA adapter (``Adapters.content``).
 
     Returns:
         All tokens of the ticket, if the prompt begins with them. Otherwise the tokens up to the
@@ -152,26 +135,16 @@ def _packable(text: str) -> str | bytes:
 
 
 def _token_id_mask(request: Request, tokens: int) -> tuple[bytes, ...]:
-    """Return which of a prompt's first ``tokens`` positions are token ids, and which embeddings.
+    """Return a byte for each of the first positions, 1 for a token id, 0 for an embedding.
 
-    A mask with equal values at all positions is returned, too, because vLLM reads the same ids and
-    embeddings differently if the request has no mask.
-
-    Returns:
-        A tuple of the mask, with one byte per position: 1 for a token id, 0 for an embedding. If
-        the request has no mask, an empty tuple, which adds nothing to the digest.
+    Empty if the request has no mask, in which vLLM differs from a mask of equal values.
     """
     mask = request.prompt_is_token_ids
     return () if mask is None else (bytes(map(bool, mask[:tokens])),)
 
 
 def _embeddings(request: Request, tokens: int) -> bytes | None:
-    """Return a digest of a prompt's embeddings, or ``None`` if the prompt has token ids only.
-
-    Args:
-        request: vLLM's request.
-        tokens: How many positions of the prompt to include, from the first on.
-    """
+    """Return a digest of the first positions' embeddings, ``None`` if there are only token ids."""
     if request.prompt_embeds is None:
         return None
     import torch
@@ -191,10 +164,6 @@ def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> in
     predictor's whole lookahead must stay with the engine that verifies its drafts (as in
     ``_prefill_backoff`` of vLLM's ``nixl/base_scheduler.py``).
 
-    Args:
-        vllm_config: The engine's configuration.
-        groups: The engine's cache groups that are transferred.
-
     Returns:
         The number of tokens; 0 for full attention without a multi-token predictor.
     """
@@ -203,12 +172,7 @@ def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> in
 
 
 def truncate_prompt(request: Request, tail: int) -> None:
-    """Remove a prompt's last tokens, and limit the request to one generated token.
-
-    Args:
-        request: vLLM's request, changed in place.
-        tail: How many tokens to remove.
-    """
+    """Remove a prompt's last tokens, and limit the request to one generated token, in place."""
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         if (rows := getattr(request, name)) is not None:
             setattr(request, name, rows[:-tail])
@@ -223,10 +187,6 @@ def cuts_media(request: Request, tail: int) -> bool:
     The rest of such an image cannot be computed without these tokens: in some models the tokens of
     an image attend to each other in both directions (``is_mm_prefix_lm`` in vLLM), and vLLM expects
     every position of an image within the prompt.
-
-    Args:
-        request: vLLM's request, its prompt not truncated.
-        tail: The number of last tokens.
     """
     kept = request.num_prompt_tokens - tail
     positions = [feature.mm_position for feature in request.mm_features]
@@ -234,12 +194,9 @@ def cuts_media(request: Request, tail: int) -> bool:
 
 
 def handed_over_tokens(request: Request, tail: int) -> int:
-    """Return how many of a prompt's tokens a producer computes for another engine.
+    """Return how many tokens of a prompt, not truncated, a producer computes for another engine.
 
-    Args:
-        request: vLLM's request, its prompt not truncated.
-        tail: The producer's ``prefill_backoff``, in tokens. If the prompt has no more tokens than
-            that, the producer computes the whole prompt.
+    All of one that has no more than ``tail`` (the producer's ``prefill_backoff``).
     """
     tokens: int = request.num_prompt_tokens
     return tokens - tail if tokens > tail else tokens

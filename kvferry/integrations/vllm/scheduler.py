@@ -20,7 +20,6 @@ from kvferry.core.security import TicketKey
 from kvferry.core.side_channel import HandshakeServer
 from kvferry.integrations.vllm import compat_029, staging, versions
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm.adapter_loads import AdapterReport
 from kvferry.integrations.vllm.adapters import Adapters, lora_settings
 from kvferry.integrations.vllm.cache_groups import cache_groups
 from kvferry.integrations.vllm.compatibility import endpoint_options
@@ -42,6 +41,7 @@ from kvferry.integrations.vllm.side_channel import (
     report_loopback,
     serve,
 )
+from kvferry.integrations.vllm.ticket_checks import TicketChecks
 from kvferry.integrations.vllm.tracing import RequestSpans, is_traced
 
 if TYPE_CHECKING:
@@ -57,10 +57,12 @@ logger = logging.getLogger(__name__)
 PROBLEM_STEPS_SECONDS = 60.0
 """For how many seconds an engine with problems runs steps even if it has no requests.
 
-The time begins when the problems last changed. Workers report only in steps, so without steps a
-problem that has ended would stay reported. The time is limited because some problems never end, and
-vLLM neither shuts down nor sleeps while the connector makes it run steps.
+It begins when they last changed. Workers report only in steps, so without steps a problem that has
+ended would stay reported. But some never end, and vLLM neither shuts down nor sleeps meanwhile.
 """
+
+NO_REPORT = RankReport()
+"""What ranks report that have nothing to report."""
 
 
 class FerryScheduler:
@@ -136,16 +138,19 @@ class FerryScheduler:
         )
         self._consumer = Consumer(
             groups,
+            checks=TicketChecks(
+                engine=transfer.engine_id,
+                may_load=transfer.is_kv_consumer,
+                continues=self._config.bidirectional_kv_xfer,
+                verify_prompt=self._config.verify_prompt,
+                backoff=backoff,
+                needs_exact_length=any(group.needs_exact_length for group in groups),
+                security=self._security,
+                adapter_content=self._adapters.content,
+                lora_enabled=vllm_config.lora_config is not None,
+            ),
             metrics=self._metrics,
-            engine=transfer.engine_id,
-            may_load=transfer.is_kv_consumer,
-            continues=self._config.bidirectional_kv_xfer,
             recompute_threshold=self._config.kv_recompute_threshold,
-            verify_prompt=self._config.verify_prompt,
-            backoff=backoff,
-            security=self._security,
-            adapter_content=self._adapters.content,
-            lora_enabled=vllm_config.lora_config is not None,
             reports=reports,
             directory=self._directory,
             follower=self._follower,
@@ -171,13 +176,16 @@ class FerryScheduler:
         self._problems_changed = 0.0
         self._published: tuple[bytes, ...] = ()
         self._unsent_ranks: tuple[bytes, ...] = ()
-        self._role = transfer.kv_role
 
-    def bind(self, manager: KVCacheManager) -> None:
+    # The hooks of vLLM's connector for the scheduler's role, which the connector passes on.
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Take vLLM's manager of the cache, before the side channel is opened."""
         self._prefix_cache.bind(manager)
 
-    def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], object]
+    ) -> None:
         """Open the side channel, on which other engines fetch what this engine's ranks published.
 
         If no rank published anything, log a warning and open nothing. vLLM 0.33 calls this again
@@ -185,9 +193,9 @@ class FerryScheduler:
         stays open at its address, which tickets name.
 
         Args:
-            metadata: What the ranks published, by (pipeline rank, tensor rank). Under
-                MultiConnector, every connector gets the metadata of the first; what other
-                connectors published is ignored.
+            metadata: What the ranks published (their layouts, and what peers need to connect), by
+                (pipeline rank, tensor rank). Under MultiConnector, every connector gets the
+                metadata of the first; what other connectors published is ignored.
 
         Raises:
             ConfigError: The prefix cache would get pages that are not whole (``PrefixCache``).
@@ -222,7 +230,7 @@ class FerryScheduler:
             self._current_problems,
             ticket_key=self._ticket_key.public,
             rooms=self._rooms,
-            role=self._role,
+            role=self._transfer.kv_role,
             library=handshakes[0].library,
             signs=self._security.secrets is not None,
         )
@@ -233,9 +241,6 @@ class FerryScheduler:
         The prompt of a request that is prefilled here for another engine loses the tokens that
         this other engine must compute itself (``prefill_backoff``). The ticket of a request with a
         LoRA adapter is checked later, once the adapter's content is known.
-
-        Args:
-            request: vLLM's request.
         """
         self._producer.on_new_request(request)
         self._forget_adapted(request.request_id)  # an earlier request with this id
@@ -244,48 +249,104 @@ class FerryScheduler:
             self._unchecked[request.request_id] = request, []
         self._call_consumer(request, partial(self._consumer.on_new_request, request))
 
-    def num_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Return how many of a request's tokens will be loaded from another engine.
 
         Args:
             request: vLLM's request.
-            computed: How many of the request's tokens are cached here already.
+            num_computed_tokens: How many of the request's tokens are cached here already.
 
         Returns:
             The number of tokens beyond the cached ones, and whether they are loaded asynchronously:
-            ``True`` unless the number is 0. ``None`` and ``False`` while the content of the
-            request's LoRA adapter is not known, while the request waits for the engine that
-            prefills it, and while it waits for host pages.
+            ``True`` unless the number is 0. ``None`` and ``False`` if vLLM is to ask again later:
+            while the content of the request's LoRA adapter is not known, while the request waits
+            for the engine that prefills it, and while it waits for host pages.
         """
-        if self._waits_for_adapter(request):
-            return None, False
-        if self._producer.waits_for_host_pages(request):
-            return None, False
-        tokens = self._consumer.num_matched_tokens(request, computed)
+        waits = self._waits_for_adapter(request) or self._producer.waits_for_host_pages(request)
+        tokens = None if waits else self._consumer.num_matched_tokens(request, num_computed_tokens)
         if tokens is None:
             return None, False
-        self._producer.allocation_attempted(request, computed)
+        self._producer.allocation_attempted(request, num_computed_tokens)
         return tokens, tokens > 0
 
-    def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Queue the load of a request, or give a hold to a request that another engine will decode.
 
         Called when vLLM has allocated blocks for the request. A hold is a slot and random bits that
-        stand for the request's pages.
+        stand for the request's pages. Workers start the load, or the hold, in the next step.
 
         Args:
             request: vLLM's request.
             blocks: The request's blocks.
-            external: How many of the request's tokens are to be loaded into the blocks.
+            num_external_tokens: How many of the request's tokens are to be loaded into the blocks.
         """
         self._producer.blocks_allocated(request, blocks)
         self._producer.take_on(request)
         self._call_consumer(
-            request, partial(self._consumer.blocks_allocated, request, blocks, external)
+            request,
+            partial(self._consumer.blocks_allocated, request, blocks, num_external_tokens),
         )
-        self._load_blocks.allocated(request.request_id, blocks, external)
+        self._load_blocks.allocated(request.request_id, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """Return the messages to the workers for this step."""
+        ranks, self._unsent_ranks = self._unsent_ranks, ()
+        self._producer.publish_parts(scheduler_output, self._serving)
+        # Of requests that have ended or loaded nothing, too: the producer then hears "done".
+        for request, _ in list(self._unchecked.values()):
+            self._waits_for_adapter(request)
+        loads = self._consumer.drain()
+        for request_id in list(self._ended_adapted):
+            if not self._needs_adapter(request_id):
+                self._forget_adapted(request_id)
+        loaded_request_waits = self._consumer.loaded_request_waits(scheduler_output)
+        asks_silent = self._producer.relieve_block_pressure(request_waits=loaded_request_waits)
+        return StepMetadata(
+            ranks=ranks,
+            ticket_key=self._ticket_key.public if ranks else b"",
+            orders=self._producer.drain(),
+            prepare=loads.prepare,
+            loads=loads.loads,
+            parts=loads.parts,
+            refused=loads.refused,
+            aborted=loads.aborted,
+            producers=self._directory.take(),
+            asks_silent=asks_silent,
+            asks_adapters=self._adapters.next_step(),
+            idle=scheduler_output.total_num_scheduled_tokens == 0,
+            follows=self._consumer.follows or bool(self._unchecked),
+            blocks=self._load_blocks.take(),
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Update holds and loads from the workers' merged reports of a step."""
+        found = connector_output.kv_connector_worker_meta
+        report = found if isinstance(found, RankReport) else NO_REPORT
+        self._producer.holds_ended(report.ended)
+        self._consumer.loads_reported(report.loads)
+        self._producer.holds_over(report.over)
+        self._producer.sends_finished(connector_output.finished_sending or ())
+        self._producer.revoke(self._adapters.reported(report.adapters))
+        self._producer.silence_reported(report.silent)
+        if report.wanted:
+            self._directory.ask_again(report.wanted)
+        if report.problems:
+            self._problems = {**self._problems, **report.problems}
+            self._problems_changed = time.monotonic()
+        failed = self._failed_requests.among_finished(connector_output, report.failed)
+        self._consumer.loads_finished(connector_output.finished_recving or (), failed)
 
     def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Make the ticket of a request that ended, of a model with one cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Make the ticket of a request that ended, or abort its load if one is under way.
@@ -311,6 +372,52 @@ class FerryScheduler:
             self._adapters.end(request.request_id)
         return is_held, params
 
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks that are held for other engines will be free soon.
+
+        Called when a running request lacks a block. If the result is ``True``, vLLM waits instead
+        of preempting a request.
+        """
+        return self._producer.has_pending_block_frees()
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether vLLM must run a step even if there is no token to compute.
+
+        That is while messages about loads are to be sent to the workers, while engines are asked
+        for what the workers need, while host pages are held, and while the ticket of a request that
+        has ended cannot be checked yet. And for a while after a worker reported a problem: messages
+        come and problems are reported only in steps.
+        """
+        has_messages = self._consumer.pending or self._directory.pending or self._producer.pending
+        changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
+        has_new_problems = changed_lately and any(self._problems.values())
+        return has_messages or bool(self._ended_adapted) or has_new_problems
+
+    def reset_cache(self) -> bool:
+        """End every hold that a ticket names, so that vLLM can reset its prefix cache.
+
+        Pages of these tickets can no longer be loaded. ``True``: this always succeeds.
+        """
+        self._producer.reset()
+        return True
+
+    def get_kv_connector_stats(self) -> FerryStats | None:
+        """Return the scheduler half's metrics since the last call; ``None`` if there are none."""
+        self._producer.update_metrics()
+        self._consumer.update_metrics()
+        data = self._metrics.take()
+        return FerryStats(data=data) if data else None
+
+    def shutdown(self) -> None:
+        """Close the side channel, ask no engine, and read no secrets again; may be called twice."""
+        self._directory.close()
+        self._follower.close()
+        self._security_files.close()
+        self._close_server()
+        self._adapters.close()
+
+    # What these have in common.
+
     def _call_consumer(self, request: Request, hook: Callable[[], None]) -> None:
         """Call a hook of the consumer, at once or when the request's ticket can be checked."""
         if request.request_id in self._unchecked:
@@ -333,123 +440,16 @@ class FerryScheduler:
         return request_id in self._unchecked or self._consumer.follows_request(request_id)
 
     def _forget_adapted(self, request_id: str) -> None:
-        """Follow no longer the adapter of a request that has ended; its ticket is not used."""
+        """Follow the adapter of a request that has ended no longer; its ticket is not used."""
         if request_id in self._ended_adapted:
             self._unchecked.pop(request_id, None)
             self._ended_adapted.discard(request_id)
             self._adapters.end(request_id)
 
-    def _check_adapted(self) -> None:
-        """Check the tickets for whose requests the content of the adapter has become known.
-
-        Those of requests that have ended or loaded nothing, too: the producer then hears "done".
-        """
-        for request, _ in list(self._unchecked.values()):
-            self._waits_for_adapter(request)
-
-    def build_step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Return the messages to the workers for this step.
-
-        Args:
-            scheduler_output: vLLM's plan of the step.
-        """
-        ranks, self._unsent_ranks = self._unsent_ranks, ()
-        self._producer.publish_parts(scheduler_output, self._serving)
-        self._check_adapted()
-        loads = self._consumer.drain()
-        for request_id in list(self._ended_adapted):
-            if not self._needs_adapter(request_id):
-                self._forget_adapted(request_id)
-        loaded_request_waits = self._consumer.loaded_request_waits(scheduler_output)
-        asks_silent = self._producer.relieve_block_pressure(request_waits=loaded_request_waits)
-        return StepMetadata(
-            ranks=ranks,
-            ticket_key=self._ticket_key.public if ranks else b"",
-            orders=self._producer.drain(),
-            prepare=loads.prepare,
-            loads=loads.loads,
-            parts=loads.parts,
-            refused=loads.refused,
-            aborted=loads.aborted,
-            producers=self._directory.take(),
-            asks_silent=asks_silent,
-            asks_adapters=self._adapters.next_step(),
-            idle=scheduler_output.total_num_scheduled_tokens == 0,
-            follows=self._consumer.follows or bool(self._unchecked),
-            blocks=self._load_blocks.take(),
-        )
-
-    def worker_output(self, output: KVConnectorOutput) -> None:
-        """Update holds and loads from the workers' reports of a step: requests sent, loads ended.
-
-        Args:
-            output: The reports of all workers, merged by vLLM.
-        """
-        report = output.kv_connector_worker_meta
-        if isinstance(report, RankReport):
-            self._producer.holds_ended(report.ended)
-            self._consumer.loads_reported(report.loads)
-            self._producer.holds_over(report.over)
-        self._producer.sends_finished(output.finished_sending or ())
-        adapters = report.adapters if isinstance(report, RankReport) else AdapterReport()
-        self._producer.revoke(self._adapters.reported(adapters))
-        if isinstance(report, RankReport):
-            self._producer.silence_reported(report.silent)
-            self._directory.ask_again(report.wanted)
-            if report.problems:
-                self._problems = {**self._problems, **report.problems}
-                self._problems_changed = time.monotonic()
-        reported = report.failed if isinstance(report, RankReport) else ()
-        failed = self._failed_requests.among_finished(output, reported)
-        self._consumer.loads_finished(output.finished_recving or (), failed)
-
-    def take_stats(self) -> FerryStats | None:
-        """Return the scheduler half's metrics since the last call; ``None`` if there are none."""
-        self._producer.update_metrics()
-        self._consumer.update_metrics()
-        data = self._metrics.take()
-        return FerryStats(data=data) if data else None
-
-    def has_pending_block_frees(self) -> bool:
-        """Return whether blocks that are held for other engines will be free soon.
-
-        Called when a running request lacks a block.
-        """
-        return self._producer.has_pending_block_frees()
-
-    @property
-    def pending(self) -> bool:
-        """Whether vLLM must run a step even if there is no token to compute.
-
-        ``True`` while messages about loads are to be sent to the workers, while engines are asked
-        for what the workers need, while host pages are held, and while the ticket of a request that
-        has ended cannot be checked yet. Also ``True`` for a while after a worker reported a
-        problem, because the worker can report only in a step that the problem has ended.
-        """
-        has_problems = any(self._problems.values())
-        changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
-        has_messages = self._consumer.pending or self._directory.pending or self._producer.pending
-        return has_messages or bool(self._ended_adapted) or (has_problems and changed_lately)
-
-    def reset(self) -> None:
-        """End every hold that a ticket names, so that vLLM's next prefix-cache reset succeeds."""
-        self._producer.reset()
-
     def _current_problems(self) -> list[str]:
         """Return the ranks' problems, as text. The side channel's thread calls this."""
         problems = sorted(self._problems.items())
         return [f"rank {rank}: {problem}" for rank, each in problems for problem in each]
-
-    def close(self) -> None:
-        """Close the side channel, ask no engine, and read no secrets again.
-
-        A second call has no effect.
-        """
-        self._directory.close()
-        self._follower.close()
-        self._security_files.close()
-        self._close_server()
-        self._adapters.close()
 
     def _close_server(self) -> None:
         """Close the side channel's server, if there is one."""

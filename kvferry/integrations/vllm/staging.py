@@ -8,21 +8,14 @@ engines, others for loads (``host_pages``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvferry.core.layout import HOLE, Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
-from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages
-from kvferry.core.lifecycle.page_copy import PageCopy
-from kvferry.core.metrics import HOST_PAGE_WAITS, HOST_PAGES, HOST_PAGES_USED, Metrics
-from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import EnterThread
-from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.config import Config, ConfigError
 from kvferry.integrations.vllm.host_pool import HostPool
 
@@ -41,13 +34,7 @@ NO_LIMIT = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedCache:
-    """A rank's pool of host pages, in place of its cache.
-
-    Attributes:
-        layout: The layout to publish: that of the pool.
-        pool: The memory, and copies to and from the cache.
-        pages: How many host pages there are, the hole included.
-    """
+    """A rank's pool of ``pages`` host pages (the hole included), whose layout it publishes."""
 
     layout: Layout
     pool: HostPool
@@ -55,12 +42,7 @@ class StagedCache:
 
 
 def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
-    """Return whether an engine's cache is handed over by way of host memory.
-
-    Args:
-        transfer: vLLM's configuration of the connector.
-        config: The connector's settings.
-        device: The type of the device on which the caches are.
+    """Return whether an engine's cache, on this type of device, is handed over by host memory.
 
     Raises:
         ConfigError: ``kv_buffer_device`` names another device.
@@ -76,12 +58,7 @@ def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
 
 
 def warn_of_ignored_settings(transfer: KVTransferConfig, *, is_staged: bool) -> None:
-    """Log at start which settings were set and have no effect.
-
-    Args:
-        transfer: vLLM's configuration of the connector.
-        is_staged: Whether the cache is staged.
-    """
+    """Log at start which settings were set and have no effect."""
     if is_staged:
         keys = ["max_held_fraction"]
         why = "the cache is staged, and its host pages (staging_bytes) limit what is held"
@@ -116,7 +93,7 @@ def stage(
         config: The connector's settings.
         pages: How many blocks the cache has.
         largest: How many blocks the largest request may need.
-        uses: For how many uses the host pages are (``uses``).
+        uses: See ``uses``.
         device: The device of the caches.
         enter: Called first on each of the pool's threads.
 
@@ -145,12 +122,8 @@ def host_pages(
     """Return the host pages of an engine: those for holds, and those for loads.
 
     An engine that both prefills for others and loads has half of them for each: if they shared
-    them, two engines that wait for each other could wait until they give up.
-
-    Args:
-        ranks: How many host pages each rank has, the hole included.
-        transfer: vLLM's configuration of the connector.
-        config: The connector's settings.
+    them, two engines that wait for each other could wait until they give up. ``ranks`` is how many
+    each rank has, the hole included.
     """
     pages = min((pages for pages in ranks if pages < NO_LIMIT), default=HOLE + 1)
     if not transfer.is_kv_consumer:
@@ -162,93 +135,6 @@ def host_pages(
     both = range(HOLE + 1, ends), range(ends, pages)
     holds, loads = (HostPages(ids, patience=config.staging_timeout) for ids in both)
     return holds, loads
-
-
-def why_none(host: HostPages, request: str, count: int) -> str:
-    """Return why a request gets none of the host pages, and what helps.
-
-    Args:
-        host: The host pages.
-        request: vLLM's id of the request.
-        count: How many it may need.
-    """
-    if host.has_taken(RequestId(request)):
-        return (
-            "its id is that of a request whose host pages are still in use: give requests ids of "
-            "their own"
-        )
-    if count > host.total:
-        return f"it may need {count} host pages, and there are {host.total}: raise staging_bytes"
-    return (
-        f"it did not get {count} of {host.total} host pages within {host.patience:g} s "
-        "(staging_timeout): raise staging_bytes, or decode requests sooner"
-    )
-
-
-def reserve_count(groups: Sequence[CacheGroup], tokens: int) -> int:
-    """Return how many host pages a request of this many tokens needs at most."""
-    return sum(group.most_pages(tokens) for group in groups)
-
-
-def count_host_pages(metrics: Metrics, host: HostPages, use: str) -> None:
-    """Set the metrics of host pages, and count the waits that have ended since the last call.
-
-    Args:
-        metrics: Where they are counted.
-        host: The host pages.
-        use: What they are for, as a label.
-    """
-    metrics.set(HOST_PAGES, host.total, use=use)
-    metrics.set(HOST_PAGES_USED, host.used, use=use)
-    for wait in host.take_waits():
-        outcome = "granted" if wait.granted else "refused"
-        metrics.observe(HOST_PAGE_WAITS, wait.seconds, use=use, outcome=outcome)
-
-
-def place(
-    host: HostPages, request: str, lists: Sequence[Sequence[int]]
-) -> tuple[PageCopy, list[list[int]]] | None:
-    """Take a host page for each of a request's blocks.
-
-    Args:
-        host: The host pages.
-        request: vLLM's id of the request.
-        lists: Ids of blocks, a list for each group.
-
-    Returns:
-        The copy between the blocks and their host pages, and the lists with the ids of the host
-        pages in place of those of the blocks; ``None`` if there are too few.
-    """
-    blocks = [block for ids in lists for block in ids if block != HOLE]
-    pages = host.take(RequestId(request), len(blocks))
-    if pages is None:
-        return None
-    of = dict(zip(blocks, pages, strict=True)) | {HOLE: HOLE}
-    return PageCopy(blocks=tuple(blocks), pages=pages), [[of[b] for b in ids] for ids in lists]
-
-
-def place_load(
-    host: HostPages, request: str, wanted: Sequence[Pages]
-) -> tuple[PageCopy, tuple[Pages, ...]] | None:
-    """Take a host page for each block that a load fills.
-
-    Args:
-        host: The host pages.
-        request: vLLM's id of the request.
-        wanted: The blocks that the load fills, for each group.
-
-    Returns:
-        The copy that fills the blocks, and the host pages in place of the blocks; ``None`` if there
-        are too few.
-    """
-    placed = place(host, request, [pages.ids.tolist() for pages in wanted])
-    if placed is None:
-        return None
-    copy, lists = placed
-    return copy, tuple(
-        Pages(ids=np.array(ids, dtype=np.int64), first_index=pages.first_index)
-        for ids, pages in zip(lists, wanted, strict=True)
-    )
 
 
 def page_count(form: HostPageFormat, config: Config, *, pages: int, largest: int, uses: int) -> int:

@@ -106,13 +106,7 @@ S = TypeVar("S", bound=Struct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSizes:
-    """An engine's parallelism, as NixlConnector's keys express it.
-
-    Attributes:
-        tp: Number of tensor-parallel ranks.
-        pp: Number of pipeline-parallel ranks.
-        dcp: Number of decode context-parallel ranks.
-    """
+    """The numbers of an engine's ranks, as NixlConnector's keys express them."""
 
     tp: int = 1
     pp: int = 1
@@ -152,11 +146,7 @@ class TicketParams:
         """Return the ``kv_transfer_params`` with which a router asks another engine to decode.
 
         Those of a conversation's ticket, which has ``blocks``, ask for the next turn's prefill.
-
-        Args:
-            secrets: The secrets that sign the params; ``None`` leaves the params unsigned.
-            ticket_key: The key that makes the proof; the handshake publishes its public half.
-                ``None`` leaves out the proof.
+        They are signed with ``secrets``, and proven with ``ticket_key``, if there are any.
         """
         params = self._unsigned()
         if ticket_key is not None:
@@ -219,8 +209,7 @@ def read_ticket(
 
     Args:
         params: The params, which came from a client and are not trusted.
-        secrets: The ticket must be signed with one of these secrets; ``None`` if the ticket must
-            not be signed.
+        secrets: One of these must have signed the ticket; ``None`` if it must not be signed.
         prompt: How many tokens the request's prompt has. A page covers at least one token, so this
             bounds how many pages a client can make this engine check.
 
@@ -270,11 +259,7 @@ def read_part(
 ) -> Part:
     """Return what a producer has published in a room.
 
-    Args:
-        data: What it has published, not trusted.
-        secrets: As for ``read_ticket``.
-        is_last: Whether the producer says that it is the ticket.
-        prompt: As for ``read_ticket``.
+    The producer says that it is the ticket if ``is_last``; ``read_ticket`` explains the rest.
 
     Raises:
         TicketError: It is refused as ``read_ticket`` refuses tickets; or only one of it and
@@ -346,13 +331,7 @@ def _read(
 
 
 def names_room(params: Mapping[str, Any]) -> bool:
-    """Return whether params ask to decode a prompt that the producer has not computed yet.
-
-    They name a room, then, and have no ticket.
-
-    Args:
-        params: The params of a request with ``do_remote_prefill``.
-    """
+    """Return whether params ask to decode what is not computed yet: a room, and no ticket."""
     has_ticket = KEY in params or params.get("remote_block_ids")
     return bool(params.get("transfer_id")) and not has_ticket
 
@@ -368,14 +347,7 @@ def room_name(params: Mapping[str, Any]) -> str | None:
 
 
 def read_room(params: Mapping[str, Any]) -> tuple[str, PeerKey]:
-    """Return the room in a decode request's ``kv_transfer_params``, and the producer.
-
-    Args:
-        params: The params, which came from a client and are not trusted.
-
-    Returns:
-        The router's name of the room; and the engine that computes the prompt, with the address and
-        the public key of its side channel.
+    """Return the router's name of the room in a decode request's params, and the producer.
 
     Raises:
         TicketError: A key is missing or malformed.
@@ -389,11 +361,7 @@ def read_room(params: Mapping[str, Any]) -> tuple[str, PeerKey]:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Return host and port of ``remote_bootstrap_addr``.
-
-    Raises:
-        TicketError: It is not ``HOST:PORT``, with or without a scheme such as ``http://``.
-    """
+    """Return host and port of ``HOST:PORT``, with or without a scheme such as ``http://``."""
     try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         host, port = parts.hostname, parts.port
@@ -421,16 +389,7 @@ def _block_digests(params: _BlockDigests | None) -> BlockDigests | None:
 def _addresses(
     ferry: _FerryParams, nixl: _NixlParams, *, signed: bool
 ) -> tuple[str, int, tuple[str, int] | None]:
-    """Return the addresses at which to try the producer's side channel, in order.
-
-    Args:
-        ferry: Has the address that the producer states, unless an older build made the ticket.
-        nixl: Has the address that routers may rewrite.
-        signed: Whether the ticket is signed; then only the signed address is tried.
-
-    Returns:
-        Host and port to try first, and a host and port to try if nobody answers there, or ``None``.
-    """
+    """Return host and port of the side channel, and those to try if nobody answers there."""
     routed = nixl.remote_host, nixl.remote_port
     if not ferry.host:
         return *routed, None
@@ -439,15 +398,7 @@ def _addresses(
 
 
 def _proof(ferry: _FerryParams, params: Mapping[str, Any]) -> Proof | None:
-    """Return the proof that a ticket carries, or ``None`` if it has none.
-
-    Args:
-        ferry: The value of the key ``kvferry``.
-        params: All params, of which the proof covers a part.
-
-    Raises:
-        TicketError: Only a part of the proof is there.
-    """
+    """Return the proof that a ticket carries, or ``None`` if it has none."""
     if not ferry.ticket_key and not ferry.proof:
         return None
     return Proof(
@@ -458,15 +409,7 @@ def _proof(ferry: _FerryParams, params: Mapping[str, Any]) -> Proof | None:
 
 
 def _check_lengths(lists: object, prompt: int) -> None:
-    """Refuse page lists longer than the prompt, before anything looks at every page.
-
-    Args:
-        lists: The value of ``remote_block_ids``, of any type.
-        prompt: How many tokens the request's prompt has.
-
-    Raises:
-        TicketError: One of the lists has more pages than the prompt has tokens.
-    """
+    """Refuse ``remote_block_ids`` longer than the prompt, before anything looks at every page."""
     for ids in lists if isinstance(lists, list | tuple) else ():
         if isinstance(ids, list | tuple) and len(ids) > prompt:
             raise TicketError(
@@ -478,17 +421,7 @@ def _check_lengths(lists: object, prompt: int) -> None:
 def _check_signature(
     params: Mapping[str, Any], signature: bytes, secrets: TicketSecrets | None
 ) -> None:
-    """Refuse a ticket whose signature is missing, wrong or not expected.
-
-    Args:
-        params: All params.
-        signature: The ticket's signature; empty if it has none.
-        secrets: The ticket must be signed with one of these secrets; ``None`` if the ticket must
-            not be signed.
-
-    Raises:
-        TicketError: The ticket is refused.
-    """
+    """Refuse a ticket whose signature is missing, wrong or not expected."""
     if secrets is not None:
         secrets.check(_signed_content(params), signature)
     elif signature:
@@ -502,10 +435,9 @@ def _check_signature(
 def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the params that a signature covers.
 
-    A signature covers every key of ``_NixlParams`` and everything under ``kvferry``, also keys of
-    newer versions. A signature does not cover what routers may change: all other keys, such as
-    ``do_remote_prefill``, and, if the producer's own address is under ``kvferry``,
-    ``remote_host`` and ``remote_port``.
+    That is every key of ``_NixlParams`` and everything under ``kvferry``, also keys of newer
+    versions; but not what routers may change: all other keys, and, if the producer's own address is
+    under ``kvferry``, ``remote_host`` and ``remote_port``.
     """
     content = {name: params[name] for name in _NixlParams.__struct_fields__}
     own = {name: value for name, value in params[KEY].items() if name != SIGNATURE}
@@ -517,8 +449,7 @@ def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
 def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the params that a proof covers.
 
-    A proof covers what a signature covers, except the proof itself and the address that routers may
-    rewrite. The producer's own address is covered; it is under ``kvferry``.
+    That is what a signature covers, except the proof itself and the address that routers rewrite.
     """
     content = {name: params[name] for name in _NixlParams.__struct_fields__ if name not in ROUTED}
     own = {name: params[KEY][name] for name in params[KEY] if name not in (SIGNATURE, PROOF)}
@@ -526,16 +457,7 @@ def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert(value: object, struct: type[S], where: str) -> S:
-    """Return a value as a ``Struct``, validated.
-
-    Args:
-        value: The value, from a client.
-        struct: The type to convert to.
-        where: Where the value is in the params, for errors.
-
-    Raises:
-        TicketError: The value is not valid.
-    """
+    """Return a client's value as a ``Struct``, validated; ``where`` it is, for the error."""
     try:
         return msgspec.convert(value, struct)
     except DECODE_ERRORS as exc:

@@ -36,6 +36,7 @@ from kvferry.integrations.vllm.device import (
 )
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
+from kvferry.integrations.vllm.page_source import most_pages
 from kvferry.integrations.vllm.rank_position import (
     RankPosition,
     current_rank_position,
@@ -89,7 +90,6 @@ class FerryWorker:
         endpoint: The endpoint of this rank.
         mark_work: Marks the work enqueued on the device so far, and returns a function that tells
             whether the device has done this work; returns ``None`` if there is nothing to wait for.
-            Called in steps in which tickets or parts of them are made, or loads start.
         drain: Seconds that ``close`` waits at most for other engines to read the held pages.
         security_files: Reads the keys of this rank's peers again; closed with the endpoint.
         follows: Whether requests are followed in the log or in traces, so that the scheduler half
@@ -148,16 +148,7 @@ class FerryWorker:
     ) -> FerryWorker:
         """Describe a rank's caches, start its endpoint, and return its worker half.
 
-        Args:
-            vllm_config: The engine's configuration.
-            kv_cache_config: The engine's cache groups.
-            caches: vLLM's cache tensors by layer.
-            position: The rank's position.
-            incarnation: The random number of this start of the engine.
-            has_siblings: See ``start_worker``.
-
-        Raises:
-            KVFerryError: See ``start_worker``.
+        ``start_worker`` explains the arguments and what is raised.
         """
         config = configuration.engine_config(vllm_config)
         checks.check_groups(kv_cache_config)
@@ -182,7 +173,7 @@ class FerryWorker:
                 layout,
                 config=config,
                 pages=kv_cache_config.num_blocks,
-                largest=staging.reserve_count(groups, longest),
+                largest=most_pages(groups, longest),
                 uses=staging.uses(transfer),
                 device=device,
                 enter=enter,
@@ -214,11 +205,7 @@ class FerryWorker:
         )
 
     def apply(self, step: StepMetadata) -> None:
-        """Pass the scheduler's messages of this step on to the endpoint. Never blocks.
-
-        Args:
-            step: The messages.
-        """
+        """Pass the scheduler's messages of this step on to the endpoint. Never blocks."""
         if step.ticket_key:  # First: this very step may make a ticket that the key proves.
             self._endpoint.prove(step.ticket_key)
         if step.ranks:
@@ -246,14 +233,11 @@ class FerryWorker:
         self._follows_rooms = step.follows
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests that were sent, and those whose load ended, since the last call.
+        """Return what the connector's ``get_transfer_results`` does.
 
-        A request with a ticket counts as sent when this rank no longer keeps its pages for another
-        engine: they were read, or their hold ended otherwise, or they were copied to host pages. A
-        request whose load failed is in ``finished_recving`` and in ``failed_recving``. In a step
-        without tokens to compute, the call may wait for up to ``IDLE_SECONDS``: while loads or
-        handshakes are under way, and, for less if tokens were computed lately, while pages are
-        held. vLLM makes such steps with hardly a pause.
+        In a step without tokens to compute, the call may wait for up to ``IDLE_SECONDS``: while
+        loads or handshakes are under way, and, for less if tokens were computed lately, while pages
+        are held. vLLM makes such steps with hardly a pause.
         """
         if not self._idle:
             self._computed = time.monotonic()
@@ -301,11 +285,7 @@ class FerryWorker:
         return 0.0
 
     def _collect(self, results: Results) -> None:
-        """Keep the figures of loads, and how holds ended, for the next report.
-
-        Args:
-            results: The endpoint's results.
-        """
+        """Keep the figures of loads, and how holds ended, for the next report."""
         if self._staged is not None:
             self._over += [hold.request for hold in results.ended]
         usual = () if self._follows else (HoldEnd.READ,)
@@ -323,13 +303,7 @@ class FerryWorker:
         return FerryStats(data=data) if data else None
 
     def take_report(self) -> RankReport | None:
-        """Return what this rank has to report of this step; ``None`` if it is nothing.
-
-        That is its problems if they changed, the loads and holds that ended, the requests whose
-        host pages it no longer uses, the producers that it lacks, and its silent holds if the
-        scheduler half asks for them by ``StepMetadata.asks_silent``. A silent hold is one whose
-        consumer seems to be gone.
-        """
+        """Return what this rank has to report of this step; ``None`` if it is nothing."""
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._asks_silent
         self._problems, self._asks_silent = problems, False
@@ -376,20 +350,12 @@ class UnreadRankWorker:
         self._refused: set[str] = set()
 
     def apply(self, step: StepMetadata) -> None:
-        """Record the requests that got a ticket, or whose ticket was refused, for ``results``.
-
-        Args:
-            step: The scheduler's messages.
-        """
+        """Record the requests that got a ticket, or whose ticket was refused, for ``results``."""
         self._apply_orders(step.orders)
         self._refused.update(request for request, _ in step.refused)
 
     def _apply_orders(self, orders: HoldOrders) -> None:
-        """Record as sent the requests that got a ticket; forget holds that ended without a ticket.
-
-        Args:
-            orders: The scheduler's orders of this step.
-        """
+        """Record as sent the requests that got a ticket; forget holds that ended without one."""
         for hold in orders.drops:
             self._held.pop(hold, None)
         self._held.update((hold, request) for request, hold in orders.take_ons)

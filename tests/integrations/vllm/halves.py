@@ -10,15 +10,20 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.silent_holds import Silence
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
+from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.side_channel import EngineSideChannel
+from kvferry.integrations.vllm.ticket_checks import TicketChecks
 from kvferry.integrations.vllm.ticket_params import ParallelSizes
 
 SERVING = EngineSideChannel(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
@@ -91,10 +96,68 @@ def producer(tail: int = 0, groups: Sequence[CacheGroup] = full(), **settings: A
     return Producer(groups, backoff=tail, **(common | settings))
 
 
+class Follower:
+    """A ``RoomFollower`` that hears what a test says."""
+
+    def __init__(self) -> None:
+        self.followed: dict[str, tuple[RoomId, PeerKey]] = {}
+        self._news: dict[str, RoomNews | KVFerryError] = {}
+
+    def follow(self, name: Any, room: RoomId, producer: PeerKey) -> None:
+        assert name not in self.followed
+        self.followed[name] = room, producer
+
+    def hear(self, news: RoomNews | KVFerryError, name: str = "r") -> None:
+        self._news[name] = news
+
+    def news(self, name: Any) -> RoomNews | KVFerryError | None:
+        assert name in self.followed
+        return self._news.pop(name, None)
+
+    def end(self, name: Any) -> None:
+        self.followed.pop(name, None)
+        self._news.pop(name, None)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._news)
+
+    def close(self) -> None:
+        self.followed.clear()
+
+
+class Users:
+    """A ``Directory`` that knows only who uses it."""
+
+    def __init__(self) -> None:
+        self.names: set[Any] = set()
+
+    def begin(self, name: Any, ticket: Ticket) -> None:
+        self.names.add(name)
+
+    def ask(self, ticket: Ticket) -> None:
+        pass
+
+    def end(self, name: Any) -> None:
+        self.names.discard(name)
+
+
 def consumer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Consumer:
-    common: dict[str, Any] = {"engine": "decode", "may_load": True, "verify_prompt": True}
-    common["metrics"] = Metrics(driver="loopback")
-    return Consumer(groups, **({"backoff": 0} | common | settings))
+    checks: dict[str, Any] = {
+        "engine": "decode",
+        "may_load": True,
+        "verify_prompt": True,
+        "backoff": 0,
+        "needs_exact_length": any(group.needs_exact_length for group in groups),
+    }
+    known = TicketChecks.__dataclass_fields__
+    checks |= {name: settings.pop(name) for name in list(settings) if name in known}
+    common: dict[str, Any] = {
+        "metrics": Metrics(driver="loopback"),
+        "directory": Users(),
+        "follower": Follower(),
+    }
+    return Consumer(groups, checks=TicketChecks(**checks), **(common | settings))
 
 
 def blocks(*ids: int, cached: int = 0) -> Any:

@@ -1,6 +1,6 @@
 """Ways in which a request with a ticket ends without a load: "done" is said once, or never.
 
-Those in which nothing but the scheduler half's consumer has a part are in its tests. Needs no vLLM.
+Those in which nothing but the scheduler half's consumer has a part are in its model. Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.errors import PeerLostError
 from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.halves import (
     PREFILL,
     SERVING,
+    Follower,
     blocks,
     full,
     producer,
     request,
 )
 from tests.integrations.vllm.test_adapter_files import content, write
-from tests.integrations.vllm.test_early_half import DECODE, Follower, Prefilling
+from tests.integrations.vllm.test_early_half import DECODE, Prefilling
 from tests.integrations.vllm.test_scheduler_hooks import IDLE, adapters_heard, configured
-from tests.integrations.vllm.test_staging_half import pages
 
 TOKENS = 40
 
@@ -50,16 +49,11 @@ class Decode:
         self.half: Any = None
         self.done: list[str] = []
         self.loads: list[str] = []
-        self.now = [0.0]
         self._alive: set[int] = set()
 
-    def start(self, **settings: Any) -> None:
-        """Build the half; where it is staged, there are host pages for one request."""
-        self.half = self._vllm.scheduler.FerryScheduler(
-            configured(**settings), SimpleNamespace(num_blocks=100)
-        )
-        if settings.get("staging"):
-            self.half._consumer.set_host_pages(pages(4, self.now))
+    def start(self) -> None:
+        blocks = SimpleNamespace(num_blocks=100)
+        self.half = self._vllm.scheduler.FerryScheduler(configured(), blocks)
 
     def lora(self) -> Any:
         return SimpleNamespace(lora_name="adapter", lora_int_id=1, lora_path=self._path)
@@ -82,25 +76,24 @@ class Decode:
         lora: bool = False,
         name: str = "r",
         tokens: int = TOKENS,
-        first: int = 0,
     ) -> Any:
-        """Let a request come, by default with a ticket for its prompt, which begins with 0."""
+        """Let a request come, by default with a ticket for its prompt."""
         each = request(tokens, self.ticket(lora=lora) if params is None else params, name=name)
         each.lora_request = self.lora() if lora else None
-        each.all_token_ids = each.prompt_token_ids = [first, *each.prompt_token_ids[1:]]
+        each.all_token_ids = each.prompt_token_ids
         self._alive.add(id(each))
         self.half.on_new_request(each)
-        self.half.num_matched_tokens(each, 0)
+        self.half.get_num_new_matched_tokens(each, 0)
         return each
 
     def begin(self, each: Any, external: int = 0) -> None:
         """Give a request blocks, to load some tokens into, or none."""
-        self.half.blocks_allocated(each, blocks(21, 22, 23), external)
+        self.half.update_state_after_alloc(each, blocks(21, 22, 23), external)
 
     def end(self, each: Any) -> None:
         each.status = SimpleNamespace(name="FINISHED_ABORTED")
         self._alive.discard(id(each))
-        assert self.half.request_finished(each, [[]]) == (False, None)
+        assert self.half.request_finished_all_groups(each, [[]]) == (False, None)
 
     def hear_ticket(self, *, lora: bool = False) -> None:
         """Prefill finishes the request of the room."""
@@ -112,14 +105,11 @@ class Decode:
         there.finish(11, 12, 13)
         self._follower.hear(there.news())
 
-    def hear_error(self) -> None:
-        self._follower.hear(PeerLostError("engine prefill: it has no ticket"))
-
     def step(self) -> None:
         """Run a step, as vLLM does while there are requests, or the half asks for steps."""
-        assert self.half.pending or self._alive
-        step = self.half.build_step(IDLE)
-        self.half.worker_output(adapters_heard(self._vllm, step=step.asks_adapters))
+        assert self.half.has_pending_push_work() or self._alive
+        step = self.half.build_connector_meta(IDLE)
+        self.half.update_connector_output(adapters_heard(self._vllm, step=step.asks_adapters))
         self.done += [load.request for load in step.loads if not (load.reads or load.shared)]
         self.loads += [load.request for load in step.loads if load.reads]
 
@@ -138,12 +128,7 @@ class Decode:
 def decode(vllm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Decode]:
     made = Decode(vllm, monkeypatch, write(tmp_path / "adapter"))
     yield made
-    made.half.close()
-
-
-def ends(decode: Decode) -> None:
-    decode.start()
-    decode.end(decode.arrive())
+    made.half.shutdown()
 
 
 def lora_ends_while_hashed(decode: Decode) -> None:
@@ -183,7 +168,7 @@ def another_sample_of_lora_is_over_first(decode: Decode) -> None:
     params = decode.ticket(lora=True)
     first, second = (decode.arrive(params, lora=True, name=f"{index}_r") for index in range(2))
     decode.hash_adapter()
-    assert decode.half.num_matched_tokens(first, 0) == (TOKENS, True)
+    assert decode.half.get_num_new_matched_tokens(first, 0) == (TOKENS, True)
     decode.begin(first)
     decode.end(first)
     decode.step()
@@ -208,14 +193,7 @@ def lora_in_a_room_ends_when_hashed(decode: Decode) -> None:
     decode.step()
 
 
-def ends_while_it_waits_for_host_pages(decode: Decode) -> None:
-    decode.start(staging=True)
-    decode.arrive(name="first")
-    decode.end(decode.arrive())
-
-
 RELEASED = (
-    ends,
     lora_ends_while_hashed,
     lora_ends_when_hashed,
     lora_begins_while_hashed,
@@ -223,14 +201,7 @@ RELEASED = (
     another_sample_of_lora_is_over_first,
     lora_in_a_room_ends_while_hashed,
     lora_in_a_room_ends_when_hashed,
-    ends_while_it_waits_for_host_pages,
 )
-
-
-def is_refused(decode: Decode) -> None:
-    """The ticket may be another client's (ADR 7)."""
-    decode.start()
-    decode.end(decode.arrive(first=7))
 
 
 def lora_is_refused(decode: Decode) -> None:
@@ -251,19 +222,11 @@ def is_refused_by_vllm(decode: Decode) -> None:
     decode.end(each)
 
 
-def room_has_no_ticket(decode: Decode) -> None:
-    """There is no hold, or nothing says which one it is."""
-    decode.start()
-    decode.end(decode.arrive(DECODE))
-    decode.hear_error()
-    decode.step()
-
-
 def ends_in_an_engine_that_shuts_down(decode: Decode) -> None:
     """Its workers run no further step; the lease ends the hold."""
     decode.start()
     decode.arrive()
-    decode.half.close()
+    decode.half.shutdown()
 
 
 def id_is_used_again_while_lora_is_hashed(decode: Decode) -> None:
@@ -279,10 +242,8 @@ def id_is_used_again_while_lora_is_hashed(decode: Decode) -> None:
 
 
 NOT_RELEASED = (
-    is_refused,
     lora_is_refused,
     is_refused_by_vllm,
-    room_has_no_ticket,
     ends_in_an_engine_that_shuts_down,
     id_is_used_again_while_lora_is_hashed,
 )

@@ -15,8 +15,6 @@ from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import check
 from kvferry.integrations.vllm.cache_groups import CacheGroup
-from kvferry.integrations.vllm.consumer import Consumer
-from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.halves import (
     KEYS,
@@ -50,14 +48,6 @@ def not_made(reason: str, count: int = 1) -> dict[str, Any]:
     }
 
 
-def scored(made: Producer, tokens: int = 40) -> Any:
-    """A request that asks for ``prompt_logprobs``."""
-    each = request(tokens, dict(PREFILL))
-    each.skip_reading_prefix_cache = True
-    made.on_new_request(each)
-    return each
-
-
 def pressed() -> Passes:
     """An engine of two ranks that holds eight requests."""
     passes = Passes(2)
@@ -84,15 +74,6 @@ class TestProducer:
         got = read_ticket(made.request_finished(each, [[1, 2, 3], [0, 0, 6]], SERVING) or {})
         assert (got.pages, got.first_index) == (((1, 2, 3), (6,)), (0, 2))
 
-    @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
-    def test_no_ticket_for_what_was_not_computed(self, status: str) -> None:
-        made = producer()
-        each = request(40, PREFILL, status=status)
-        made.take_on(each)
-        made.drain()
-        assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
-        assert len(made.drain().drops) == 1
-
     def test_request_without_a_slot_is_counted_once_however_often_it_was_preempted(self) -> None:
         metrics = Metrics(driver="loopback")
         made = producer(slots=1, metrics=metrics)
@@ -102,62 +83,6 @@ class TestProducer:
             made.take_on(each)
         assert finish(made, each) is None
         assert metrics.take() == not_made("no_hold")
-
-    def test_no_ticket_for_a_request_that_nobody_else_decodes(self) -> None:
-        made = producer()
-        assert finish(made, request(40)) is None
-        assert not made.drain()
-
-    def test_no_ticket_for_a_state_that_went_on(self) -> None:
-        """It is the one after 41 tokens, and the consumer needs the one after 40."""
-        made = producer(groups=[CacheGroup(index=0, tokens=1024, is_state=True)])
-        each = request(40, PREFILL, computed=41)
-        assert finish(made, each, 7, 8) is None
-
-    @pytest.mark.parametrize(
-        ("group", "tail", "tokens"),
-        [
-            (CacheGroup(index=0, tokens=1024, is_state=True), 1, 40),
-            (CacheGroup(index=0, tokens=16, window=32), 1, 40),
-            (CacheGroup(index=0, tokens=16, chunk=32), 3, 4),
-        ],
-    )
-    def test_no_ticket_for_a_bounded_prompt_that_is_scored(
-        self, group: CacheGroup, tail: int, tokens: int, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Its whole prompt is computed, and what decode needs is before its last tokens."""
-        metrics = Metrics(driver="loopback")
-        made = producer(tail=tail, groups=[group], metrics=metrics)
-        each = scored(made, tokens)
-        assert each.num_prompt_tokens == tokens
-        made.take_on(each)
-        made.drain()
-        assert made.request_finished(each, [[7, 8, 9]], SERVING) is None
-        assert len(made.drain().drops) == 1
-        assert metrics.take() == not_made("scored")
-        assert "prompt_logprobs" in caplog.text
-
-    @pytest.mark.parametrize(("window", "tail", "tokens"), [(0, 0, 40), (0, 2, 40), (32, 1, 1)])
-    def test_ticket_for_a_prompt_that_is_scored(self, window: int, tail: int, tokens: int) -> None:
-        group = CacheGroup(index=0, tokens=16, window=window)
-        made = producer(tail=tail, groups=[group])
-        params = finish(made, scored(made, tokens), 7, 8, 9)
-        taker = consumer([group], backoff=tail)
-        arrive(taker, params, tokens)
-        assert len(taker.drain().prepare) == 1
-
-    def test_preempted_request_gets_another_hold_in_its_slot(self) -> None:
-        made = producer()
-        each = request(40, PREFILL)
-        made.take_on(each)
-        [(_, old)] = made.drain().take_ons
-        made.take_on(each)  # as vLLM does when it goes on after a load
-        assert not made.drain()
-        each.num_preemptions += 1
-        made.take_on(each)
-        orders = made.drain()
-        assert orders.drops == (old,)
-        assert [hold.slot for _, hold in orders.take_ons] == [old.slot]
 
     def test_id_that_is_still_held(self, caplog: pytest.LogCaptureFixture) -> None:
         """The pages of the first request stay its own; the second is served without a ticket."""
@@ -240,29 +165,6 @@ class TestProducer:
         assert metrics.take() == not_made("cut_media", 2)
         assert caplog.text.count("end prompts with text") == 1
 
-    @pytest.mark.parametrize(("tail", "end"), [(0, 40), (2, 38), (40, 40), (41, 40)])
-    def test_ticket_where_no_image_is_cut(self, tail: int, end: int) -> None:
-        """The truncated prompt may end with an image, and the ticket names that image."""
-        made = producer(tail=tail)
-        each = request(40, dict(PREFILL))
-        each.mm_features = [image(30, length=end - 30)]
-        made.on_new_request(each)
-        each.num_computed_tokens = each.num_prompt_tokens
-        params = finish(made, each)
-        for name, accepted in (("image", 1), ("another", 0)):
-            taker = consumer(backoff=tail)
-            arrive(taker, params, mm_features=[image(30, length=end - 30, name=name)])
-            assert len(taker.drain().prepare) == accepted
-
-    def test_image_is_not_cut_where_nothing_is_handed_over(self) -> None:
-        metrics = Metrics(driver="loopback")
-        each = request(40)
-        each.mm_features = [image(30, length=10)]
-        made = producer(tail=1, metrics=metrics)
-        made.on_new_request(each)
-        assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
-        assert metrics.take() is None
-
     def test_further_prompts_of_a_list_are_not_held(self, caplog: pytest.LogCaptureFixture) -> None:
         """vLLM would not answer with their tickets; one line says so."""
         metrics = Metrics(driver="loopback")
@@ -335,13 +237,6 @@ class TestProducer:
         assert metrics.take() == not_made("role", 2)
         assert caplog.text.count("kv_role") == 1
         assert 'set "kv_producer" or "kv_both"' in caplog.text
-
-    def test_consumer_names_one_reason_for_a_prompt_that_is_scored(self) -> None:
-        metrics = Metrics(driver="loopback")
-        group = CacheGroup(index=0, tokens=16, window=32)
-        made = producer(tail=1, groups=[group], metrics=metrics, hands_over=False)
-        assert finish(made, scored(made)) is None
-        assert metrics.take() == not_made("role")
 
 
 class TestBlocksAreLacking:
@@ -420,16 +315,6 @@ class TestConsumer:
         arrive(consumer(), params)
         assert caplog.messages[0].endswith("of engine (dict), request (list))")
 
-    def test_second_allocation_loads_nothing(self) -> None:
-        made = consumer()
-        each = arrive(made)
-        allocate(made, each)
-        made.drain()
-        made.loads_finished(["r"])
-        made.blocks_allocated(each, blocks(21, 22, 23), 0)
-        assert made.drain().loads == ()
-        assert made.num_matched_tokens(each, 0) == 0
-
     def test_loads_are_counted_once(self) -> None:
         metrics = Metrics(driver="loopback")
         made = consumer(metrics=metrics)
@@ -456,47 +341,6 @@ class TestConsumer:
         assert not made.loaded_request_waits(step(waits=8))
         assert not made.loaded_request_waits(step())
 
-    def test_full_local_hit_only_tells_the_producer(self) -> None:
-        made = consumer()
-        each = request(48, ticket(48))
-        made.on_new_request(each)
-        assert made.num_matched_tokens(each, 48) == 0
-        made.blocks_allocated(each, blocks(21, 22, 23), 0)
-        [load] = made.drain().loads
-        assert (load.ranges, load.report) == ((None,), False)
-        made.request_finished(each)
-        assert made.drain().aborted == ()
-
-    def test_end_before_allocation_tells_the_producer(self) -> None:
-        made = consumer()
-        each = arrive(made)
-        made.request_finished(each)
-        [load] = made.drain().loads
-        assert (load.reads, load.report) == (False, False)
-
-    def test_end_during_the_load_is_told_to_the_workers(self) -> None:
-        made = consumer()
-        each = arrive(made)
-        allocate(made, each)
-        made.request_finished(each)
-        assert made.drain().aborted == ("r",)
-
-    def test_refused_ticket_goes_the_way_of_a_good_one(self) -> None:
-        metrics = Metrics(driver="loopback")
-        made = consumer(metrics=metrics)
-        each = request(40, ticket() | {"kvferry": {}})
-        made.on_new_request(each)
-        assert made.num_matched_tokens(each, 16) == 24
-        made.blocks_allocated(each, blocks(21, 22, 23), 24)
-        arrivals = made.drain()
-        assert not arrivals.loads
-        assert not arrivals.prepare
-        [(name, reason)] = arrivals.refused
-        assert name == "r"
-        assert "version" in reason
-        made.loads_finished(["r"], failed=["r"])
-        assert metrics.take() == {"refused_tickets": {"loopback": {"malformed": 1}}}
-
     def test_further_prompt_of_a_list_is_refused_with_what_helps(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -510,12 +354,6 @@ class TestConsumer:
         assert metrics.take() == {"refused_tickets": {"loopback": {"list": 1}}}
         arrive(made, name="cmpl-a-1-89b15765")
         assert len(made.drain().prepare) == 1
-
-    def test_refused_ticket_where_nothing_is_pulled(self) -> None:
-        made = consumer()
-        each = arrive(made, ticket() | {"kvferry": {}})
-        made.blocks_allocated(each, blocks(21, 22, 23), 0)
-        assert made.drain().refused == ()
 
     @pytest.mark.parametrize(
         ("settings", "params", "reason"),
@@ -546,7 +384,7 @@ class TestConsumer:
         assert made.num_matched_tokens(each, 16) == 24
         made.blocks_allocated(each, blocks(21, 22, 23), 24)
         arrivals = made.drain()
-        assert (arrivals.prepare, arrivals.loads) == ((), ())
+        assert (arrivals.prepare, arrivals.loads) == ([], [])
         [(_, why)] = arrivals.refused
         assert reason in why
 
@@ -600,7 +438,7 @@ class TestConsumer:
         assert "request r: ticket refused: it was made for another prompt" in caplog.text
         said = hint or " (producer's request"
         assert f"than this one of 40 tokens{said}" in caplog.text
-        assert made.drain().prepare == ()
+        assert made.drain().prepare == []
 
     def test_unverified_prompt(self) -> None:
         made = consumer(verify_prompt=False)
@@ -609,124 +447,19 @@ class TestConsumer:
         assert isinstance(prepared, Ticket)
 
 
-def arrived(made: Consumer, params: dict[str, Any], *names: str) -> list[Any]:
-    """Requests that came with one ticket."""
-    return [arrive(made, params, name=name) for name in names]
+def test_samples_of_one_prompt_come_one_by_one() -> None:
+    """The first is loaded before the second is known, and leaves "done" to the last one."""
+    made, params = consumer(), ticket()
 
+    def shared() -> list[bool]:
+        return [load.shared for load in made.drain().loads]
 
-def pair() -> tuple[Consumer, Any, Any]:
-    """A consumer with the requests "a" and "b", which came with one ticket."""
-    made = consumer()
-    first, second = arrived(made, ticket(), "a", "b")
-    return made, first, second
-
-
-def said(made: Consumer) -> list[str]:
-    """Of each load that is ordered in this step, who says "done" about the hold."""
-    return ["nobody" if load.shared else "it" for load in made.drain().loads]
-
-
-class TestSharedHolds:
-    """Several requests of this engine with one ticket."""
-
-    def test_known_ones_share_and_done_is_ordered_after_the_last(self) -> None:
-        made = consumer()
-        allocate(made, *arrived(made, ticket(), "a", "b", "c"))
-        assert said(made) == ["nobody"] * 3
-        made.loads_finished(["c", "a"], failed={"a"})
-        assert not made.pending
-        made.loads_finished(["b"])
-        assert made.pending, "an engine with nothing to run has to step"
-        [load] = made.drain().loads
-        assert (load.shared, load.reads, load.report) == (False, False, False)
-        assert not made.pending
-
-    def test_one_that_is_given_up_before_it_has_blocks(self) -> None:
-        """Its wait ends; the other one is loaded, and says "done"."""
-        made, first, second = pair()
-        made.request_finished(first)
-        [load] = made.drain().loads
-        assert (load.shared, load.reads, load.report) == (True, False, False)
-        allocate(made, second)
-        assert said(made) == ["it"]
-
-    def test_one_that_is_given_up_while_it_is_loaded(self) -> None:
-        """It is over when all ranks have said so, not before."""
-        made, first, second = pair()
-        allocate(made, first, second)
-        made.drain()
-        made.request_finished(first)
-        assert made.drain().aborted == ("a",)
-        made.loads_finished(["b"])
-        assert not made.pending
-        made.loads_finished(["a"], failed={"a"})
-        assert said(made) == ["it"]
-
-    def test_all_that_are_given_up(self) -> None:
-        made = consumer()
-        for one in arrived(made, ticket(), "a", "b"):
-            made.request_finished(one)
-        assert said(made) == ["nobody", "it"]
-        assert not made.pending
-
-    def test_one_of_which_all_is_cached_here(self) -> None:
-        made, first, second = pair()
-        made.blocks_allocated(first, blocks(21, 22, 23), 0)
-        allocate(made, second)
-        assert said(made) == ["nobody", "it"]
-
-    def test_one_whose_ticket_is_refused_does_not_count(self) -> None:
-        made, params = consumer(), ticket()
-        good = arrive(made, params, name="a")
-        bad = arrive(made, params, name="b", prompt_token_ids=[*range(1, 41)])
-        allocate(made, good, bad)
-        assert said(made) == ["it"]
-        made.loads_finished(["a", "b"], failed={"b"})
-        assert not made.pending
-
-    def test_one_that_is_preempted_after_its_load_uses_the_hold_no_more(self) -> None:
-        made, first, second = pair()
-        allocate(made, first, second)
-        made.drain()
-        made.loads_finished(["a", "b"])
-        assert said(made) == ["it"]
-        allocate(made, first, second)
-        assert said(made) == []
-        assert not made.pending
-
-    def test_samples_of_one_prompt_come_one_by_one(self) -> None:
-        """The first is loaded before the second is known, and leaves it the hold."""
-        made, params = consumer(), ticket()
-        allocate(made, *arrived(made, params, "0_cmpl-7-a1b2"))
-        assert said(made) == ["nobody"]
-        [second] = arrived(made, params, "1_cmpl-7-a1b2")
-        made.loads_finished(["0_cmpl-7-a1b2"])
-        assert said(made) == []
-        allocate(made, second)
-        assert said(made) == ["nobody"]
-        made.loads_finished(["1_cmpl-7-a1b2"])
-        assert said(made) == ["it"]
-
-    def test_done_is_ordered_with_the_ticket_that_was_good(self) -> None:
-        """Not with one that names the same hold, and another address."""
-        made, params = consumer(), ticket()
-        good = arrived(made, params, "a")
-        bad = arrived(made, params | {"remote_host": "10.6.6.6"}, "b")
-        allocate(made, *good, *bad)
-        made.drain()
-        made.loads_finished(["a"])
-        made.loads_finished(["b"], failed={"b"})
-        [load] = made.drain().loads
-        assert load.ticket.host == "10.0.0.1"
-
-    def test_every_prepared_ticket_is_followed_by_one_load(self) -> None:
-        """Before the "done" that stands alone: what counts the waits must not count that."""
-        made, params = consumer(), ticket()
-        first, second, third = arrived(made, params, "a", "b", "c")
-        made.request_finished(first)
-        made.blocks_allocated(second, blocks(21, 22, 23), 0)
-        made.request_finished(third)
-        arrivals = made.drain()
-        assert len(arrivals.prepare) == 3
-        assert [load.request for load in arrivals.loads[:3]] == ["a", "b", "c"]
-        assert len(arrivals.loads) <= 4
+    allocate(made, arrive(made, params, name="0_cmpl-7-a1b2"))
+    assert shared() == [True]
+    second = arrive(made, params, name="1_cmpl-7-a1b2")
+    made.loads_finished(["0_cmpl-7-a1b2"])
+    assert shared() == []
+    allocate(made, second)
+    assert shared() == [True]
+    made.loads_finished(["1_cmpl-7-a1b2"])
+    assert shared() == [False]

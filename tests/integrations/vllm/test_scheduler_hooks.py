@@ -65,8 +65,8 @@ def make(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield build
     for each in made:
-        each.close()
-        each.close()
+        each.shutdown()
+        each.shutdown()
 
 
 @pytest.fixture
@@ -83,7 +83,9 @@ def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
         vllm.metadata.RankHandshake(payload=data, library="nixl 1.5, UCX")
         for data in encoded(*ranks)
     ]
-    half.serve({(0, tp): each for tp, each in reversed([*enumerate(published)])})
+    half.set_xfer_handshake_metadata_pp_aware(
+        {(0, tp): each for tp, each in reversed([*enumerate(published)])}
+    )
 
 
 FINGERPRINT = Region(address=1 << 20, nbytes=FINGERPRINT_BYTES, kind="cpu", device=0)
@@ -100,9 +102,9 @@ class TestSideChannel:
         assert ping("127.0.0.1", port, "decode", timeout=60) == 9
         info = fetch("127.0.0.1", port, "decode", timeout=60)
         assert [one.rank for one in info.ranks] == [0, 1, 2]
-        step = half.build_step(OUTPUT)
+        step = half.build_connector_meta(OUTPUT)
         assert (step.ranks, step.ticket_key) == (tuple(encoded(*RANKS)), info.ticket_key)
-        step = half.build_step(OUTPUT)
+        step = half.build_connector_meta(OUTPUT)
         assert (step.ranks, step.ticket_key) == ((), b"")
 
     @pytest.mark.parametrize(
@@ -157,17 +159,17 @@ class TestSideChannel:
     def test_it_says_what_is_wrong(self, vllm: Any, make: Any) -> None:
         half = make()
         serving(vllm, half, *RANKS)
-        half.worker_output(heard(vllm, problems={1: ("b", "c"), 0: ("a",)}))
+        half.update_connector_output(heard(vllm, problems={1: ("b", "c"), 0: ("a",)}))
         condition = health("127.0.0.1", half._serving.port, timeout=60)
         assert condition.problems == ["rank 0: a", "rank 1: b", "rank 1: c"]
-        half.worker_output(heard(vllm, problems={1: ()}))
+        half.update_connector_output(heard(vllm, problems={1: ()}))
         condition = health("127.0.0.1", half._serving.port, timeout=60)
         assert condition.problems == ["rank 0: a"]
 
     def test_it_ends_with_the_half(self, vllm: Any, make: Any) -> None:
         half = make()
         serving(vllm, half, *RANKS)
-        half.close()
+        half.shutdown()
         with pytest.raises(HandshakeError):
             ping("127.0.0.1", half._serving.port, "decode", timeout=60)
 
@@ -178,10 +180,10 @@ class TestSideChannel:
         half = make()
         serving(vllm, half, *RANKS)
         before, server = half._serving, half._server
-        half.build_step(OUTPUT)
+        half.build_connector_meta(OUTPUT)
         serving(vllm, half, *RANKS)
         assert (half._serving, half._server) == (before, server)
-        assert half.build_step(OUTPUT).ranks == ()
+        assert half.build_connector_meta(OUTPUT).ranks == ()
         assert ping("127.0.0.1", before.port, "decode", timeout=60) == 9
 
     def test_a_second_one_takes_the_first_ones_place(self, vllm: Any, make: Any) -> None:
@@ -197,12 +199,14 @@ class TestSideChannel:
         self, vllm: Any, make: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         half = make()
-        half.serve({(0, 0): object()})
+        half.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
         assert "no rank of this engine published anything" in caplog.text
-        assert half.build_step(OUTPUT).ranks == ()
+        assert half.build_connector_meta(OUTPUT).ranks == ()
         ours, *_ = encoded(*RANKS)
-        half.serve({(0, 0): object(), (0, 1): vllm.metadata.RankHandshake(payload=ours)})
-        assert half.build_step(OUTPUT).ranks == (ours,)
+        half.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): object(), (0, 1): vllm.metadata.RankHandshake(payload=ours)}
+        )
+        assert half.build_connector_meta(OUTPUT).ranks == (ours,)
 
 
 def heard(
@@ -236,8 +240,8 @@ def prefilled(half: Any, *ids: int, name: str = "r") -> Any:
     """Compute a request in these blocks; what vLLM is told at its end."""
     each = request(40, dict(PREFILL), name=name)
     half.on_new_request(each)
-    half.blocks_allocated(each, blocks(*ids or (1, 2, 3)), 0)
-    return half.request_finished(each, [list(ids or (1, 2, 3))])
+    half.update_state_after_alloc(each, blocks(*ids or (1, 2, 3)), 0)
+    return half.request_finished_all_groups(each, [list(ids or (1, 2, 3))])
 
 
 def loading(half: Any, **changes: Any) -> Any:
@@ -245,7 +249,7 @@ def loading(half: Any, **changes: Any) -> Any:
     each = request(40, ticket())
     vars(each).update(changes)
     half.on_new_request(each)
-    half.blocks_allocated(each, blocks(21, 22, 23), 40)
+    half.update_state_after_alloc(each, blocks(21, 22, 23), 40)
     return each
 
 
@@ -259,9 +263,11 @@ def adapted(path: str, params: Any) -> Any:
 def wait(vllm: Any, half: Any, each: Any) -> None:
     """Let a request come, and wait until the content of its adapter is known or refused."""
     half.on_new_request(each)
-    assert half.num_matched_tokens(each, 0) == (None, False)
-    half.worker_output(adapters_heard(vllm, step=half.build_step(OUTPUT).asks_adapters))
-    eventually(lambda: half.num_matched_tokens(each, 0) != (None, False))
+    assert half.get_num_new_matched_tokens(each, 0) == (None, False)
+    half.update_connector_output(
+        adapters_heard(vllm, step=half.build_connector_meta(OUTPUT).asks_adapters)
+    )
+    eventually(lambda: half.get_num_new_matched_tokens(each, 0) != (None, False))
 
 
 class TestProducing:
@@ -270,10 +276,10 @@ class TestProducing:
         serving(vllm, half, *RANKS)
         each = request(40, dict(PREFILL))
         half.on_new_request(each)
-        assert half.num_matched_tokens(each, 0) == (0, False)
-        half.blocks_allocated(each, blocks(1, 2, 3), 0)
-        [(_, hold)] = half.build_step(OUTPUT).orders.take_ons
-        held, params = half.request_finished(each, [[1, 2, 3]])
+        assert half.get_num_new_matched_tokens(each, 0) == (0, False)
+        half.update_state_after_alloc(each, blocks(1, 2, 3), 0)
+        [(_, hold)] = half.build_connector_meta(OUTPUT).orders.take_ons
+        held, params = half.request_finished_all_groups(each, [[1, 2, 3]])
         assert held
         assert params["remote_engine_id"] == "decode"
         assert params["remote_port"] == half._serving.port
@@ -281,13 +287,13 @@ class TestProducing:
         assert params["kvferry"]["computed"] is True
         info = fetch("127.0.0.1", half._serving.port, "decode", timeout=60)
         check(read_ticket(params).proof, info.ticket_key)
-        [(ready, lease)] = half.build_step(OUTPUT).orders.ready
+        [(ready, lease)] = half.build_connector_meta(OUTPUT).orders.ready
         assert (ready, lease) == (hold, 30.0)
-        stats = half.take_stats().data
+        stats = half.get_kv_connector_stats().data
         assert stats["held_pages"] == {"loopback": 3}
         assert 0 < stats["held_fraction"]["loopback"] < 1
-        half.worker_output(heard(vllm, sending={"r"}))
-        stats = half.take_stats().data
+        half.update_connector_output(heard(vllm, sending={"r"}))
+        stats = half.get_kv_connector_stats().data
         assert (stats["held_pages"], stats["held_fraction"]) == ({"loopback": 0}, {"loopback": 0})
 
     def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
@@ -310,40 +316,44 @@ class TestProducing:
         assert prefilled(half, 1, 2, 3) == (False, None)
         held, _ = prefilled(half, 4, 5, name="small")
         assert held
-        [(_, lease)] = half.build_step(OUTPUT).orders.ready
+        [(_, lease)] = half.build_connector_meta(OUTPUT).orders.ready
         assert lease == 7.0
 
     def test_a_reset_gives_up_what_is_held(self, make: Any) -> None:
         half = make()
         prefilled(half)
-        half.build_step(OUTPUT)
-        half.reset()
-        assert len(half.build_step(OUTPUT).orders.ends) == 1
+        half.build_connector_meta(OUTPUT)
+        half.reset_cache()
+        assert len(half.build_connector_meta(OUTPUT).orders.ends) == 1
 
     def test_a_hold_that_no_rank_hears_of_makes_room(self, vllm: Any, make: Any) -> None:
         half = make()
         serving(vllm, half, *RANKS)
         prefilled(half)
-        [(_, hold)] = half.build_step(OUTPUT).orders.take_ons
+        [(_, hold)] = half.build_connector_meta(OUTPUT).orders.take_ons
         waits = request(40, name="waits")
-        half.num_matched_tokens(waits, 0)
-        half.blocks_allocated(waits, blocks(4, 5, 6), 0)
-        assert not half.build_step(OUTPUT).asks_silent
-        half.num_matched_tokens(waits, 0)
-        assert half.build_step(OUTPUT).asks_silent
+        half.get_num_new_matched_tokens(waits, 0)
+        half.update_state_after_alloc(waits, blocks(4, 5, 6), 0)
+        assert not half.build_connector_meta(OUTPUT).asks_silent
+        half.get_num_new_matched_tokens(waits, 0)
+        assert half.build_connector_meta(OUTPUT).asks_silent
         silence = Silence(request=RequestId("r"), hold=hold, age=4.0)
-        half.worker_output(heard(vllm, silent=dict.fromkeys(range(len(RANKS)), (silence,))))
-        half.num_matched_tokens(waits, 0)
+        half.update_connector_output(
+            heard(vllm, silent=dict.fromkeys(range(len(RANKS)), (silence,)))
+        )
+        half.get_num_new_matched_tokens(waits, 0)
         assert not half.has_pending_block_frees()
-        assert half.build_step(OUTPUT).orders.ends == (hold,)
+        assert half.build_connector_meta(OUTPUT).orders.ends == (hold,)
         assert half.has_pending_block_frees()
-        half.worker_output(heard(vllm, sending={"r"}))
-        assert half.take_stats().data["holds"] == {"loopback": {"made": 1, "orphaned": 1}}
+        half.update_connector_output(heard(vllm, sending={"r"}))
+        assert half.get_kv_connector_stats().data["holds"] == {
+            "loopback": {"made": 1, "orphaned": 1}
+        }
 
     def test_an_engine_that_only_loads_makes_no_tickets(self, make: Any) -> None:
         half = make(role="kv_consumer")
         assert prefilled(half) == (False, None)
-        assert half.take_stats().data["tickets_not_made"] == {"loopback": {"role": 1}}
+        assert half.get_kv_connector_stats().data["tickets_not_made"] == {"loopback": {"role": 1}}
 
 
 class TestAdapters:
@@ -353,11 +363,11 @@ class TestAdapters:
         """Prefill a request; ``last`` is the load that the workers report of its last step."""
         each = adapted(path, dict(PREFILL))
         wait(vllm, half, each)
-        assert half.num_matched_tokens(each, 0) == (0, False)
-        half.blocks_allocated(each, blocks(1, 2, 3), 0)
-        half.build_step(OUTPUT)
-        _, params = half.request_finished(each, [[1, 2, 3]])
-        half.worker_output(adapters_heard(vllm, last))
+        assert half.get_num_new_matched_tokens(each, 0) == (0, False)
+        half.update_state_after_alloc(each, blocks(1, 2, 3), 0)
+        half.build_connector_meta(OUTPUT)
+        _, params = half.request_finished_all_groups(each, [[1, 2, 3]])
+        half.update_connector_output(adapters_heard(vllm, last))
         return params
 
     def test_a_ticket_for_the_same_content(
@@ -367,8 +377,8 @@ class TestAdapters:
         assert params["kvferry"]["computed"] is False  # it may still be revoked
         half = make()
         wait(vllm, half, each := adapted(write(tmp_path / "here"), params))
-        assert half.num_matched_tokens(each, 16) == (24, True)
-        assert len(half.build_step(OUTPUT).prepare) == 1
+        assert half.get_num_new_matched_tokens(each, 16) == (24, True)
+        assert len(half.build_connector_meta(OUTPUT).prepare) == 1
 
     @pytest.mark.parametrize("gone", [True, False])
     def test_a_ticket_for_other_content(
@@ -378,15 +388,17 @@ class TestAdapters:
         half, here = make(), tmp_path / "here"
         path = str(here) if gone else write(here, weights=b"others")
         wait(vllm, half, adapted(path, params))
-        assert half.build_step(OUTPUT).prepare == ()
+        assert half.build_connector_meta(OUTPUT).prepare == []
         reason = "adapter" if gone else "prompt"
-        assert half.take_stats().data["refused_tickets"] == {"loopback": {reason: 1}}
+        assert half.get_kv_connector_stats().data["refused_tickets"] == {"loopback": {reason: 1}}
 
     def test_no_ticket_for_unknown_content(
         self, vllm: Any, tmp_path: Path, producer: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         assert self.prefilled(vllm, producer, str(tmp_path / "gone")) is None
-        assert producer.take_stats().data["tickets_not_made"] == {"loopback": {"adapter": 1}}
+        assert producer.get_kv_connector_stats().data["tickets_not_made"] == {
+            "loopback": {"adapter": 1}
+        }
         assert caplog.text.count("no ticket is made (stage prefill, cause adapter)") == 1
 
     def test_a_ticket_is_given_up_if_its_last_step_loaded_other_files(
@@ -398,10 +410,12 @@ class TestAdapters:
             rank=0, adapter=1, name="adapter", path=other, content=b"others"
         )
         assert self.prefilled(vllm, producer, path, last=load) is not None
-        orders = producer.build_step(OUTPUT).orders
+        orders = producer.build_connector_meta(OUTPUT).orders
         assert orders.ends == tuple(hold for hold, _ in orders.ready)
         assert len(orders.ends) == 1
-        assert producer.take_stats().data["tickets_not_made"] == {"loopback": {"adapter": 1}}
+        assert producer.get_kv_connector_stats().data["tickets_not_made"] == {
+            "loopback": {"adapter": 1}
+        }
 
     def test_a_prefill_that_ends_before_its_content_is_known(
         self, make: Any, tmp_path: Path
@@ -409,9 +423,9 @@ class TestAdapters:
         half = make()
         each = adapted(write(tmp_path), dict(PREFILL))
         half.on_new_request(each)
-        assert half.num_matched_tokens(each, 0) == (None, False)
-        assert half.request_finished(each, [[]]) == (False, None)
-        assert half.build_step(OUTPUT).asks_adapters == 0
+        assert half.get_num_new_matched_tokens(each, 0) == (None, False)
+        assert half.request_finished_all_groups(each, [[]]) == (False, None)
+        assert half.build_connector_meta(OUTPUT).asks_adapters == 0
 
     def test_a_request_that_vllm_does_not_let_wait(
         self, vllm: Any, tmp_path: Path, producer: Any, caplog: pytest.LogCaptureFixture
@@ -419,47 +433,43 @@ class TestAdapters:
         """It asks for ``prompt_logprobs``."""
         each = adapted(write(tmp_path), dict(PREFILL))
         producer.on_new_request(each)
-        assert producer.num_matched_tokens(each, 0) == (None, False)
-        producer.blocks_allocated(each, blocks(1, 2, 3), 0)
-        producer.worker_output(adapters_heard(vllm, step=producer.build_step(OUTPUT).asks_adapters))
-        assert producer.request_finished(each, [[1, 2, 3]]) == (False, None)
+        assert producer.get_num_new_matched_tokens(each, 0) == (None, False)
+        producer.update_state_after_alloc(each, blocks(1, 2, 3), 0)
+        producer.update_connector_output(
+            adapters_heard(vllm, step=producer.build_connector_meta(OUTPUT).asks_adapters)
+        )
+        assert producer.request_finished_all_groups(each, [[1, 2, 3]]) == (False, None)
         assert "its content was not known when the request began" in caplog.text
 
     def test_a_request_of_this_engine_alone_does_not_wait(self, make: Any, tmp_path: Path) -> None:
         half = make()
         each = adapted(write(tmp_path), None)
         half.on_new_request(each)
-        assert half.num_matched_tokens(each, 0) == (0, False)
-        assert half.build_step(OUTPUT).asks_adapters == 0
+        assert half.get_num_new_matched_tokens(each, 0) == (0, False)
+        assert half.build_connector_meta(OUTPUT).asks_adapters == 0
 
 
 class TestConsuming:
     def test_a_request_from_its_arrival_to_its_end(self, vllm: Any, make: Any) -> None:
         half = make()
         each = request(40, ticket())
-        assert not half.pending
+        assert not half.has_pending_push_work()
         half.on_new_request(each)
-        assert half.pending
-        assert half.num_matched_tokens(each, 16) == (24, True)
-        assert half.num_matched_tokens(each, 40) == (0, False)
-        half.blocks_allocated(each, blocks(21, 22, 23), 40)
-        step = half.build_step(OUTPUT)
+        assert half.has_pending_push_work()
+        assert half.get_num_new_matched_tokens(each, 16) == (24, True)
+        assert half.get_num_new_matched_tokens(each, 40) == (0, False)
+        half.update_state_after_alloc(each, blocks(21, 22, 23), 40)
+        step = half.build_connector_meta(OUTPUT)
         assert (len(step.prepare), len(step.loads), step.idle) == (1, 1, False)
         assert step.producers.is_asking
-        later = half.build_step(IDLE)
+        later = half.build_connector_meta(IDLE)
         assert later.idle
-        assert later.prepare == later.loads == ()
-        half.worker_output(heard(vllm, recving={"r"}))
-        assert half.take_stats().data == {
+        assert later.prepare == later.loads == []
+        half.update_connector_output(heard(vllm, recving={"r"}))
+        assert half.get_kv_connector_stats().data == {
             "loads": {"loopback": 1},
             "tokens": {"loopback": 40},
         }
-
-    def test_one_that_failed(self, vllm: Any, make: Any) -> None:
-        half = make()
-        loading(half)
-        half.worker_output(heard(vllm, recving={"r"}, failed={"r"}))
-        assert half.take_stats().data["failed_loads"] == {"loopback": 1}
 
     def test_one_that_failed_where_vllm_takes_blocks(
         self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
@@ -468,21 +478,21 @@ class TestConsuming:
         monkeypatch.setattr(vllm.scheduler.compat_029, "takes_failed_requests", lambda: False)
         half = make()
         loading(half)
-        assert half.build_step(OUTPUT).blocks == {"r": (21, 22, 23)}
-        assert half.build_step(OUTPUT).blocks == {}
+        assert half.build_connector_meta(OUTPUT).blocks == {"r": (21, 22, 23)}
+        assert half.build_connector_meta(OUTPUT).blocks == {}
         early, late = heard(vllm), heard(vllm, recving={"r"})
         early.kv_connector_worker_meta = vllm.metadata.RankReport(failed=frozenset({"r"}))
         for output in (early, late):
             del output.failed_recving
-            half.worker_output(output)
-        assert half.take_stats().data["failed_loads"] == {"loopback": 1}
+            half.update_connector_output(output)
+        assert half.get_kv_connector_stats().data["failed_loads"] == {"loopback": 1}
 
     def test_one_that_is_aborted_and_one_that_is_refused(self, make: Any) -> None:
         half = make()
-        half.request_finished(loading(half), [[21, 22, 23]])
+        half.request_finished_all_groups(loading(half), [[21, 22, 23]])
         loading(half, request_id="other", prompt_token_ids=[*range(1, 41)])
-        step = half.build_step(OUTPUT)
-        assert step.aborted == ("r",)
+        step = half.build_connector_meta(OUTPUT)
+        assert step.aborted == ["r"]
         assert [name for name, _ in step.refused] == ["other"]
 
     @pytest.mark.parametrize(
@@ -491,7 +501,7 @@ class TestConsuming:
     def test_settings_reach_it(self, make: Any, settings: dict[str, Any], taken: int) -> None:
         half = make(**settings)
         loading(half, prompt_token_ids=[*range(1, 41)])
-        assert len(half.build_step(OUTPUT).prepare) == taken
+        assert len(half.build_connector_meta(OUTPUT).prepare) == taken
 
 
 def test_an_unwell_engine_steps_on_for_a_while(
@@ -500,17 +510,17 @@ def test_an_unwell_engine_steps_on_for_a_while(
     now = [1000.0]
     monkeypatch.setattr(vllm.scheduler, "time", SimpleNamespace(monotonic=lambda: now[0]))
     half = make()
-    half.worker_output(heard(vllm, problems={0: ("ill",)}))
+    half.update_connector_output(heard(vllm, problems={0: ("ill",)}))
     for seconds, pending in ((59.0, True), (2.0, False)):
         now[0] += seconds
-        assert half.pending == pending
+        assert half.has_pending_push_work() == pending
     for output in (heard(vllm), heard(vllm, silent={0: ()})):
-        half.worker_output(output)
-        assert not half.pending
-    half.worker_output(heard(vllm, problems={1: ("ill, too",)}))
-    assert half.pending
-    half.worker_output(heard(vllm, problems={0: (), 1: ()}))
-    assert not half.pending
+        half.update_connector_output(output)
+        assert not half.has_pending_push_work()
+    half.update_connector_output(heard(vllm, problems={1: ("ill, too",)}))
+    assert half.has_pending_push_work()
+    half.update_connector_output(heard(vllm, problems={0: (), 1: ()}))
+    assert not half.has_pending_push_work()
 
 
 class TestFigures:

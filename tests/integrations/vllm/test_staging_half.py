@@ -19,6 +19,7 @@ from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.checks import check_engine, check_siblings
 from kvferry.integrations.vllm.config import Config, ConfigError
 from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.page_source import most_pages
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.halves import (
@@ -255,17 +256,6 @@ class TestConsumer:
         made.loads_finished(["first"], ["first"])
         assert made.num_matched_tokens(second, 0) == 40
 
-    def test_a_request_that_ends_early_gives_its_host_pages_back(self) -> None:
-        made, first, second, _ = two_requests()
-        made.request_finished(first)
-        assert made.num_matched_tokens(second, 0) == 40
-
-    def test_a_request_whose_prompt_is_cached_needs_none(self) -> None:
-        made, first, second, _ = two_requests()
-        assert made.num_matched_tokens(first, 40) == 0  # its prompt has come into the cache
-        made.blocks_allocated(first, blocks(1, 2, 3, cached=3), 0)
-        assert made.num_matched_tokens(second, 0) == 40
-
 
 def transfer(role: str = "kv_both", device: str = "cpu") -> Any:
     return engine(role, kv_buffer_device=device).kv_transfer_config
@@ -346,7 +336,7 @@ GROUPS = (
 
 @pytest.mark.parametrize(("tokens", "most"), [(1, 1 + 1 + 1), (32, 2 + 2 + 1), (160, 10 + 3 + 1)])
 def test_how_many_pages_a_request_has_at_most(tokens: int, most: int) -> None:
-    assert staging.reserve_count(GROUPS, tokens) == most
+    assert most_pages(GROUPS, tokens) == most
 
 
 class TestSize:

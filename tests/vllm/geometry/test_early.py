@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -229,7 +230,8 @@ def test_a_transfer_id_that_is_used_again(steps: int, verifies: bool) -> None:
     """Each request gets its own pages, though prefill still has the first one, or its ticket."""
     with engines(TWO, Shape(), Shape()) as (prefill, decode):
         half = decode.scheduler.connector._scheduler
-        half._consumer._verify_prompt = verifies
+        checks = replace(half._consumer._checks, verify_prompt=verifies)
+        half._consumer._checks = half._consumer._early._checks = checks
         first, second = (Legs(prefill, decode, family, 150, "again") for family in range(2))
         first.begin_prefill()
         for _ in range(steps):

@@ -216,7 +216,7 @@ def test_pull_that_fails(make_engine: MakeEngine, second_turn: SecondTurn, polic
         assert engine.is_empty
     else:
         step = engine.step()
-        assert (step.computed, step.messages.loads) == ({"r": 56}, ())
+        assert (step.computed, step.messages.loads) == ({"r": 56}, [])
         assert step.finished["r"] is not None
 
 

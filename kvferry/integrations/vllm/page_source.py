@@ -1,0 +1,163 @@
+"""Which pages tickets name and loads fill: blocks of the engine, or host pages in their place.
+
+Where the cache is staged, requests get host pages, and each is filled from a block, or fills one.
+Otherwise vLLM gives requests their blocks and takes them back, and there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from kvferry.core.errors import KVFerryError
+from kvferry.core.layout import HOLE
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.lifecycle.page_copy import PageCopy
+from kvferry.core.metrics import HOST_PAGE_WAITS, HOST_PAGES, HOST_PAGES_USED, Metrics
+
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.cache_groups import CacheGroup
+
+COPY_SECONDS = 1.0
+"""For how long after its ticket a request's blocks count as soon free, where they are copied."""
+
+Ids = TypeVar("Ids", bound=Iterable[int])
+"""Ids of the pages of a cache group."""
+
+
+class NoHostPagesError(KVFerryError):
+    """A request gets no host pages; the text says why, and what helps."""
+
+
+class PageSource:
+    """Give requests host pages, if the cache is staged, and the copies between these and blocks.
+
+    Args:
+        groups: The engine's cache groups that are transferred.
+        is_staged: Whether there are host pages; ``host`` is then set before the first request.
+        use: What they are for, as a label of metrics.
+        clock: Returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        is_staged: bool,
+        use: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_staged = is_staged
+        self.host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
+        self._groups = groups
+        self._use = use
+        self._clock = clock
+        # When the blocks of each request began to be copied.
+        self._copying: dict[str, float] = {}
+
+    def waits(self, request_id: str, tokens: int) -> bool:
+        """Return whether a request must wait for host pages for so many tokens.
+
+        Raises:
+            NoHostPagesError: It gets none, and waits no longer.
+        """
+        if not self.is_staged:
+            return False
+        answer = self.host.reserve(RequestId(request_id), most_pages(self._groups, tokens))
+        if answer is Reservation.REFUSED:
+            raise NoHostPagesError(self._why_none(request_id, tokens))
+        return answer is Reservation.WAITING
+
+    def place(
+        self, request_id: str, blocks: Sequence[Ids], tokens: int
+    ) -> tuple[Sequence[Ids | list[int]], PageCopy | None]:
+        """Return the pages for a request's blocks, and the copy between both if they are others.
+
+        Holes stay holes. There is an item for each cache group.
+
+        Raises:
+            NoHostPagesError: Too few were reserved by ``waits``, and are free.
+        """
+        if not self.is_staged:
+            return blocks, None
+        filled = [int(block) for ids in blocks for block in ids if block != HOLE]
+        pages = self.host.take(RequestId(request_id), len(filled))
+        if pages is None:
+            raise NoHostPagesError(self._why_none(request_id, tokens))
+        self._copying[request_id] = self._clock()
+        of = dict(zip(filled, pages, strict=True)) | {HOLE: HOLE}
+        copy = PageCopy(blocks=tuple(filled), pages=pages)
+        return [[of[block] for block in ids] for ids in blocks], copy
+
+    def _why_none(self, request_id: str, tokens: int) -> str:
+        host, count = self.host, most_pages(self._groups, tokens)
+        if host.has_taken(RequestId(request_id)):
+            return (
+                "its id is that of a request whose host pages are still in use: give requests ids "
+                "of their own"
+            )
+        if count > host.total:
+            return (
+                f"it may need {count} host pages, and there are {host.total}: raise staging_bytes"
+            )
+        return (
+            f"it did not get {count} of {host.total} host pages within {host.patience:g} s "
+            "(staging_timeout): raise staging_bytes, or decode requests sooner"
+        )
+
+    def cancel(self, request_id: str) -> None:
+        """End a request's wait and reservation; what ``place`` has returned stays in use."""
+        self.host.cancel(RequestId(request_id))
+
+    def give_back(self, request_id: str) -> None:
+        """Free the pages that ``place`` has returned. No byte may move to or from them any more."""
+        self._copying.pop(request_id, None)
+        self.host.give_back(RequestId(request_id))
+
+    def sent(self, request_ids: Iterable[str]) -> Iterable[str]:
+        """Take the requests whose blocks are free; return those whose hold is over with that."""
+        if not self.is_staged:
+            return request_ids
+        for request_id in request_ids:
+            self._copying.pop(request_id, None)
+        return ()
+
+    def over(self, reports: Mapping[int, Sequence[str]]) -> Iterable[str]:
+        """Take, by rank, the requests whose host pages it uses no longer; yield those of all."""
+        for rank, request_ids in reports.items():
+            yield from (each for each in request_ids if self.host.over(RequestId(each), rank))
+
+    def lacking(self, blocks: int, *, reclaims: bool) -> tuple[int, bool]:
+        """Return how many pages of holds are needed, and whether to end holds of conversations.
+
+        That is what is passed, unless the cache is staged: then holds keep no blocks.
+        """
+        return (self.host.lacking, False) if self.is_staged else (blocks, reclaims)
+
+    @property
+    def frees_blocks_soon(self) -> bool:
+        """Whether the blocks of a ticket are being copied, and will be free when that is done."""
+        now = self._clock()
+        return any(now < begun + COPY_SECONDS for begun in self._copying.values())
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks have yet to report that they use a request's host pages no longer."""
+        return bool(self.host.taken)
+
+    def update_metrics(self, metrics: Metrics) -> None:
+        """Set the metrics of host pages, and count the waits that ended since the last call."""
+        if not self.is_staged:
+            return
+        metrics.set(HOST_PAGES, self.host.total, use=self._use)
+        metrics.set(HOST_PAGES_USED, self.host.used, use=self._use)
+        for wait in self.host.take_waits():
+            outcome = "granted" if wait.granted else "refused"
+            metrics.observe(HOST_PAGE_WAITS, wait.seconds, use=self._use, outcome=outcome)
+
+
+def most_pages(groups: Sequence[CacheGroup], tokens: int) -> int:
+    """Return how many pages a request of this many tokens needs at most, in all groups together."""
+    return sum(group.most_pages(tokens) for group in groups)

@@ -1,0 +1,132 @@
+"""Which requests get a ticket, for how many tokens, or why none. Needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.integrations.vllm.eligibility import TRUNCATED, Eligibility, NoTicketError
+from kvferry.integrations.vllm.metric_definitions import NoTicket
+from tests.integrations.vllm.halves import image, request
+
+PROMPT = {"do_remote_decode": True}
+ANSWER = {"do_remote_prefill": True}
+EXACT = {"needs_exact_length": True, "backoff": 1}
+AT_THE_END = {"mm_features": [image(3), image(30, length=9)]}
+SCORED = {"skip_reading_prefix_cache": True}
+
+
+def rules(**changes: Any) -> Eligibility:
+    usual = {"hands_over": True, "keeps_answers": True, "backoff": 0, "needs_exact_length": False}
+    return Eligibility(**(usual | changes))
+
+
+def ended(params: dict[str, Any] | None, **changes: Any) -> Any:
+    """A request with a prompt of 40 tokens that was computed, and 9 more of an answer."""
+    made = request(40, params)
+    if params == ANSWER:
+        made.num_tokens, made.num_computed_tokens = 49, 48
+    vars(made).update(changes)
+    return made
+
+
+def found(request: Any, rules: Eligibility) -> int | str | NoTicket:
+    """The number of tokens, the reason, or the text of one without a reason."""
+    try:
+        return rules.tokens(request)
+    except NoTicketError as error:
+        return error.reason or error.why
+
+
+@pytest.mark.parametrize(
+    ("params", "changes", "settings", "expected"),
+    [
+        (PROMPT, {}, {}, 40),
+        (PROMPT, {"num_computed_tokens": 43}, {}, 40),
+        (PROMPT, {"num_computed_tokens": 43}, EXACT, NoTicket.WENT_ON),
+        (PROMPT, {"num_computed_tokens": 0}, {}, ""),
+        (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, {}, ""),
+        (PROMPT, {}, {"hands_over": False}, ""),
+        (PROMPT, SCORED, EXACT, NoTicket.SCORED),
+        (PROMPT, SCORED, {"needs_exact_length": True, "backoff": 40}, 40),
+        (PROMPT, SCORED, {"backoff": 2}, 40),
+        (PROMPT, AT_THE_END, {"backoff": 2}, NoTicket.CUT_MEDIA),
+        (PROMPT, AT_THE_END, {"backoff": 1}, 40),
+        (PROMPT, AT_THE_END, {"backoff": 40}, 40),
+        (PROMPT | {TRUNCATED: True}, AT_THE_END, {"backoff": 2}, 40),
+        (None, {}, {}, ""),
+        (PROMPT | ANSWER, {}, {}, 40),
+        (ANSWER, {}, {"keeps_answers": False}, ""),
+        (ANSWER, {}, {}, 48),
+        (ANSWER, {"num_computed_tokens": 40}, {}, 40),  # one was generated, and not computed
+        (ANSWER, {"num_computed_tokens": 49}, {}, 49),  # a step under way computes the last one
+        (ANSWER, {"num_computed_tokens": 53}, {}, 49),  # drafts were computed, too
+        (ANSWER, {}, {"backoff": 3}, 45),  # what a predictor made of unverified tokens
+        (ANSWER, {}, {"backoff": 50}, ""),
+        (ANSWER, {"num_computed_tokens": 49}, EXACT, 49),
+        (ANSWER, {"num_computed_tokens": 50}, EXACT, "more was computed than its tokens"),
+        (ANSWER, {"prompt_embeds": object()}, {}, "its prompt has embeddings"),
+    ],
+)
+def test_tokens_of_a_ticket(
+    params: Any, changes: dict[str, Any], settings: dict[str, Any], expected: Any
+) -> None:
+    what = found(ended(params, **changes), rules(**settings))
+    assert what == expected or (isinstance(what, str) and expected and expected in what)
+
+
+@pytest.mark.parametrize("params", [PROMPT, ANSWER])
+@pytest.mark.parametrize(
+    ("status", "gets"),
+    [
+        ("FINISHED_STOPPED", True),
+        ("FINISHED_ABORTED", False),
+        ("FINISHED_ERROR", False),
+        ("FINISHED_IGNORED", False),
+        ("FINISHED_REPETITION", False),
+    ],
+)
+def test_only_what_came_to_its_end_gets_one(params: Any, status: str, gets: bool) -> None:
+    made = ended(params, status=SimpleNamespace(name=status))
+    assert (found(made, rules()) != "") is gets
+
+
+@pytest.mark.parametrize(
+    ("changes", "backoff", "truncates"),
+    [
+        ({}, 0, False),
+        ({}, 1, True),
+        ({}, 39, True),
+        ({}, 40, False),
+        (SCORED, 1, False),
+        (AT_THE_END, 1, True),
+        (AT_THE_END, 2, False),
+        ({"kv_transfer_params": PROMPT | {TRUNCATED: True}}, 1, False),
+    ],
+)
+def test_prompts_that_are_truncated(changes: dict[str, Any], backoff: int, truncates: bool) -> None:
+    assert rules(backoff=backoff).truncates(ended(PROMPT, **changes)) is truncates
+
+
+@pytest.mark.parametrize(
+    ("params", "changes", "hands_over", "reason"),
+    [
+        (PROMPT, {}, True, None),
+        (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, True, NoTicket.LIST),
+        (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, False, NoTicket.ROLE),
+        (ANSWER, {}, False, None),
+        (None, {}, False, None),
+    ],
+)
+def test_what_is_refused_at_once(
+    params: Any, changes: dict[str, Any], hands_over: bool, reason: NoTicket | None
+) -> None:
+    each, checked = ended(params, **changes), rules(hands_over=hands_over)
+    if reason is None:
+        checked.check_arrival(each)
+    else:
+        with pytest.raises(NoTicketError) as raised:
+            checked.check_arrival(each)
+        assert raised.value.reason == reason
