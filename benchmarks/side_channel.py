@@ -26,12 +26,12 @@ from benchmarks.harness import Row, WorkerProcess, row
 from benchmarks.no_transport import NoTransport
 from kvferry.core.directory import EncodedReply, ProducerNews
 from kvferry.core.directory.liveness import start_pings
+from kvferry.core.driver_calls.connections import BlockingCalls, Connections
+from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.transfers import Transfers
 from kvferry.core.endpoint import Load
-from kvferry.core.endpoint.connections import BlockingCalls, Connections
-from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.slot_reads import ScratchWords
-from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.messages import decode_payload

@@ -10,8 +10,8 @@ from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
 from kvferry.core.errors import LayoutError, TicketError, TicketReason
 from kvferry.core.layout import GroupKind, Layout
-from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU

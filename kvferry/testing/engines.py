@@ -32,8 +32,8 @@ from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, PageCopies, Results
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
-from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId, random_incarnation
+from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvferry.core.errors import TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
-from kvferry.core.lifecycle.loads import LoadAction, LoadId, LoadMachine, RemoteRank
+from kvferry.core.lifecycle.load_machine import LoadAction, LoadId, LoadMachine, RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal

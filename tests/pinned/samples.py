@@ -23,8 +23,8 @@ from kvferry.core import side_channel_messages as side
 from kvferry.core.endpoint.hold_server import SlotTable
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import ContextParallel, Group, GroupKind, Layout, axis
-from kvferry.core.lifecycle.digest import BlockDigests, chain
 from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.prompt_digest import BlockDigests, chain
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey, TicketSecrets
@@ -40,7 +40,7 @@ from kvferry.drivers.nixl.registrations import RegisteredSpan
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import KeyId, ProcessIdentity
-from kvferry.drivers.ucx.message_transfer import build_rows, check_rows
+from kvferry.drivers.ucx.fetch_rows import build_rows, check_rows
 from kvferry.integrations.vllm.prompts import prompt_digest
 from kvferry.integrations.vllm.ticket_params import (
     ParallelSizes,

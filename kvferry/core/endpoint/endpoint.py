@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.core.directory.news import ProducerNews
-from kvferry.core.endpoint.connections import STUCK_SECONDS, BlockingCalls, Connections
-from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.driver_calls.connections import STUCK_SECONDS, BlockingCalls, Connections
+from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.transfers import Transfers
 from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.load_manager import LoadManager
 from kvferry.core.endpoint.page_copies import PageCopies, RunningCopies
 from kvferry.core.endpoint.slot_reads import ScratchWords
-from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     Cause,

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvferry.core.driver_calls.transfers import Grace, Outcome
 from kvferry.core.endpoint.peers import Peer
-from kvferry.core.endpoint.transfers import Grace, Outcome
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TicketReason
 from kvferry.core.layout import HOLE, GroupKind
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.loads import LoadMachine
+from kvferry.core.lifecycle.load_machine import LoadMachine
 from kvferry.core.lifecycle.page_copy import PageCopy
-from kvferry.core.lifecycle.renewals import RenewalId
+from kvferry.core.lifecycle.renewal_schedule import RenewalId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord, Stage
 from kvferry.core.planner.build_copies import Pages, ReadRequest

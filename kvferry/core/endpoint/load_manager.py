@@ -11,26 +11,21 @@ from dataclasses import replace
 from functools import partial
 
 from kvferry.core.directory.news import ProducerNews
-from kvferry.core.endpoint.connections import Connections
-from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
-from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
+from kvferry.core.driver_calls.connections import Connections
+from kvferry.core.driver_calls.error_containment import ErrorContainment, as_ours
+from kvferry.core.driver_calls.slow_path import SlowPathWarnings, Throughput
+from kvferry.core.driver_calls.transfers import Grace, Outcome, Read, Transfers
+from kvferry.core.endpoint.lease_renewal import LeaseRenewal
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
+from kvferry.core.endpoint.pending_tickets import PendingTickets
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
     ScratchWords,
     SlotRead,
     SlotReads,
     fitting,
-)
-from kvferry.core.endpoint.transfers import (
-    Grace,
-    Outcome,
-    Read,
-    SlowPathWarnings,
-    Throughput,
-    Transfers,
 )
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import (
@@ -45,7 +40,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, LoadMachine
+from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId, LoadMachine
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import RankPayload, Release
 from kvferry.core.metrics import (

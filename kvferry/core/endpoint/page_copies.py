@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kvferry.core.endpoint.connections import STUCK_SECONDS
-from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.driver_calls.connections import STUCK_SECONDS
+from kvferry.core.driver_calls.error_containment import ErrorContainment
 from kvferry.core.errors import CopyError, KVFerryError
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.metrics import COPY_SECONDS, CopyDirection, Metrics

@@ -19,9 +19,9 @@ from typing import Protocol
 
 from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS, backoff_seconds
 from kvferry.core.directory.news import EncodedReply, ProducerNews
-from kvferry.core.endpoint.connections import BlockingCalls, Connections
-from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.transfers import Throughput
+from kvferry.core.driver_calls.connections import BlockingCalls, Connections
+from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.slow_path import Throughput
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     ConnectError,
@@ -33,7 +33,7 @@ from kvferry.core.errors import (
     TransportError,
     forget_frames,
 )
-from kvferry.core.lifecycle.loads import RemoteRank
+from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.ticket import (
     PeerKey,
     ProducerName,

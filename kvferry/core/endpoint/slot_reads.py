@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.transfers import Outcome, Read, Transfers
 from kvferry.core.endpoint.peers import Peer
-from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region, region_of

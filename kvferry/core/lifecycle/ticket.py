@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import HOLE, MAX_GROUPS
-from kvferry.core.lifecycle.digest import (
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.prompt_digest import (
     DIGEST_BYTES,
     MAX_BLOCK_DIGESTS,
     SALT_BYTES,
     BlockDigests,
 )
-from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.messages import RankPayload
 from kvferry.core.security import KEY_BYTES, Proof, proof
 from kvferry.core.side_channel_messages import GENERATION_LIMIT

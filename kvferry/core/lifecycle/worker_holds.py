@@ -23,7 +23,7 @@ from kvferry.core.lifecycle.holds import (
     RequestId,
 )
 from kvferry.core.lifecycle.page_copy import HoldCopy
-from kvferry.core.lifecycle.renewals import LEASE_PART
+from kvferry.core.lifecycle.renewal_schedule import LEASE_PART
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.messages import Heartbeat, Release, Renewal

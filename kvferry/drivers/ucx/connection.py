@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.memory import Region, U64Array
 from kvferry.drivers.ucx.address import Identity, KeyId, UcxAddress, UcxRegion
-from kvferry.drivers.ucx.message_transfer import consecutive, reaches_cpu_memory
+from kvferry.drivers.ucx.fetch_rows import consecutive, reaches_cpu_memory
 from kvferry.drivers.ucx.messages import (
     Bye,
     ConnectionId,

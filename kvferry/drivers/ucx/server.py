@@ -18,7 +18,7 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.core.transport.addresses import Instance
 from kvferry.drivers.ucx.address import KeyId
-from kvferry.drivers.ucx.message_transfer import check_rows, consecutive
+from kvferry.drivers.ucx.fetch_rows import check_rows, consecutive
 from kvferry.drivers.ucx.messages import (
     MAX_BACKLOG,
     MAX_WITHDRAWN,

@@ -14,8 +14,8 @@ from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, UcxRegion
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, Window
 from kvferry.drivers.ucx.device_memory import NO_TRANSPORT, LocalDevices, unreachable_memory_error
+from kvferry.drivers.ucx.fetch_rows import build_rows
 from kvferry.drivers.ucx.merged_copies import NO_RUNS, MergedCopies
-from kvferry.drivers.ucx.message_transfer import build_rows
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
 from kvferry.drivers.ucx.ucp_structs import Code
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.layout import HOLE
-from kvferry.core.lifecycle.digest import SALT_BYTES, BlockDigests, digest_block
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages
+from kvferry.core.lifecycle.prompt_digest import SALT_BYTES, BlockDigests, digest_block
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence

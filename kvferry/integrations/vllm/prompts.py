@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.core.lifecycle.digest import DIGEST_BYTES, BlockDigests, chain, digest
+from kvferry.core.lifecycle.prompt_digest import DIGEST_BYTES, BlockDigests, chain, digest
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 

@@ -16,8 +16,8 @@ from msgspec import Meta, Struct
 
 from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import MAX_GROUPS
-from kvferry.core.lifecycle.digest import DIGEST_BYTES, MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.prompt_digest import DIGEST_BYTES, MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, PeerKey, Ticket
 from kvferry.core.security import KEY_BYTES, Proof, TicketKey, TicketSecrets
 from kvferry.core.security.proof import content_of

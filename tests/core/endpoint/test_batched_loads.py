@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions, Results, transfers
+from kvferry.core.driver_calls import transfers
+from kvferry.core.endpoint import EndpointOptions, Results
 from kvferry.core.errors import EndpointClosedError, PeerLostError, StaleError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.testing.engines import CacheShape

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from kvferry.core.directory import EncodedReply, ProducerNews
+from kvferry.core.driver_calls.connections import LONGEST_SECONDS, BlockingCalls, Connections
+from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.transfers import Transfers
 from kvferry.core.endpoint import EndpointOptions, Load
-from kvferry.core.endpoint.connections import LONGEST_SECONDS, BlockingCalls, Connections
-from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.slot_reads import ScratchWords
-from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import HandshakeError, KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.core.driver_calls.error_containment import REPEATED, ErrorContainment
 from kvferry.core.endpoint import EndpointOptions, peers
-from kvferry.core.endpoint.error_containment import REPEATED, ErrorContainment
 from kvferry.core.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -22,7 +22,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.loads import LoadMachine
+from kvferry.core.lifecycle.load_machine import LoadMachine
 from kvferry.core.lifecycle.ticket import page_limits
 from kvferry.core.messages import Release
 from kvferry.core.metrics import IGNORED

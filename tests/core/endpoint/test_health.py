@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.connections import STUCK_SECONDS
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.side_channel import HandshakeServer, health
 from kvferry.core.side_channel_messages import encode

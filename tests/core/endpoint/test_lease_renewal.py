@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.endpoint.lease_renewal import SEARCH_SECONDS, LeaseRenewal, PendingTickets
+from kvferry.core.driver_calls.transfers import Grace, Read
+from kvferry.core.endpoint.lease_renewal import LeaseRenewal
 from kvferry.core.endpoint.peers import PeerUse
+from kvferry.core.endpoint.pending_tickets import SEARCH_SECONDS, PendingTickets
 from kvferry.core.endpoint.slot_reads import SlotRead
-from kvferry.core.endpoint.transfers import Grace, Read
 from kvferry.core.errors import (
     KVFerryError,
     StaleError,
@@ -18,7 +19,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.lifecycle.holds import NOTHING, Hold
-from kvferry.core.lifecycle.loads import RemoteRank
+from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.samples import sample_ticket

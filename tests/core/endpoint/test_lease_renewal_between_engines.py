@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions, transfers
+from kvferry.core.driver_calls import transfers
+from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import TransferCancelledError
 from kvferry.core.messages import Renewal
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId

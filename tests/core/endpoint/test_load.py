@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from kvferry.core.driver_calls.transfers import Outcome
 from kvferry.core.endpoint.load import LoadState
-from kvferry.core.endpoint.transfers import Outcome
 from kvferry.core.errors import (
     EndpointClosedError,
     StaleError,
 )
 from kvferry.core.layout import Group, GroupKind
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.lifecycle.loads import LoadId, LoadMachine
+from kvferry.core.lifecycle.load_machine import LoadId, LoadMachine
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Stage
 from tests.core.endpoint.samples import sample_load, sample_ticket

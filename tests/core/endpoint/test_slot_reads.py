@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.transfers import Outcome, Read
 from kvferry.core.endpoint.hold_server import SlotTable
 from kvferry.core.endpoint.slot_reads import MAX_BATCH, ScratchWords, SlotRead, SlotReads, fitting
-from kvferry.core.endpoint.transfers import Outcome, Read
 from kvferry.core.errors import KVFerryError, PeerLostError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.endpoint import endpoint as endpoint_module
-from kvferry.core.endpoint.connections import STUCK_SECONDS
 from kvferry.core.errors import Cause, CopyError, StaleError
 from kvferry.core.lifecycle.holds import HoldEnd, RequestId
-from kvferry.core.lifecycle.loads import LoadMachine
+from kvferry.core.lifecycle.load_machine import LoadMachine
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import WorkerHolds

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.loads import LoadAction
+from kvferry.core.lifecycle.load_machine import LoadAction
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState, LoadOrder, StepMetadata
 from tests.core.lifecycle.fabric import require

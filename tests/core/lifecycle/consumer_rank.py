@@ -19,8 +19,8 @@ from kvferry.core.errors import (
     TicketError,
     TransportError,
 )
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank, gone
-from kvferry.core.lifecycle.renewals import Renewals
+from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId, RemoteRank, gone
+from kvferry.core.lifecycle.renewal_schedule import Renewals
 from kvferry.core.lifecycle.ticket import check_against, page_limits
 from kvferry.core.messages import RankPayload
 from kvferry.core.side_channel_messages import encode

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.loads import RemoteRank
+from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.lifecycle.fabric import Content, Link, Transfer
 from tests.core.lifecycle.producer import PAGES, IssuedTicket, tokens_digest

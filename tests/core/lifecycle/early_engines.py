@@ -15,7 +15,7 @@ from functools import partial
 
 from kvferry.core.errors import DeadlineError, KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.lifecycle.loads import Action
+from kvferry.core.lifecycle.load_machine import Action
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.side_channel_messages import RoomNews

@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, rule
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.loads import LoadAction, LoadMachine, _At
+from kvferry.core.lifecycle.load_machine import LoadAction, LoadMachine, _At
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Release

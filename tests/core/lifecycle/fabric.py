@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.lifecycle.loads import LoadAction, LoadId
+from kvferry.core.lifecycle.load_machine import LoadAction, LoadId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Release, Renewal
 from kvferry.core.transport import State

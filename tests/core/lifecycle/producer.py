@@ -15,8 +15,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
-from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, Incarnation, RequestId, random_incarnation
+from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket

@@ -10,9 +10,9 @@ from typing import Any
 from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
-from kvferry.core.lifecycle.loads import Action, LoadId, LoadMachine, RemoteRank, _At
+from kvferry.core.lifecycle.load_machine import Action, LoadId, LoadMachine, RemoteRank, _At
 from kvferry.core.lifecycle.page_copy import PageCopy
-from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
+from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket

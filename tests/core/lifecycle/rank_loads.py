@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.core.lifecycle.loads import Action, LoadId, LoadMachine
+from kvferry.core.lifecycle.load_machine import Action, LoadId, LoadMachine
 from tests.core.lifecycle.model import Components
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import PeerLostError
-from kvferry.core.lifecycle.loads import LoadId, gone
-from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
+from kvferry.core.lifecycle.load_machine import LoadId, gone
+from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.silent_holds import HEARTBEAT_SECONDS
 from kvferry.core.messages import Heartbeat, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
-from kvferry.core.lifecycle.loads import RemoteRank
+from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, decode_notes

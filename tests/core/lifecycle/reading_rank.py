@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from kvferry.core.errors import KVFerryError, PeerLostError
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank
+from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId, RemoteRank
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.fabric import Link, Message, Transfer, release, require

@@ -12,7 +12,7 @@ from functools import partial
 
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.loads import RemoteRank
+from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State

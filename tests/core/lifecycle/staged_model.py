@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, rule
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.loads import LoadAction, LoadId, LoadMachine
+from kvferry.core.lifecycle.load_machine import LoadAction, LoadId, LoadMachine
 from kvferry.core.lifecycle.page_copy import HoldCopy
 from kvferry.core.lifecycle.worker_holds import HoldState, WorkerHolds
 from tests.core.lifecycle.model import Faults, Model

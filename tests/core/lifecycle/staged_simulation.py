@@ -16,7 +16,7 @@ from typing import Any
 from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId
+from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from tests.core.lifecycle import reading_engines

@@ -11,8 +11,8 @@ import pytest
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
 from kvferry.core.lifecycle import ticket as module
-from kvferry.core.lifecycle.digest import MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.prompt_digest import MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.memory import Region
 from kvferry.core.messages import Coordinates, RankPayload

@@ -24,7 +24,7 @@ from kvferry.core.lifecycle.holds import (
     RequestId,
     random_incarnation,
 )
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank
+from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId, RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.lifecycle.digest import digest
+from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.prompts import (
     handed_over_tokens,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import TicketError, TicketReason
-from kvferry.core.lifecycle.digest import MAX_BLOCK_DIGESTS, BlockDigests, chain
 from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.prompt_digest import MAX_BLOCK_DIGESTS, BlockDigests, chain
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.proof import check

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvferry.core.lifecycle.digest import chain
+from kvferry.core.lifecycle.prompt_digest import chain
 from tests.engines import probes
 from tests.engines.conversations import forget, held, kept
 from tests.engines.engines import Engine

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvferry.core.endpoint import Load
 from kvferry.core.layout import HOLE
-from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.planner.plan import make_plan
 from kvferry.integrations.vllm.cache_groups import CacheGroup

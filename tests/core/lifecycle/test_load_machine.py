@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold
-from kvferry.core.lifecycle.loads import (
+from kvferry.core.lifecycle.load_machine import (
     WATERMARK_SECONDS,
     LoadAction,
     LoadId,

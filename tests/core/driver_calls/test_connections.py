@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.endpoint import connections as module
-from kvferry.core.endpoint.connections import BlockingCalls, Connections
-from kvferry.core.endpoint.error_containment import as_ours
+from kvferry.core.driver_calls import connections as module
+from kvferry.core.driver_calls.connections import BlockingCalls, Connections
+from kvferry.core.driver_calls.error_containment import as_ours
 from kvferry.core.errors import ConnectError, KVFerryError, TransportError, TransportUsageError
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Clock

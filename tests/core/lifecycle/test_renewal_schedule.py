@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.core.lifecycle.loads import RemoteRank
-from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
+from kvferry.core.lifecycle.load_machine import RemoteRank
+from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
 
 LEASE = 30.0
 READS = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=True))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NewType
 
-from kvferry.core.lifecycle.loads import RemoteRank
+from kvferry.core.lifecycle.load_machine import RemoteRank
 
 RenewalId = NewType("RenewalId", int)
 """Identifies all renewals of one hold for one request or ticket of this rank."""

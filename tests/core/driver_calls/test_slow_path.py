@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvferry.core.endpoint import transfers
-from kvferry.core.endpoint.transfers import (
+from kvferry.core.driver_calls import slow_path
+from kvferry.core.driver_calls.slow_path import (
     LATE_SECONDS,
     PERIOD_BYTES,
     SAMPLE_BYTES,
@@ -38,9 +38,9 @@ MIB = 1 << 20
 @pytest.fixture
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have samples of a thousandth of the bytes, whose ends are noticed at once."""
-    monkeypatch.setattr(transfers, "SAMPLE_BYTES", SAMPLE_BYTES >> 10)
-    monkeypatch.setattr(transfers, "PERIOD_BYTES", PERIOD_BYTES >> 10)
-    monkeypatch.setattr(transfers, "LATE_SECONDS", 0.0)
+    monkeypatch.setattr(slow_path, "SAMPLE_BYTES", SAMPLE_BYTES >> 10)
+    monkeypatch.setattr(slow_path, "PERIOD_BYTES", PERIOD_BYTES >> 10)
+    monkeypatch.setattr(slow_path, "LATE_SECONDS", 0.0)
 
 
 class StoppableClock:
@@ -186,7 +186,7 @@ def test_slow_reads_between_cpu_memory_are_not_logged(caplog: pytest.LogCaptureF
 def test_slow_reads_in_large_copies_are_logged_without_advice_about_the_copies(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "SMALL_COPY", 8192)
+    monkeypatch.setattr(slow_path, "SMALL_COPY", 8192)
     with Pair() as pair, prefill_engine() as prefill:
         pair.load(prefill, LOADS)
     [warning] = warnings(caplog)

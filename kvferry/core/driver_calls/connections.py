@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvferry.core.endpoint.error_containment import as_ours
-from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.driver_calls.error_containment import as_ours
+from kvferry.core.driver_calls.transfers import Transfers
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import ConnectError, KVFerryError, TransportUsageError
 from kvferry.core.transport import EnterThread, PeerId, Transport, enter_nothing

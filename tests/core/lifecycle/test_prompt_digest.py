@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.core.lifecycle.digest import (
+from kvferry.core.lifecycle.prompt_digest import (
     DIGEST_BYTES,
     MAX_BLOCK_DIGESTS,
     SALT_BYTES,

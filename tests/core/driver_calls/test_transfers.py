@@ -10,17 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.endpoint import transfers as module
-from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.transfers import (
-    CANCEL_SECONDS,
-    Grace,
-    Outcome,
-    Read,
-    Sample,
-    Throughput,
-    Transfers,
-)
+from kvferry.core.driver_calls import transfers as module
+from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.slow_path import Sample, Throughput
+from kvferry.core.driver_calls.transfers import CANCEL_SECONDS, Grace, Outcome, Read, Transfers
 from kvferry.core.errors import (
     KVFerryError,
     PageError,

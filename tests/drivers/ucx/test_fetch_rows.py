@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.core.memory import Region, U64Array, region_of
 from kvferry.drivers.ucx.address import KeyId
-from kvferry.drivers.ucx.message_transfer import (
+from kvferry.drivers.ucx.fetch_rows import (
     build_rows,
     check_rows,
     consecutive,

@@ -1,0 +1,150 @@
+"""Whether reads of device memory are slow: a rate for each connection, and a warning.
+
+Where the fast path cannot be used, a driver may move the bytes over another one (UCX, over tcp).
+Loads then succeed, many times slower, and nothing else says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvferry.core.error_causes import on_one_line
+from kvferry.core.layout import Layout
+from kvferry.core.memory import CPU
+from kvferry.core.planner.plan import Source
+from kvferry.core.transport.copies import SMALL_COPY
+
+logger = logging.getLogger(__name__)
+
+SLOW_RATE = 2e9
+"""Bytes per second below which reads of device memory are slow; PCIe, NVLink and RDMA do more."""
+SAMPLE_BYTES = 64 << 20
+"""A rate is the rate of more bytes than this."""
+# With fewer bytes, ``LATE_SECONDS`` would hide even half of ``SLOW_RATE``.
+PERIOD_BYTES = 16 << 20
+"""A busy period of fewer bytes is not measured."""
+LATE_SECONDS = 0.008
+"""How late a read's end may be noticed; busy periods are judged as if it were that much earlier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The sizes of some reads, and the ``seconds`` in which at least one of them was under way."""
+
+    nbytes: int
+    copies: int
+    seconds: float
+
+
+class Throughput:
+    """Measure the rate of the reads over one connection.
+
+    A busy period lasts from a read that is posted while none is under way until none is, or for
+    ``SAMPLE_BYTES``: reads that overlap count once, and idle time does not. ``slow`` is called with
+    a sample below ``SLOW_RATE``, even if all its periods' ends were noticed late.
+    """
+
+    def __init__(self, slow: Callable[[Sample], None]) -> None:
+        self._slow = slow
+        self._under_way = 0
+        self._has_ended_one = False
+        self._begin_period(0.0)
+        self._begin_sample()
+
+    def begin(self, now: float) -> None:
+        """Count a read that has been posted; ``now`` is when the driver was called, monotonic."""
+        if not self._under_way:
+            self._begin_period(now)
+        self._under_way += 1
+
+    def end(self, now: float, *, nbytes: int, copies: int, succeeded: bool) -> None:
+        """Count a read that has ended; call ``slow`` if it completes a sample that is slow."""
+        self._under_way -= 1
+        if not succeeded or not self._has_ended_one:
+            # The first read may have included the setup of the path, and nobody knows how many
+            # bytes a failed one has moved.
+            self._has_ended_one = self._has_ended_one or succeeded
+            self._begin_sample()
+            self._begin_period(now)
+            return
+        self._period_bytes += nbytes
+        self._period_copies += copies
+        if not self._under_way or self._period_bytes > SAMPLE_BYTES:
+            self._end_period(now)
+
+    def _begin_period(self, now: float) -> None:
+        self._since, self._period_bytes, self._period_copies = now, 0, 0
+
+    def _begin_sample(self) -> None:
+        self._bytes, self._copies, self._seconds, self._periods = 0, 0, 0.0, 0
+
+    def _end_period(self, now: float) -> None:
+        if self._period_bytes >= PERIOD_BYTES:
+            self._bytes += self._period_bytes
+            self._copies += self._period_copies
+            self._seconds += now - self._since
+            self._periods += 1
+        self._begin_period(now)
+        if self._bytes > SAMPLE_BYTES:
+            sample = Sample(nbytes=self._bytes, copies=self._copies, seconds=self._seconds)
+            shortest = sample.seconds - LATE_SECONDS * self._periods
+            self._begin_sample()
+            if sample.nbytes < SLOW_RATE * shortest:
+                self._slow(sample)
+
+
+class SlowPathWarnings:
+    """Warn once per producer when reads of device memory are slow. Endpoint's thread only."""
+
+    def __init__(self, driver: str) -> None:
+        self._driver = driver
+        self._warned: set[str] = set()
+        """Ids of engines, which are not warned about again when they are connected anew."""
+
+    def measure(self, engine: str, source: Source, path: Callable[[], str]) -> Throughput | None:
+        """Return what measures the reads from an engine's rank; ``None`` for CPU memory only.
+
+        ``path`` returns by which way the bytes go.
+        """
+        regions = (*source.local_layout.regions, *source.remote_layout.regions)
+        if all(region.kind == CPU for region in regions):
+            return None
+        return Throughput(partial(self._warn, engine, source, path))
+
+    def _warn(self, engine: str, source: Source, path: Callable[[], str], sample: Sample) -> None:
+        if engine in self._warned:
+            return
+        self._warned.add(engine)
+        logger.warning(
+            "engine %s: reads from its rank %d, of %s into %s memory, run at %.2f GB/s, which is "
+            "slow (driver %s, path %s): %d bytes, in copies of %d bytes on average, took %.1f ms; "
+            "%sif the driver uses UCX, start this engine once with UCX_PROTO_INFO=y, which prints "
+            "what moves the bytes; docs/drivers.md says what to set (logged once per engine)",
+            on_one_line(engine),
+            source.remote,
+            _kinds(source.remote_layout),
+            _kinds(source.local_layout),
+            sample.nbytes / sample.seconds / 1e9,
+            self._driver,
+            on_one_line(path()) or "unknown",
+            sample.nbytes,
+            sample.nbytes // sample.copies,
+            sample.seconds * 1e3,
+            _about_copies(sample),
+        )
+
+
+def _kinds(layout: Layout) -> str:
+    return on_one_line("+".join(sorted({region.kind for region in layout.regions})))
+
+
+def _about_copies(sample: Sample) -> str:
+    if sample.nbytes >= SMALL_COPY * sample.copies:
+        return ""
+    return (
+        f"copies below {SMALL_COPY >> 10} KiB are slow on any path, and 'kvferry plan' says how to "
+        "get larger ones; "
+    )
