@@ -370,7 +370,8 @@ class SlowDisconnectDriver(Driver):
         super().disconnect(peer)
 
 
-def test_a_slow_disconnect_delays_no_other_connection(clock: Clock) -> None:
+def test_a_slow_disconnect_delays_no_other_connection() -> None:
+    clock = Clock()
     driver = SlowDisconnectDriver()
     posted: deque[Callable[[], None]] = deque()
     posted_calls = threading.Semaphore(0)

@@ -222,7 +222,7 @@ def test_an_action_or_a_callback_that_raises_fails_its_load(
     number = 0
     for owner, method in (
         (decode.endpoint._load_manager, "_read"),
-        (LoadMachine, "read"),
+        (LoadMachine, "pages_read"),
         (LoadMachine, "fenced"),
         (LoadMachine, "checked"),
     ):
