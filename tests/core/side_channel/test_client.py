@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
-from kvferry.core.side_channel import fetch
+from kvferry.core.side_channel import HandshakeServer, fetch
 from kvferry.core.side_channel.sockets import Context
 from tests.core.messages import encoded, payload
 from tests.core.side_channel.servers import LONG, bound, scripted
@@ -38,6 +38,18 @@ def test_a_listener_that_does_not_answer_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(HandshakeError) as caught:
         fetch("127.0.0.1", silent.getsockname()[1], "prefill", timeout=0.05)
     assert "did not answer within 0.05 s" in str(caught.value)
+
+
+def test_a_host_that_takes_no_connection_delays_no_other_question(server: HandshakeServer) -> None:
+    """As a host that is down: what is sent to a listener whose backlog is full gets no answer."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ThreadPoolExecutor(1) as pool:
+        address = full.getsockname()
+        with socket.create_connection(address):
+            late = pool.submit(fetch, *address, "prefill", timeout=2.0)
+            fetch(server.host, server.port, "prefill", timeout=LONG)
+            assert not late.done()
+            with pytest.raises(HandshakeError, match=r"no connection within 2 s"):
+                late.result()
 
 
 @pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100), b""])
