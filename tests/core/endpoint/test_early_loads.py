@@ -175,7 +175,7 @@ def test_finished_chunks_are_read_while_the_rest_is_computed(
         for record in records(decode):
             assert record.early_nbytes * 3 == record.nbytes * 2
         assert has_tokens(decode, TOKENS)
-        assert [each.end for each in prompt.prefill.released("p")] == [HoldEnd.READ] * of_prefill.tp
+        assert prompt.prefill.released("p").end is HoldEnd.READ
 
 
 def windowed(ticket: Ticket, window: int | None = None) -> Ticket:
@@ -298,8 +298,7 @@ def test_a_load_that_is_given_up_ends_the_hold_with_the_order(
         eventually(lambda: endpoint.held == 0, "the hold ends")
         assert not endpoint.results().sent
         prompt.finish()
-        [ended] = prompt.prefill.released("p")
-        assert ended.end is HoldEnd.ABANDONED
+        assert prompt.prefill.released("p").end is HoldEnd.ABANDONED
 
 
 def test_a_load_that_is_given_up_after_a_preemption_abandons_the_new_hold(
@@ -311,8 +310,7 @@ def test_a_load_that_is_given_up_after_a_preemption_abandons_the_new_hold(
     decode.endpoint.abort(RequestId("d"))
     assert decode.error("d") is not None
     prompt.finish()
-    [ended] = prompt.prefill.released("p")
-    assert ended.end is HoldEnd.ABANDONED
+    assert prompt.prefill.released("p").end is HoldEnd.ABANDONED
 
 
 def test_the_load_timeout_counts_from_the_last_part(clock: Clock) -> None:

@@ -39,7 +39,7 @@ def test_several_requests_load_and_one_done_ends_the_hold() -> None:
         names, pages = ["d-1", "d-2", "d-3"], [[3, 4], [5, 6], [7, 8]]
         for index, rank in enumerate(decode.ranks):
             alone = copy.copy(decode)
-            alone.ranks = [rank]
+            alone.endpoints = (rank.endpoint,)
             for name, each in list(zip(names, pages, strict=True))[:: 1 if index else -1]:
                 alone.pull(name, ticket, each, shared=True)
         for rank in decode.ranks:
