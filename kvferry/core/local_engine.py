@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
-from typing import Self
+from itertools import chain
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from kvferry.core.planner.build_copies import Pages
 from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.registry import create
+
+T = TypeVar("T")
 
 _WAIT_SECONDS = 0.05
 """The longest wait for one rank, as the report that is waited for may be another rank's."""
@@ -60,6 +63,7 @@ class LocalEngine:
     Attributes:
         name: the engine's id.
         incarnation: the random number of this start of the engine.
+        options: those of the endpoints.
         endpoints: the ranks, for what this class does not offer, such as metrics.
         scheduler_holds: the scheduler's half of the holds.
         server: the side channel.
@@ -172,7 +176,7 @@ class LocalEngine:
         """Announce, before its first page is written, that a request is computed for others.
 
         Returns whether there can be a ticket; if not, decode the request here, too. There cannot
-        while an earlier request of this id, or as many as the engine has pages, await
+        while an earlier request of this id, or as many as the endpoints have slots, await
         ``Results.sent``.
         """
         hold = self.scheduler_holds.take_on(RequestId(request))
@@ -327,7 +331,7 @@ class _Reports:
 
     def __init__(self, ranks: int) -> None:
         self._counts = [0] * ranks
-        self._sent = Counter[RequestId]()
+        self._sent = defaultdict[RequestId, list[None]](list)
         self._ended = defaultdict[RequestId, list[EndedHold]](list)
         self._errors = defaultdict[RequestId, list[KVFerryError | None]](list)
         self._loads: list[LoadRecord] = []
@@ -340,12 +344,13 @@ class _Reports:
     @property
     def has_ended(self) -> bool:
         """Whether every rank has reported some request."""
-        ended, received = map(len, self._ended.values()), map(len, self._errors.values())
-        return max((*self._sent.values(), *ended, *received), default=0) >= len(self._counts)
+        every = chain[list[Any]](self._sent.values(), self._ended.values(), self._errors.values())
+        return any(map(self._is_whole, every))
 
     def add(self, rank: int, results: Results) -> None:
         self._counts[rank] += len(results.sent) + len(results.received)
-        self._sent.update(results.sent)
+        for request in results.sent:
+            self._sent[request].append(None)
         for each in results.ended:
             self._ended[each.request].append(each)
         for request in results.received:
@@ -354,23 +359,24 @@ class _Reports:
 
     def take(self) -> Results:
         """Remove and return what all ranks have reported, and the figures of all loads."""
-        sent = [request for request, count in self._sent.items() if self._is_all(count)]
-        ended = [request for request, ends in self._ended.items() if self._is_all(len(ends))]
-        received = [request for request, each in self._errors.items() if self._is_all(len(each))]
-        for request in sent:
-            del self._sent[request]
-        first = {each: next(filter(None, self._errors.pop(each)), None) for each in received}
+        ended = self._pop_whole(self._ended).values()
+        received = self._pop_whole(self._errors)
+        first = {request: next(filter(None, errors), None) for request, errors in received.items()}
         loads, self._loads = self._loads, []
         return Results(
-            sent=frozenset(sent),
-            ended=tuple(reduce(EndedHold.combine, self._ended.pop(each)) for each in ended),
+            sent=frozenset(self._pop_whole(self._sent)),
+            ended=tuple(reduce(EndedHold.combine, ends) for ends in ended),
             received=frozenset(received),
             failed={request: error for request, error in first.items() if error is not None},
             loads=tuple(loads),
         )
 
-    def _is_all(self, count: int) -> bool:
-        return count >= len(self._counts)
+    def _is_whole(self, reports: list[Any]) -> bool:
+        return len(reports) == len(self._counts)
+
+    def _pop_whole(self, found: dict[RequestId, list[T]]) -> dict[RequestId, list[T]]:
+        whole = [request for request, reports in found.items() if self._is_whole(reports)]
+        return {request: found.pop(request) for request in whole}
 
 
 def _check_layout(layout: Layout) -> None:

@@ -30,14 +30,14 @@ from kvferry import (
     region_of,
 )
 from kvferry.core.errors import (
-    DriverError,
     EndpointClosedError,
     HandshakeError,
     LayoutError,
     TicketError,
 )
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.testing import CacheShape, EngineRank, ModelFreeEngine
+from kvferry.testing import CacheShape, EngineRank
+from tests.core.endpoint.engines import Engine
 from tests.core.layouts import STATE, plain_field
 
 SHAPE, TWO = CacheShape(), CacheShape(tp=2)
@@ -45,24 +45,12 @@ PROMPT = range(6)
 
 
 @pytest.fixture
-def prefill() -> Iterator[ModelFreeEngine]:
-    with ModelFreeEngine("prefill") as engine:
+def two() -> Iterator[Engine]:
+    with Engine("two", TWO) as engine:
         yield engine
 
 
-@pytest.fixture
-def decode() -> Iterator[ModelFreeEngine]:
-    with ModelFreeEngine("decode") as engine:
-        yield engine
-
-
-@pytest.fixture
-def two() -> Iterator[ModelFreeEngine]:
-    with ModelFreeEngine("two", TWO) as engine:
-        yield engine
-
-
-def computed(engine: ModelFreeEngine, request: str, pages: list[int]) -> Ticket:
+def computed(engine: Engine, request: str, pages: list[int]) -> Ticket:
     engine.compute(request, pages, len(PROMPT))
     return engine.finish_prefill(request, PROMPT, pages)
 
@@ -73,7 +61,7 @@ def received(engine: LocalEngine) -> Results:
     return results
 
 
-def test_a_ticket_can_be_sent_as_json(prefill: ModelFreeEngine, decode: ModelFreeEngine) -> None:
+def test_a_ticket_can_be_sent_as_json(prefill: Engine, decode: Engine) -> None:
     text = msgspec.json.encode(computed(prefill, "theirs", [3, 1]))
     decode.begin_load("ours", msgspec.json.decode(text, type=Ticket), PROMPT, [2, 7])
     assert received(decode).failed == {}
@@ -81,16 +69,14 @@ def test_a_ticket_can_be_sent_as_json(prefill: ModelFreeEngine, decode: ModelFre
     assert prefill.results(timeout=20.0).sent == {"theirs"}
 
 
-def test_an_engine_prefills_and_decodes_at_the_same_time(
-    prefill: ModelFreeEngine, decode: ModelFreeEngine
-) -> None:
+def test_an_engine_prefills_and_decodes_at_the_same_time(prefill: Engine, decode: Engine) -> None:
     forth, back = computed(prefill, "one", [1, 2]), computed(decode, "two", [1, 2])
     decode.begin_load("one here", forth, PROMPT, [3, 4])
     prefill.begin_load("two here", back, PROMPT, [3, 4])
     assert received(decode).failed == received(prefill).failed == {}
 
 
-def test_no_more_requests_are_held_than_there_are_pages(prefill: ModelFreeEngine) -> None:
+def test_no_more_requests_are_held_than_there_are_pages(prefill: Engine) -> None:
     taken_on = [prefill.begin_prefill(f"{n}") for n in range(SHAPE.pages + 1)]
     assert taken_on == [True] * SHAPE.pages + [False]
     prefill.cancel_prefill("0")
@@ -127,7 +113,7 @@ class WorkerProcess(BaseManager):
 WorkerProcess.register("Worker", Worker)
 
 
-def test_ranks_may_be_in_processes_of_their_own(prefill: ModelFreeEngine) -> None:
+def test_ranks_may_be_in_processes_of_their_own(prefill: Engine) -> None:
     incarnation, ranks = random_incarnation(), list[Any]()
     with ExitStack() as stack:
         for rank in range(2):
@@ -143,7 +129,7 @@ def test_ranks_may_be_in_processes_of_their_own(prefill: ModelFreeEngine) -> Non
 
 
 def test_a_load_has_ended_when_it_has_on_every_rank_and_failed_if_on_any(
-    two: ModelFreeEngine, prefill: ModelFreeEngine
+    two: Engine, prefill: Engine
 ) -> None:
     late = two.ranks[1].endpoint
     with mock.patch.object(late, "results", Results):
@@ -157,9 +143,7 @@ def test_a_load_has_ended_when_it_has_on_every_rank_and_failed_if_on_any(
     assert two.results(timeout=20.0).failed.keys() == {"ours"}
 
 
-def test_pages_may_be_reused_when_every_rank_has_sent_them(
-    two: ModelFreeEngine, decode: ModelFreeEngine
-) -> None:
+def test_pages_may_be_reused_when_every_rank_has_sent_them(two: Engine, decode: Engine) -> None:
     late = two.ranks[1].endpoint
     with mock.patch.object(late, "results", Results):
         decode.begin_load("ours", computed(two, "theirs", [1, 2]), PROMPT, [1, 2])
@@ -171,16 +155,14 @@ def test_pages_may_be_reused_when_every_rank_has_sent_them(
     assert two.begin_prefill("theirs")
 
 
-def test_a_load_is_aborted_on_all_ranks(two: ModelFreeEngine, prefill: ModelFreeEngine) -> None:
+def test_a_load_is_aborted_on_all_ranks(two: Engine, prefill: Engine) -> None:
     ticket = computed(prefill, "theirs", [3, 1])
     two.begin_load("ours", ticket, PROMPT, [2, 7], passed=lambda: False)
     two.abort_load("ours")
     assert received(two).failed.keys() == {"ours"}
 
 
-def test_what_the_device_still_writes_is_not_read(
-    prefill: ModelFreeEngine, decode: ModelFreeEngine
-) -> None:
+def test_what_the_device_still_writes_is_not_read(prefill: Engine, decode: Engine) -> None:
     assert prefill.begin_prefill("theirs")
     written = threading.Event()
     ticket = prefill.finish_prefill("theirs", PROMPT, [1, 2], passed=written.is_set)
@@ -191,16 +173,14 @@ def test_what_the_device_still_writes_is_not_read(
     assert received(decode).failed == {}
 
 
-def test_a_ticket_for_another_prompt_is_refused(
-    prefill: ModelFreeEngine, decode: ModelFreeEngine
-) -> None:
+def test_a_ticket_for_another_prompt_is_refused(prefill: Engine, decode: Engine) -> None:
     ticket = computed(prefill, "theirs", [1, 2])
     with pytest.raises(TicketError, match="'theirs' was made for another prompt than that of 'our"):
         decode.begin_load("ours", ticket, PROMPT[::-1], [1, 2])
     assert decode.ranks[0].endpoint.pending == 0
 
 
-def test_a_request_that_was_begun_gets_one_ticket(prefill: ModelFreeEngine) -> None:
+def test_a_request_that_was_begun_gets_one_ticket(prefill: Engine) -> None:
     with pytest.raises(TicketError, match="begin_prefill did not take it on"):
         prefill.finish_prefill("unknown", PROMPT, [1, 2])
     computed(prefill, "once", [1, 2])
@@ -209,14 +189,14 @@ def test_a_request_that_was_begun_gets_one_ticket(prefill: ModelFreeEngine) -> N
 
 
 def test_pages_of_an_invalid_ticket_are_free_when_the_lease_ends() -> None:
-    with ModelFreeEngine("prefill", options=EndpointOptions(lease=0.05)) as engine:
+    with Engine("prefill", options=EndpointOptions(lease=0.05)) as engine:
         assert engine.begin_prefill("wrong")
         with pytest.raises(TicketError, match="more than once"):
             engine.finish_prefill("wrong", PROMPT, [1, 1])
         assert engine.results(timeout=20.0).sent == {"wrong"}
 
 
-def test_a_closed_engine_neither_serves_nor_loads(prefill: ModelFreeEngine) -> None:
+def test_a_closed_engine_neither_serves_nor_loads(prefill: Engine) -> None:
     ticket = computed(prefill, "theirs", [1, 2])
     prefill.close()
     prefill.close()
@@ -226,7 +206,7 @@ def test_a_closed_engine_neither_serves_nor_loads(prefill: ModelFreeEngine) -> N
         prefill.begin_load("ours", ticket, PROMPT, [1, 2])
 
 
-def test_endpoints_are_closed_if_the_side_channel_cannot_listen(prefill: ModelFreeEngine) -> None:
+def test_endpoints_are_closed_if_the_side_channel_cannot_listen(prefill: Engine) -> None:
     layouts = [TWO.layout(rank, TWO.new_cache(rank)) for rank in range(2)]
     with (
         mock.patch.object(Endpoint, "close", autospec=True, side_effect=Endpoint.close) as close,
@@ -234,12 +214,6 @@ def test_endpoints_are_closed_if_the_side_channel_cannot_listen(prefill: ModelFr
     ):
         LocalEngine.start("other", layouts, port=prefill.server.port)
     assert close.call_count == 2
-
-
-def test_an_unknown_driver_is_refused_with_the_installed_ones() -> None:
-    layout = SHAPE.layout(0, SHAPE.new_cache(0))
-    with pytest.raises(DriverError, match=r"no driver 'ferry' is installed; installed: .*loopback"):
-        LocalEngine.start("engine", [layout], driver="ferry")
 
 
 def test_states_and_device_memory_are_refused() -> None:

@@ -21,12 +21,7 @@ def outcomes(decode: Engine, *numbers: int) -> list[KVFerryError | None]:
     return [decode.error(f"d-{number}") for number in numbers]
 
 
-def outcome(decode: Engine, number: int) -> KVFerryError | None:
-    """Wait until a load is reported; return its error, if any."""
-    return outcomes(decode, number)[0]
-
-
 def load(producer: Engine, decode: Engine, number: int) -> KVFerryError | None:
     """Load one request and return its error, if any."""
-    pull(producer, decode, number)
-    return outcome(decode, number)
+    ticket = producer.serve(f"p-{number}", [number], TOKENS)
+    return decode.load(f"d-{number}", ticket, [number])

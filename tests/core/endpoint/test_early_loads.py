@@ -33,7 +33,6 @@ from tests.core.endpoint.engines import (
     Clock,
     Engine,
     eventually,
-    until,
 )
 from tests.core.endpoint.loads import load, outcomes, pull
 from tests.core.endpoint.test_cancelled_loads import (
@@ -60,14 +59,11 @@ class Prompt:
 
     prefill: Engine
     pages: list[int] = field(default_factory=lambda: list(FROM))
-    hold: Hold | None = None
     port: int = 0
 
     def take_on(self) -> None:
         """Begin, or begin again after a preemption."""
-        self.hold = self.prefill.scheduler_holds.take_on(RequestId("p"))
-        assert self.hold is not None
-        self.prefill.step()
+        self.prefill.take_on("p")
 
     def compute(self, chunks: int) -> None:
         """Compute so many chunks in all."""
@@ -131,12 +127,9 @@ def wait_for(decode: Engine, tokens: int) -> None:
 
 def records(decode: Engine) -> list[LoadRecord]:
     """Wait until every rank has reported the load; return its figures, which all succeeded."""
-    found: list[LoadRecord] = []
-    for rank in decode.ranks:
-        results = until(rank.endpoint, lambda r: RequestId("d") in r.received)
-        assert not results.failed
-        found += results.loads
-    return found
+    results = decode.outcome("d")
+    assert not results.failed
+    return list(results.loads)
 
 
 def begin(prompt: Prompt, decode: Engine, request: str = "d") -> None:
