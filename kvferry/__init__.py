@@ -2,7 +2,7 @@
 
 The names that an integration needs are exported here. Each is imported when it is first used, so
 that importing this package does no work. The rest is in ``kvferry.core``; drivers register under
-the entry-point group ``kvferry.drivers``. ``examples/two_endpoints.py`` is the place to start.
+the entry-point group ``kvferry.drivers``. ``examples/two_ranks.py`` is the place to start.
 """
 
 TYPE_CHECKING = False  # type checkers take this name for true, so typing need not be imported
@@ -12,17 +12,20 @@ if TYPE_CHECKING:
     from kvferry.core.errors import KVFerryError
     from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
     from kvferry.core.layout.paged_layout import paged_layout
+    from kvferry.core.lifecycle.holds import random_incarnation
     from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
     from kvferry.core.lifecycle.ticket import Ticket
+    from kvferry.core.local_engine import LocalEngine
     from kvferry.core.memory import region_of
+    from kvferry.core.messages import Coordinates
     from kvferry.core.planner.build_copies import Pages
     from kvferry.core.side_channel import HandshakeServer
-    from kvferry.core.single_rank import SingleRankEngine
     from kvferry.core.transport.registry import create as create_transport
 
     __version__: str
 
 __all__ = [
+    "Coordinates",
     "Directory",
     "Endpoint",
     "EndpointOptions",
@@ -35,19 +38,21 @@ __all__ = [
     "Layout",
     "Load",
     "LocalDirectory",
+    "LocalEngine",
     "Pages",
     "Results",
     "SchedulerHolds",
-    "SingleRankEngine",
     "Ticket",
     "__version__",
     "axis",
     "create_transport",
     "paged_layout",
+    "random_incarnation",
     "region_of",
 ]
 
 _SOURCES = {
+    "Coordinates": "core.messages:Coordinates",
     "Directory": "core.directory:Directory",
     "LocalDirectory": "core.directory:LocalDirectory",
     "Endpoint": "core.endpoint:Endpoint",
@@ -63,11 +68,12 @@ _SOURCES = {
     "Load": "core.endpoint:Load",
     "Pages": "core.planner.build_copies:Pages",
     "Results": "core.endpoint:Results",
-    "SingleRankEngine": "core.single_rank:SingleRankEngine",
+    "LocalEngine": "core.local_engine:LocalEngine",
     "Ticket": "core.lifecycle.ticket:Ticket",
     "axis": "core.layout:axis",
     "create_transport": "core.transport.registry:create",
     "paged_layout": "core.layout.paged_layout:paged_layout",
+    "random_incarnation": "core.lifecycle.holds:random_incarnation",
     "region_of": "core.memory:region_of",
 }
 """Exported name to "module:attribute", where the module is relative to this package. The imports

@@ -27,7 +27,7 @@ IMPORTED = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "examples/kvferry-mooncake/README.md": "example-driver.md",
-    "examples/two_endpoints.py": "two-endpoints.md",
+    "examples/two_ranks.py": "two-ranks.md",
 }
 """For each file outside of ``docs`` that is a page of the site: the path of the page."""
 
@@ -49,6 +49,7 @@ REDIRECTS = {
     "quickstart": "index.md#see-it-work",
     "scale": "operations.md#how-many-engines",
     "serving": "operations.md#serve-a-model",
+    "two-endpoints": "two-ranks.md",
     "vllm-0.33": "coverage.md#vllm-033-by-its-source",
     **{f"reference/api/{old}": f"reference/api/{new}.md" for new in _API for old in _API[new]},
 }

@@ -19,24 +19,23 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, PageCopies, Results
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId, random_incarnation
-from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.core.lifecycle.rooms import Rooms
-from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.local_engine import LocalEngine
 from kvferry.core.memory import CPU, region_of
 from kvferry.core.messages import Coordinates
 from kvferry.core.metrics import LoadRecord
@@ -44,8 +43,6 @@ from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import Proof, TicketKey
 from kvferry.core.security.proof import content_of
-from kvferry.core.side_channel import HandshakeServer
-from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 
@@ -165,21 +162,12 @@ class EngineRank:
     Attributes:
         cache: The cache, as (layer, page, head, token, element) or, unless ``shape.heads_first``,
             (layer, page, token, head, element).
-        received: What ``poll`` has found of loads that are over: the error of each that failed,
-            ``None`` for one that succeeded.
-        sent: What it has found of requests whose pages are released.
-        ended: How the hold of each of these ended.
-        loads: The figures of each load that is over.
     """
 
     shape: CacheShape
     index: int
     cache: Elements
     endpoint: Endpoint
-    received: dict[str, KVFerryError | None] = field(default_factory=dict)
-    sent: set[str] = field(default_factory=set)
-    ended: dict[str, EndedHold] = field(default_factory=dict)
-    loads: dict[str, LoadRecord] = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -248,28 +236,6 @@ class EngineRank:
         """
         return self.shape.values(layer, range(first_token, first_token + tokens), self.heads)
 
-    def poll(self) -> None:
-        """Take the endpoint's results into ``received``, ``sent``, ``ended`` and ``loads``."""
-        results = self.endpoint.results()
-        self.received.update({each: results.failed.get(each) for each in results.received})
-        self.sent.update(results.sent)
-        self.ended.update({each.request: each for each in results.ended})
-        self.loads.update({each.request: each for each in results.loads})
-
-    def wait(self, request: str, reported: Container[str], seconds: float) -> None:
-        """Poll until a request is in ``received`` or ``sent``.
-
-        Raises:
-            TimeoutError: The endpoint has not reported the request in time.
-        """
-        deadline = time.monotonic() + seconds
-        self.poll()
-        while request not in reported:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self.index}: no report of {request!r} in {seconds:g} s")
-            self.endpoint.wait(_WAIT_SECONDS)
-            self.poll()
-
     def compute(self, pages: list[int], tokens: int, first_token: int = 0) -> None:
         """Write a request's values into its pages, as a prefill would; see ``values``."""
         for layer in range(self.shape.layers):
@@ -285,11 +251,8 @@ class EngineRank:
         return wrong
 
 
-class ModelFreeEngine:
+class ModelFreeEngine(LocalEngine):
     """All ranks of an engine, its scheduler's holds and its side channel, in this process.
-
-    The engine can serve requests to others and load requests from them, also at the same time. It
-    is closed by ``close``, or at the end of a ``with`` block.
 
     Args:
         name: The engine's id.
@@ -305,11 +268,7 @@ class ModelFreeEngine:
         **endpoint: What else ``EngineRank.start`` and ``kvferry.Endpoint`` take, such as ``zero``.
 
     Attributes:
-        incarnation: The random number of this engine's start.
         ranks: The engine's ranks.
-        server: The side channel.
-        directory: Asks the engines that made tickets, for all ranks.
-        scheduler_holds: The scheduler's half of the holds.
         rooms: The requests that other engines may follow; see ``kvferry.core.lifecycle.rooms``.
     """
 
@@ -328,17 +287,17 @@ class ModelFreeEngine:
         clock: Callable[[], float] = time.monotonic,
         **endpoint: Any,  # noqa: ANN401 - as many types as arguments
     ) -> None:
-        self.name, self.shape, self.options = name, shape, options
-        self.incarnation = random_incarnation()
-        self.scheduler_holds = SchedulerHolds(shape.pages)
-        self.rooms = Rooms(clock)
-        self.ticket_key = ticket_key
+        self.shape, self.ticket_key, self.rooms = shape, ticket_key, Rooms(clock)
         self.ranks: list[EngineRank] = []
+        self._failed: dict[str, KVFerryError | None] = {}
+        self._ended: dict[str, EndedHold] = {}
+        self._records = defaultdict[str, list[LoadRecord]](list)
+        incarnation = random_incarnation()
         with ExitStack() as stack:
             for index in range(shape.tp):
                 rank = EngineRank.start(
                     name,
-                    self.incarnation,
+                    incarnation,
                     shape,
                     index,
                     create(driver) if transport is None else transport(),
@@ -350,30 +309,16 @@ class ModelFreeEngine:
                 )
                 stack.enter_context(rank.endpoint)
                 self.ranks.append(rank)
-            self.server = stack.enter_context(self._serve(host, port))
-            self.directory = LocalDirectory(options, [rank.endpoint for rank in self.ranks], clock)
-            stack.callback(self.directory.close)
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the side channel, then the endpoints."""
-        self._stack.close()
-
-    def step(self, passed: Callable[[], bool] | None = None) -> None:
-        """Run one engine step: send the scheduler's orders to every rank.
-
-        ``passed`` tells whether the device has passed the work of the step; see
-        ``kvferry.Endpoint.apply``.
-        """
-        orders = self.scheduler_holds.drain()
-        for rank in self.ranks:
-            rank.endpoint.apply(orders, passed)
+            stack.pop_all()
+        super().__init__(
+            [rank.endpoint for rank in self.ranks],
+            host=host,
+            port=port,
+            options=options,
+            ticket_key=b"" if ticket_key is None else ticket_key.public,
+            rooms=self.rooms,
+            clock=clock,
+        )
 
     def take_on(self, request: str) -> None:
         """Take a request on, whose pages the caller writes.
@@ -381,9 +326,8 @@ class ModelFreeEngine:
         Raises:
             ValueError: No hold is free, or the request was taken on already.
         """
-        if self.scheduler_holds.take_on(RequestId(request)) is None:
+        if not self.begin_prefill(request):
             raise ValueError(f"no hold is free for {request!r}, or it was taken on already")
-        self.step()
 
     def compute(self, request: str, pages: list[int], tokens: int) -> None:
         """Take a request on, and compute its pages on every rank.
@@ -424,21 +368,7 @@ class ModelFreeEngine:
         self, request: str, hold: Hold, pages: list[int], tokens: int, *, computed: bool
     ) -> Ticket:
         """Return a ticket, or one part of an early ticket, for these pages."""
-        ticket = Ticket(
-            engine=self.name,
-            incarnation=self.incarnation,
-            request=request,
-            host=self.server.host,
-            port=self.server.port,
-            hold=hold,
-            pages=(tuple(pages),),
-            first_index=(0,),
-            tokens=tokens,
-            digest=digest(range(tokens)),
-            computed=computed,
-            tp_size=self.shape.tp,
-            key=self.options.access.public,
-        )
+        ticket = self.make_ticket(request, hold, range(tokens), [pages], computed=computed)
         return proved(ticket, self.ticket_key) if self.ticket_key is not None else ticket
 
     def serve(self, request: str, pages: list[int], tokens: int) -> Ticket:
@@ -483,9 +413,7 @@ class ModelFreeEngine:
             shared=shared,
             is_early=bool(early),
         )
-        for rank in self.ranks:
-            rank.endpoint.load(load, passed)
-        self.directory.begin(RequestId(request), ticket)
+        self.load_on_all(load, passed)
 
     def extend(self, request: str, part: Ticket, *, is_last: bool = False) -> None:
         """Tell every rank of a newer part of an early load."""
@@ -507,52 +435,42 @@ class ModelFreeEngine:
             TimeoutError: A rank has not reported the load in time.
         """
         name = RequestId(request)
-        for rank in self.ranks:
-            rank.wait(name, rank.received, seconds)
-        self.directory.end(name)
-        errors = filter(None, [rank.received.pop(name) for rank in self.ranks])
+        self._wait(request, self._failed, seconds)
+        error = self._failed.pop(name)
         return Results(
             received=frozenset({name}),
-            failed={name: error} if (error := next(errors, None)) else {},
-            loads=tuple(rank.loads.pop(name) for rank in self.ranks if name in rank.loads),
+            failed={} if error is None else {name: error},
+            loads=tuple(self._records.pop(name, ())),
         )
 
-    def released(self, request: str, seconds: float = PATIENCE_SECONDS) -> list[EndedHold]:
+    def released(self, request: str, seconds: float = PATIENCE_SECONDS) -> EndedHold:
         """Wait until every rank has released a request's pages, which may be used again then.
 
         Raises:
             TimeoutError: A rank has not released the pages in time.
         """
-        for rank in self.ranks:
-            rank.wait(request, rank.sent, seconds)
-        for rank in self.ranks:
-            rank.sent.remove(request)
-        self.scheduler_holds.sent(RequestId(request))
-        return [rank.ended.pop(request) for rank in self.ranks if request in rank.ended]
+        self._wait(request, self._ended, seconds)
+        return self._ended.pop(request)
 
     def wrong_bytes(self, pages: list[int], tokens: int) -> int:
         """Return how many bytes of a request's pages are wrong, on all ranks together."""
         return sum(rank.wrong_bytes(pages, tokens) for rank in self.ranks)
 
-    def _serve(self, host: str, port: int) -> HandshakeServer:
-        """Open the side channel, and tell the ranks of each other."""
-        payloads = [rank.endpoint.payload for rank in self.ranks]
-        public = b"" if self.ticket_key is None else self.ticket_key.public
-        server = HandshakeServer(
-            [encode(payload) for payload in payloads],
-            engine=self.name,
-            incarnation=self.incarnation,
-            host=host,
-            port=port,
-            access=self.options.access,
-            ticket_key=public,
-            rooms=self.rooms,
-        )
-        for rank in self.ranks:
-            rank.endpoint.join(payloads)
-            if public:
-                rank.endpoint.prove(public)
-        return server
+    def _wait(self, request: str, reported: Container[str], seconds: float) -> None:
+        """Take results until a request is in ``_failed`` or ``_ended``."""
+        deadline = time.monotonic() + seconds
+        pause = 0.0
+        while True:
+            results = self.results(pause)
+            self._failed.update({each: results.failed.get(each) for each in results.received})
+            self._ended.update({each.request: each for each in results.ended})
+            for record in results.loads:
+                self._records[record.request].append(record)
+            if request in reported:
+                return
+            pause = min(deadline - time.monotonic(), _WAIT_SECONDS)
+            if pause <= 0:
+                raise TimeoutError(f"no report of {request!r} on every rank in {seconds:g} s")
 
 
 def proved(ticket: Ticket, key: TicketKey) -> Ticket:

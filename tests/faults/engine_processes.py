@@ -132,11 +132,7 @@ class ProducerCommands:
 
     def count(self) -> dict[str, int]:
         """Return how often each request was reported as sent so far."""
-        for rank in self.prefill.ranks:
-            sent = rank.endpoint.results().sent
-            self._sent.update(sent)
-            for request in sent:
-                self.prefill.scheduler_holds.sent(request)
+        self._sent.update(self.prefill.results().sent)
         return dict(self._sent)
 
     def reset(self) -> None:

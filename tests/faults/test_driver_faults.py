@@ -8,7 +8,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
-from tests.core.endpoint.engines import Engine, until
+from tests.core.endpoint.engines import Engine
 from tests.faults.cells import Cell
 from tests.faults.engine_processes import LEASE, OPTIONS, SHAPE, TOKENS, serve_request
 
@@ -50,5 +50,5 @@ def test_load_survives_or_fails_with_faulty_driver(
             decode.pull("d-2", serve_request(prefill, "p-2"), LOCAL)
             assert not decode.outcome("d-2").failed
             assert not decode.wrong_bytes(LOCAL, TOKENS)
-            until(prefill.ranks[0].endpoint, lambda results: RequestId("p-2") in results.sent)
+            prefill.released("p-2")
         assert decode.ranks[0].endpoint.healthy

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from tests.core.endpoint.engines import Engine, until
+from tests.core.endpoint.engines import Engine
 from tests.faults.cable import StagedTransport, staged_transport
 from tests.faults.cells import OVER, figure
 from tests.faults.engine_processes import SHAPE, TOKENS, EngineProcess, engine_process, run_producer
@@ -47,9 +46,7 @@ class ReuseBench:
         """Run a load and return its outcome; check the bytes of loaded pages."""
         self.decode.ranks[0].cache[:, LOCAL] = -1.0
         self.decode.pull(request, ticket, LOCAL)
-        name = RequestId(request)
-        results = until(self.decode.ranks[0].endpoint, lambda results: name in results.received)
-        error = results.failed.get(name)
+        error = self.decode.error(request)
         assert error is not None or not self.decode.wrong_bytes(LOCAL, TOKENS), (
             "another request's bytes"
         )

@@ -51,7 +51,7 @@ class Ticket:
         missing: for each group, how many of its first tokens the first page lacks; empty if none
             lacks any. See ``planner.build_copies.Pages``.
         tokens: how many tokens the pages cover; a state page holds the state after all of them.
-        digest: of everything that the content of the pages depends on (``lifecycle.digest``).
+        digest: of everything that the content of the pages depends on (``prompt_digest``).
         computed: whether the pages were complete when the ticket was made, so that the slot word
             need not be read before them.
         tp_size: the producer's tensor-parallel size, which is compared with the handshake.

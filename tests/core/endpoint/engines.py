@@ -13,6 +13,8 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Note, decode_notes
+from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import (
@@ -31,6 +33,11 @@ class Engine(ModelFreeEngine):
     def endpoint(self) -> Endpoint:
         """The endpoint of the first rank."""
         return self.ranks[0].endpoint
+
+    def side_channel(self, **how: Any) -> HandshakeServer:
+        """Serve what the ranks publish once more, elsewhere or after ``server`` is closed."""
+        payloads = [encode(rank.endpoint.payload) for rank in self.ranks]
+        return HandshakeServer(payloads, engine=self.name, incarnation=self.incarnation, **how)
 
     def serve_later(self, request: str, pages: list[int], tokens: int = 4) -> Ticket:
         """Serve a request whose pages can be read after the next ``step``."""

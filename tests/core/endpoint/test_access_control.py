@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,8 +11,6 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import AdmissionError, KVFerryError
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import Access, Networks, generate
-from kvferry.core.side_channel import HandshakeServer
-from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Engine
 
 PREFILL, DECODE, STRANGER = generate(), generate(), generate()
@@ -26,16 +22,6 @@ READS = Access(
 )
 
 
-@contextmanager
-def encrypted_side_channel(prefill: Engine) -> Iterator[HandshakeServer]:
-    """Serve an engine's payloads on an encrypted side channel."""
-    payloads = [encode(rank.endpoint.payload) for rank in prefill.ranks]
-    with HandshakeServer(
-        payloads, engine=prefill.name, incarnation=prefill.incarnation, access=SERVES
-    ) as server:
-        yield server
-
-
 def failure(decode: Engine, request: str, ticket: Ticket) -> KVFerryError:
     decode.pull(request, ticket, [2])
     [error] = decode.outcome(request).failed.values()
@@ -45,7 +31,7 @@ def failure(decode: Engine, request: str, ticket: Ticket) -> KVFerryError:
 def test_engines_that_list_each_other_exchange_pages(prefill: Engine) -> None:
     options = EndpointOptions(access=READS)
     with Engine("decode", options=options) as decode:
-        with encrypted_side_channel(prefill) as server:
+        with prefill.side_channel(access=SERVES) as server:
             ticket = replace(prefill.serve("p-1", [1], 4), port=server.port, key=PREFILL.public)
             assert decode.load("d-1", ticket, [2]) is None
         prefill.released("p-1")
@@ -68,7 +54,7 @@ def test_a_forged_ticket_fails_alone_and_its_address_is_not_connected_to(
     options = EndpointOptions(access=READS)
     with (
         Engine("decode", options=options) as decode,
-        encrypted_side_channel(prefill) as server,
+        prefill.side_channel(access=SERVES) as server,
         socket.create_server(("127.0.0.2", server.port)) as other_host,
     ):
         other_host.setblocking(False)
@@ -87,10 +73,7 @@ def test_an_engine_without_the_secret_key_of_the_ticket_is_refused() -> None:
     options = EndpointOptions(access=READS, handshake_timeout=60.0)
     with Engine("prefill") as prefill, Engine("decode", options=options) as decode:
         impostor = Access(own=STRANGER, peers=frozenset({DECODE.public}))
-        payloads = [encode(rank.endpoint.payload) for rank in prefill.ranks]
-        with HandshakeServer(
-            payloads, engine="prefill", incarnation=prefill.incarnation, access=impostor
-        ) as server:
+        with prefill.side_channel(access=impostor) as server:
             ticket = replace(prefill.serve("p-1", [1], 4), port=server.port, key=PREFILL.public)
             error = failure(decode, "d-1", ticket)
     assert "does not have the secret key" in str(error)

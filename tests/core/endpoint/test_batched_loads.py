@@ -12,8 +12,8 @@ from kvferry.core.endpoint import EndpointOptions, Results
 from kvferry.core.errors import EndpointClosedError, PeerLostError, StaleError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import DIM, HEADS, LAYERS, Engine, eventually, until
-from tests.core.endpoint.loads import outcome, pull
+from tests.core.endpoint.engines import DIM, HEADS, LAYERS, Engine, eventually
+from tests.core.endpoint.loads import pull
 from tests.core.endpoint.test_killed_producer import producer
 from tests.core.endpoint.test_killed_producer import ticket as ticket_of
 from tests.core.endpoint.transports import PENDING, WORD, ScriptedTransport
@@ -60,7 +60,7 @@ def run_to_second_batch(driver: ScriptedTransport) -> None:
 
 def results(decode: Engine) -> Results:
     """Wait until the load ``d-1`` is reported."""
-    return until(decode.endpoint, lambda found: RequestId("d-1") in found.received)
+    return decode.outcome("d-1")
 
 
 def failure(decode: Engine) -> Exception:
@@ -107,7 +107,7 @@ def test_a_later_load_does_not_wait_for_all_batches(
         pull(prefill, decode, 5)
         eventually(lambda: len(driver.pages) == 2, "the other load is read")
         driver.may_end = 2
-        assert outcome(decode, 5) is None
+        assert decode.error("d-5") is None
         assert not decode.wrong_bytes([5], 4)
         assert decode.endpoint.pending == 1
         driver.may_end = 3
@@ -125,7 +125,7 @@ def test_page_reads_beyond_the_limit_wait_and_fences_are_posted_before_them(
             read = 2 * number - 1, number
             eventually(lambda: (len(driver.posted), len(driver.pages)) == read, "it is read")  # noqa: B023
             driver.may_end = number
-            assert outcome(decode, number) is None
+            assert decode.error(f"d-{number}") is None
             assert not decode.wrong_bytes([number], 4)
             prefill.released(f"p-{number}")
     assert [copies == WORD for copies in driver.posted] == [False, True] * 3

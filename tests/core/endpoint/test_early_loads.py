@@ -33,7 +33,6 @@ from tests.core.endpoint.engines import (
     Clock,
     Engine,
     eventually,
-    until,
 )
 from tests.core.endpoint.loads import load, outcomes, pull
 from tests.core.endpoint.test_cancelled_loads import (
@@ -60,14 +59,11 @@ class Prompt:
 
     prefill: Engine
     pages: list[int] = field(default_factory=lambda: list(FROM))
-    hold: Hold | None = None
     port: int = 0
 
     def take_on(self) -> None:
         """Begin, or begin again after a preemption."""
-        self.hold = self.prefill.scheduler_holds.take_on(RequestId("p"))
-        assert self.hold is not None
-        self.prefill.step()
+        self.prefill.take_on("p")
 
     def compute(self, chunks: int) -> None:
         """Compute so many chunks in all."""
@@ -131,12 +127,9 @@ def wait_for(decode: Engine, tokens: int) -> None:
 
 def records(decode: Engine) -> list[LoadRecord]:
     """Wait until every rank has reported the load; return its figures, which all succeeded."""
-    found: list[LoadRecord] = []
-    for rank in decode.ranks:
-        results = until(rank.endpoint, lambda r: RequestId("d") in r.received)
-        assert not results.failed
-        found += results.loads
-    return found
+    results = decode.outcome("d")
+    assert not results.failed
+    return list(results.loads)
 
 
 def begin(prompt: Prompt, decode: Engine, request: str = "d") -> None:
@@ -175,7 +168,7 @@ def test_finished_chunks_are_read_while_the_rest_is_computed(
         for record in records(decode):
             assert record.early_nbytes * 3 == record.nbytes * 2
         assert has_tokens(decode, TOKENS)
-        assert [each.end for each in prompt.prefill.released("p")] == [HoldEnd.READ] * of_prefill.tp
+        assert prompt.prefill.released("p").end is HoldEnd.READ
 
 
 def windowed(ticket: Ticket, window: int | None = None) -> Ticket:
@@ -298,8 +291,7 @@ def test_a_load_that_is_given_up_ends_the_hold_with_the_order(
         eventually(lambda: endpoint.held == 0, "the hold ends")
         assert not endpoint.results().sent
         prompt.finish()
-        [ended] = prompt.prefill.released("p")
-        assert ended.end is HoldEnd.ABANDONED
+        assert prompt.prefill.released("p").end is HoldEnd.ABANDONED
 
 
 def test_a_load_that_is_given_up_after_a_preemption_abandons_the_new_hold(
@@ -311,8 +303,7 @@ def test_a_load_that_is_given_up_after_a_preemption_abandons_the_new_hold(
     decode.endpoint.abort(RequestId("d"))
     assert decode.error("d") is not None
     prompt.finish()
-    [ended] = prompt.prefill.released("p")
-    assert ended.end is HoldEnd.ABANDONED
+    assert prompt.prefill.released("p").end is HoldEnd.ABANDONED
 
 
 def test_the_load_timeout_counts_from_the_last_part(clock: Clock) -> None:

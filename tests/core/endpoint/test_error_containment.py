@@ -28,7 +28,7 @@ from kvferry.core.messages import Release
 from kvferry.core.metrics import IGNORED
 from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, fail_once
-from tests.core.endpoint.loads import TOKENS, load, outcome, outcomes, pull
+from tests.core.endpoint.loads import TOKENS, load, outcomes, pull
 from tests.core.endpoint.metric_totals import MetricTotals
 from tests.core.endpoint.transports import PENDING, ScriptedTransport
 
@@ -93,7 +93,7 @@ def test_a_load_whose_cancel_raises_ends_when_its_read_ends(driver: ScriptedTran
         assert decode.endpoint.pending == 1, "bytes may still land"
         clock.skip(2.0)  # the grace of the cancelled read
         driver.default = None
-        assert isinstance(outcome(decode, 1), EndpointClosedError)
+        assert isinstance(decode.error("d-1"), EndpointClosedError)
 
 
 def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced(
@@ -106,8 +106,8 @@ def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced(
         eventually(lambda: len(driver.cancelled) == 1, "the first read is cancelled")
         clock.skip(LOAD_TIMEOUT / 2)
         driver.default = None
-        assert outcome(decode, 2) is None, "another load from the same peer succeeds"
-        error = outcome(decode, 1)
+        assert decode.error("d-2") is None, "another load from the same peer succeeds"
+        error = decode.error("d-1")
         assert "cannot say how a read stands: unexpected ZeroDivisionError" in str(error)
         assert len(driver.disconnected) == 1, "only a disconnect proves that no byte lands any more"
         eventually(lambda: rank.endpoint.healthy, "a round has run since the skip")
@@ -126,7 +126,7 @@ def test_a_poll_that_always_raises_is_a_problem_until_it_succeeds(
         )
         assert endpoint.problems == endpoint.problems
         clock.skip(2.0)
-        assert "a bug in poll" in str(outcome(decode, 1))
+        assert "a bug in poll" in str(decode.error("d-1"))
         driver.raises.clear()
         driver.default = None
         assert load(prefill, decode, 2) is None

@@ -11,7 +11,6 @@ from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.side_channel import HandshakeServer, health
-from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
@@ -31,12 +30,7 @@ def test_a_failed_disconnect_is_a_problem_until_it_succeeds(
         assert endpoint.healthy
         prefill.server.close()
         eventually(lambda: not endpoint.healthy, "the problem is known")
-        with HandshakeServer(
-            [encode(rank.endpoint.payload) for rank in prefill.ranks],
-            engine="prefill",
-            incarnation=prefill.incarnation,
-            port=prefill.server.port,
-        ):
+        with prefill.side_channel(port=prefill.server.port):
             error = decode.load("d-2", prefill.serve("p-2", [1], 4), [2])
             assert "does not fall silent" in str(error)
         assert "1 connections did not fall silent" in endpoint.problems[0]
@@ -103,13 +97,8 @@ def problems() -> list[str]:
 
 @pytest.fixture
 def server(problems: list[str]) -> Iterator[HandshakeServer]:
-    with Engine("prefill") as prefill:
-        payloads = [encode(rank.endpoint.payload) for rank in prefill.ranks]
-        incarnation = prefill.incarnation
-        with HandshakeServer(
-            payloads, engine="prefill", incarnation=incarnation, problems=lambda: problems
-        ) as running:
-            yield running
+    with Engine("prefill") as prefill, prefill.side_channel(problems=lambda: problems) as running:
+        yield running
 
 
 @pytest.mark.parametrize("name", ["", "prefill"])

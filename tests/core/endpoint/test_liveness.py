@@ -11,8 +11,6 @@ import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import PeerLostError
-from kvferry.core.side_channel import HandshakeServer
-from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 
 OPTIONS = EndpointOptions(liveness_interval=5.0, liveness_misses=3)
@@ -90,12 +88,7 @@ def test_a_side_channel_that_comes_back_in_time_is_the_same_producer(
         start_load_waiting_for_device(prefill, decode)
         wait_for_connection(driver)
         prefill.server.close()
-        with HandshakeServer(
-            [encode(rank.endpoint.payload) for rank in prefill.ranks],
-            engine="prefill",
-            incarnation=prefill.incarnation,
-            port=prefill.server.port,
-        ):
+        with prefill.side_channel(port=prefill.server.port):
             assert not decode.endpoint.wait(0.3)
             prefill.step()
             assert decode.error("d-1") is None

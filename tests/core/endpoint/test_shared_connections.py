@@ -22,7 +22,7 @@ from kvferry.core.metrics import LOST_PEERS, PEERS_UP
 from kvferry.core.transport import Quiescence
 from tests.core.endpoint.aliases import AliasEngine, alias_engine
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
-from tests.core.endpoint.loads import TOKENS, outcome, outcomes
+from tests.core.endpoint.loads import TOKENS, outcomes
 from tests.core.endpoint.metric_totals import MetricTotals
 from tests.core.endpoint.transports import DONE, PENDING, ScriptedTransport, failed, failing
 
@@ -163,9 +163,9 @@ def test_a_failed_read_of_one_engine_fails_alone(
     with real_and_alias(driver) as (real, alias, decode):
         start_both_reads(driver, real, alias, decode)
         driver.statuses[0] = failed(TransportError("out of range"))
-        assert "out of range" in str(outcome(decode, 1))
+        assert "out of range" in str(decode.error("d-1"))
         driver.statuses[1] = DONE
-        assert outcome(decode, 2) is None
+        assert decode.error("d-2") is None
         assert driver.disconnected == set()
 
 

@@ -22,7 +22,7 @@ from kvferry.testing.engines import CacheShape, EngineRank
 from tests.core.endpoint.engines import Clock, Engine, eventually, fail_once, until
 from tests.core.endpoint.late_device import LateDevice, failed_copy
 from tests.core.endpoint.metric_totals import MetricTotals
-from tests.core.endpoint.staged_engines import StagedEngine, staged_engine
+from tests.core.endpoint.staged_engines import StagedEngine
 
 TOKENS = 7
 BLOCKS = [30, 21]
@@ -32,7 +32,7 @@ BLOCKS = [30, 21]
 @contextlib.contextmanager
 def pair(**how: Any) -> Iterator[tuple[StagedEngine, StagedEngine]]:
     """Run a staged prefill and a staged decode engine."""
-    with staged_engine("prefill", **how) as prefill, staged_engine("decode", **how) as decode:
+    with StagedEngine("prefill", **how) as prefill, StagedEngine("decode", **how) as decode:
         yield prefill, decode
 
 
@@ -58,16 +58,14 @@ def assert_untouched(decode: StagedEngine) -> None:
 def test_pages_arrive_whichever_engine_is_staged(
     remote: CacheShape, local: CacheShape, tokens: int, which: str
 ) -> None:
-    prefills = (
-        Engine("prefill", remote) if which == "consumer" else staged_engine("prefill", remote)
-    )
-    decodes = Engine("decode", local) if which == "producer" else staged_engine("decode", local)
+    prefills = Engine("prefill", remote) if which == "consumer" else StagedEngine("prefill", remote)
+    decodes = Engine("decode", local) if which == "producer" else StagedEngine("decode", local)
     with prefills as prefill, decodes as decode:
-        high = 0 if isinstance(prefill, Engine) else 20
+        high = 20 if isinstance(prefill, StagedEngine) else 0
         source = [high + page for page in [5, 2, 9, 7, 3, 8]][: -(-tokens // remote.block)]
         target = [4, 11, 6, 1, 2, 3, 13][: -(-tokens // local.block)]
         assert decode.load("d-1", prefill.serve("p-1", source, tokens), target) is None
-        ranks = decode.ranks if isinstance(decode, Engine) else decode.device_ranks
+        ranks = decode.device_ranks if isinstance(decode, StagedEngine) else decode.ranks
         assert_held(ranks, target, tokens)
         if isinstance(prefill, StagedEngine):
             prefill.over("p-1")
@@ -140,8 +138,8 @@ def test_nothing_reaches_the_device_that_the_fence_refused() -> None:
     with pair() as (prefill, decode):
         ticket = prefill.serve("p-1", BLOCKS, TOKENS)
         prefill.sent("p-1")
-        prefill.engine.scheduler_holds.reset()
-        prefill.engine.step()
+        prefill.scheduler_holds.reset()
+        prefill.step()
         prefill.over("p-1")
         assert isinstance(decode.load("d-1", ticket, [8, 9]), StaleError)
         assert_untouched(decode)
@@ -174,8 +172,8 @@ def test_loads_with_one_request_id_are_each_reported(fails: bool) -> None:
         eventually(lambda: len(device.begun) == 1, "the first copy begins")
         ticket = prefill.serve("p-2", [5, 6], TOKENS)
         if fails:
-            prefill.engine.scheduler_holds.reset()
-            prefill.engine.step()
+            prefill.scheduler_holds.reset()
+            prefill.step()
             prefill.over("p-2")
         decode.pull("d-2", ticket, [3, 4], named="d-1")
         if not fails:
@@ -200,7 +198,7 @@ def test_a_load_fails_whose_copy_fails(when: str) -> None:
         error = decode.load("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
         assert isinstance(error, CopyError)
         assert error.cause is Cause.COPY
-        totals = MetricTotals(decode.engine)
+        totals = MetricTotals(decode)
         assert totals.of(FAILURES) == {("prefill", Stage.COPY, Cause.COPY): 1}
         assert decode.endpoint.healthy
 
@@ -250,8 +248,8 @@ def test_memory_is_kept_if_the_end_of_a_copy_is_unknown(
     monkeypatch.setattr(endpoint_module, "WIND_DOWN_SECONDS", 0.1)
     lost = RuntimeError("the device is gone")
     with contextlib.ExitStack() as stack:
-        prefill = stack.enter_context(staged_engine("prefill"))
-        decode = stack.enter_context(staged_engine("decode"))
+        prefill = stack.enter_context(StagedEngine("prefill"))
+        decode = stack.enter_context(StagedEngine("decode"))
         hurt = prefill if way == "out" else decode
         [device], [rank] = hurt.devices, hurt.ranks
         if when == "begin":
@@ -262,8 +260,8 @@ def test_memory_is_kept_if_the_end_of_a_copy_is_unknown(
         eventually(lambda: not rank.endpoint.healthy, "the endpoint reports a problem")
         assert "may still be under way" in rank.endpoint.problems[0]
         if way == "out":
-            hurt.engine.scheduler_holds.reset()
-            hurt.engine.step()
+            hurt.scheduler_holds.reset()
+            hurt.step()
             eventually(lambda: rank.endpoint.held == 0, "the hold ends")
         rank.endpoint.wait(0.02)
         results = rank.endpoint.results()
@@ -308,9 +306,9 @@ def test_an_endpoint_that_does_not_stage_refuses_copies(prefill: Engine) -> None
 
 
 def test_a_staged_endpoint_refuses_a_ticket_without_a_copy() -> None:
-    with staged_engine("prefill") as prefill:
+    with StagedEngine("prefill") as prefill:
         prefill.compute("p-1", BLOCKS, TOKENS)
-        holds = prefill.engine.scheduler_holds
+        holds = prefill.scheduler_holds
         hold = holds.ticket(RequestId("p-1"), 30.0)
         assert hold is not None
         with pytest.raises(CopyError, match="its copy was not ordered"):
@@ -321,8 +319,8 @@ def test_a_staged_endpoint_refuses_a_load_without_a_copy() -> None:
     with pair() as (prefill, decode):
         ticket = prefill.serve("p-1", BLOCKS, TOKENS)
         with pytest.raises(CopyError, match=r"set Load\.copy"):
-            decode.engine.pull("d-1", ticket, [3, 4])
-        decode.engine.pull("d-1", ticket, [], nothing=True)
+            Engine.pull(decode, "d-1", ticket, [3, 4])
+        Engine.pull(decode, "d-1", ticket, [], nothing=True)
         prefill.over("p-1")
 
 
@@ -341,8 +339,8 @@ def test_the_time_of_copies_is_counted() -> None:
         decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
         decode.outcome("d-1")
         prefill.over("p-1")
-        assert [*MetricTotals(prefill.engine).of(COPY_SECONDS)] == [(CopyDirection.TO_HOST,)]
-        totals = MetricTotals(decode.engine)
+        assert [*MetricTotals(prefill).of(COPY_SECONDS)] == [(CopyDirection.TO_HOST,)]
+        totals = MetricTotals(decode)
         assert [*totals.of(COPY_SECONDS)] == [(CopyDirection.TO_DEVICE,)]
         assert (Stage.COPY,) in totals.of(STAGE_SECONDS)
 

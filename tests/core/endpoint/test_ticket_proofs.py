@@ -23,7 +23,7 @@ from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
-from kvferry.core.side_channel import HandshakeServer, engine_info
+from kvferry.core.side_channel import engine_info
 from kvferry.core.side_channel.dialer import Dialer
 from kvferry.core.side_channel.poller import Steps
 from kvferry.core.side_channel_messages import Payloads, encode
@@ -186,12 +186,7 @@ def test_a_ticket_with_a_key_of_an_engine_without_one_is_refused(decode: Engine)
 @contextlib.contextmanager
 def serve_relay(prefill: Engine) -> Iterator[Callable[[Ticket], Ticket]]:
     """Serve an engine's payloads under another ticket key; yield what proves tickets by that."""
-    with HandshakeServer(
-        [encode(rank.endpoint.payload) for rank in prefill.ranks],
-        engine=prefill.name,
-        incarnation=prefill.incarnation,
-        ticket_key=OTHER_KEY.public,
-    ) as server:
+    with prefill.side_channel(ticket_key=OTHER_KEY.public) as server:
         yield lambda ticket: proved_by_another_key(replace(ticket, port=server.port))
 
 

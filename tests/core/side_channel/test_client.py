@@ -43,9 +43,9 @@ def test_a_listener_that_does_not_answer_times_out() -> None:
 def test_a_host_that_takes_no_connection_delays_no_other_question(server: HandshakeServer) -> None:
     """As a host that is down: what is sent to a listener whose backlog is full gets no answer."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ThreadPoolExecutor(1) as pool:
-        address = full.getsockname()
-        with socket.create_connection(address):
-            late = pool.submit(fetch, *address, "prefill", timeout=2.0)
+        host, port = full.getsockname()
+        with socket.create_connection((host, port)):
+            late = pool.submit(fetch, host, port, "prefill", timeout=2.0)
             fetch(server.host, server.port, "prefill", timeout=LONG)
             assert not late.done()
             with pytest.raises(HandshakeError, match=r"no connection within 2 s"):

@@ -124,10 +124,8 @@ class Soak:
         self.decode.ranks[0].endpoint.abort(RequestId(name))
 
     def _receive(self, waiting: set[RequestId]) -> None:
-        endpoint = self.decode.ranks[0].endpoint
-
         def received() -> bool:
-            results = endpoint.results()
+            results = self.decode.results()
             assert results.received <= waiting, "reported twice, or never asked for"
             waiting.difference_update(results.received)
             for request in results.received:
@@ -144,7 +142,6 @@ class Soak:
         self.decode.ranks[0].cache[:, pages] = -1.0
 
     def _release(self, held: set[RequestId]) -> None:
-        endpoint = self.prefill.ranks[0].endpoint
         polls = 0
 
         def released() -> bool:
@@ -152,11 +149,9 @@ class Soak:
             polls += 1
             if polls % 20 == 0:  # a hold whose release was lost ends with its lease
                 self.clock.skip(LEASE)
-            sent = endpoint.results().sent
+            sent = self.prefill.results().sent
             assert sent <= held, "given back twice"
             held.difference_update(sent)
-            for request in sent:
-                self.prefill.scheduler_holds.sent(request)
             return not held
 
         eventually(released, f"all pages are given back: {held}", seconds=WAIT_SECONDS)

@@ -144,8 +144,7 @@ class Engine(ModelFreeEngine):
                 local=(Pages(ids=np.array(copy.pages, dtype=np.int64)),),
                 copy=copy,
             )
-            self.ranks[0].endpoint.load(load, passed)
-            self.directory.begin(load.request, ticket)
+            self.load_on_all(load, passed)
         results = self.outcome(ticket.request, 2 * LOAD_SECONDS)
         self._host_pages.give_back(RequestId(ticket.request))
         for error in results.failed.values():
@@ -176,11 +175,8 @@ class Engine(ModelFreeEngine):
         return PageCopy(blocks=tuple(pages), pages=taken)
 
     def _take_ended(self) -> None:
-        self.ranks[0].poll()
-        for request in list(self.ranks[0].ended):
-            del self.ranks[0].ended[request]
-            self._host_pages.give_back(RequestId(request))
-            self.scheduler_holds.sent(RequestId(request))
+        for each in self.results().ended:
+            self._host_pages.give_back(each.request)
 
 
 class Producer:

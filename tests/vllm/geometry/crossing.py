@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvferry.core.endpoint import Load
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.planner.plan import make_plan
 from kvferry.integrations.vllm.cache_groups import CacheGroup
@@ -89,29 +88,18 @@ def _contents(
 
 def offer(engine: Engine, request: str, tokens: int, pages: Sequence[Listed]) -> Ticket:
     """Take a request on, compute it, and make its ticket."""
-    if engine.ledger.take_on(RequestId(request)) is None:
+    if engine.local.scheduler_holds.take_on(RequestId(request)) is None:
         raise AssertionError("no hold")
-    engine.hear(orders=engine.ledger.drain())
+    engine.hear(orders=engine.local.scheduler_holds.drain())
     fill(engine, request, tokens, pages)
-    hold = engine.ledger.ticket(RequestId(request), 120.0)
+    hold = engine.local.scheduler_holds.ticket(RequestId(request), 120.0)
     if hold is None:
         raise AssertionError("no ticket")
-    engine.hear(orders=engine.ledger.drain())
+    engine.hear(orders=engine.local.scheduler_holds.drain())
     offered = [group.producer_pages(pages[group.index].ids, tokens) for group in engine.groups]
-    return Ticket(
-        engine=engine.name,
-        incarnation=engine.incarnation,
-        request=request,
-        host=engine.server.host,
-        port=engine.server.port,
-        hold=hold,
-        pages=tuple(tuple(ids) for _, ids in offered),
-        first_index=tuple(first for first, _ in offered),
-        tokens=tokens,
-        digest=digest(range(tokens)),
-        computed=True,
-        tp_size=engine.shape.tp,
-    )
+    pages_of = [ids for _, ids in offered]
+    ticket = engine.local.make_ticket(request, hold, range(tokens), pages_of, computed=True)
+    return replace(ticket, first_index=tuple(first for first, _ in offered))
 
 
 def load(engine: Engine, request: str, ticket: Ticket, pages: Sequence[Listed]) -> Load:
@@ -159,6 +147,7 @@ def cross(producer: Engine, consumer: Engine, tokens: int, *, hits: int = 0, see
 
 def pull(producer: Engine, consumer: Engine, order: Load, request: str) -> None:
     """Load on every rank but one, then on that one; what it reads stays held until it has."""
+    consumer.local.directory.begin(order.request, order.ticket)
     *most, last = consumer.workers
     for rank in most:
         rank.hear(loads=(order,))
@@ -192,7 +181,7 @@ def released(producer: Engine, request: str) -> None:
     """Every rank of the producer says once that the request is sent, and holds nothing more."""
     for rank in producer.ranks:
         rank.await_sent(request)
-    producer.ledger.sent(RequestId(request))
+    producer.local.scheduler_holds.sent(RequestId(request))
     for rank in producer.ranks:
         rank.poll()
         assert rank.sent.count(request) == 1

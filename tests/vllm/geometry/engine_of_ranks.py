@@ -17,14 +17,11 @@ from unittest import mock
 
 import numpy as np
 
-from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
 from kvferry.core.layout import HOLE, Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
-from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.core.side_channel import HandshakeServer
-from kvferry.core.side_channel_messages import encode
+from kvferry.core.local_engine import LocalEngine
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
@@ -93,9 +90,7 @@ class Engine:
     config: Any  # what its scheduler is told about the caches
     groups: tuple[CacheGroup, ...]  # those that are transferred
     ranks: list[Rank]
-    incarnation: Incarnation
-    server: HandshakeServer
-    ledger: SchedulerHolds
+    local: LocalEngine  # of the endpoints; its orders go through the workers
     busy: set[int] = field(default_factory=set)  # pages that requests have
     numbers: Iterator[int] = field(default_factory=itertools.count)  # of its requests
 
@@ -134,24 +129,19 @@ def engine(name: str, layers: Sequence[Layer], shape: Shape = Shape()) -> Iterat
             _rank(name, layers, shape, position, config, incarnation, stack)
             for position, config in zip(positions, configs, strict=True)
         ]
-        payloads = [rank.endpoint.payload for rank in ranks if rank.endpoint is not None]
-        payloads.sort(key=lambda payload: payload.rank)
-        encoded = [encode(payload) for payload in payloads]
-        server = stack.enter_context(HandshakeServer(encoded, engine=name, incarnation=incarnation))
+        endpoints = [rank.endpoint for rank in ranks if rank.endpoint is not None]
+        endpoints.sort(key=lambda endpoint: endpoint.payload.rank)
+        local = stack.enter_context(LocalEngine(endpoints, options=OPTIONS))
         scheduler = generate_scheduler_kv_cache_config(configs)
-        made = Engine(
+        yield Engine(
             name=name,
             shape=shape,
             layers=tuple(layers),
             config=scheduler,
             groups=cache_groups(scheduler, shape.dcp),
             ranks=ranks,
-            incarnation=incarnation,
-            server=server,
-            ledger=SchedulerHolds(shape.blocks),
+            local=local,
         )
-        made.hear(ranks=tuple(encoded))
-        yield made
 
 
 def runs(layers: Sequence[Layer], shape: Shape) -> bool:
@@ -255,7 +245,7 @@ def _rank(
     memory = _memory(caches)
     memory[:] = POISON
     worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
-    endpoint = directory = None
+    endpoint = None
     layout = describe(caches, config, facts=facts, position=position.shard)
     staged = _stage(caches, layout, shape) if shape.host_pages else None
     if not position.replica:
@@ -277,15 +267,12 @@ def _rank(
             )
         )
         worker = FerryWorker(endpoint, work_marker(_device(shape)), staged=staged)
-        directory = LocalDirectory(OPTIONS, [endpoint])
-        stack.callback(directory.close)
     return Rank(
         position=position,
         memory=memory,
         extents=tuple(_extents(config, caches, {a.name: a for a in layers}, setting)),
         worker=worker,
         endpoint=endpoint,
-        directory=directory,
     )
 
 

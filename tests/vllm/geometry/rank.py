@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvferry.core.directory import LocalDirectory
-from kvferry.core.endpoint import Endpoint, Load
+from kvferry.core.endpoint import Endpoint
 from kvferry.integrations.vllm.rank_position import RankPosition
 from tests.vllm.geometry.model import Bytes, Part, Steps
 
@@ -49,7 +48,6 @@ class Rank:
     extents: tuple[Extent, ...]  # by vLLM's groups
     worker: FerryWorker | UnreadRankWorker
     endpoint: Endpoint | None  # None where another rank publishes the same caches
-    directory: LocalDirectory | None  # as the endpoint
     sent: list[str] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -59,13 +57,6 @@ class Rank:
         from kvferry.integrations.vllm.metadata import StepMetadata
 
         self.worker.apply(StepMetadata(**said))
-        for load in said.get("loads", ()):
-            self.ask(load)
-
-    def ask(self, load: Load) -> None:
-        """Have the engine asked from which a load reads."""
-        if self.directory is not None:
-            self.directory.begin(load.request, load.ticket)
 
     def poll(self) -> None:
         """Take what is over."""

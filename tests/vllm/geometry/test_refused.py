@@ -28,10 +28,10 @@ STATE = "model.layers.0.mixer"
 def outcomes(decode: Engine, order: Load) -> list[KVFerryError]:
     """Why the load failed on each rank."""
     errors = []
+    decode.local.directory.begin(order.request, order.ticket)
     for rank in decode.workers:
         assert rank.endpoint is not None
         rank.endpoint.load(order)
-        rank.ask(order)
         failed: Mapping[str, KVFerryError] = {}
         while order.request not in failed:
             assert rank.endpoint.wait(60.0), "the load was never reported"
@@ -55,8 +55,8 @@ def refused(prefill: Engine, decode: Engine, tokens: int = 40) -> list[KVFerryEr
     for rank in prefill.workers:
         rank.poll()
         assert rank.sent.count("refused") == 0
-    prefill.ledger.reset()
-    prefill.hear(orders=prefill.ledger.drain())
+    prefill.local.scheduler_holds.reset()
+    prefill.hear(orders=prefill.local.scheduler_holds.drain())
     for rank in prefill.workers:
         rank.await_sent("refused")
         assert rank.words == 0

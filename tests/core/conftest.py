@@ -1,4 +1,4 @@
-"""What most tests of endpoints need."""
+"""What most tests of endpoints, of the directory and of whole engines need."""
 
 from __future__ import annotations
 
