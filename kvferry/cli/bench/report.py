@@ -19,6 +19,7 @@ from rich.table import Table
 from kvferry.cli.bench.grid import BenchError
 from kvferry.cli.bench.measure import Result
 from kvferry.cli.formatting import size
+from kvferry.cli.output import output
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import installed
 
@@ -123,7 +124,7 @@ def show(made: Setup, results: Sequence[Result], *, as_json: bool) -> None:
     if as_json:
         Console().print_json(json.dumps(_record(made, results)))
         return
-    console = Console(highlight=False)
+    console = output()
     console.print(_table(results))
     console.print()
     console.print(
