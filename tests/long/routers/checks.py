@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from examples.tiny_llama import prompt
 from tests.engines.http_server import HttpServer
@@ -56,19 +56,27 @@ def none_wrong(answers: Sequence[Answer], texts: Sequence[str]) -> int:
     return sum(answer.complete for answer in answers)
 
 
+def _first_failed(answers: Sequence[Answer]) -> Answer | None:
+    return next((each for each in answers if not each.complete), None)
+
+
 def ask_during(
     fault: Callable[[], None], router: Router, servers: Servers, questions: Sequence[Question]
 ) -> list[Answer]:
-    """Ask several at once; call ``fault`` when the first ones have been answered."""
-    with ThreadPoolExecutor(AT_ONCE) as clients:
-        asked = [
-            clients.submit(ask, router.address, question, servers.model) for question in questions
-        ]
+    """Ask several at once; call ``fault`` when some have been answered, and ask the others then."""
+    with ThreadPoolExecutor(AT_ONCE + 1) as clients:
+
+        def asked(some: Sequence[Question]) -> list[Future[Answer]]:
+            return [clients.submit(ask, router.address, each, servers.model) for each in some]
+
+        first = asked(questions[: 2 * BEFORE_FAULT])
         answered: set[object] = set()
         while len(answered) < BEFORE_FAULT:
-            answered |= wait(set(asked) - answered, return_when=FIRST_COMPLETED).done
-        fault()
-        return [each.result() for each in asked]
+            answered |= wait(set(first) - answered, return_when=FIRST_COMPLETED).done
+        faulty = clients.submit(fault)
+        answers = [each.result() for each in [*first, *asked(questions[2 * BEFORE_FAULT :])]]
+        faulty.result()
+        return answers
 
 
 def is_killed_and_returns(
@@ -83,7 +91,7 @@ def is_killed_and_returns(
 
     answers = ask_during(restart, router, servers, questions[:DURING_FAULT])
     complete = none_wrong(answers, texts[:DURING_FAULT])
-    assert BEFORE_FAULT <= complete < DURING_FAULT
+    assert BEFORE_FAULT <= complete < DURING_FAULT, (complete, _first_failed(answers))
     goes_on(router, servers, questions, texts)
 
 
