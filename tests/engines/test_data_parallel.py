@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,15 +12,15 @@ from tests.engines import probes
 from tests.engines.deployment import Deployment
 from tests.engines.engines import CONNECTOR, PREFILL, Engine
 from tests.engines.steps import SAMPLES, eventually, idle_blocks, texts
+from tests.free_port import free_port
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    """Free, and so is the next one. Both are below those that the kernel gives to connections, any
-    of which may be taken before the engines have started."""
-    return next(first for first in range(21000, 30000, 7) if _free(first) and _free(first + 1))
+    """Free, and so is the next one."""
+    return free_port(21000, 2)
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +81,3 @@ def test_samples_of_one_prompt(reference: Engine, prefill: Engine, deployment: D
         assert completion.samples == texts(reference, given) * 2
         assert deployment.pulled() - before == 153 * 2
     eventually(lambda: prefill.run(probes.free_blocks) == free)
-
-
-def _free(port: int) -> bool:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

@@ -6,7 +6,6 @@ on the other.
 
 from __future__ import annotations
 
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +19,7 @@ import pytest
 
 from examples.ray_serve import local
 from kvferry.integrations.ray import build_pd_openai_app
+from tests.free_port import free_port
 
 SECONDS = 400.0
 
@@ -121,15 +121,6 @@ class Deployment:
         scaling |= {"upscale_delay_s": 1, "downscale_delay_s": 3600}
         args["decode_config"]["deployment_config"] = {"autoscaling_config": scaling}
         return args
-
-
-def free_port(first: int) -> int:
-    """Return a port that nobody listens on. The kernel gives none below 32768 to connections, which
-    could take it before the server has started."""
-    for port in range(first, 32768):
-        with suppress(OSError), socket.create_server(("", port)):
-            return port
-    raise OSError(f"no port from {first} to 32767 is free")
 
 
 def wait(condition: Callable[[], bool]) -> None:
