@@ -466,9 +466,13 @@ class Peers:
         else:
             known.watched = key
 
+    def _is_kept(self, producer: _KnownProducer) -> bool:
+        """Return whether a producer was not let go, nor another taken for it."""
+        return self._producers.get(producer.name) is producer
+
     def _read_next(self) -> None:
         # Never two at a time: that holds the interpreter's lock and is no faster.
-        while self._unread and self._producers.get(self._unread[0].name) is not self._unread[0]:
+        while self._unread and not self._is_kept(self._unread[0]):
             self._unread.popleft()  # it was let go meanwhile
         if self._unread:
             reply = self._unread[0].reply
@@ -478,7 +482,7 @@ class Peers:
         producer = self._unread.popleft()
         producer.reply = replace(producer.reply, ranks=())  # they may be long, and are read
         self._read_next()
-        if self._producers.get(producer.name) is not producer:
+        if not self._is_kept(producer):
             return
         error: KVFerryError | None
         if isinstance(outcome, HandshakeResult):
@@ -553,7 +557,7 @@ class Peers:
         producer.is_connecting = False
         if error is None and not all(map(self._connections.is_open, peer.ids.values())):
             error = ConnectError(f"a connection to engine {peer.key.engine} was lost meanwhile")
-        if self._producers.get(producer.name) is not producer:
+        if not self._is_kept(producer):
             self.forget(peer)
         elif error is not None:
             self.forget(peer)
@@ -693,7 +697,7 @@ class Peers:
                 self._connect_for(waiter)
         while self._retries and self._retries[0][0] <= now:
             _, _, producer = heapq.heappop(self._retries)
-            if self._producers.get(producer.name) is producer:
+            if self._is_kept(producer):
                 self._connect_if_due(producer)
         if self._unknown and now >= self._next_look:
             self._look_after_unknown(now)
