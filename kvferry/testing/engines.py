@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ import numpy.typing as npt
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, PageCopies, Results
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
-from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.local_engine import LocalEngine
@@ -169,47 +169,6 @@ class EngineRank:
     cache: Elements
     endpoint: Endpoint
 
-    @classmethod
-    def start(
-        cls,
-        name: str,
-        incarnation: Incarnation,
-        shape: CacheShape,
-        index: int,
-        transport: Transport,
-        *,
-        driver: str = "loopback",
-        options: EndpointOptions = DEFAULTS,
-        agreement: Mapping[str, str] | None = None,
-        copies: Callable[[Elements], PageCopies] | None = None,
-        **endpoint: Any,  # noqa: ANN401 - as many types as arguments
-    ) -> Self:
-        """Start a rank; the caller closes its endpoint, and has it join the others.
-
-        The endpoint owns the transport. ``agreement`` is what must be equal on engines that
-        exchange pages. With ``copies``, the cache is host pages, and it makes what copies between
-        the device and these.
-        """
-        cache = shape.new_cache(index)
-        identity = Identity(
-            engine=name,
-            incarnation=incarnation,
-            rank=index,
-            coordinates=Coordinates(tp=index),
-            agreement=agreement or {},
-        )
-        made = Endpoint(
-            identity=identity,
-            driver=driver,
-            transport=transport,
-            layout=shape.layout(index, cache),
-            slots=shape.pages,
-            options=options,
-            copies=None if copies is None else copies(cache),
-            **endpoint,
-        )
-        return cls(shape=shape, index=index, cache=cache, endpoint=made)
-
     @property
     def heads(self) -> range:
         """The heads that the rank has."""
@@ -265,7 +224,9 @@ class ModelFreeEngine(LocalEngine):
         port: The port on which it listens; 0 for any free port.
         ticket_key: Proves the engine's tickets; without one, they have no proofs.
         clock: Seconds, for all that is due or late.
-        **endpoint: What else ``EngineRank.start`` and ``kvferry.Endpoint`` take, such as ``zero``.
+        copies: Makes, of a rank's cache, what copies between the device and the cache, whose pages
+            are host pages then.
+        **endpoint: What else ``kvferry.Endpoint`` takes, such as ``zero``.
 
     Attributes:
         ranks: The engine's ranks.
@@ -285,6 +246,7 @@ class ModelFreeEngine(LocalEngine):
         port: int = 0,
         ticket_key: TicketKey | None = None,
         clock: Callable[[], float] = time.monotonic,
+        copies: Callable[[Elements], PageCopies | None] | None = None,
         **endpoint: Any,  # noqa: ANN401 - as many types as arguments
     ) -> None:
         self.shape, self.ticket_key, self.rooms = shape, ticket_key, Rooms(clock)
@@ -295,20 +257,27 @@ class ModelFreeEngine(LocalEngine):
         incarnation = random_incarnation()
         with ExitStack() as stack:
             for index in range(shape.tp):
-                rank = EngineRank.start(
-                    name,
-                    incarnation,
-                    shape,
-                    index,
-                    create(driver) if transport is None else transport(),
+                cache = shape.new_cache(index)
+                identity = Identity(
+                    engine=name,
+                    incarnation=incarnation,
+                    rank=index,
+                    coordinates=Coordinates(tp=index),
+                    agreement=agreement or {},
+                )
+                own = Endpoint(
+                    identity=identity,
                     driver=driver,
+                    transport=create(driver) if transport is None else transport(),
+                    layout=shape.layout(index, cache),
+                    slots=shape.pages,
                     options=options,
-                    agreement=agreement,
+                    copies=None if copies is None else copies(cache),
                     clock=clock,
                     **endpoint,
                 )
-                stack.enter_context(rank.endpoint)
-                self.ranks.append(rank)
+                stack.enter_context(own)
+                self.ranks.append(EngineRank(shape=shape, index=index, cache=cache, endpoint=own))
             stack.pop_all()
         super().__init__(
             [rank.endpoint for rank in self.ranks],
