@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from rich.table import Table
 from kvferry.cli.bench.grid import BenchError
 from kvferry.cli.bench.measure import Result
 from kvferry.cli.formatting import size
-from kvferry.cli.output import output
+from kvferry.cli.output import output, print_json
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import installed
 
@@ -122,7 +121,7 @@ def show(made: Setup, results: Sequence[Result], *, as_json: bool) -> None:
         as_json: Whether to print JSON instead of a table.
     """
     if as_json:
-        Console().print_json(json.dumps(_record(made, results)))
+        print_json(_record(made, results))
         return
     console = output()
     console.print(_table(results))

@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 MAX_ID_LOGGED = 256
 """The most characters of a request's id in the log, where a ticket that was refused gives it."""
 
-
 ENDED_EARLY = "it ended before it had blocks"
 """Why a request loads nothing, for the log."""
 
