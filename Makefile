@@ -72,9 +72,6 @@ SERVE_OPTIONS ?=
 # Of `make bench`: such as BENCH_OPTIONS='--only drivers --against'; --help lists them.
 BENCH_OPTIONS ?=
 
-# The versions that `make pythons` tests, beside the one that everything else runs on.
-PYTHONS ?= 3.12 3.13
-
 # As many at once as there are cores, which few suites profit from beyond four.
 PYTEST := $(BIN)/pytest --quiet -n auto --maxprocesses 4 --dist worksteal
 # The tests of faults that run over any driver. A process should not load NIXL's UCX and another.
@@ -85,11 +82,13 @@ OVER_DRIVERS := tests/faults/test_producer_faults.py tests/faults/test_consumer_
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
-.PHONY: help demo serve test test-all lint types unit pythons vllm engines faults ucx nixl mooncake \
-	prometheus dynamo ray upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
+.PHONY: help demo serve test test-all lint types unit vllm engines faults ucx nixl mooncake \
+	prometheus dynamo ray upgrade from bench gpu gpu-bundle docs build venv clean
 
 help: ## Show this text
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf '\nOne part of test or test-all alone is a target, too:\n'
+	@printf '%s\n' '$(PARTS)' | fold -s -w 76 | sed 's/^/  /'
 
 demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
 	$(BIN)/python examples/vllm_disaggregated.py
@@ -101,42 +100,41 @@ serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show w
 TEST := nixl,types,lint,docs unit,ucx vllm,faults engines
 ALL := long-drivers long-lifecycle long-vllm long-engines long-versions long-faults long-ucx long-nixl long-routers long-planner,ray long-deployments,dynamo long-networks,mooncake long-benchmarks
 
-test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Everything that has to pass before a change goes in
+comma := ,
+PARTS := $(subst $(comma), ,$(TEST) $(ALL))
+
+test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Run everything that has to pass before a change goes in: 15 minutes
 	@$(BIN)/python tests/parts.py $(TEST)
 
-test-all: $(STAMP) prometheus $(OTHER_STAMPS) $(DYNAMO_STAMP) $(RAY_STAMP) ## The rest, which takes minutes each: CONTRIBUTING.md lists its parts
+test-all: $(STAMP) prometheus $(OTHER_STAMPS) $(DYNAMO_STAMP) $(RAY_STAMP) ## The rest: 75 minutes; CONTRIBUTING.md says which part is for which change
 	@$(BIN)/python tests/parts.py $(ALL)
 
-lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undocumented names
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m docs.tools.links
 	$(BIN)/python -m docs.tools.names
 
-types: $(STAMP) ## Static types
+types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP) $(DYNAMO_WHEEL) prometheus ## The quick tests, which need neither vLLM nor NIXL nor UCX
+unit: $(STAMP) $(DYNAMO_WHEEL) prometheus
 	$(PYTEST)
 
-# Without vLLM and torch, as kvferry is installed where no engine is.
-pythons: ## The quick tests on other versions of Python, in environments under .cache
-	$(PYTHON) tests/pythons.py $(PYTHONS)
-
-vllm: $(STAMP) $(DYNAMO_WHEEL) ## Caches, schedulers and hooks of the installed vLLM, without engines
+vllm: $(STAMP) $(DYNAMO_WHEEL)
 	$(PYTEST) tests/vllm
 
-engines: $(STAMP) prometheus ## Real vLLM engines that hand over to each other
+engines: $(STAMP) prometheus
 	$(PYTEST) --dist loadfile tests/engines
 
-faults: $(STAMP) ## Peers that fail at any stage, over loopback
+faults: $(STAMP)
 	$(PYTEST) -n 4 tests/faults
 
-ucx: $(STAMP) ## The driver ucx, over shared memory
+ucx: $(STAMP)
 	$(PYTEST) tests/ucx
 
-nixl: $(STAMP) ## The driver nixl
+nixl: $(STAMP)
 	$(PYTEST) tests/nixl
 
 long-%: $(STAMP)
@@ -175,7 +173,7 @@ long-deployments: $(STAMP)
 
 # The guide's commands as they stand there, in an empty folder and an environment of its own. Where
 # the libraries are missing and cannot be installed, its tests are skipped and say so.
-mooncake: ## The guide to writing a driver, and the example it leads to, likewise
+mooncake:
 	@dpkg -s $(MOONCAKE_LIBRARIES) >/dev/null 2>&1 || $(call apt_install,$(MOONCAKE_LIBRARIES))
 	rm -rf .cache/guide && mkdir -p .cache/guide
 	awk '/^```/ { on = /^```sh$$/; next } on' docs/writing-a-driver.md > .cache/guide/commands
@@ -190,11 +188,11 @@ prometheus:
 	} >/dev/null 2>&1 || true
 
 # Dynamo takes 360 MB, and another vLLM than most tests. Three minutes.
-dynamo: $(STAMP) $(DYNAMO_STAMP) ## Hand over between workers of NVIDIA Dynamo, behind its frontend
+dynamo: $(STAMP) $(DYNAMO_STAMP)
 	$(BIN)/python -m tests.long.dynamo $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/bin/python $(DYNAMO)
 
 # Ray needs 480 MB more, and its engines six minutes.
-ray: $(RAY_STAMP) ## Prefill and decode as deployments of Ray Serve, with real engines
+ray: $(RAY_STAMP)
 	$(RAY_ENV)/bin/python -m pytest tests/ray
 
 # Not part of 'test': which commits deployments still run is for a person to say. Three minutes.
@@ -203,13 +201,6 @@ upgrade: from $(STAMP) ## Hand pages over between an older build and this one, a
 
 from:
 	@test -n '$(FROM)' || $(call hint,FROM_HINT)
-
-# Not part of 'test': what differs is for a person to look at. Two minutes.
-vllm-next: version $(STAMP) ## Compare another vLLM with the installed one, by source: VERSION=<version>
-	$(BIN)/python -m tests.integrations.vllm.next_version '$(VERSION)'
-
-version:
-	@test -n '$(VERSION)' || $(call hint,VERSION_HINT)
 
 # Not part of 'test': figures mean little on a machine that does something else meanwhile. A second
 # call goes on where one was interrupted.
@@ -228,15 +219,12 @@ gpu: ## Check kvferry on this machine's GPU, within ten minutes; GPU_OPTIONS=--r
 	fi; \
 	exec $(PYTHON) -m tests.long.gpu $(GPU_OPTIONS)
 
-gpu-bundle: ## Collect what `make gpu` needs without a network, for CPython 3.12 and CUDA 13
+gpu-bundle:
 	PYTHONPATH='$(CURDIR)' $(PYTHON) -m tests.long.gpu.bundle $(GPU_BUNDLE) $(NIXL_VERSION)
 
 # Never with --quiet, which hides warnings from --strict, too.
-docs: $(DOCS_STAMP) ## The documentation as a site, in site/; a link that leads nowhere is an error
+docs: $(DOCS_STAMP) ## Make the documentation as a site, in site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --clean --strict
-
-docs-serve: $(DOCS_STAMP) ## The same at http://127.0.0.1:8000, made anew whenever a page changes
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs serve --livereload
 
 # Once made, the distributions are installed and run where nothing of this folder is found.
 build: $(BUILD_STAMP) ## Make the sdist and the wheel in dist/, check them, and try the wheel
@@ -279,12 +267,7 @@ Name the commit whose engines are to hand over to this tree's, and back:
 make upgrade FROM=<commit>
 endef
 
-define VERSION_HINT
-Name the version of vLLM whose source is to be compared with the installed one:
-make vllm-next VERSION=<version>
-endef
-
-export PYTHON_HINT PLATFORM_HINT TORCH_HINT FROM_HINT VERSION_HINT
+export PYTHON_HINT PLATFORM_HINT TORCH_HINT FROM_HINT
 
 # Install Debian packages where that may be done; what needs them copes without.
 apt_install = { [ "$$(id -u)" = 0 ] && command -v apt-get && { \

@@ -1,1 +1,1 @@
-"""What the next vLLM changes for the connector, read from its source (``make vllm-next``)."""
+"""What the next vLLM changes for the connector, read from its source."""

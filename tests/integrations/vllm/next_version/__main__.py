@@ -1,6 +1,5 @@
 """Compare a vLLM that is not installed with the installed one, by their source.
 
-    make vllm-next VERSION=<version>
     python -m tests.integrations.vllm.next_version <version>
 
 The source distributions of both versions are fetched from the package index that pip uses, and kept
@@ -34,7 +33,9 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit status: 0 if the version was compared, whatever came of it.
     """
-    parser = argparse.ArgumentParser(prog="make vllm-next", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.integrations.vllm.next_version", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("version", help="such as 0.33.0, or the folder of a package vllm")
     parser.add_argument("--base", help="the other version; by default, the installed one")
     settings = parser.parse_args(arguments)
