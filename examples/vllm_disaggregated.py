@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -64,7 +65,6 @@ ENGINE = {
 DRIVER = sys.argv[1] if len(sys.argv) > 1 else "loopback"
 TRANSFER = {
     "kv_connector": "KVFerryConnector",
-    "kv_connector_module_path": "kvferry.integrations.vllm",
     "kv_connector_extra_config": {"driver": DRIVER},
     "kv_load_failure_policy": "fail",
 }
@@ -90,56 +90,21 @@ console = Console()
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An engine's answer to one request.
-
-    Attributes:
-        tokens: the ids of the generated tokens.
-        finish_reason: why the engine stopped generating, as vLLM names it.
-        ticket: the ticket for the request's KV cache; ``None`` if no other engine will decode it.
-    """
+    """An engine's answer to one request, with a ticket if another engine will decode it."""
 
     tokens: list[int]
     finish_reason: str
     ticket: Ticket | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """An engine's counters, or the differences between two readings of them.
-
-    Attributes:
-        pulled_tokens: how many prompt tokens came from another engine.
-        nbytes: how many bytes were moved for them.
-        seconds: how long the loads took, added up.
-    """
-
-    pulled_tokens: float = 0.0
-    nbytes: float = 0.0
-    seconds: float = 0.0
-
-    def __sub__(self, earlier: Figures) -> Figures:
-        return Figures(
-            pulled_tokens=self.pulled_tokens - earlier.pulled_tokens,
-            nbytes=self.nbytes - earlier.nbytes,
-            seconds=self.seconds - earlier.seconds,
-        )
-
-
 @dataclass(kw_only=True)
 class Row:
-    """A row of the table: prompts that were handed over together.
-
-    Attributes:
-        what: how the prompts were sent, as text.
-        prompt_tokens: how many tokens the prompts have.
-        figures: what the decode engine counted meanwhile.
-        same: whether every text was that of the ordinary engine.
-    """
+    """A row of the table: prompts that were handed over together."""
 
     what: str
     prompt_tokens: int
-    figures: Figures
-    same: bool
+    counted: Counter[str]  # by the decode engine meanwhile, as of ``figures``
+    same: bool  # whether every text was that of the ordinary engine
 
 
 # In the engines' processes.
@@ -149,14 +114,8 @@ def serve(pipe: Connection, model: str, transfer: dict[str, Any] | None, log: st
     """Run a vLLM engine (``vllm.LLM``), and answer requests that arrive on a pipe.
 
     The first message to the other end of the pipe is "ready". From then on each message from there
-    is a list of requests (see ``generate``), and each answer their ``Answer`` list and the
-    engine's ``Figures``. ``None`` instead of requests ends the engine.
-
-    Args:
-        pipe: the engine's end of the pipe.
-        model: the folder of the checkpoint.
-        transfer: the engine's ``--kv-transfer-config``; ``None`` for an ordinary engine.
-        log: the file that gets what the engine prints.
+    is a list of requests, and each answer what ``generate`` and ``figures`` return. ``None``
+    instead of requests ends the engine. Without ``transfer``, it is an ordinary engine.
     """
     if not Path(log).exists():
         return  # the demo was interrupted before this process began
@@ -176,10 +135,8 @@ def serve(pipe: Connection, model: str, transfer: dict[str, Any] | None, log: st
 def generate(llm: Any, requests: Sequence[tuple[list[int], int, Ticket | None]]) -> list[Answer]:
     """Return an engine's greedy answers to requests.
 
-    Args:
-        llm: the ``vllm.LLM``.
-        requests: for each request its prompt's token ids, how many tokens to generate, and its
-            ``kv_transfer_params``: a ticket, ``FOR_ANOTHER_ENGINE``, or ``None``.
+    A request is its prompt's token ids, how many tokens to generate, and its
+    ``kv_transfer_params``: a ticket, ``FOR_ANOTHER_ENGINE``, or ``None``.
     """
     from vllm import SamplingParams
 
@@ -203,13 +160,9 @@ def generate(llm: Any, requests: Sequence[tuple[list[int], int, Ticket | None]])
     ]
 
 
-def figures(llm: Any) -> Figures:
-    """Return what vLLM and kvferry's connector have counted in an engine so far.
-
-    Args:
-        llm: the ``vllm.LLM``.
-    """
-    found = dict.fromkeys(("pulled_tokens", "nbytes", "seconds"), 0.0)
+def figures(llm: Any) -> Counter[str]:
+    """Return what vLLM and kvferry's connector have counted in an engine so far."""
+    found: Counter[str] = Counter()
     for metric in llm.get_metrics():
         if metric.name == "vllm:prompt_tokens_by_source":
             if metric.labels.get("source") == "external_kv_transfer":
@@ -218,7 +171,7 @@ def figures(llm: Any) -> Figures:
             found["nbytes"] += metric.value
         elif metric.name == "vllm:kvferry_load_seconds":
             found["seconds"] += metric.sum
-    return Figures(**found)
+    return found
 
 
 # In the process that plays the router.
@@ -226,21 +179,13 @@ def figures(llm: Any) -> Figures:
 
 @dataclass(kw_only=True)
 class Engine:
-    """An engine in a process of its own, as the router sees it.
-
-    Attributes:
-        name: the engine's name.
-        process: the engine's process, which runs ``serve``.
-        pipe: this process's end of the pipe to the engine.
-        log: the file with what the engine printed.
-        figures: the engine's counters after its last answer.
-    """
+    """An engine in a process of its own, as the router sees it."""
 
     name: str
     process: Any
     pipe: Connection
     log: Path
-    figures: Figures = field(default_factory=Figures)
+    figures: Counter[str] = field(default_factory=Counter)  # after its last answer
 
     @property
     def ready(self) -> bool:
@@ -255,34 +200,18 @@ class Engine:
         return True
 
     def ask(self, *requests: tuple[list[int], int, Ticket | None]) -> list[Answer]:
-        """Send requests to the engine all at once, and wait for all answers.
-
-        Args:
-            requests: as for ``generate``.
-
-        Raises:
-            SystemExit: the engine's process has ended.
-        """
+        """Send requests to the engine all at once, and wait for all answers."""
         self.pipe.send(requests)
         answers, self.figures = self.receive()
         return list(answers)
 
     def prefill(self, *prompts: list[int]) -> list[Ticket]:
-        """Have the engine compute prompts' KV caches for another engine, and return the tickets.
-
-        Args:
-            prompts: the token ids of each prompt.
-        """
+        """Have the engine compute prompts' KV caches for another engine, and return the tickets."""
         answers = self.ask(*((prompt, 1, FOR_ANOTHER_ENGINE) for prompt in prompts))
         return [answer.ticket or {} for answer in answers]
 
     def decode(self, prompts: list[list[int]], tickets: Sequence[Ticket | None]) -> list[Answer]:
-        """Have the engine generate text for prompts whose caches are on another engine.
-
-        Args:
-            prompts: the token ids of each prompt.
-            tickets: each prompt's ticket; ``None`` for a cache that this engine computes itself.
-        """
+        """Have the engine generate text; without a ticket, it computes the cache itself."""
         pairs = zip(prompts, tickets, strict=True)
         return self.ask(*((prompt, TOKENS_TO_GENERATE, ticket) for prompt, ticket in pairs))
 
@@ -300,12 +229,7 @@ class Engine:
 
 
 def end(engines: Sequence[Engine], seconds: float) -> None:
-    """Tell engines to end, and kill those that have not ended in time.
-
-    Args:
-        engines: the engines.
-        seconds: how long to wait for all of them together.
-    """
+    """Tell engines to end, and kill those that have not ended in time."""
     for engine in engines:
         with suppress(OSError):
             engine.pipe.send(None)
@@ -333,13 +257,7 @@ def fork_server() -> Any:
 
 
 def start(name: str, model: Path, transfer: dict[str, Any] | None) -> Engine:
-    """Start an engine, and return it without waiting until it is ``ready``.
-
-    Args:
-        name: the engine's name.
-        model: the folder of the checkpoint; the engine's log goes beside it.
-        transfer: the engine's ``--kv-transfer-config``; ``None`` for an ordinary engine.
-    """
+    """Start an engine, and return it without waiting until it is ``ready``."""
     ours, theirs = multiprocessing.Pipe()
     log = model.parent / f"{name}.log"
     log.touch()
@@ -374,21 +292,13 @@ def wait_until_ready(engines: Sequence[Engine]) -> None:
 def hand_over(
     prefill: Engine, decode: Engine, prompts: list[list[int]], texts: list[list[int]], what: str
 ) -> Row:
-    """Hand prompts over from one engine to another, all at once, and return the table's row.
-
-    Args:
-        prefill: the engine that computes the caches.
-        decode: the engine that loads the caches and generates.
-        prompts: the token ids of each prompt.
-        texts: the token ids that an ordinary engine generates for each prompt.
-        what: how the prompts are sent, for the row.
-    """
+    """Hand prompts over all at once, and compare with the texts of an ordinary engine."""
     before = decode.figures
     answers = decode.decode(prompts, prefill.prefill(*prompts))
     return Row(
         what=what,
         prompt_tokens=sum(map(len, prompts)),
-        figures=decode.figures - before,
+        counted=decode.figures - before,
         same=[answer.tokens for answer in answers] == texts,
     )
 
@@ -407,34 +317,22 @@ def show(rows: Sequence[Row]) -> None:
         table.add_row(
             row.what,
             f"{row.prompt_tokens:,}",
-            f"{row.figures.pulled_tokens:,.0f}",
-            f"{row.figures.nbytes:,.0f}",
-            f"{row.figures.seconds * 1e3:,.1f}",
+            f"{row.counted['pulled_tokens']:,.0f}",
+            f"{row.counted['nbytes']:,.0f}",
+            f"{row.counted['seconds'] * 1e3:,.1f}",
             "[green]yes" if row.same else "[red]NO",
         )
     console.print(table)
 
 
 def check(what: str, holds: bool) -> bool:
-    """Print whether something holds, and return it.
-
-    Args:
-        what: what should hold.
-        holds: whether it does.
-    """
+    """Print whether something holds, and return it."""
     console.print(f"{'[green]yes' if holds else '[red]NO '}[/] {what}")
     return holds
 
 
 def start_all(folder: Path) -> dict[str, Engine]:
-    """Start an ordinary engine and three that hand caches over, all with one tiny Llama.
-
-    Args:
-        folder: the folder for the model and the logs.
-
-    Returns:
-        The engines, by their names, when all have started.
-    """
+    """Start an ordinary engine and three that hand caches over, all with one tiny Llama."""
     console.print("building a tiny Llama (a few seconds)")
     with console.status("building a tiny Llama"):
         model = tiny_llama.build(folder / "tiny-llama")
@@ -451,13 +349,7 @@ def start_all(folder: Path) -> dict[str, Engine]:
 
 
 def hand_over_all(ordinary: Engine, prefill: Engine, decode: Engine) -> list[Row]:
-    """Hand over each prompt alone, then all of them at once; return a row for each hand-over.
-
-    Args:
-        ordinary: the engine whose texts are the right ones.
-        prefill: the engine that computes the caches.
-        decode: the engine that loads the caches and generates.
-    """
+    """Hand over each prompt alone, then all of them at once; return a row for each hand-over."""
     prompts = [tiny_llama.prompt(length) for length in LENGTHS]
     answers = ordinary.decode(prompts, [None] * len(prompts))
     texts = [answer.tokens for answer in answers]
@@ -475,7 +367,7 @@ def check_rows(rows: Sequence[Row]) -> bool:
             check("every text is that of one ordinary engine", all(row.same for row in rows)),
             check(
                 "every prompt token came through the transfer",
-                all(row.figures.pulled_tokens == row.prompt_tokens for row in rows),
+                all(row.counted["pulled_tokens"] == row.prompt_tokens for row in rows),
             ),
         ]
     )
@@ -484,12 +376,7 @@ def check_rows(rows: Sequence[Row]) -> bool:
 def check_swaps(ordinary: Engine, prefill: Engine, decode: Engine, credulous: Engine) -> bool:
     """Print what happens to a prompt with another prompt's ticket; return whether it is right.
 
-    Args:
-        ordinary: the engine whose texts are the right ones.
-        prefill: the engine that computes the caches.
-        decode: the engine that must refuse the ticket.
-        credulous: a decode engine that does not check that a ticket belongs to the prompt. It must
-            answer with the other prompt's text, which shows that the cache decides.
+    The credulous engine must answer with the other text, which shows that the cache decides.
     """
     # The prompts differ, but not in their last token, which decode always computes itself.
     mine, other = tiny_llama.prompt(128, seed=1), tiny_llama.prompt(128, seed=2)
@@ -514,11 +401,7 @@ def check_swaps(ordinary: Engine, prefill: Engine, decode: Engine, credulous: En
 
 
 def run(folder: Path) -> bool:
-    """Run the demo, and return whether everything was as it should be.
-
-    Args:
-        folder: a folder for the model and the logs.
-    """
+    """Run the demo, and return whether everything was as it should be."""
     engines = start_all(folder)
     seconds = 0.0
     try:

