@@ -65,8 +65,10 @@ def hasty(start_engine: StartEngine) -> Engine:
 def talk(prefill: Engine, decode: Engine) -> Iterator[Conversation]:
     """A conversation after its first turn. At its end, both engines have all their blocks."""
     with nothing_lost(prefill, decode):
+        free = prefill.run(probes.free_blocks)
         conversation = Conversation(prefill=prefill, decode=decode)
         conversation.say(prompt(100, seed=1))
+        eventually(lambda: prefill.run(probes.free_blocks) == free)  # decode has told it
         yield conversation
 
 
