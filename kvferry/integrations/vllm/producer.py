@@ -265,12 +265,12 @@ class Producer:
         lists = [group.producer_pages(block_ids[group.index], tokens) for group in self._groups]
         hold, pages = self._hold(request, tokens, block_ids, [ids for _, ids in lists])
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
-        firsts = [first for first, _ in lists]
+        firsts = tuple(first for first, _ in lists)
         ticket = self._params(
             serving,
             request=request_id,
             hold=hold,
-            pages=pages,
+            pages=tuple(map(tuple, pages)),
             first_index=firsts,
             tokens=tokens,
             digest=digest,
@@ -281,10 +281,10 @@ class Producer:
             and request.lora_request is None
             and not (is_answer or self._pages.is_staged),
             blocks=blocks,
-            missing=[
+            missing=tuple(
                 group.missing_tokens(first, token)
                 for group, first, token in zip(self._groups, firsts, first_tokens, strict=False)
-            ],
+            ),
         )
         if shares:
             self._sample_tickets[without_sample(request_id)] = request_id, digest, ticket

@@ -172,15 +172,15 @@ class PromptParts:
         if hold is None:
             return
         # The pages of windows and states change with the next chunk.
-        pages = [
-            [] if group.needs_exact_length else group.producer_pages(ids, tokens)[1]
+        pages = tuple(
+            () if group.needs_exact_length else tuple(group.producer_pages(ids, tokens)[1])
             for group, ids in zip(self._groups, prompt.pages, strict=True)
-        ]
+        )
         part = params(
             request=request.request_id,
             hold=hold,
             pages=pages,
-            first_index=[0] * len(pages),
+            first_index=(0,) * len(pages),
             tokens=tokens,
             digest=prompt_digest(request, tokens),
             total=request.num_prompt_tokens,

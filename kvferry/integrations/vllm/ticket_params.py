@@ -6,7 +6,7 @@ text. What comes back is input from a client, and is validated before anything u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import MAX_GROUPS
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.prompt_digest import DIGEST_BYTES, MAX_BLOCK_DIGESTS, BlockDigests
-from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, PeerKey, Ticket
+from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, PeerKey, Ticket, TicketFields
 from kvferry.core.security import KEY_BYTES, Proof, TicketKey, TicketSecrets
 from kvferry.core.security.proof import content_of
 from kvferry.core.side_channel_messages import DECODE_ERRORS
@@ -35,6 +35,7 @@ Digests = Annotated[
     Meta(pattern="^([0-9a-f]{2})*$", max_length=2 * DIGEST_BYTES * MAX_BLOCK_DIGESTS),
 ]
 Integer = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Numbers = Annotated[list[Integer], Meta(max_length=MAX_GROUPS)]
 
 
 class _BlockDigests(Struct, frozen=True, kw_only=True):
@@ -45,11 +46,11 @@ class _BlockDigests(Struct, frozen=True, kw_only=True):
     digests: Digests
 
 
-class _FerryParams(Struct, frozen=True, kw_only=True):
-    """The value of the key ``kvferry``; ``Ticket`` and ``Proof`` explain most attributes.
+class _FerryParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The value of the key ``kvferry``; ``TicketFields`` and ``Proof`` explain most attributes.
 
     ``host`` and ``port`` are the side channel's address as the producer itself states it; routers
-    do not change them. Tickets of older builds lack them.
+    do not change them. Tickets without a proof lack them.
     """
 
     version: Integer
@@ -59,17 +60,17 @@ class _FerryParams(Struct, frozen=True, kw_only=True):
     digest: Hex
     tokens: Integer
     computed: bool
-    first_index: Annotated[list[Integer], Meta(max_length=MAX_GROUPS)]
+    first_index: Numbers
     key: Hex = ""
+    blocks: _BlockDigests | None = None
+    missing: Numbers = []
+    part: bool = False
+    total: Integer = 0
     host: Annotated[str, Meta(max_length=MAX_TEXT)] = ""
     port: Integer = 0
     ticket_key: Hex = ""
     proof: Hex = ""
     signature: Hex = ""
-    blocks: _BlockDigests | None = None
-    missing: Annotated[list[Integer], Meta(max_length=MAX_GROUPS)] = []
-    part: bool = False
-    total: Integer = 0
 
 
 class _NixlParams(Struct, frozen=True, kw_only=True):
@@ -114,8 +115,8 @@ class ParallelSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TicketParams:
-    """A producer's ticket for one request, or a part of it; ``Ticket`` explains the attributes.
+class TicketParams(TicketFields):
+    """A producer's ticket for one request, or a part of it.
 
     In a part, ``total`` is the number of tokens that the ticket will cover; in a ticket it is 0.
 
@@ -123,21 +124,7 @@ class TicketParams:
     as in a test of the scheduler alone, hands out params with port 0, which every reader refuses.
     """
 
-    engine: str
-    incarnation: int
-    request: str
-    host: str
-    port: int
-    hold: Hold
-    pages: Sequence[Sequence[int]]
-    first_index: Sequence[int]
-    tokens: int
-    digest: bytes
-    computed: bool
     sizes: ParallelSizes
-    key: bytes = b""
-    blocks: BlockDigests | None = None
-    missing: Sequence[int] = ()
     total: int = 0
 
     def params(
@@ -148,21 +135,7 @@ class TicketParams:
         Those of a conversation's ticket, which has ``blocks``, ask for the next turn's prefill.
         They are signed with ``secrets``, and proven with ``ticket_key``, if there are any.
         """
-        params = self._unsigned()
-        if ticket_key is not None:
-            params[KEY] |= {
-                "host": self.host,
-                "port": self.port,
-                "ticket_key": ticket_key.public.hex(),
-            }
-            params[KEY][PROOF] = ticket_key.sign(_proven_content(params)).hex()
-        if secrets is not None:
-            params[KEY][SIGNATURE] = secrets.sign(_signed_content(params)).hex()
-        return params
-
-    def _unsigned(self) -> dict[str, Any]:
-        """Return the params without proof and signature."""
-        return {
+        params = {
             "do_remote_prefill": self.blocks is None,
             "do_remote_decode": self.blocks is not None,
             "remote_block_ids": [list(ids) for ids in self.pages],
@@ -176,30 +149,39 @@ class TicketParams:
             "remote_num_tokens": self.tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
-            KEY: {
-                "version": VERSION,
-                "incarnation": f"{self.incarnation:016x}",
-                "slot": self.hold.slot,
-                "generation": f"{self.hold.generation:016x}",
-                "digest": self.digest.hex(),
-                "tokens": self.tokens,
-                "computed": self.computed,
-                "first_index": list(self.first_index),
-                **({"key": self.key.hex()} if self.key else {}),
-                **({"blocks": _digest_params(self.blocks)} if self.blocks is not None else {}),
-                **({"missing": list(self.missing)} if any(self.missing) else {}),
-                **({"part": True, "total": self.total} if self.total else {}),
-            },
+            KEY: msgspec.to_builtins(self._own(ticket_key)),
         }
+        if ticket_key is not None:
+            params[KEY][PROOF] = ticket_key.sign(_proven_content(params)).hex()
+        if secrets is not None:
+            params[KEY][SIGNATURE] = secrets.sign(_signed_content(params)).hex()
+        return params
 
-
-def _digest_params(blocks: BlockDigests) -> dict[str, Any]:
-    """Return the value of ``blocks`` under ``kvferry``."""
-    return {
-        "tokens": blocks.tokens,
-        "salt": blocks.salt.hex(),
-        "digests": blocks.digests.hex(),
-    }
+    def _own(self, ticket_key: TicketKey | None) -> _FerryParams:
+        """Return what is under ``kvferry``, without proof and signature."""
+        blocks = self.blocks
+        return _FerryParams(
+            version=VERSION,
+            incarnation=f"{self.incarnation:016x}",
+            slot=self.hold.slot,
+            generation=f"{self.hold.generation:016x}",
+            digest=self.digest.hex(),
+            tokens=self.tokens,
+            computed=self.computed,
+            first_index=list(self.first_index),
+            key=self.key.hex(),
+            blocks=None
+            if blocks is None
+            else _BlockDigests(
+                tokens=blocks.tokens, salt=blocks.salt.hex(), digests=blocks.digests.hex()
+            ),
+            missing=list(self.missing) if any(self.missing) else [],
+            part=bool(self.total),
+            total=self.total,
+            host=self.host if ticket_key is not None else "",
+            port=self.port if ticket_key is not None else 0,
+            ticket_key=ticket_key.public.hex() if ticket_key is not None else "",
+        )
 
 
 def read_ticket(
@@ -309,6 +291,7 @@ def _read(
             reason=TicketReason.PROOF,
         )
     host, port, routed = _addresses(ferry, nixl, signed=secrets is not None)
+    blocks = ferry.blocks
     return ferry, Ticket(
         engine=nixl.remote_engine_id,
         incarnation=_number(ferry.incarnation),
@@ -325,7 +308,13 @@ def _read(
         key=bytes.fromhex(ferry.key),
         routed=routed,
         proof=proof,
-        blocks=_block_digests(ferry.blocks),
+        blocks=None
+        if blocks is None
+        else BlockDigests(
+            tokens=blocks.tokens,
+            salt=bytes.fromhex(blocks.salt),
+            digests=bytes.fromhex(blocks.digests),
+        ),
         missing=tuple(ferry.missing),
     )
 
@@ -373,17 +362,6 @@ def _address(text: str) -> tuple[str, int]:
             "prefill's side channel (side_channel_host and side_channel_port)"
         )
     return host, port
-
-
-def _block_digests(params: _BlockDigests | None) -> BlockDigests | None:
-    """Return the digests in a conversation's ticket, or ``None`` if the ticket has none."""
-    if params is None:
-        return None
-    return BlockDigests(
-        tokens=params.tokens,
-        salt=bytes.fromhex(params.salt),
-        digests=bytes.fromhex(params.digests),
-    )
 
 
 def _addresses(
