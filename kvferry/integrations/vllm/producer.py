@@ -39,9 +39,10 @@ from kvferry.integrations.vllm.metric_definitions import (
     CONVERSATION_PAGES,
     HELD,
     HELD_FRACTION,
+    HOLD_MADE,
+    HOLD_REFUSED,
     HOLDS,
     NO_TICKETS,
-    HoldOutcome,
     NoTicket,
 )
 from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
@@ -357,7 +358,7 @@ class Producer:
                 "was free: give requests ids of their own",
                 NoTicket.NO_HOLD,
             )
-        self._metrics.add(_holds_metric(is_answer), outcome=HoldOutcome.MADE.value)
+        self._metrics.add(_holds_metric(is_answer), outcome=HOLD_MADE)
         self._held[request_id] = HeldRequest(
             request_id=request_id,
             tokens=tokens,
@@ -395,7 +396,7 @@ class Producer:
         if not error.why:
             return
         is_answer, reason = self._eligibility.is_answer(request), error.reason
-        self._metrics.add(_holds_metric(is_answer), outcome=HoldOutcome.REFUSED.value)
+        self._metrics.add(_holds_metric(is_answer), outcome=HOLD_REFUSED)
         if is_answer or reason is None:
             self._reports.answer_not_held(request.request_id, error.why)
             return
@@ -459,7 +460,7 @@ class Producer:
         end = given_up or found or HoldEnd.READ
         self._parts.hold_ended(held.request_id, used=end in (HoldEnd.READ, HoldEnd.ABANDONED))
         metric = _holds_metric(held.is_conversation)
-        self._metrics.add(metric, outcome=HoldOutcome(end.value).value)
+        self._metrics.add(metric, outcome=end.value)
         self._reports.hold_ended(held, end, self._clock() - held.made)
 
     def reset(self) -> None:
