@@ -62,10 +62,9 @@ STAGED_TURNS = (
 def check_transfer(transfer: object, here: bool = True) -> None:
     """Refuse wrong settings, an unknown driver, and keys and secrets that cannot be read.
 
-    Args:
-        transfer: vLLM's ``KVTransferConfig``, or its keys and values. Only the parts are checked
-            that select ``KVFerryConnector``.
-        here: Whether the engine runs on this host, which needs its driver, keys and secrets then.
+    Only the parts of vLLM's ``KVTransferConfig`` (or its keys and values) are checked that select
+    ``KVFerryConnector``. An engine that runs ``here`` needs its driver, keys and secrets on this
+    host.
 
     Raises:
         ConfigError: Names everything that is wrong, and the remedies.
@@ -78,9 +77,7 @@ def launches_here(settings: object) -> bool:
     """Return whether a launch starts engines or workers on this host, as far as is known before.
 
     ``False`` for a front end whose engines are all elsewhere, and with Ray, which places them.
-
-    Args:
-        settings: vLLM's ``EngineArgs`` or ``ParallelConfig``.
+    ``settings`` is vLLM's ``EngineArgs`` or ``ParallelConfig``.
     """
     placed_by = (
         getattr(settings, "data_parallel_backend", None),
@@ -126,11 +123,8 @@ def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
 def address_problems(config: Config, indices: Iterable[int], *, wait: float = 0.0) -> Iterator[str]:
     """Yield why side channels could not listen on this host.
 
-    Args:
-        config: The settings, with the port as configured.
-        indices: The data-parallel indices of the engines on this host. Each is added to the port,
-            unless that is 0.
-        wait: For how many seconds to wait, in total, for ports that are in use.
+    Each of the data-parallel ``indices`` of the engines here is added to the configured port,
+    unless that is 0. Waits up to ``wait`` seconds in total for ports that are in use.
     """
     deadline = time.monotonic() + wait
     for index in indices:
@@ -191,12 +185,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
 def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
     """Refuse a role that this connector's settings exclude, and siblings that it cannot run with.
 
-    Siblings are the other connectors under vLLM's MultiConnector.
-
-    Args:
-        own: The configuration of this connector.
-        engine: The configuration with which the engine was started, such as MultiConnector's; the
-            same as ``own`` if this connector runs alone.
+    Siblings are the other connectors under vLLM's MultiConnector. ``own`` is this connector's
+    configuration, ``engine`` that with which the engine was started, such as MultiConnector's.
 
     Raises:
         ConfigError: Names the setting and the remedy.
@@ -205,21 +195,12 @@ def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
 
 
 def has_siblings(engine: KVTransferConfig) -> bool:
-    """Return whether other connectors run beside this one, which may keep what it has loaded.
-
-    Args:
-        engine: The configuration with which the engine was started, such as MultiConnector's.
-    """
+    """Return whether other connectors run beside this one, which may keep what it has loaded."""
     return len(engine.kv_connector_extra_config.get("connectors", [])) > 1
 
 
 def late_turn_risk(config: Config, engine: KVTransferConfig) -> str | None:
-    """Return a warning that the next turn of a conversation may fail; ``None`` if it cannot.
-
-    Args:
-        config: The connector's settings.
-        engine: The configuration with which the engine was started, such as MultiConnector's.
-    """
+    """Return a warning that the next turn of a conversation may fail; ``None`` if it cannot."""
     if not config.bidirectional_kv_xfer or engine.kv_load_failure_policy == "recompute":
         return None
     return (

@@ -70,11 +70,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM builds one connector per engine with the scheduler's role, and one per rank with the
     worker's role; they share no memory. Select it with ``"kv_connector": "KVFerryConnector"``.
 
-    Args:
-        vllm_config: The engine's configuration.
-        role: The connector's role in this process, scheduler or worker.
-        kv_cache_config: The engine's cache groups.
-
     Raises:
         ConfigError: The configuration is refused; names the setting and the remedy.
     """

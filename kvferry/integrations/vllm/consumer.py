@@ -151,7 +151,6 @@ class Consumer:
         metrics: Where loads and refused tickets are counted.
         recompute_threshold: The least number of tokens that the next turn of a conversation loads;
             fewer are computed.
-        reports: Logs each request's load.
         directory: Asks the engines that made tickets what the workers need of them.
         follower: Follows requests that are prefilled while they wait here.
         blocks: How many blocks this engine has.
@@ -195,11 +194,11 @@ class Consumer:
     # From a request's arrival to its blocks.
 
     def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request of which another engine has computed a part.
+        """Check the ticket of a request of which another engine has computed a part, if it has one.
 
-        If the ticket is accepted, the workers connect to that engine before the request has
-        blocks. If the ticket is refused, the request's load will be reported as failed; but if it
-        is a conversation's, nothing is loaded. A request without a ticket is ignored.
+        If it is accepted, the workers connect to that engine before the request has blocks. If it
+        is refused, the request's load will be reported as failed; but if it is a conversation's,
+        nothing is loaded.
         """
         # vLLM refuses some requests earlier, and drops the prompt against which the ticket has to
         # be checked. Releasing the hold could hurt another request; the lease ends it (ADR 7).
@@ -267,16 +266,14 @@ class Consumer:
         self._refuse(pull.request, TicketError(str(error), reason=TicketReason.HOST_PAGES))
 
     def num_matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Return how many tokens of a request, beyond the cached ones, are to be loaded.
+        """Return how many tokens of a request, beyond the ``computed`` ones, are to be loaded.
 
         The tokens of a refused ticket count, too, so that vLLM waits for a load, which is then
         reported as failed. vLLM may call this several times for a request.
 
-        Returns:
-            The number of tokens beyond those that are ``computed``. ``None`` if the request has to
-            wait for the engine that prefills: until that has begun, or, if the load may not begin
-            early, until it has made the ticket. Also ``None`` while it waits for host pages; if it
-            has waited too long, its load fails.
+        ``None`` if the request has to wait for the engine that prefills: until that has begun, or,
+        if the load may not begin early, until it has made the ticket. Also ``None`` while it waits
+        for host pages; if it has waited too long, its load fails.
         """
         self._take_news(request.request_id)
         pull = self._pulls.get(request.request_id)

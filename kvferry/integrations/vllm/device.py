@@ -69,10 +69,9 @@ def check_has_streams(device: torch.device) -> None:
 def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]:
     """Return a function that marks the work enqueued so far on a device's current stream.
 
-    Returns:
-        A function that marks the work and returns a second function, which tells whether that work
-        is done. On CPUs it returns ``None`` instead: work is done when the call that does it ends.
-        So it does on devices without streams, whose work is done in the order of the calls.
+    It returns a second function, which tells whether that work is done; or ``None`` on CPUs, where
+    work is done when the call that does it ends, and on devices without streams, whose work is done
+    in the order of the calls.
     """
     if not has_streams(device):
         return lambda: None
@@ -104,7 +103,7 @@ class HighPriorityStream:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Within the context, torch enqueues work on this stream; at its end, wait for the work.
+        """Enqueue torch's work within the context on this stream; at its end, wait for the work.
 
         Also waits if the context ends by an error, since a part of the work may be enqueued.
         """

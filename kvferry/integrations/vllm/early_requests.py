@@ -46,13 +46,7 @@ class EarlyRequest:
 
 
 class EarlyRequests:
-    """Follow the rooms of requests.
-
-    Args:
-        follower: Asks the side channels.
-        checks: Checks each part, and has the secrets with which parts must be signed, if any.
-        blocks: How many blocks the engine has.
-    """
+    """Follow the rooms of requests; ``checks`` checks each part. The engine has ``blocks``."""
 
     def __init__(self, follower: RoomFollower, *, checks: TicketChecks, blocks: int) -> None:
         self._follower = follower

@@ -29,12 +29,10 @@ A preempted request passes ``on_new_request`` again, and its prompt must not shr
 
 
 class NoTicketError(KVFerryError):
-    """A request gets no ticket; the text has the cause and the remedy.
+    """A request gets no ticket; the text has the cause and the remedy, and metrics the reason.
 
-    Args:
-        why: Cause and remedy; empty if nobody wanted a ticket, or the request did not come to its
-            end: then nothing is counted or logged.
-        reason: The reason for metrics, of a prompt.
+    The text is empty if nobody wanted a ticket, or the request did not come to its end: then
+    nothing is counted or logged.
     """
 
     def __init__(self, why: str = "", reason: NoTicket | None = None) -> None:

@@ -151,14 +151,7 @@ class LoggedStats(FerryStats):
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
-    """Export the metrics to Prometheus.
-
-    Args:
-        vllm_config: The engines' configuration.
-        metric_types: vLLM's classes of counters, gauges and histograms.
-        labelnames: The names of vLLM's labels.
-        per_engine_labelvalues: Their values, by engine index.
-    """
+    """Export the metrics to Prometheus, where they are served; vLLM gives the arguments."""
 
     def __init__(
         self,
@@ -183,7 +176,6 @@ class FerryPromMetrics(KVConnectorPromMetrics):
                     change(each)
 
     def _child(self, metric: Metric, labels: tuple[str, ...], engine: int) -> Any:  # noqa: ANN401
-        """Return the Prometheus metric for given values of a metric's labels."""
         bounded = [
             self._peers(value) if label == "peer" else value
             for label, value in zip(metric.labels, labels, strict=True)

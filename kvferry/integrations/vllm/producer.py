@@ -85,12 +85,9 @@ class Producer:
         computed: Whether nothing writes to a request's pages after its last token was sampled.
         sizes: The engine's parallelism, for the ticket.
         max_held: How many blocks may be held at once.
-        secrets: The secrets that sign tickets.
         hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
         clock: Returns monotonic seconds.
-        ticket_key: Proves that this engine made a ticket.
         adapter_content: See ``Adapters.content``.
-        reports: Logs how each request's hold ended.
         rooms: Where parts of tickets are published.
         lookahead: See ``PromptParts``.
         is_staged: Whether tickets name host pages (``set_host_pages``). No parts are published.
@@ -223,18 +220,12 @@ class Producer:
         serving: EngineSideChannel,
         first_tokens: Sequence[int] = (),
     ) -> dict[str, Any] | None:
-        """Make the ticket of a request that ended, or end its hold if it gets no ticket.
+        """Return the ticket of a request that ended, or end its hold if it gets no ticket.
 
-        Args:
-            request: vLLM's request.
-            block_ids: The ids of the request's blocks, one list per cache group of vLLM.
-            serving: This engine and the address of its side channel.
-            first_tokens: For each group, the first token that the request's own load has written;
-                empty if that has filled all pages whole, or there was none.
-
-        Returns:
-            The ticket as ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket
-            is made. The ticket may be another sample's, whose blocks are held (``holds``).
+        ``block_ids`` are those of its blocks, one list per cache group of vLLM; ``serving`` is this
+        engine. ``first_tokens`` are, for each group, the first token that the request's own load
+        has written; empty if that has filled all pages whole, or there was none. The ticket may be
+        another sample's, whose blocks are held (``holds``).
         """
         self._preemptions.pop(request.request_id, None)
         ticket = None
@@ -254,7 +245,6 @@ class Producer:
         serving: EngineSideChannel,
         first_tokens: Sequence[int],
     ) -> dict[str, Any]:
-        """Make the ticket of a request that ended, or raise ``NoTicketError``."""
         request_id = RequestId(request.request_id)
         tokens = self._eligibility.tokens(request)
         is_answer = self._eligibility.is_answer(request)
@@ -524,8 +514,7 @@ class Producer:
     def has_pending_block_frees(self) -> bool:
         """Record that a running request waits for a block, and end holds of conversations.
 
-        Returns:
-            Whether held blocks will be free soon, so that vLLM need not preempt a request.
+        Returns whether held blocks will be free soon, so that vLLM need not preempt a request.
         """
         if self._pages.is_staged:
             return self._pages.frees_blocks_soon
@@ -537,10 +526,8 @@ class Producer:
     def relieve_block_pressure(self, *, request_waits: bool = False) -> bool:
         """If requests wait for pages, end holds of conversations, and otherwise silent holds.
 
-        Must be called once, at the end of each scheduling pass.
-
-        Args:
-            request_waits: Whether a request waits for blocks of which no other method was told.
+        Must be called once, at the end of each scheduling pass. ``request_waits``: whether a
+        request waits for blocks of which no other method was told.
 
         Returns:
             Whether the ranks must be asked, in the coming step, which holds are silent now.
@@ -597,5 +584,4 @@ def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
 
 
 def _holds_metric(is_answer: bool) -> Metric:
-    """Return the metric that counts holds of prompts, or those of conversations."""
     return CONVERSATION_HOLDS if is_answer else HOLDS

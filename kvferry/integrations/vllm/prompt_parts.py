@@ -42,12 +42,8 @@ class _Prompt:
 class PromptParts:
     """Open the rooms of requests, publish parts of their tickets, and then the tickets.
 
-    Args:
-        groups: The engine's cache groups that are transferred.
-        holds: The holds of the requests.
-        rooms: The rooms that the side channel serves.
-        lookahead: How many tokens behind a chunk are written by drafts, and again by the next
-            chunk: as many before its end are left to the next part.
+    ``lookahead`` is how many tokens behind a chunk are written by drafts, and again by the next
+    chunk: as many before its end are left to the next part.
     """
 
     def __init__(
@@ -102,12 +98,8 @@ class PromptParts:
         """Publish what the last step has computed, and record what this one will.
 
         Must be called once for each step, before the orders about holds are drained: they have the
-        watermarks of the parts.
-
-        Args:
-            scheduler_output: vLLM's plan of the step.
-            params: Returns ``kv_transfer_params`` with the attributes of ``TicketParams`` that
-                belong to a part.
+        watermarks of the parts. ``params`` returns ``kv_transfer_params`` with the attributes of
+        ``TicketParams`` that belong to a part.
         """
         if not self._prompts:
             return

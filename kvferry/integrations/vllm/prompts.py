@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -> bytes:
     """Return a digest of everything that the pages of a request's first tokens depend on.
 
-    vLLM's block hashes cannot be used for this, because they depend on settings of the process.
-
-    If there are more tokens than the prompt has, the generated tokens follow. ``adapter`` is the
-    content of the request's LoRA adapter (``Adapters.content``).
-
-    Returns:
-        ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache
-        salt and embeddings are equal.
+    ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache salt
+    and embeddings are equal. (vLLM's block hashes depend on settings of the process.) If there are
+    more tokens than the prompt has, the generated tokens follow. ``adapter`` is the content of the
+    request's LoRA adapter (``Adapters.content``).
     """
     ids = request.prompt_token_ids or []  # none if the prompt has embeddings only
     if ids and tokens > len(ids) and has_chain(request):
@@ -73,10 +69,9 @@ def block_digests(
 def common_tokens(request: Request, ticket: Ticket, adapter: bytes | None = None) -> int:
     """Return how many of a prompt's first tokens a conversation's ticket covers.
 
-    Returns:
-        All tokens of the ticket, if the prompt begins with them. Otherwise the tokens up to the
-        last block whose digest is the prompt's, but to the last block before an image (or another
-        medium) that would be cut: its tokens may attend to each other in both directions.
+    That is all tokens of the ticket, if the prompt begins with them. Otherwise the tokens up to the
+    last block whose digest is the prompt's, but to the last block before an image (or another
+    medium) that would be cut: its tokens may attend to each other in both directions.
     """
     blocks = ticket.blocks
     if blocks is None or not has_chain(request):
@@ -163,9 +158,6 @@ def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> in
     pages that have fallen out of the window are freed and cannot be handed over. A multi-token
     predictor's whole lookahead must stay with the engine that verifies its drafts (as in
     ``_prefill_backoff`` of vLLM's ``nixl/base_scheduler.py``).
-
-    Returns:
-        The number of tokens; 0 for full attention without a multi-token predictor.
     """
     lookahead = versions.prefill_lookahead(vllm_config)
     return max(int(any(group.needs_exact_length for group in groups)), lookahead - 1)

@@ -24,8 +24,8 @@ class RankPosition:
     Attributes:
         shard: Which part of its layers' caches the worker stores.
         coordinates: The worker's rank in each kind of parallelism, as published in the handshake.
-        rank: The worker's index among the ranks that publish a layout. It ascends in the order in
-            which vLLM lists handshakes: by pipeline rank, then by tensor rank.
+        rank: The worker's index among the ranks that publish a layout, in the order in which vLLM
+            lists handshakes: by pipeline rank, then by tensor rank.
         replica: Whether another rank stores the same pages and publishes them in place of this
             worker: several prefill context-parallel ranks may each store all tokens, and only the
             first of them publishes a layout.

@@ -73,11 +73,9 @@ def read_security_settings(
 def examine_security_settings(
     config: Config, environment: Mapping[str, str] = os.environ
 ) -> tuple[SecuritySettings, list[str]]:
-    """Read the keys and secrets that the configuration names, and return every problem.
+    """Return the settings, without those that cannot be used, and a text for each problem.
 
-    Returns:
-        The settings, without those that cannot be used, and a text for each problem. No text shows
-        a secret.
+    No text shows a secret.
     """
     problems: list[str] = []
 
@@ -131,18 +129,9 @@ def watch_security_files(
     """Read files of keys and secrets again while the engine runs, and use what they contain.
 
     The peers' keys and the ticket secrets are replaced in ``security``. A change of the engine's
-    own key is only logged: it takes effect with a restart.
-
-    Args:
-        config: The settings, which name the files.
-        security: What was read from the files when this half of the engine started.
-        who: The part of the engine that reads, for log lines.
-        is_worker: Read only what a worker uses: the peers' keys.
-        environment: The environment variables.
-        seconds: Time between two readings.
-
-    Returns:
-        The thread that reads; the caller closes it.
+    own key is only logged: it takes effect with a restart. A worker uses the peers' keys only.
+    ``who`` is the part of the engine that reads, for log lines; ``seconds`` pass between two
+    readings. The caller closes the thread that is returned.
     """
     own, peers, secrets = security.access.own, security.access.peers, security.secrets
     rows = (
@@ -218,7 +207,6 @@ def _watched_own_key(
 
 
 def _exposed(secrets: Iterable[Secret]) -> tuple[str, ...]:
-    """Return a warning for each secret that other users of this host can read."""
     return tuple(secret.exposed for secret in secrets if secret.exposed)
 
 
@@ -236,10 +224,8 @@ def _listed(keys: AbstractSet[bytes]) -> str:
 def open_access_risks(security: SecuritySettings, host: str) -> Iterator[str]:
     """Yield a warning for each setting that leaves access to this engine open, and what to set.
 
-    Args:
-        security: This engine's settings.
-        host: Host on which the side channel listens. If it is a loopback address, the only
-            warnings are those of secrets that other users can read.
+    If the side channel listens at a loopback address, the only warnings are those of secrets that
+    other users can read.
     """
     yield from security.exposed
     if is_loopback_host(host):

@@ -34,7 +34,6 @@ class TicketChecks:
         verify_prompt: Whether tickets that were made for another prompt are refused.
         backoff: See ``prefill_backoff``.
         needs_exact_length: Whether the model has states or windows.
-        security: The secrets, keys and networks that decide which tickets are accepted.
         adapter_content: See ``Adapters.content``.
         lora_enabled: Whether the engine accepts requests with LoRA adapters.
     """

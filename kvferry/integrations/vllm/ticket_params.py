@@ -187,20 +187,17 @@ class TicketParams(TicketFields):
 def read_ticket(
     params: Mapping[str, Any], secrets: TicketSecrets | None = None, *, prompt: int = MAX_TOKENS
 ) -> Ticket:
-    """Return the ticket in a decode request's ``kv_transfer_params``.
+    """Return the ticket in a decode request's ``kv_transfer_params``, which a client sent.
 
-    Args:
-        params: The params, which came from a client and are not trusted.
-        secrets: One of these must have signed the ticket; ``None`` if it must not be signed.
-        prompt: How many tokens the request's prompt has. A page covers at least one token, so this
-            bounds how many pages a client can make this engine check.
+    One of ``secrets`` must have signed it; without secrets it must not be signed. A page covers at
+    least one token, so the ``prompt``'s tokens bound how many pages a client can make this engine
+    check. A proof can be verified only after the handshake
+    (``core.lifecycle.ticket.check_against``).
 
     Raises:
         TicketError: The ticket is refused: another connector made it; its format has another
             version; it is malformed or lists more pages than the prompt has tokens; its signature
             is missing, wrong or not expected; it has neither signature nor proof; or it is a part.
-            A proof can be verified only after the handshake
-            (``core.lifecycle.ticket.check_against``).
     """
     ferry, ticket = _read(params, secrets, prompt)
     if ferry.part:
@@ -216,10 +213,9 @@ class Part:
     """What a producer says in a room: how much of a prompt is computed, and in which pages.
 
     Attributes:
-        ticket: The ticket; or, before the last part, one that covers the tokens that are computed,
-            with the pages of full attention only.
+        ticket: The ticket if ``is_last``; or one that covers the tokens that are computed, with the
+            pages of full attention only.
         total: How many tokens the ticket covers, or will cover.
-        is_last: Whether it is the ticket.
     """
 
     ticket: Ticket
@@ -328,8 +324,7 @@ def names_room(params: Mapping[str, Any]) -> bool:
 def room_name(params: Mapping[str, Any]) -> str | None:
     """Return the router's name of the room of a request that is prefilled for another engine.
 
-    Returns:
-        The name; ``None`` if the request has none, or one that no engine can follow.
+    ``None`` if the request has none, or one that no engine can follow.
     """
     name = params.get("transfer_id")
     return name if isinstance(name, str) and 1 <= len(name) <= MAX_TRANSFER_ID else None

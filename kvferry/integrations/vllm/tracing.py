@@ -64,10 +64,7 @@ class RequestSpans:
     def failed(self, headers: Headers, begun: float, **attributes: str | int) -> None:
         """Make the span ``kvferry.load`` of a load that has just failed; its status is an error.
 
-        Args:
-            headers: The request's trace headers.
-            begun: When the load began, in seconds since the epoch.
-            attributes: Of the span.
+        It ``begun`` at a time in seconds since the epoch.
         """
         if headers:
             load = self._begin("load", _parent(headers), begun, attributes)

@@ -84,18 +84,15 @@ than this share of the time for which the engine had nothing to do.
 class FerryWorker:
     """Apply the scheduler's messages to one rank's endpoint, and report sends and loads that ended.
 
-    ``start_worker`` makes the worker. The worker owns the endpoint: ``close`` closes it.
+    ``start_worker`` makes it. It owns ``endpoint``, ``security_files`` (which reads the keys of
+    this rank's peers again) and ``staged`` (the host pages that the endpoint publishes, if the
+    cache is staged): ``close`` closes them.
 
     Args:
-        endpoint: The endpoint of this rank.
-        mark_work: Marks the work enqueued on the device so far, and returns a function that tells
-            whether the device has done this work; returns ``None`` if there is nothing to wait for.
+        mark_work: See ``work_marker``.
         drain: Seconds that ``close`` waits at most for other engines to read the held pages.
-        security_files: Reads the keys of this rank's peers again; closed with the endpoint.
         follows: Whether requests are followed in the log or in traces, so that the scheduler half
             needs the figures of each load and hold.
-        staged: The host pages that the endpoint publishes, if the cache is staged; closed with the
-            endpoint.
         kept_elsewhere: The engine's cache groups, if other connectors may keep the pages of loads;
             otherwise empty.
     """
@@ -336,9 +333,8 @@ class UnreadRankWorker:
     """The worker half of a rank whose whole cache another rank of its engine publishes.
 
     No engine reads from this rank. vLLM frees pages when every rank has reported their request as
-    sent, so this rank reports a request as sent as soon as the request has a ticket; the rank that
-    is read reports it when the read is over. A request whose ticket was refused must fail on every
-    rank, so this rank reports it as failed.
+    sent, so this rank reports a request as sent as soon as it has a ticket; the rank that is read
+    reports it when the read is over. A request whose ticket was refused must fail on every rank.
     """
 
     handshake = None
@@ -364,10 +360,7 @@ class UnreadRankWorker:
                 self._sent.add(self._held.pop(hold))
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests that got a ticket, or whose ticket was refused, since the last call.
-
-        The former are reported to vLLM as sent, the latter as failed loads.
-        """
+        """Return the requests that got a ticket, or whose ticket was refused."""
         sent, self._sent = self._sent, set()
         refused, self._refused = self._refused, set()
         return compat_029.transfer_results(sent=sent, received=refused, failed=set(refused))
@@ -392,15 +385,9 @@ def start_worker(
     """Return the worker half of the connector for this process's rank.
 
     Every worker of the engine must call this at the same point of its start, because the ranks
-    exchange a random number during the call.
-
-    Args:
-        vllm_config: The engine's configuration.
-        kv_cache_config: The engine's cache groups.
-        caches: vLLM's cache tensors by layer. vLLM owns them, and must keep them until after
-            ``close``.
-        has_siblings: Whether other connectors run beside this one. They may keep the pages of a
-            load, so a load fails that leaves a page without some of its tokens.
+    exchange a random number during the call. vLLM owns ``caches`` (by layer), and must keep them
+    until after ``close``. Siblings are other connectors, which may keep the pages of a load: so a
+    load fails that leaves a page without some of its tokens.
 
     Raises:
         ConfigError: A kind of cache, its memory, or another setting is refused.

@@ -21,13 +21,9 @@ INDEX_ROWS = 1 << 20
 
 
 def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
-    """Return a function that zeroes spans (ranges of addresses) of the caches' memory.
+    """Return a function that zeroes spans (ranges of addresses) of vLLM's cache tensors.
 
-    Args:
-        caches: vLLM's cache tensors. The returned function keeps their memory alive.
-
-    Returns:
-        A function that returns when the spans are zeroed.
+    It returns when the spans are zeroed, and keeps the tensors' memory alive.
     """
     tensors = list(caches)
     if all(tensor.device.type == CPU for tensor in tensors):
@@ -41,9 +37,7 @@ def device_zero_function(
 ) -> Callable[[Spans], None]:
     """Return a function that zeroes spans through torch, for the memory of any device.
 
-    Args:
-        caches: vLLM's cache tensors. The returned function keeps their memory alive.
-        stream_of: Makes the stream for a device's zeroing.
+    It keeps the caches' memory alive. ``stream_of`` makes the stream for a device's zeroing.
     """
     memory = {region_of(tensor): storage_of(tensor) for tensor in caches}
     streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
@@ -65,15 +59,10 @@ def _zero_segment(memory: torch.Tensor, spans: Spans, segment: SpanSegment) -> N
 
 
 def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
-    """Zero spans (ranges of bytes) of a tensor's storage.
+    """Zero spans (ranges of bytes) of a tensor's storage: at ``offsets`` (n,), of ``lengths`` (n,).
 
     The storage is viewed as rows, each as long as the greatest common divisor of all offsets and
     lengths, so that few row indices are needed.
-
-    Args:
-        memory: The storage's bytes.
-        offsets: (n,) bytes from the storage's start to each span.
-        lengths: (n,) bytes of each span.
     """
     import torch
 
