@@ -18,7 +18,7 @@ from kvferry.core.directory import ProducerNews
 from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
-from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SourceWatcher
@@ -37,11 +37,7 @@ from kvferry.integrations.vllm.device import (
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.page_source import most_pages
-from kvferry.integrations.vllm.rank_position import (
-    RankPosition,
-    current_rank_position,
-    shared_incarnation,
-)
+from kvferry.integrations.vllm.rank_position import current_rank_position, shared_incarnation
 from kvferry.integrations.vllm.request_reports import is_followed
 from kvferry.integrations.vllm.security import read_security_settings, watch_security_files
 from kvferry.integrations.vllm.staging import StagedCache
@@ -130,75 +126,6 @@ class FerryWorker:
             payload=side_channel_messages.encode(endpoint.payload),
             library=endpoint.library,
             host_pages=staged.pages if staged is not None else 0,
-        )
-
-    @classmethod
-    def start(
-        cls,
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig,
-        caches: Mapping[str, torch.Tensor],
-        position: RankPosition,
-        incarnation: Incarnation,
-        *,
-        has_siblings: bool = False,
-    ) -> FerryWorker:
-        """Describe a rank's caches, start its endpoint, and return its worker half.
-
-        ``start_worker`` explains the arguments and what is raised.
-        """
-        config = configuration.engine_config(vllm_config)
-        checks.check_groups(kv_cache_config)
-        checks.check_failure_reports(vllm_config.kv_transfer_config, kv_cache_config)
-        # A pipeline stage may have no layer with a cache: then the platform's device counts.
-        found = [cache.device for cache in caches.values()]
-        device = found[0] if found else platform_device()
-        transfer = vllm_config.kv_transfer_config
-        is_staged = staging.is_staged(transfer, config, device.type)
-        if not is_staged:
-            check_has_streams(device)
-        enter = thread_setup(device)
-        facts = layer_facts(vllm_config, kv_cache_config, position.shard)
-        security = read_security_settings(config)
-        layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
-        groups = cache_groups(kv_cache_config, position.shard.dcp_size)
-        staged = None
-        if is_staged:
-            longest = vllm_config.model_config.max_model_len
-            staged = staging.stage(
-                caches.values(),
-                layout,
-                config=config,
-                pages=kv_cache_config.num_blocks,
-                largest=most_pages(groups, longest),
-                uses=staging.uses(transfer),
-                device=device,
-                enter=enter,
-            )
-            layout = staged.layout
-        endpoint = Endpoint(
-            identity=rank_identity(vllm_config, incarnation, position),
-            driver=config.driver,
-            transport=make_transport(config, {region.kind for region in layout.regions}, enter),
-            layout=layout,
-            slots=kv_cache_config.num_blocks,
-            options=endpoint_options(config, security.access),
-            zero=zero_function(caches.values() if staged is None else ()),
-            enter=enter,
-            copies=staged.pool if staged is not None else None,
-        )
-        files = watch_security_files(
-            config, security, who=f"rank {endpoint.payload.rank}", is_worker=True
-        )
-        follows = is_followed(log=config.log_requests) or is_traced(vllm_config)
-        return cls(
-            endpoint,
-            work_marker(device),
-            config.drain_timeout,
-            files,
-            follows=follows,
-            staged=staged,
-            kept_elsewhere=groups if has_siblings else (),
         )
 
     def apply(self, step: StepMetadata) -> None:
@@ -397,6 +324,56 @@ def start_worker(
     incarnation, position = shared_incarnation(), current_rank_position(vllm_config)
     if position.replica:
         return UnreadRankWorker()
-    return FerryWorker.start(
-        vllm_config, kv_cache_config, caches, position, incarnation, has_siblings=has_siblings
+    config = configuration.engine_config(vllm_config)
+    checks.check_groups(kv_cache_config)
+    checks.check_failure_reports(vllm_config.kv_transfer_config, kv_cache_config)
+    # A pipeline stage may have no layer with a cache: then the platform's device counts.
+    found = [cache.device for cache in caches.values()]
+    device = found[0] if found else platform_device()
+    transfer = vllm_config.kv_transfer_config
+    is_staged = staging.is_staged(transfer, config, device.type)
+    if not is_staged:
+        check_has_streams(device)
+    enter = thread_setup(device)
+    facts = layer_facts(vllm_config, kv_cache_config, position.shard)
+    security = read_security_settings(config)
+    layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
+    groups = cache_groups(kv_cache_config, position.shard.dcp_size)
+    staged = None
+    if is_staged:
+        longest = vllm_config.model_config.max_model_len
+        staged = staging.stage(
+            caches.values(),
+            layout,
+            config=config,
+            pages=kv_cache_config.num_blocks,
+            largest=most_pages(groups, longest),
+            uses=staging.uses(transfer),
+            device=device,
+            enter=enter,
+        )
+        layout = staged.layout
+    endpoint = Endpoint(
+        identity=rank_identity(vllm_config, incarnation, position),
+        driver=config.driver,
+        transport=make_transport(config, {region.kind for region in layout.regions}, enter),
+        layout=layout,
+        slots=kv_cache_config.num_blocks,
+        options=endpoint_options(config, security.access),
+        zero=zero_function(caches.values() if staged is None else ()),
+        enter=enter,
+        copies=staged.pool if staged is not None else None,
+    )
+    files = watch_security_files(
+        config, security, who=f"rank {endpoint.payload.rank}", is_worker=True
+    )
+    follows = is_followed(log=config.log_requests) or is_traced(vllm_config)
+    return FerryWorker(
+        endpoint,
+        work_marker(device),
+        config.drain_timeout,
+        files,
+        follows=follows,
+        staged=staged,
+        kept_elsewhere=groups if has_siblings else (),
     )

@@ -66,7 +66,8 @@ def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
     """
     packings = [packing_of(page.facts.backend) for page in pages]
     fields = [
-        packing and packing.fields(page) for packing, page in zip(packings, pages, strict=True)
+        packing.fields(page) if packing else None
+        for packing, page in zip(packings, pages, strict=True)
     ]
     described = [each for each in fields if each is not None]
     if len(described) == len(pages):
