@@ -63,9 +63,9 @@ class CacheGroup:
 
     @property
     def needs_exact_length(self) -> bool:
-        """Whether the group's pages can be used only for the prompt length they were computed for.
+        """Whether pages can be used only for the prompt length that they were computed for.
 
-        The pages of full attention can be used for every prefix of the prompt, too.
+        Those of full attention can be used for every prefix of the prompt, too.
         """
         return self.is_state or self.has_gap
 

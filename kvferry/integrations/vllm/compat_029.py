@@ -114,10 +114,7 @@ class FailedBlocks:
 
 
 class FailedRequests:
-    """Which ended loads failed, in the scheduler half.
-
-    Where vLLM does not pass on the ids of the requests, they come with the connector's own report.
-    """
+    """Which ended loads failed, in the scheduler half; ranks report it if vLLM does not."""
 
     def __init__(self) -> None:
         self._reported: set[str] = set()

@@ -84,8 +84,7 @@ class EarlyRequests:
     def take(self, early: EarlyRequest) -> Part | KVFerryError | None:
         """Return the newest part of a request since the last call, or why none can be used.
 
-        ``None`` if nothing is new. After the last part, and after an error, the request is not
-        followed any more.
+        After the last part, and after an error, the request is not followed any more.
         """
         news = self._follower.news(early.request.request_id)
         found: Part | KVFerryError | None = None
@@ -149,10 +148,7 @@ class EarlyRequests:
             )
 
     def _routed(self, early: EarlyRequest, ticket: Ticket) -> Ticket:
-        """Return a ticket that can also be asked for at the address that the router gave.
-
-        A signed ticket names the only address at which it may be.
-        """
+        """Return a ticket that can also be asked for where the router says, unless it is signed."""
         address = early.producer.host, early.producer.port
         is_signed = self._checks.security.secrets is not None
         is_known = is_signed or address == (ticket.host, ticket.port)

@@ -103,19 +103,16 @@ class StepMetadata(LoadMessages, KVConnectorMetadata):
 
     Attributes:
         ranks: The encoded payloads of all ranks of this engine; sent once, before the first load.
-        ticket_key: The public key with which peers verify this engine's tickets; sent with
-            ``ranks``.
+        ticket_key: The public key with which peers verify tickets; sent with ``ranks``.
         orders: Which holds for other engines begin, may be read, or end.
         producers: What the directory has learnt about the engines that made tickets.
-        asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,
-            because requests wait for blocks.
-        asks_adapters: The number of this step if every rank is to report which LoRA adapters it
+        asks_silent: Whether ranks are to report ``RankReport.silent``, since requests wait for
+            blocks.
+        asks_adapters: The number of this step if ranks are to report which LoRA adapters they
             loaded, because requests wait for that; otherwise 0.
         idle: Whether the engine runs no token in this step, so that workers may wait for loads.
-        follows: Whether requests wait for what the engines that prefill them say, or for the
-            content of a LoRA adapter.
-        blocks: The blocks of each request whose load starts, or whose ticket was refused; empty
-            where vLLM takes the ids of requests whose load failed (see ``compat_029.LoadBlocks``).
+        follows: Whether requests wait for the engines that prefill them, or for a LoRA adapter.
+        blocks: See ``compat_029.LoadBlocks``: of loads that start, and of refused tickets.
     """
 
     ranks: tuple[bytes, ...] = ()

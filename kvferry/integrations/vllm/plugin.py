@@ -21,10 +21,8 @@ _CHECKED = "_kvferry_checks"
 def register() -> None:
     """Register ``KVFerryConnector`` with vLLM and Dynamo, and have launches checked.
 
-    vLLM calls this in each of its processes, in some more than once; later calls have no effect.
-
-    Raises:
-        KVFerryError: Another connector is registered under this name.
+    vLLM calls this in each process, also repeatedly. Raises ``KVFerryError`` if another connector
+    has this name.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

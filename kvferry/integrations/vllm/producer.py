@@ -201,10 +201,10 @@ class Producer:
             return False
 
     def take_on(self, request: Request) -> None:
-        """Give a hold (a slot and random bits) to a request that may get a ticket.
+        """Give a hold to a request that may get a ticket, when vLLM has allocated its blocks.
 
-        Called when vLLM has allocated its blocks, also again: after a load for blocks that it has
-        already, and after a preemption, when it gets a new hold, as its pages are others.
+        Also again: after a load for blocks that it has already, and after a preemption, when it
+        gets a new hold, as its pages are others.
         """
         rules = self._eligibility
         if not rules.is_handed_over(request) and not rules.is_answer(request):
@@ -421,10 +421,7 @@ class Producer:
                 held.ended = hold if held.ended is None else held.ended.combine(hold)
 
     def sends_finished(self, request_ids: Iterable[str]) -> None:
-        """End the holds of requests that all workers have reported as sent.
-
-        Where the cache is staged, only their blocks are free with that (``holds_over``).
-        """
+        """End holds of requests that all workers have sent; if staged, only blocks are free."""
         self._end(self._pages.sent(request_ids))
 
     def holds_over(self, over: Mapping[int, Sequence[str]]) -> None:
@@ -454,10 +451,7 @@ class Producer:
         self._reports.hold_ended(held, end, self._clock() - held.made)
 
     def reset(self) -> None:
-        """End every hold that a ticket names: pages of these tickets can no longer be loaded.
-
-        vLLM gets each request's blocks back when all workers have reported the request as sent.
-        """
+        """End every hold that a ticket names; workers then report the requests as sent."""
         self._holds.reset()
 
     def update_metrics(self) -> None:
@@ -499,10 +493,7 @@ class Producer:
         self._pressure.ranks = ranks
 
     def allocation_attempted(self, request: Request, computed: int) -> None:
-        """Record that vLLM tries to allocate blocks for a request, with ``computed`` tokens cached.
-
-        It waits for blocks unless ``blocks_allocated`` follows in the same scheduling pass.
-        """
+        """Record that vLLM tries to allocate blocks; without ``blocks_allocated``, they lack."""
         needed = num_blocks(self._groups, request.num_tokens - computed)
         self._blocks_needed[request.request_id] = needed
 

@@ -41,7 +41,7 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
 def whole_prompt_digest(request: Request) -> bytes:
     """Return what tells a request, not truncated, from one with another prompt, before either runs.
 
-    The content of a LoRA adapter, which is not known then, is no part of it, only the name.
+    Only the name of a LoRA adapter is part of it: its content is not known then.
     """
     return prompt_digest(request, request.num_prompt_tokens)
 
@@ -118,10 +118,7 @@ def _cache_salt(request: Request) -> object:
 
 
 def _packable(text: str) -> str | bytes:
-    """Return a text that msgpack can encode, or its bytes if the text holds lone surrogates.
-
-    An adapter's name or a medium's identifier may be a client's text.
-    """
+    """Return a client's text, or its bytes if it holds lone surrogates, which msgpack refuses."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -130,10 +127,7 @@ def _packable(text: str) -> str | bytes:
 
 
 def _token_id_mask(request: Request, tokens: int) -> tuple[bytes, ...]:
-    """Return a byte for each of the first positions, 1 for a token id, 0 for an embedding.
-
-    Empty if the request has no mask, in which vLLM differs from a mask of equal values.
-    """
+    """Return a byte per position: 1 for a token id, 0 for an embedding; () without a mask."""
     mask = request.prompt_is_token_ids
     return () if mask is None else (bytes(map(bool, mask[:tokens])),)
 

@@ -70,8 +70,8 @@ def current_rank_position(vllm_config: VllmConfig) -> RankPosition:
 def shared_incarnation() -> Incarnation:
     """Return the random number that distinguishes this start of the engine from others.
 
-    The first rank draws the number and broadcasts it. Every worker of the engine must call this,
-    once and at the same point of its start.
+    The first rank draws and broadcasts it, so every worker must call this, once and at the same
+    point of its start.
     """
     from vllm.distributed import parallel_state as groups
 

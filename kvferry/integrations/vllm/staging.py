@@ -131,11 +131,7 @@ def host_pages(
 
 
 def page_count(form: HostPageFormat, config: Config, *, pages: int, largest: int, uses: int) -> int:
-    """Return how many host pages a rank has, the hole included; ``stage`` explains the rest.
-
-    Raises:
-        ConfigError: They are too few for one page for each use.
-    """
+    """Return how many host pages a rank has, the hole included, or raise ``ConfigError``."""
     if not form.page_bytes:
         return NO_LIMIT  # this rank has no cache
     if config.staging_bytes is None:

@@ -88,7 +88,7 @@ class _RoomParams(Struct, frozen=True, kw_only=True):
     """The keys of MooncakeConnector with which a router names a room, and one more.
 
     ``remote_bootstrap_addr`` is the address of the producer's side channel, and
-    ``remote_bootstrap_key`` the side channel's public key; empty if it is not encrypted.
+    ``remote_bootstrap_key`` that one's public key; empty if it is not encrypted.
     """
 
     transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID)]
@@ -235,13 +235,11 @@ def read_part(
     is_last: bool,
     prompt: int = MAX_TOKENS,
 ) -> Part:
-    """Return what a producer has published in a room.
-
-    The producer says that it is the ticket if ``is_last``; ``read_ticket`` explains the rest.
+    """Return what a producer has published in a room: the ticket if ``is_last``.
 
     Raises:
-        TicketError: It is refused as ``read_ticket`` refuses tickets; or only one of it and
-            ``is_last`` says that it is a part; or a part covers no fewer tokens than the ticket.
+        TicketError: As by ``read_ticket``; or only one of it and ``is_last`` says that it is a
+            part; or a part covers no fewer tokens than the ticket.
     """
     try:
         params = msgspec.json.decode(data, type=dict[str, Any])
@@ -331,11 +329,7 @@ def room_name(params: Mapping[str, Any]) -> str | None:
 
 
 def read_room(params: Mapping[str, Any]) -> tuple[str, PeerKey]:
-    """Return the router's name of the room in a decode request's params, and the producer.
-
-    Raises:
-        TicketError: A key is missing or malformed.
-    """
+    """Return the router's name of the room and the producer, or raise ``TicketError``."""
     room = _convert(dict(params), _RoomParams, "kv_transfer_params without a ticket")
     host, port = _address(room.remote_bootstrap_addr)
     key = bytes.fromhex(room.remote_bootstrap_key)
@@ -420,10 +414,7 @@ def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of the params that a proof covers.
-
-    That is what a signature covers, except the proof itself and the address that routers rewrite.
-    """
+    """Return what a proof covers: what a signature does, but itself and what routers rewrite."""
     content = {name: params[name] for name in _NixlParams.__struct_fields__ if name not in ROUTED}
     own = {name: params[KEY][name] for name in params[KEY] if name not in (SIGNATURE, PROOF)}
     return {**content, KEY: own}

@@ -34,10 +34,7 @@ READ = ((0, 33),)
 
 
 def vllm_version() -> str | None:
-    """Return the version of the vLLM in this process, such as ``0.32.0+cpu``.
-
-    ``None`` if vLLM was not imported, or does not know its version.
-    """
+    """Return the version of vLLM, such as ``0.32.0+cpu``; ``None`` if not imported or not known."""
     return getattr(sys.modules.get("vllm"), "__version__", None)
 
 
@@ -110,10 +107,7 @@ def returns_routed_experts(vllm_config: VllmConfig) -> bool:
 
 
 def stores_every_state(vllm_config: VllmConfig) -> bool:
-    """Return whether recurrent states are kept at every block (``mamba_cache_mode`` ``all``).
-
-    vLLM has this mode until 0.31.
-    """
+    """Return whether states are kept at every block (``mamba_cache_mode`` ``all``, until 0.31)."""
     return str(vllm_config.cache_config.mamba_cache_mode) == "all"
 
 

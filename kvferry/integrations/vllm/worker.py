@@ -176,7 +176,7 @@ class FerryWorker:
         )
 
     def _not_whole(self, results: Results) -> Iterator[str]:
-        """Yield the requests with a page that another connector would keep, and that lacks tokens.
+        """Yield requests with a page that lacks tokens, and that another connector would keep.
 
         Only vLLM's own cache can be told to leave it out (``prefix_cache``).
         """
