@@ -93,7 +93,7 @@ class Eligibility:
         return self._must_be_truncated(request) and not cuts_media(request, self.backoff)
 
     def tokens(self, request: Request) -> int:
-        """Return how many tokens the ticket of an ended request covers, or raise ``NoTicketError``."""
+        """Return how many tokens an ended request's ticket covers, or raise ``NoTicketError``."""
         is_answer = self.is_answer(request)
         is_complete = request.status.name in COMPLETE
         if not is_complete or not (is_answer or self.is_handed_over(request)):

@@ -174,18 +174,8 @@ def vectors(page: Page) -> Fields:
     elements of a head, x that in ``VECTOR_BYTES``. See ``PagedAttention.split_kv_cache`` in
     ``ops/paged_attn.py``, for ``rocm_attn.py``.
     """
-    if not _plain(page) or not _is_planes(page) or not _in_vectors(page):
-        return None
     tokens, item = page.shape[1], page.itemsize
-    value = page.field(
-        "v",
-        offset=page.strides[0],
-        unit=item,
-        tokens=((tokens, item),),
-        heads=_per_head(page),
-        inner=((page.spec.head_size, tokens * item),),
-    )
-    return _vector_keys(page), value
+    return _vectors(page, ((tokens, item),), tokens * item) if _plain(page) else None
 
 
 def flash_or_shuffled(page: Page) -> Fields:
@@ -214,22 +204,38 @@ def interleaved(page: Page) -> Fields:
 
 def _shuffled(page: Page) -> Fields:
     """Return the fields of a page with K in vectors, and V in runs of tokens."""
-    if not _is_planes(page) or not _in_vectors(page):
-        return None
-    tokens, item = page.shape[1], page.itemsize
-    vector = VECTOR_BYTES // item
-    if tokens % vector:
-        return None
+    vector = VECTOR_BYTES // page.itemsize
+    runs, rest = divmod(page.shape[1], vector)
     run = page.spec.head_size * VECTOR_BYTES
+    return None if rest else _vectors(page, ((runs, run), (vector, page.itemsize)), VECTOR_BYTES)
+
+
+def _vectors(page: Page, tokens: Pairs, step: int) -> Fields:
+    """Return the fields of a page with K in vectors; V has these tokens, and elements every step.
+
+    ``None`` unless K and V are each contiguous, head after head, and heads are whole vectors.
+    """
+    count, head = page.shape[1], page.spec.head_size * page.itemsize
+    is_contiguous = page.strides[1] == page.shape[2] * page.itemsize
+    if not _is_planes(page) or not is_contiguous or head % VECTOR_BYTES:
+        return None
+    heads = ((page.spec.num_kv_heads, head * count),)
+    key = page.field(
+        "k",
+        unit=VECTOR_BYTES,
+        tokens=((count, VECTOR_BYTES),),
+        heads=heads,
+        inner=((head // VECTOR_BYTES, count * VECTOR_BYTES),),
+    )
     value = page.field(
         "v",
         offset=page.strides[0],
-        unit=item,
-        tokens=((tokens // vector, run), (vector, item)),
-        heads=_per_head(page),
-        inner=((page.spec.head_size, VECTOR_BYTES),),
+        unit=page.itemsize,
+        tokens=tokens,
+        heads=heads,
+        inner=((page.spec.head_size, step),),
     )
-    return _vector_keys(page), value
+    return key, value
 
 
 def columns(page: Page) -> Fields:
@@ -324,7 +330,7 @@ def indexer(page: Page) -> Fields:
     """
     values, _ = INDEXER_ROW_BYTES.get(page.shape[2], (0, 0))
     scales = versions.indexer_scales() if values == INDEXER_VALUES else ""
-    return _rows_then_scales(page, INDEXER_ROW_BYTES, scales)
+    return _scaled_rows(page, INDEXER_ROW_BYTES, scales)
 
 
 def sparse_rows(page: Page) -> Fields:
@@ -341,23 +347,10 @@ def sparse_rows(page: Page) -> Fields:
     from vllm.platforms import current_platform
 
     if versions.has_records(page.spec, RECORD_BYTES):
-        return _rows_with_scales(page) if current_platform.is_cuda() else None
+        return _scaled_rows(page, SPARSE_ROW_BYTES, in_row=True)
     if page.spec.state_content_bytes is not None:
-        return _rows_then_scales(page, SPARSE_ROW_BYTES)
+        return _scaled_rows(page, SPARSE_ROW_BYTES)
     return rows(page) if current_platform.is_cuda() else None
-
-
-def _rows_with_scales(page: Page) -> Fields:
-    """Return the fields of a page whose rows are values and, right behind these, their scales."""
-    heads, entries, content = page.shape
-    if (heads, page.itemsize, *page.strides[1:]) != (1, 1, content, 1):
-        return None
-    value, scale = SPARSE_ROW_BYTES[content]
-    rows_at = ((entries, content),)
-    return (
-        page.field("latent", unit=value, tokens=rows_at),
-        page.field("scale", unit=scale, tokens=rows_at, offset=value),
-    )
 
 
 def _plain(page: Page) -> bool:
@@ -386,53 +379,31 @@ def _is_planes(page: Page) -> bool:
     return (spec.num_head_slots, page.shape[2], page.strides[2]) == (2, *sizes)
 
 
-def _in_vectors(page: Page) -> bool:
-    """Return whether K and V are each contiguous, and heads are multiples of ``VECTOR_BYTES``."""
-    head = page.spec.head_size * page.itemsize
-    return page.strides[1] == page.shape[2] * page.itemsize and head % VECTOR_BYTES == 0
-
-
-def _per_head(page: Page) -> Pairs:
-    """Return the axis over heads, the same for K and V, where each is stored head after head."""
-    return ((page.spec.num_kv_heads, page.spec.head_size * page.itemsize * page.shape[1]),)
-
-
-def _vector_keys(page: Page) -> Field:
-    """Return the field of a page's K, which is stored in vectors of ``VECTOR_BYTES``."""
-    tokens, count = page.shape[1], page.spec.head_size * page.itemsize // VECTOR_BYTES
-    return page.field(
-        "k",
-        unit=VECTOR_BYTES,
-        tokens=((tokens, VECTOR_BYTES),),
-        heads=_per_head(page),
-        inner=((count, tokens * VECTOR_BYTES),),
-    )
-
-
-def _rows_then_scales(
-    page: Page, row_bytes: dict[int, tuple[int, int]], scales: str = ""
+def _scaled_rows(
+    page: Page, row_bytes: dict[int, tuple[int, int]], scales: str = "", *, in_row: bool = False
 ) -> Fields:
-    """Return the fields of a page that holds all rows' values, then all rows' scales.
+    """Return the fields of a page of rows' values and scales; these are in each row, or behind all.
 
-    ``row_bytes`` is as ``INDEXER_ROW_BYTES``. ``None`` if the device is not CUDA, if kernels may
-    split a block into smaller ones, if the page has several heads or gaps, or for rows of another
-    size.
+    ``row_bytes`` is as ``INDEXER_ROW_BYTES``, ``scales`` the encoding of the scales if not that of
+    the layer. ``None`` if the device is not CUDA, if kernels may split a block into smaller ones,
+    if the page has several heads or gaps, or for rows of another size.
     """
     from vllm.platforms import current_platform
 
     heads, entries, content = page.shape
-    whole = page.spec.tokens_per_state == 1 or page.spec.block_size == SPLIT_TOKENS
+    whole = in_row or page.spec.tokens_per_state == 1 or page.spec.block_size == SPLIT_TOKENS
     contiguous = (heads, page.itemsize, *page.strides[1:]) == (1, 1, content, 1)
     if not (current_platform.is_cuda() and whole and contiguous and content in row_bytes):
         return None
     value, scale = row_bytes[content]
+    value_step, scale_step = (content, content) if in_row else (value, scale)
     return (
-        page.field("latent", unit=value, tokens=((entries, value),)),
+        page.field("latent", unit=value, tokens=((entries, value_step),)),
         page.field(
             "scale",
             unit=scale,
-            tokens=((entries, scale),),
-            offset=entries * value,
+            tokens=((entries, scale_step),),
+            offset=value if in_row else entries * value,
             encoding=scales,
         ),
     )
