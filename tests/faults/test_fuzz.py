@@ -57,7 +57,6 @@ TICKET = tickets.TicketParams(
     tokens=48,
     digest=bytes(16),
     computed=True,
-    sizes=tickets.ParallelSizes(),
     key=SERVER.public,
 )
 RELEASE = wire.Release(

@@ -43,7 +43,6 @@ from kvferry.drivers.ucx.address import KeyId, ProcessIdentity
 from kvferry.drivers.ucx.fetch_rows import build_rows, check_rows
 from kvferry.integrations.vllm.prompts import prompt_digest
 from kvferry.integrations.vllm.ticket_params import (
-    ParallelSizes,
     Part,
     TicketParams,
     encode_part,
@@ -325,7 +324,6 @@ OFFER = TicketParams(
     tokens=40,
     digest=bytes(range(100, 116)),
     computed=False,
-    sizes=ParallelSizes(),
 )
 LARGE_OFFER = replace(
     OFFER,
@@ -335,14 +333,16 @@ LARGE_OFFER = replace(
     key=bytes(range(32, 64)),
     pages=((0, 0, 4, 7), (), (1 << 39,)),
     first_index=(0, 0, 1 << 16),
-    sizes=ParallelSizes(tp=8, pp=2, dcp=4),
+    tp_size=8,
+    pp_size=2,
+    dcp_size=4,
 )
 
 
 def _ticket_of(offer: TicketParams) -> Ticket:
     """Return what a reader gets of an offer, without the proof."""
     common = {each.name: getattr(offer, each.name) for each in fields(TicketFields)}
-    return Ticket(tp_size=offer.sizes.tp, **common)
+    return Ticket(**common)
 
 
 CHAIN = BlockDigests(

@@ -52,6 +52,7 @@ class TicketFields:
         digest: of everything that the content of the pages depends on (``prompt_digest``).
         computed: whether the pages were complete when the ticket was made, so that the slot word
             need not be read before them.
+        tp_size: the producer's tensor-parallel size, which is compared with the handshake.
         key: the public key of the side channel, 32 bytes; empty if it is not encrypted.
         blocks: in a conversation's ticket, digests to find the tokens that the next turn shares.
         missing: for each group, how many of its first tokens the first page lacks; empty if none
@@ -69,6 +70,7 @@ class TicketFields:
     tokens: int
     digest: bytes
     computed: bool
+    tp_size: int = 1
     key: bytes = b""
     blocks: BlockDigests | None = None
     missing: tuple[int, ...] = ()
@@ -79,7 +81,6 @@ class Ticket(TicketFields):
     """What a consumer needs to know to load one request's pages from one producer engine.
 
     Attributes:
-        tp_size: the producer's tensor-parallel size, which is compared with the handshake.
         routed: (host, port) as a router gave it, tried if ``host`` and ``port`` do not answer;
             ``None`` if it gave none or the same.
         proof: that the producer made the ticket; ``None`` if the producer makes no proofs.
@@ -88,7 +89,6 @@ class Ticket(TicketFields):
         TicketError: a value is out of bounds, or a page occurs twice in a group.
     """
 
-    tp_size: int = 1
     routed: tuple[str, int] | None = None
     proof: Proof | None = None
 

@@ -50,7 +50,7 @@ from kvferry.integrations.vllm.prompt_parts import PromptParts
 from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
 from kvferry.integrations.vllm.request_ids import is_sample, without_sample
 from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, room_name
+from kvferry.integrations.vllm.ticket_params import TicketParams, room_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -83,7 +83,7 @@ class Producer:
             them; ``None`` if answers get no tickets.
         backoff: See ``prefill_backoff``.
         computed: Whether nothing writes to a request's pages after its last token was sampled.
-        sizes: The engine's parallelism, for the ticket.
+        sizes: The engine's parallelism, as attributes of ``TicketParams``.
         max_held: How many blocks may be held at once.
         hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
         clock: Returns monotonic seconds.
@@ -103,7 +103,7 @@ class Producer:
         conversation_ttl: float | None = None,
         backoff: int,
         computed: bool,
-        sizes: ParallelSizes,
+        sizes: Mapping[str, int],
         max_held: int | None = None,
         secrets: TicketSecrets | None = None,
         hands_over: bool = True,
@@ -371,7 +371,7 @@ class Producer:
             host=serving.host,
             port=serving.port,
             key=serving.key,
-            sizes=self._sizes,
+            **self._sizes,
             **facts,
         ).params(self._secrets, self._ticket_key)
 

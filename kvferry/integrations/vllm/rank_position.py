@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.messages import Coordinates
 from kvferry.integrations.vllm.caches.pages import ShardPosition
-from kvferry.integrations.vllm.ticket_params import ParallelSizes
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -84,10 +83,10 @@ def shared_incarnation() -> Incarnation:
     return incarnation
 
 
-def parallel_sizes(parallel: ParallelConfig) -> ParallelSizes:
-    """Return an engine's numbers of parallel ranks, for its tickets."""
-    return ParallelSizes(
-        tp=parallel.tensor_parallel_size,
-        pp=parallel.pipeline_parallel_size,
-        dcp=parallel.decode_context_parallel_size,
-    )
+def parallel_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    """Return an engine's numbers of parallel ranks, by attributes of ``TicketParams``."""
+    return {
+        "tp_size": parallel.tensor_parallel_size,
+        "pp_size": parallel.pipeline_parallel_size,
+        "dcp_size": parallel.decode_context_parallel_size,
+    }

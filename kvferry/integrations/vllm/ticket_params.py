@@ -106,15 +106,6 @@ S = TypeVar("S", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSizes:
-    """The numbers of an engine's ranks, as NixlConnector's keys express them."""
-
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TicketParams(TicketFields):
     """A producer's ticket for one request, or a part of it.
 
@@ -124,7 +115,8 @@ class TicketParams(TicketFields):
     as in a test of the scheduler alone, hands out params with port 0, which every reader refuses.
     """
 
-    sizes: ParallelSizes
+    pp_size: int = 1
+    dcp_size: int = 1
     total: int = 0
 
     def params(
@@ -143,9 +135,9 @@ class TicketParams(TicketFields):
             "remote_request_id": self.request,
             "remote_host": self.host,
             "remote_port": self.port,
-            "tp_size": self.sizes.tp,
-            "dcp_size": self.sizes.dcp,
-            "pp_size": self.sizes.pp,
+            "tp_size": self.tp_size,
+            "dcp_size": self.dcp_size,
+            "pp_size": self.pp_size,
             "remote_num_tokens": self.tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",

@@ -20,7 +20,6 @@ from kvferry.core.security.proof import check
 from kvferry.integrations.vllm import ticket_params as ticket
 from kvferry.integrations.vllm.ticket_params import (
     KEY,
-    ParallelSizes,
     TicketParams,
     encode_part,
     read_part,
@@ -42,7 +41,6 @@ OFFER = TicketParams(
     tokens=96,
     digest=bytes(range(16)),
     computed=True,
-    sizes=ParallelSizes(),
 )
 
 SALT = bytes(range(16))
