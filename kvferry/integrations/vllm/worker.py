@@ -33,6 +33,7 @@ from kvferry.integrations.vllm.device import (
     platform_device,
     thread_setup,
     work_marker,
+    zero_function,
 )
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
@@ -43,7 +44,6 @@ from kvferry.integrations.vllm.security import read_security_settings, watch_sec
 from kvferry.integrations.vllm.staging import StagedCache
 from kvferry.integrations.vllm.tracing import is_traced
 from kvferry.integrations.vllm.transport import make_transport
-from kvferry.integrations.vllm.zeroing import zero_function
 
 if TYPE_CHECKING:
     import torch
