@@ -21,7 +21,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Hold, Incarnation
 from kvferry.core.security import TicketSecrets
 from kvferry.core.transport import Transport, registry
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
+from kvferry.integrations.vllm.ticket_params import TicketParams
 from tests.integrations.vllm.halves import blocks, request, step
 
 LONG = 3600.0
@@ -40,12 +40,11 @@ def ticket_params(
         host="127.0.0.1",
         port=port,
         hold=Hold(slot=number, generation=WORD >> 1),
-        pages=[list(pages)],
-        first_index=[0],
+        pages=(tuple(pages),),
+        first_index=(0,),
         tokens=tokens,
         digest=bytes(16),
         computed=True,
-        sizes=ParallelSizes(),
     )
 
 

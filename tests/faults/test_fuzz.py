@@ -52,12 +52,11 @@ TICKET = tickets.TicketParams(
     host="127.0.0.1",
     port=5600,
     hold=Hold(slot=3, generation=9),
-    pages=[[5, 4, 9], [0, 2]],
-    first_index=[0, 1],
+    pages=((5, 4, 9), (0, 2)),
+    first_index=(0, 1),
     tokens=48,
     digest=bytes(16),
     computed=True,
-    sizes=tickets.ParallelSizes(),
     key=SERVER.public,
 )
 RELEASE = wire.Release(

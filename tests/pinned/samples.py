@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ from kvferry.core.errors import TicketError
 from kvferry.core.layout import ContextParallel, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.prompt_digest import BlockDigests, chain
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import Ticket, TicketFields
 from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.proof import check as check_proof
@@ -43,7 +43,6 @@ from kvferry.drivers.ucx.address import KeyId, ProcessIdentity
 from kvferry.drivers.ucx.fetch_rows import build_rows, check_rows
 from kvferry.integrations.vllm.prompts import prompt_digest
 from kvferry.integrations.vllm.ticket_params import (
-    ParallelSizes,
     Part,
     TicketParams,
     encode_part,
@@ -320,12 +319,11 @@ OFFER = TicketParams(
     host="10.0.0.1",
     port=5600,
     hold=Hold(slot=7, generation=LARGEST - 1),
-    pages=[[5, 4, 9]],
-    first_index=[2],
+    pages=((5, 4, 9),),
+    first_index=(2,),
     tokens=40,
     digest=bytes(range(100, 116)),
     computed=False,
-    sizes=ParallelSizes(),
 )
 LARGE_OFFER = replace(
     OFFER,
@@ -333,31 +331,18 @@ LARGE_OFFER = replace(
     tokens=1 << 20,
     computed=True,
     key=bytes(range(32, 64)),
-    pages=[[0, 0, 4, 7], [], [1 << 39]],
-    first_index=[0, 0, 1 << 16],
-    sizes=ParallelSizes(tp=8, pp=2, dcp=4),
+    pages=((0, 0, 4, 7), (), (1 << 39,)),
+    first_index=(0, 0, 1 << 16),
+    tp_size=8,
+    pp_size=2,
+    dcp_size=4,
 )
 
 
 def _ticket_of(offer: TicketParams) -> Ticket:
     """Return what a reader gets of an offer, without the proof."""
-    return Ticket(
-        engine=offer.engine,
-        incarnation=offer.incarnation,
-        request=offer.request,
-        host=offer.host,
-        port=offer.port,
-        hold=offer.hold,
-        tokens=offer.tokens,
-        digest=offer.digest,
-        computed=offer.computed,
-        key=offer.key,
-        blocks=offer.blocks,
-        pages=tuple(map(tuple, offer.pages)),
-        first_index=tuple(offer.first_index),
-        missing=tuple(offer.missing),
-        tp_size=offer.sizes.tp,
-    )
+    common = {each.name: getattr(offer, each.name) for each in fields(TicketFields)}
+    return Ticket(**common)
 
 
 CHAIN = BlockDigests(
@@ -442,7 +427,7 @@ TICKETS = {
     "ticket, signed and proved": _ticket(OFFER, signed=True, proved=True),
     "ticket of a conversation": _ticket(replace(OFFER, blocks=CHAIN), signed=True, proved=True),
     "ticket of an engine that has loaded": _ticket(
-        replace(OFFER, missing=[3]), signed=False, proved=True
+        replace(OFFER, missing=(3,)), signed=False, proved=True
     ),
     "ticket, large, proved": _ticket(LARGE_OFFER, signed=False, proved=True),
     "ticket, large, signed": _ticket(LARGE_OFFER, signed=True, proved=False),

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry import KVFerryError
-from kvferry.integrations.ray import register
-from kvferry.integrations.ray.replica_config import CONNECTOR
+from kvferry.integrations.ray import CONNECTOR, register
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

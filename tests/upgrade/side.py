@@ -29,7 +29,7 @@ from kvferry.core.errors import KVFerryError, StaleError, TicketError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.security import Access, KeyPair, TicketKey, TicketSecrets
 from kvferry.core.transport import registry
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read_ticket
+from kvferry.integrations.vllm.ticket_params import TicketParams, read_ticket
 from kvferry.testing.engines import CacheShape, EngineRank, ModelFreeEngine
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 16, 64
@@ -140,12 +140,12 @@ class Side:
             host=ticket.host,
             port=ticket.port,
             hold=ticket.hold,
-            pages=[pages],
-            first_index=[0],
+            pages=(tuple(pages),),
+            first_index=(0,),
             tokens=tokens,
             digest=ticket.digest,
             computed=True,
-            sizes=ParallelSizes(tp=ticket.tp_size),
+            tp_size=ticket.tp_size,
             key=ticket.key,
         )
         return offer.params(self._secrets(secret), self._ticket_key)

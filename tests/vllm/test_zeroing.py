@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from kvferry.core.memory import region_of
 from kvferry.core.planner.build_copies import Spans, SpanSegment
 from kvferry.core.planner.zeroing import zero_cpu
-from kvferry.integrations.vllm.device import HighPriorityStream
-from kvferry.integrations.vllm.zeroing import device_zero_function, zero_function
+from kvferry.integrations.vllm.device import HighPriorityStream, device_zero_function, zero_function
 
 NBYTES = 4099
 POISON = 0xAB

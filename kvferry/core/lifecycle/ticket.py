@@ -36,33 +36,27 @@ MAX_TEXT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
-    """What a consumer needs to know to load one request's pages from one producer engine.
+class TicketFields:
+    """What a producer says in its ticket for one request, and a consumer reads there.
 
     Attributes:
         engine, incarnation: id of the producer engine, and which start of it made the ticket.
         request: the producer's id of the request; for logs only.
         host, port: the address of the producer's side channel; where there is a proof, as the
-            producer wrote it, whatever a router says (see ``routed``).
+            producer wrote it, whatever a router says (see ``Ticket.routed``).
         hold: stands for the pages in the producer's slot tables.
         pages: for each group of the producer, page ids in the sequence of the request's blocks; 0
             is a hole, a block without a page.
         first_index: for each group, the request's block index of the first entry of ``pages``.
-        missing: for each group, how many of its first tokens the first page lacks; empty if none
-            lacks any. See ``planner.build_copies.Pages``.
         tokens: how many tokens the pages cover; a state page holds the state after all of them.
         digest: of everything that the content of the pages depends on (``prompt_digest``).
         computed: whether the pages were complete when the ticket was made, so that the slot word
             need not be read before them.
         tp_size: the producer's tensor-parallel size, which is compared with the handshake.
         key: the public key of the side channel, 32 bytes; empty if it is not encrypted.
-        routed: (host, port) as a router gave it, tried if ``host`` and ``port`` do not answer;
-            ``None`` if it gave none or the same.
-        proof: that the producer made the ticket; ``None`` if the producer makes no proofs.
         blocks: in a conversation's ticket, digests to find the tokens that the next turn shares.
-
-    Raises:
-        TicketError: a value is out of bounds, or a page occurs twice in a group.
+        missing: for each group, how many of its first tokens the first page lacks; empty if none
+            lacks any. See ``planner.build_copies.Pages``.
     """
 
     engine: str
@@ -78,10 +72,25 @@ class Ticket:
     computed: bool
     tp_size: int = 1
     key: bytes = b""
-    routed: tuple[str, int] | None = None
-    proof: Proof | None = None
     blocks: BlockDigests | None = None
     missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket(TicketFields):
+    """What a consumer needs to know to load one request's pages from one producer engine.
+
+    Attributes:
+        routed: (host, port) as a router gave it, tried if ``host`` and ``port`` do not answer;
+            ``None`` if it gave none or the same.
+        proof: that the producer made the ticket; ``None`` if the producer makes no proofs.
+
+    Raises:
+        TicketError: a value is out of bounds, or a page occurs twice in a group.
+    """
+
+    routed: tuple[str, int] | None = None
+    proof: Proof | None = None
 
     @property
     def producer(self) -> ProducerName:

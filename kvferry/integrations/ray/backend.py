@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ray
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import DefaultConnectorBackend
 
-from kvferry.integrations.ray.replica_config import serve_on
+from kvferry.integrations.ray import serve_on
 
 if TYPE_CHECKING:
     from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
@@ -22,21 +22,13 @@ class KVFerryBackend(DefaultConnectorBackend):
     """
 
     def setup(self) -> None:
-        """Set the address of the side channel to this node's, before the engine is configured.
-
-        Raises:
-            ReplicaConfigError: ``engine_id`` is set, which all replicas would share.
-        """
+        """Set the side channel's address to this node's, or raise ``ReplicaConfigError``."""
         serve_on(self.kv_transfer_config, ray.util.get_node_ip_address())
 
     def prepare_prefill_request(self, *, request: Request, peer: dict[str, Any] | None) -> Request:
-        """Return the request for prefill: one token and a ticket.
+        """Return the request for prefill: one token and a ticket, which says where the pages are.
 
         Ray 2.60 leaves ``min_tokens`` as the client set it, which vLLM refuses beside one token.
-
-        Args:
-            request: The client's completion or chat.
-            peer: Not used: the ticket says where decode finds the pages.
         """
         asked: Request = super().prepare_prefill_request(request=request, peer=peer)
         asked.min_tokens = 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 TokenRange = tuple[int, int]
-"""A range of a request's tokens, by index: the first token, and the token after the last one."""
+"""A request's tokens from one index until before another."""
 
 Block = TypeVar("Block")
 
@@ -39,17 +39,15 @@ class CacheGroup:
     """One of vLLM's cache groups whose pages are handed over.
 
     Attributes:
-        index: The group's index among all of vLLM's groups, including those that are not handed
-            over.
+        index: The group's index among all of vLLM's groups, also those that are not handed over.
         tokens: How many tokens of a request one page covers, on all context-parallel ranks
             together; for a state, the number of tokens after which vLLM stores the state in the
             request's next page; 0 for a ring, which stays in the request's first page.
         is_state: Whether a page is right after one number of tokens only: a recurrent state or a
             ring.
-        window: Sliding window: how many tokens a token attends to, including itself, plus
-            earlier tokens whose blocks vLLM also keeps (``extra_retained_tokens``); 0 for no
-            window.
-        chunk: Size in tokens of the chunks of chunked local attention; 0 for other attention.
+        window: How many tokens a token attends to, including itself, plus earlier tokens whose
+            blocks vLLM also keeps (``extra_retained_tokens``); 0 for no sliding window.
+        chunk: Tokens in each chunk of chunked local attention; 0 for other attention.
     """
 
     index: int
@@ -65,25 +63,18 @@ class CacheGroup:
 
     @property
     def needs_exact_length(self) -> bool:
-        """Whether the group's pages can be used only for the prompt length they were computed for.
+        """Whether pages can be used only for the prompt length that they were computed for.
 
-        The pages of full attention can be used for every prefix of the prompt, too.
+        Those of full attention can be used for every prefix of the prompt, too.
         """
         return self.is_state or self.has_gap
 
     def num_skipped_tokens(self, tokens: int) -> int:
-        """Return how many of a request's first tokens are not kept for its next token.
+        """Return how many of a request's first tokens are before its next token's window or chunk.
 
-        These are the tokens before the window or chunk in which the next token lies.
-
-        The formulas are those of ``get_num_skipped_tokens`` in vLLM's
-        ``single_type_kv_cache_manager.py``, by which vLLM frees a request's first blocks.
-
-        Args:
-            tokens: How many tokens the request has, the next token not counted.
-
-        Returns:
-            The number of tokens; 0 if the group has neither a window nor a chunk.
+        ``tokens`` does not count that next token. The formulas are those of
+        ``get_num_skipped_tokens`` in vLLM's ``single_type_kv_cache_manager.py``, by which vLLM
+        frees a request's first blocks.
         """
         if self.window:
             return max(0, tokens - self.window + 1)
@@ -93,9 +84,6 @@ class CacheGroup:
         """Return how many pages a request of this many tokens has at most to hand over or to load.
 
         With a window or a chunk, vLLM may keep a page more than the next token needs.
-
-        Args:
-            tokens: How many tokens the request has.
         """
         if self.is_state:
             return 1
@@ -103,15 +91,13 @@ class CacheGroup:
         return min(pages, pages - self.num_skipped_tokens(tokens) // self.tokens + 1)
 
     def producer_pages(self, ids: Sequence[int], tokens: int) -> tuple[int, list[int]]:
-        """Return the pages that a producer's ticket lists for a request.
+        """Return the pages that a ticket lists for a request of which so many tokens were computed.
 
-        Args:
-            ids: vLLM's ids of the request's blocks in this group, in the order of its tokens.
-            tokens: How many of the request's tokens were computed.
+        ``ids`` are vLLM's ids of its blocks in this group, in the order of its tokens.
 
         Returns:
             The index in ``ids`` of the first block that vLLM has not freed (that is not ``HOLE``),
-            and the ids from there on. For a state, 0 and a list with the id of its page.
+                and the ids from there on. For a state, 0 and a list with the id of its page.
         """
         if self.is_state:
             return 0, list(self._state_block(ids, tokens))
@@ -124,17 +110,14 @@ class CacheGroup:
     ) -> tuple[TokenRange | None, Pages]:
         """Return the tokens that a consumer loads for a request, and the pages it loads them into.
 
-        Args:
-            blocks: vLLM's blocks of the request in this group, in the order of its tokens. The
-                load leaves out the leading blocks that are cached already or are vLLM's null
-                block, and fills all others.
-            tokens: How many of the request's first tokens are cached or loaded once the load has
-                ended.
+        ``tokens`` is how many of the request's first tokens are cached or loaded when the load has
+        ended. It leaves out the leading blocks that are cached already or are vLLM's null block,
+        and fills all others.
 
         Returns:
             The range of tokens to load, and the pages that the load fills: it zeroes what it does
-            not read. For a state, the range is always ``(0, tokens)``. ``None`` and ``NO_PAGES`` if
-            all tokens are cached.
+                not read. For a state, the range is always ``(0, tokens)``. ``None`` and
+                ``NO_PAGES`` if all tokens are cached.
         """
         if self.is_state:
             page = [block.block_id for block in self._state_block(blocks, tokens)]
@@ -190,10 +173,8 @@ def num_blocks(groups: Sequence[CacheGroup], tokens: int) -> int:
 def cache_groups(config: KVCacheConfig, context_size: int) -> tuple[CacheGroup, ...]:
     """Return the cache groups that vLLM offers for transfer, in vLLM's order.
 
-    Args:
-        config: The engine's cache configuration.
-        context_size: Number of decode context-parallel ranks. Where a group's spec is
-            ``dcp_sharded``, each of these ranks stores a part of the tokens.
+    Where a group's spec is ``dcp_sharded``, each of ``context_size`` decode context-parallel ranks
+    stores a part of the tokens.
     """
     ids, groups = config.transfer_group_ids, config.transfer_groups
     return tuple(
@@ -203,13 +184,6 @@ def cache_groups(config: KVCacheConfig, context_size: int) -> tuple[CacheGroup, 
 
 
 def _cache_group(index: int, spec: KVCacheSpec, context_size: int) -> CacheGroup:
-    """Return one of vLLM's groups as a ``CacheGroup``.
-
-    Args:
-        index: The group's index among all of vLLM's groups.
-        spec: The group's spec.
-        context_size: Number of decode context-parallel ranks.
-    """
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         SlidingWindowSpec,

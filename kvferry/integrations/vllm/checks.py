@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import logging
 import multiprocessing
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from kvferry.core.errors import DriverError, HandshakeError
 from kvferry.core.side_channel import check_address
@@ -56,31 +57,48 @@ STAGED_TURNS = (
 """Why turns are refused where a cache is staged; names the other setting."""
 
 
+P = ParamSpec("P")
+
+
+def _refusing(
+    beginning: str = "",
+) -> Callable[[Callable[P, Iterable[str]]], Callable[P, None]]:
+    """Return a decorator that makes a check of what yields problems: it raises one error for all.
+
+    The ``ConfigError`` names everything that is wrong, and the remedies.
+    """
+
+    def decorate(problems: Callable[P, Iterable[str]]) -> Callable[P, None]:
+        @functools.wraps(problems)
+        def check(*args: P.args, **kwargs: P.kwargs) -> None:
+            if text := "; ".join(problems(*args, **kwargs)):
+                raise ConfigError(beginning + text)
+
+        return check
+
+    return decorate
+
+
 # At launch.
 
 
-def check_transfer(transfer: object, here: bool = True) -> None:
+@_refusing()
+def check_transfer(transfer: object, here: bool = True) -> Iterator[str]:
     """Refuse wrong settings, an unknown driver, and keys and secrets that cannot be read.
 
-    Args:
-        transfer: vLLM's ``KVTransferConfig``, or its keys and values. Only the parts are checked
-            that select ``KVFerryConnector``.
-        here: Whether the engine runs on this host, which needs its driver, keys and secrets then.
-
-    Raises:
-        ConfigError: Names everything that is wrong, and the remedies.
+    Only the parts of vLLM's ``KVTransferConfig`` (or its keys and values) are checked that select
+    ``KVFerryConnector``. An engine that runs ``here`` needs its driver, keys and secrets on this
+    host.
     """
-    problems = setting_problems if here else configuration.problems
-    _refuse(text for own in own_transfers(transfer) for text in problems(extra_of(own)))
+    for own in own_transfers(transfer):
+        yield from (setting_problems if here else configuration.problems)(extra_of(own))
 
 
 def launches_here(settings: object) -> bool:
     """Return whether a launch starts engines or workers on this host, as far as is known before.
 
     ``False`` for a front end whose engines are all elsewhere, and with Ray, which places them.
-
-    Args:
-        settings: vLLM's ``EngineArgs`` or ``ParallelConfig``.
+    ``settings`` is vLLM's ``EngineArgs`` or ``ParallelConfig``.
     """
     placed_by = (
         getattr(settings, "data_parallel_backend", None),
@@ -89,12 +107,9 @@ def launches_here(settings: object) -> bool:
     return "ray" not in placed_by and getattr(settings, "data_parallel_size_local", None) != 0
 
 
-def check_launch(vllm_config: VllmConfig) -> None:
-    """Refuse an engine that cannot work with the connector, as far as its configuration shows.
-
-    Raises:
-        ConfigError: Names everything that is wrong, and the remedies.
-    """
+@_refusing()
+def check_launch(vllm_config: VllmConfig) -> Iterator[str]:
+    """Refuse an engine that cannot work with the connector, as far as its configuration shows."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     check_transfer(transfer, launches_here(parallel))
     for own in own_transfers(transfer):
@@ -105,7 +120,7 @@ def check_launch(vllm_config: VllmConfig) -> None:
         check_siblings(engine.kv_transfer_config, transfer)
         config = configuration.parse(extra_of(own))
         wait = config.drain_timeout + ENDING_SECONDS
-        _refuse(address_problems(config, engines_here(parallel), wait=wait))
+        yield from address_problems(config, engines_here(parallel), wait=wait)
 
 
 def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
@@ -126,11 +141,8 @@ def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
 def address_problems(config: Config, indices: Iterable[int], *, wait: float = 0.0) -> Iterator[str]:
     """Yield why side channels could not listen on this host.
 
-    Args:
-        config: The settings, with the port as configured.
-        indices: The data-parallel indices of the engines on this host. Each is added to the port,
-            unless that is 0.
-        wait: For how many seconds to wait, in total, for ports that are in use.
+    Each of the data-parallel ``indices`` of the engines here is added to the configured port,
+    unless that is 0. Waits up to ``wait`` seconds in total for ports that are in use.
     """
     deadline = time.monotonic() + wait
     for index in indices:
@@ -176,98 +188,13 @@ def engines_here(parallel: ParallelConfig) -> range:
 # Of an engine's whole configuration.
 
 
-def check_engine(vllm_config: VllmConfig) -> None:
+@_refusing(CANNOT)
+def check_engine(vllm_config: VllmConfig) -> Iterator[str]:
     """Refuse an engine whose settings cannot work with the connector, or were not tested with it.
 
     What vLLM itself refuses with any connector is not checked here (``use_replayssm``, allocators
     that move memory, ``prefix_match_unit`` with one group, ...).
-
-    Raises:
-        ConfigError: There are such settings; the message names each, and the remedy.
     """
-    _refuse(_unsupported(vllm_config), CANNOT)
-
-
-def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
-    """Refuse a role that this connector's settings exclude, and siblings that it cannot run with.
-
-    Siblings are the other connectors under vLLM's MultiConnector.
-
-    Args:
-        own: The configuration of this connector.
-        engine: The configuration with which the engine was started, such as MultiConnector's; the
-            same as ``own`` if this connector runs alone.
-
-    Raises:
-        ConfigError: Names the setting and the remedy.
-    """
-    _refuse(_unsupported_siblings(own, engine), CANNOT)
-
-
-def has_siblings(engine: KVTransferConfig) -> bool:
-    """Return whether other connectors run beside this one, which may keep what it has loaded.
-
-    Args:
-        engine: The configuration with which the engine was started, such as MultiConnector's.
-    """
-    return len(engine.kv_connector_extra_config.get("connectors", [])) > 1
-
-
-def late_turn_risk(config: Config, engine: KVTransferConfig) -> str | None:
-    """Return a warning that the next turn of a conversation may fail; ``None`` if it cannot.
-
-    Args:
-        config: The connector's settings.
-        engine: The configuration with which the engine was started, such as MultiConnector's.
-    """
-    if not config.bidirectional_kv_xfer or engine.kv_load_failure_policy == "recompute":
-        return None
-    return (
-        f"kv_load_failure_policy is {engine.kv_load_failure_policy!r}, with bidirectional_kv_xfer: "
-        "a turn ends with an error on prefill if it comes after decoder_kv_blocks_ttl, after a "
-        'restart of decode, or when decode has given the pages back; set "recompute", which '
-        "computes it"
-    )
-
-
-def warn_of_risks(config: Config, engine: KVTransferConfig) -> None:
-    """Log what is unsafe or ignored (``config.risks``), and ``late_turn_risk``."""
-    late = late_turn_risk(config, engine)
-    for risk in (*configuration.risks(config), *filter(None, [late])):
-        logger.warning("%s", risk)
-
-
-def check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse an engine that has no cache to hand over, or a kind of cache that is not supported.
-
-    Raises:
-        ConfigError: Names the layers that are refused, and why.
-    """
-    _refuse(_unsupported_groups(kv_cache_config), CANNOT)
-
-
-def check_failure_reports(transfer: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse an engine that loads if its vLLM cannot be told that a load failed.
-
-    Raises:
-        ConfigError: Names vLLM's version and the remedy.
-    """
-    problem = compat_029.unreportable_failures(kv_cache_config) if transfer.is_kv_consumer else None
-    if problem:
-        raise ConfigError(
-            f'KVFerryConnector cannot load with {problem}; set kv_role "kv_producer", or install '
-            "a later vLLM"
-        )
-
-
-def _refuse(problems: Iterable[str], beginning: str = "") -> None:
-    """Raise one ``ConfigError`` for all problems, if there are any."""
-    if text := "; ".join(problems):
-        raise ConfigError(beginning + text)
-
-
-def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield each setting with which the connector cannot work, and the remedy."""
     model = vllm_config.model_config
     if model.enable_sleep_mode:
         yield (
@@ -345,8 +272,13 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
         )
 
 
-def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
-    """Yield each reason why this connector cannot run in its role, or under a MultiConnector."""
+@_refusing(CANNOT)
+def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
+    """Refuse a role that this connector's settings exclude, and siblings that it cannot run with.
+
+    Siblings are the other connectors under vLLM's MultiConnector. ``own`` is this connector's
+    configuration, ``engine`` that with which the engine was started, such as MultiConnector's.
+    """
     wrong_roles = sorted({own.kv_role, engine.kv_role} - {"kv_both"}, key=str)
     if own.kv_connector_extra_config.get("bidirectional_kv_xfer") and wrong_roles:
         yield (
@@ -373,11 +305,52 @@ def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> It
         )
 
 
-def _unsupported_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield a text for each cache group that cannot be handed over; one if there is no group."""
+@_refusing(CANNOT)
+def check_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    """Refuse an engine that has no cache to hand over, or a kind of cache that is not supported."""
     if not kv_cache_config.transfer_groups:
         yield (
             "a model without a cache to hand over: every request would be computed twice; start "
             "without kv_transfer_config"
         )
     yield from refusals(kv_cache_config)
+
+
+@_refusing()
+def check_failure_reports(
+    transfer: KVTransferConfig, kv_cache_config: KVCacheConfig
+) -> Iterator[str]:
+    """Refuse an engine that loads if its vLLM cannot be told that a load failed."""
+    problem = compat_029.unreportable_failures(kv_cache_config) if transfer.is_kv_consumer else None
+    if problem:
+        yield (
+            f'KVFerryConnector cannot load with {problem}; set kv_role "kv_producer", or install '
+            "a later vLLM"
+        )
+
+
+# Risks.
+
+
+def has_siblings(engine: KVTransferConfig) -> bool:
+    """Return whether other connectors run beside this one, which may keep what it has loaded."""
+    return len(engine.kv_connector_extra_config.get("connectors", [])) > 1
+
+
+def late_turn_risk(config: Config, engine: KVTransferConfig) -> str | None:
+    """Return a warning that the next turn of a conversation may fail; ``None`` if it cannot."""
+    if not config.bidirectional_kv_xfer or engine.kv_load_failure_policy == "recompute":
+        return None
+    return (
+        f"kv_load_failure_policy is {engine.kv_load_failure_policy!r}, with bidirectional_kv_xfer: "
+        "a turn ends with an error on prefill if it comes after decoder_kv_blocks_ttl, after a "
+        'restart of decode, or when decode has given the pages back; set "recompute", which '
+        "computes it"
+    )
+
+
+def warn_of_risks(config: Config, engine: KVTransferConfig) -> None:
+    """Log what is unsafe or ignored (``config.risks``), and ``late_turn_risk``."""
+    late = late_turn_risk(config, engine)
+    for risk in (*configuration.risks(config), *filter(None, [late])):
+        logger.warning("%s", risk)

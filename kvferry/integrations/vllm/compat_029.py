@@ -32,10 +32,7 @@ def transfer_results(
 ) -> KVConnectorTransferResults:
     """Return a worker's results of a step, as an object of vLLM's class if this vLLM has one.
 
-    Args:
-        sent: The requests that were sent.
-        received: The requests whose load ended.
-        failed: Those of ``received`` whose load failed.
+    ``failed`` are those of ``received`` whose load failed.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
@@ -117,10 +114,7 @@ class FailedBlocks:
 
 
 class FailedRequests:
-    """Which ended loads failed, in the scheduler half.
-
-    Where vLLM does not pass on the ids of the requests, they come with the connector's own report.
-    """
+    """Which ended loads failed, in the scheduler half; ranks report it if vLLM does not."""
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
@@ -128,9 +122,8 @@ class FailedRequests:
     def among_finished(self, output: KVConnectorOutput, reported: Iterable[str]) -> Collection[str]:
         """Return the requests whose load ended on all workers in this step, and failed on one.
 
-        Args:
-            output: The reports of all workers, merged by vLLM.
-            reported: The requests whose failed load the connector's own report has.
+        ``output`` has the reports of all workers, merged by vLLM; ``reported`` are the requests
+        whose failed load the connector's own report has.
         """
         if hasattr(output, "failed_recving"):
             return output.failed_recving or ()

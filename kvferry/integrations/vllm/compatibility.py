@@ -28,10 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 MAX_CHARACTERS = 1000
-"""How many characters of a value are published at most.
-
-Longer values are cut, and end with a digest of the whole value.
-"""
+"""How many characters of a value are published at most; longer ones end with a digest of all."""
 
 
 def rank_identity(
@@ -81,10 +78,7 @@ def judgements(config: Config) -> Judgements:
 
 
 def _cache_dtype(config: VllmConfig) -> str:
-    """Return the configured element type, or quantised format, of the cache.
-
-    A layer may have another type, which its fields in the layout state.
-    """
+    """Return the configured type or quantised format of the cache; layers may have others."""
     cache_dtype = config.cache_config.cache_dtype
     if cache_dtype == "auto":
         return _dtype_name(config.model_config.dtype)
@@ -106,7 +100,7 @@ def _rotary(config: VllmConfig) -> str:
     """Return the parameters of the rotary embedding, which rotates keys by their positions.
 
     LongRoPE has two sets of factors. The kernels use one of them for all prompts, depending on the
-    longest prompt that the engine accepts (``phi3_long_rope_scaled_rope.py``). The result says
+    longest prompt that the engine accepts (``phi3_long_rope_scaled_rope.py``): the result says
     which.
     """
     model = config.model_config
@@ -120,10 +114,7 @@ def _rotary(config: VllmConfig) -> str:
 
 
 def _overrides(config: VllmConfig) -> str | None:
-    """Return the user's changes to the model's configuration (``hf_overrides``) as JSON.
-
-    ``None`` if a function makes the changes, since functions cannot be compared.
-    """
+    """Return the user's ``hf_overrides`` as JSON; ``None`` for functions, which have no text."""
     overrides = config.model_config.hf_overrides
     return None if callable(overrides) else json.dumps(overrides, sort_keys=True, default=str)
 
@@ -132,7 +123,7 @@ def _media_settings(config: VllmConfig) -> str | None:
     """Return the settings that decide what an image, or another medium, becomes, as JSON.
 
     vLLM's identifier of an image contains the name of the model and the settings that a request
-    brings, but not these settings. ``None`` if the model takes no media.
+    brings, but not these. ``None`` if the model takes no media.
     """
     media = config.model_config.multimodal_config
     if media is None:
@@ -165,12 +156,10 @@ def _draft(name: str) -> Callable[[VllmConfig], str | None]:
 
 
 def _dtype_name(dtype: object) -> str:
-    """Return a torch dtype's name without its module."""
     return str(dtype).removeprefix("torch.")
 
 
 def _truncated(value: str) -> str:
-    """Return a value, cut and with a digest added if it is longer than ``MAX_CHARACTERS``."""
     if len(value) <= MAX_CHARACTERS:
         return value
     digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
@@ -184,7 +173,7 @@ FACTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "rotary embedding": _rotary,
     "draft method": _draft_method,
 }
-"""Maps each fact's name to the function that returns its value, ``None`` if it does not apply.
+"""By name of a fact, what returns its value, ``None`` if it does not apply.
 
 A difference in a fact would corrupt the cache, so engines that differ are always refused.
 """
@@ -197,7 +186,7 @@ JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "draft model": _draft("model"),
     "draft revision": _draft("revision"),
 }
-"""Maps each judgement's name to the function that returns its value, ``None`` if it does not apply.
+"""Likewise of each judgement.
 
 A difference may be harmless, but engines that differ are refused unless
 ``enforce_handshake_compat`` is false.
@@ -206,7 +195,7 @@ A difference may be harmless, but engines that differ are refused unless
 TOLD: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "vLLM": lambda config: versions.vllm_version(),
 }
-"""Maps the name of each value that may differ to the function that returns it.
+"""Likewise of each value that may differ.
 
 Engines of several versions of vLLM exchange pages: what their bytes mean is in the layouts and in
 ``FACTS``. A refusal names both versions.

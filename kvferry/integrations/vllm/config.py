@@ -180,11 +180,7 @@ def schema() -> dict[str, Any]:
 
 
 def attributes(docstring: str) -> dict[str, str]:
-    """Return the descriptions in the ``Attributes`` section of a docstring, each on one line.
-
-    Args:
-        docstring: A docstring in Google's style, without indentation.
-    """
+    """Return the descriptions in the ``Attributes`` section of a docstring, each on one line."""
     _, _, section = docstring.partition("\nAttributes:\n")
     section, *_ = re.split(r"^(?=\S)", section, maxsplit=1, flags=re.MULTILINE)
     entries = re.split(r"^ {4}(\w+)(?: \([^)]*\))?:", section, flags=re.MULTILINE)[1:]
@@ -193,12 +189,7 @@ def attributes(docstring: str) -> dict[str, str]:
 
 
 def problems(extra: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with ``kv_connector_extra_config``, each with the remedy.
-
-    Returns:
-        A text for each key that is unknown or belongs elsewhere, and for each value that has the
-        wrong type or is out of range; empty if there are none.
-    """
+    """Return what is wrong with ``kv_connector_extra_config``, each with the remedy."""
     misplaced = [
         f"{key!r} belongs beside kv_connector, not into kv_connector_extra_config: move it"
         for key in extra
@@ -220,10 +211,6 @@ def acceptable(extra: Mapping[str, Any]) -> Config:
 
 def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
     """Return the settings in ``kv_connector_extra_config``, validated.
-
-    Args:
-        extra: The keys and values that the user set.
-        data_parallel_index: As for ``with_index``.
 
     Raises:
         ConfigError: A key is unknown, or a value has the wrong type or is out of range.
@@ -252,11 +239,7 @@ def with_index(config: Config, data_parallel_index: int) -> Config:
 
 
 def engine_config(vllm_config: VllmConfig) -> Config:
-    """Return the validated settings of an engine.
-
-    Raises:
-        ConfigError: A setting is refused; see ``parse``.
-    """
+    """Return the validated settings of an engine, or raise ``ConfigError``."""
     return parse(
         vllm_config.kv_transfer_config.kv_connector_extra_config,
         data_parallel_index=vllm_config.parallel_config.data_parallel_index,
@@ -280,7 +263,6 @@ def risks(config: Config, environment: Mapping[str, str] = os.environ) -> Iterat
 
 
 def _unknown_key(key: str) -> str:
-    """Return why a key of ``kv_connector_extra_config`` is refused that is not a setting."""
     if key in NIXL_KEYS:
         return (
             f"{key!r} in kv_connector_extra_config is NixlConnector's: {NIXL_KEYS[key]}. Remove it."

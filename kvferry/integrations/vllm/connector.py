@@ -70,11 +70,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM builds one connector per engine with the scheduler's role, and one per rank with the
     worker's role; they share no memory. Select it with ``"kv_connector": "KVFerryConnector"``.
 
-    Args:
-        vllm_config: The engine's configuration.
-        role: The connector's role in this process, scheduler or worker.
-        kv_cache_config: The engine's cache groups.
-
     Raises:
         ConfigError: The configuration is refused; names the setting and the remedy.
     """
@@ -120,8 +115,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Return ``False``: a sleeping engine would free memory that other engines may still read.
 
-        vLLM asks from 0.33 on, and takes connectors without this method for ones that support sleep
-        mode. Earlier versions are refused by ``checks.check_engine``.
+        vLLM asks from 0.33 on; ``checks.check_engine`` refuses sleep mode in earlier versions.
         """
         return False
 
@@ -175,10 +169,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half().bind_kv_cache_manager(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return the ids of the cache groups whose blocks a load fills: all that are transferred.
-
-        Where a load reads nothing into a block, it writes zeros.
-        """
+        """Return the ids of all transferred groups: a load zeroes what it does not read."""
         ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return ids
 
@@ -235,9 +226,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests that were sent, and those whose load ended, since the last call.
 
-        A request with a ticket counts as sent when this rank no longer keeps its pages for another
-        engine: they were read, or their hold ended otherwise, or they were copied to host pages. A
-        request whose load failed is in ``finished_recving`` and in ``failed_recving``.
+        A request with a ticket counts as sent when this rank no longer keeps its pages: they were
+        read, or their hold ended otherwise, or they were copied to host pages. A request whose load
+        failed is in ``finished_recving`` and in ``failed_recving``.
         """
         if self._worker is None:
             return compat_029.transfer_results(sent=set(), received=set(), failed=set())

@@ -69,8 +69,7 @@ class LoadMessages:
             before the requests have blocks.
         loads: Loads to start. A load that reads nothing only tells the producer that it may free
             the pages.
-        parts: Newer parts of the tickets of requests whose loads are early, by request; the last
-            part is the ticket.
+        parts: Newer parts of the tickets of requests whose loads are early, by request.
         refused: Ids of requests whose ticket was refused, each with the reason.
         aborted: Ids of requests that ended while their load was under way.
     """
@@ -151,7 +150,6 @@ class Consumer:
         metrics: Where loads and refused tickets are counted.
         recompute_threshold: The least number of tokens that the next turn of a conversation loads;
             fewer are computed.
-        reports: Logs each request's load.
         directory: Asks the engines that made tickets what the workers need of them.
         follower: Follows requests that are prefilled while they wait here.
         blocks: How many blocks this engine has.
@@ -195,11 +193,11 @@ class Consumer:
     # From a request's arrival to its blocks.
 
     def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request of which another engine has computed a part.
+        """Check the ticket of a request of which another engine has computed a part, if it has one.
 
-        If the ticket is accepted, the workers connect to that engine before the request has
-        blocks. If the ticket is refused, the request's load will be reported as failed; but if it
-        is a conversation's, nothing is loaded. A request without a ticket is ignored.
+        If it is accepted, the workers connect to that engine before the request has blocks. If it
+        is refused, the request's load will be reported as failed; but if it is a conversation's,
+        nothing is loaded.
         """
         # vLLM refuses some requests earlier, and drops the prompt against which the ticket has to
         # be checked. Releasing the hold could hurt another request; the lease ends it (ADR 7).
@@ -267,16 +265,14 @@ class Consumer:
         self._refuse(pull.request, TicketError(str(error), reason=TicketReason.HOST_PAGES))
 
     def num_matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Return how many tokens of a request, beyond the cached ones, are to be loaded.
+        """Return how many tokens of a request, beyond the ``computed`` ones, are to be loaded.
 
         The tokens of a refused ticket count, too, so that vLLM waits for a load, which is then
         reported as failed. vLLM may call this several times for a request.
 
-        Returns:
-            The number of tokens beyond those that are ``computed``. ``None`` if the request has to
-            wait for the engine that prefills: until that has begun, or, if the load may not begin
-            early, until it has made the ticket. Also ``None`` while it waits for host pages; if it
-            has waited too long, its load fails.
+        ``None`` if the request has to wait for the engine that prefills: until that has begun, or,
+        if the load may not begin early, until it has made the ticket. Also ``None`` while it waits
+        for host pages; if it has waited too long, its load fails.
         """
         self._take_news(request.request_id)
         pull = self._pulls.get(request.request_id)
@@ -350,10 +346,9 @@ class Consumer:
     # From a request's blocks to the end of its load.
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Queue the load of ``external`` tokens, or a "done" to the producer if there are none.
+        """Queue the load of ``external`` tokens, or "done" if there are none.
 
-        After "done", the producer frees the pages that it has kept for the request. If the ticket
-        was refused, the failure of the load is queued instead.
+        If the ticket was refused, the failure of the load is queued instead.
         """
         pull = self._pulls.get(request.request_id)
         needs_none = "it needs none, or too few tokens"
@@ -432,11 +427,7 @@ class Consumer:
         self._messages.aborted.append(pull.name)
 
     def request_finished(self, request: Request) -> None:
-        """Abort the load of a request that ended, or tell the producer that none will come.
-
-        If the producer has not made the ticket yet, it is told when it has. Nothing happens if the
-        load is over.
-        """
+        """Abort the load of a request that ended, or tell the producer that none comes."""
         self._loaded.discard(request.request_id)
         self._first_tokens.pop(request.request_id, None)
         pull = self._pulls.get(request.request_id)
@@ -463,10 +454,7 @@ class Consumer:
                 loading.record = record if before is None else before.combine(record)
 
     def loads_finished(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
-        """End the pulls of requests whose load has ended on all workers; ``failed`` on some.
-
-        Requests of other connectors are ignored.
-        """
+        """End the pulls of requests whose load has ended on all workers; ``failed`` on some."""
         for request_id in request_ids:
             pull = self._pulls.get(request_id)
             if pull is None:
@@ -528,10 +516,7 @@ class Consumer:
             self._reports.failed(loading)
 
     def first_tokens(self, request_id: str) -> tuple[int, ...]:
-        """Return, for each group, the index of the first token that a request's load has written.
-
-        Empty if the load has filled all pages whole, or there was none.
-        """
+        """Return, for each group, the first token that a request's load has written; () if all."""
         return self._first_tokens.get(request_id, ())
 
     # Once in each step.
@@ -613,8 +598,5 @@ def _log_no_ticket(pull: _Pull, error: KVFerryError) -> None:
 
 
 def _named(value: object, limit: int) -> str:
-    """Return a client's value for the log: a text's beginning, or only the type of anything else.
-
-    Other values may be large, and the scheduler must not spend seconds on their text.
-    """
+    """Return a client's text for the log, or the type of any other value, which may be large."""
     return on_one_line(value, limit) if isinstance(value, str) else f"({type(value).__name__})"

@@ -1,18 +1,27 @@
-"""Use the device of the caches: choose it in a thread, mark enqueued work, run work on a stream."""
+"""Use the device of the caches: choose it in a thread, mark its work, use a stream, zero bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvferry.core.memory import CPU
+import numpy as np
+
+from kvferry.core.memory import CPU, I64Array, region_of
+from kvferry.core.planner.build_copies import Spans
+from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.transport import EnterThread, enter_nothing
 from kvferry.integrations.vllm.config import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+
+INDEX_ROWS = 1 << 20
+"""How many rows one kernel launch zeroes at most, which bounds the memory of the rows' indices."""
 
 
 def thread_setup(device: torch.device) -> EnterThread:
@@ -69,10 +78,9 @@ def check_has_streams(device: torch.device) -> None:
 def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]:
     """Return a function that marks the work enqueued so far on a device's current stream.
 
-    Returns:
-        A function that marks the work and returns a second function, which tells whether that work
-        is done. On CPUs it returns ``None`` instead: work is done when the call that does it ends.
-        So it does on devices without streams, whose work is done in the order of the calls.
+    It returns a second function, which tells whether that work is done; or ``None`` on CPUs, where
+    work is done when the call that does it ends, and on devices without streams, whose work is done
+    in the order of the calls.
     """
     if not has_streams(device):
         return lambda: None
@@ -104,7 +112,7 @@ class HighPriorityStream:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Within the context, torch enqueues work on this stream; at its end, wait for the work.
+        """Enqueue torch's work within the context on this stream; at its end, wait for the work.
 
         Also waits if the context ends by an error, since a part of the work may be enqueued.
         """
@@ -131,3 +139,56 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
 
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
+    """Return a function that zeroes spans (ranges of addresses) of vLLM's cache tensors.
+
+    It returns when the spans are zeroed, and keeps the tensors' memory alive.
+    """
+    tensors = list(caches)
+    if all(tensor.device.type == CPU for tensor in tensors):
+        return zero_cpu
+    return device_zero_function(tensors)
+
+
+def device_zero_function(
+    caches: Iterable[torch.Tensor],
+    stream_of: Callable[[torch.device], HighPriorityStream] = HighPriorityStream,
+) -> Callable[[Spans], None]:
+    """Return a function that zeroes spans through torch, for the memory of any device.
+
+    It keeps the caches' memory alive. ``stream_of`` makes the stream for a device's zeroing.
+    """
+    memory = {region_of(tensor): storage_of(tensor) for tensor in caches}
+    streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
+
+    def zero(spans: Spans) -> None:
+        for device, stream in streams.items():
+            with stream.awaited():
+                for segment in spans.segments:
+                    here, storage = slice(segment.start, segment.stop), memory[segment.region]
+                    if storage.device == device:
+                        start = np.uint64(segment.region.address)
+                        offsets = (spans.address[here] - start).astype(np.int64)
+                        _zero(storage, offsets, spans.nbytes[here].astype(np.int64))
+
+    return zero
+
+
+def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
+    """Zero spans (ranges of bytes) of a tensor's storage: at ``offsets`` (n,), of ``lengths`` (n,).
+
+    The storage is viewed as rows, each as long as the greatest common divisor of all offsets and
+    lengths, so that few row indices are needed.
+    """
+    import torch
+
+    row = math.gcd(int(np.gcd.reduce(offsets)), int(np.gcd.reduce(lengths)))
+    rows = memory[: len(memory) // row * row].view(-1, row)
+    first, count = offsets // row, lengths // row
+    before = np.cumsum(count) - count
+    index = np.repeat(first - before, count) + np.arange(int(count.sum()))
+    for start in range(0, len(index), INDEX_ROWS):
+        chunk = torch.from_numpy(index[start : start + INDEX_ROWS])
+        rows.index_fill_(0, chunk.to(memory.device), 0)

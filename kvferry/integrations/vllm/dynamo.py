@@ -32,9 +32,6 @@ def register(name: str) -> None:
 
     An entry that Dynamo has for this name remains. Where Dynamo's table is not found, log a
     warning. Other modules that are called ``dynamo`` are not imported.
-
-    Args:
-        name: The connector's name in ``kv_transfer_config``.
     """
     if not _is_installed():
         return
@@ -56,11 +53,7 @@ def _is_installed() -> bool:
 
 
 def _warn(name: str, exc: Exception) -> None:
-    """Log that the connector is not registered with Dynamo.
-
-    Only the process that was started logs this, because Dynamo runs in that process, and vLLM's
-    engine core and workers are its children.
-    """
+    """Log that the connector is not registered, in the process that was started: Dynamo's."""
     if multiprocessing.parent_process() is None:
         logger.warning(
             "the connector is not registered with Dynamo %s, whose workers may refuse %r: %s.%s "

@@ -46,13 +46,7 @@ class EarlyRequest:
 
 
 class EarlyRequests:
-    """Follow the rooms of requests.
-
-    Args:
-        follower: Asks the side channels.
-        checks: Checks each part, and has the secrets with which parts must be signed, if any.
-        blocks: How many blocks the engine has.
-    """
+    """Follow the rooms of requests; ``checks`` checks each part. The engine has ``blocks``."""
 
     def __init__(self, follower: RoomFollower, *, checks: TicketChecks, blocks: int) -> None:
         self._follower = follower
@@ -90,8 +84,7 @@ class EarlyRequests:
     def take(self, early: EarlyRequest) -> Part | KVFerryError | None:
         """Return the newest part of a request since the last call, or why none can be used.
 
-        ``None`` if nothing is new. After the last part, and after an error, the request is not
-        followed any more.
+        After the last part, and after an error, the request is not followed any more.
         """
         news = self._follower.news(early.request.request_id)
         found: Part | KVFerryError | None = None
@@ -155,10 +148,7 @@ class EarlyRequests:
             )
 
     def _routed(self, early: EarlyRequest, ticket: Ticket) -> Ticket:
-        """Return a ticket that can also be asked for at the address that the router gave.
-
-        A signed ticket names the only address at which it may be.
-        """
+        """Return a ticket that can also be asked for where the router says, unless it is signed."""
         address = early.producer.host, early.producer.port
         is_signed = self._checks.security.secrets is not None
         is_known = is_signed or address == (ticket.host, ticket.port)

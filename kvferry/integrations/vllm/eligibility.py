@@ -29,12 +29,10 @@ A preempted request passes ``on_new_request`` again, and its prompt must not shr
 
 
 class NoTicketError(KVFerryError):
-    """A request gets no ticket; the text has the cause and the remedy.
+    """A request gets no ticket; the text has cause and remedy, and ``reason`` is for metrics.
 
-    Args:
-        why: Cause and remedy; empty if nobody wanted a ticket, or the request did not come to its
-            end: then nothing is counted or logged.
-        reason: The reason for metrics, of a prompt.
+    The text is empty if nobody wanted a ticket, or the request did not come to its end: then
+    nothing is counted or logged.
     """
 
     def __init__(self, why: str = "", reason: NoTicket | None = None) -> None:
@@ -72,11 +70,7 @@ class Eligibility:
         return self.keeps_answers and is_answered_here
 
     def check_arrival(self, request: Request) -> None:
-        """Refuse a ticket to a request for which none can be made, whatever becomes of it.
-
-        Raises:
-            NoTicketError: The engine's role forbids it, or nobody would get the ticket.
-        """
+        """Raise ``NoTicketError`` for a request that can get none, whatever becomes of it."""
         if not _asks_for_remote_decode(request):
             return
         if not self.hands_over:
@@ -95,19 +89,11 @@ class Eligibility:
             )
 
     def truncates(self, request: Request) -> bool:
-        """Return whether a prompt is to lose its last ``backoff`` tokens before it is computed.
-
-        Not of a prompt that has no more tokens, of one for which ``prompt_logprobs`` are wanted, or
-        where an image would be cut.
-        """
+        """Return whether a prompt is to lose its last ``backoff`` tokens before it is computed."""
         return self._must_be_truncated(request) and not cuts_media(request, self.backoff)
 
     def tokens(self, request: Request) -> int:
-        """Return how many tokens the ticket of a request that ended covers.
-
-        Raises:
-            NoTicketError: It gets none.
-        """
+        """Return how many tokens an ended request's ticket covers, or raise ``NoTicketError``."""
         is_answer = self.is_answer(request)
         is_complete = request.status.name in COMPLETE
         if not is_complete or not (is_answer or self.is_handed_over(request)):

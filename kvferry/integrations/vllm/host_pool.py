@@ -39,19 +39,12 @@ class HostPool:
     """The host memory of a rank's pool, and copies between it and the rank's cache.
 
     The pool owns its memory, which must be kept until ``close`` has returned and no transport reads
-    it any more.
-
-    Args:
-        caches: vLLM's cache tensors; the pool keeps their memory alive.
-        form: what a host page of this cache consists of.
-        pages: number of host pages.
-        device: the device of the caches.
-        enter: called first on each of the pool's threads.
-        pin: whether the memory is to be pinned; if that fails, a warning is logged.
+    it any more; and it keeps that of vLLM's ``caches`` alive. ``form`` is what a host page of this
+    cache consists of. If the memory cannot be pinned (``pin``), a warning is logged. ``enter`` is
+    called first on each thread.
 
     Attributes:
         region: the pool's memory; ``None`` if the cache has no fields.
-        is_pinned: whether it is pinned.
 
     Raises:
         ConfigError: the memory cannot be allocated, or the device's memory cannot be copied.

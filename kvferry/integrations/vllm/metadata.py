@@ -29,12 +29,9 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     """What a rank sends to the scheduler half at start, to be published on the side channel.
 
     Attributes:
-        payload: The rank's encoded ``messages.RankPayload``: its layout, and what peers need to
-            connect.
-        library: Name and version of the library that moves the rank's bytes, with its backend, for
-            the log (``Transport.library``).
-        host_pages: How many host pages the rank has, the hole included, if its cache is staged;
-            otherwise 0.
+        payload: The encoded ``RankPayload``: the rank's layout, and what peers need to connect.
+        library: For the log, name, version and backend of the library that moves the rank's bytes.
+        host_pages: How many host pages the rank has, the hole included; 0 if it is not staged.
     """
 
     payload: bytes
@@ -47,11 +44,10 @@ class RankReport(KVConnectorWorkerMetadata):
     """What ranks report to the scheduler half in a step, apart from requests sent and loads ended.
 
     Attributes:
-        problems: Maps each rank whose problems have changed to its current problems: an empty tuple
-            if none are left.
-        silent: Maps each rank to its holds, among those that tickets name, whose consumer seems to
-            be gone; the holds without a sign of life for longest come first. Empty unless
-            ``StepMetadata.asks_silent`` was set for this step.
+        problems: The current problems of each rank whose problems have changed.
+        silent: Of each rank, its holds, among those that tickets name, whose consumer seems to be
+            gone, first those without a sign of life for longest. Empty unless
+            ``StepMetadata.asks_silent``.
         adapters: The LoRA adapters that ranks loaded. Empty unless one was loaded, or
             ``StepMetadata.asks_adapters`` was set for this step.
         failed: The requests whose load failed; empty where vLLM passes them on itself (see
@@ -60,8 +56,7 @@ class RankReport(KVConnectorWorkerMetadata):
             logged or traced by request, only of those whose pages may lack tokens.
         ended: How holds ended in this step, by request, unless the scheduler half had ordered it.
             If nothing is logged or traced by request, holds that were read are left out.
-        over: Maps each rank to the requests whose host pages it no longer uses for other engines;
-            empty if the cache is not staged.
+        over: Of each rank, the requests whose host pages it no longer uses for other engines.
         wanted: Which engines the ranks lack (``Directory.ask_again``).
     """
 
@@ -75,11 +70,7 @@ class RankReport(KVConnectorWorkerMetadata):
     wanted: frozenset[tuple[PeerKey, int]] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
-        """Return these reports merged with the reports of other ranks.
-
-        Args:
-            other: Reports of other ranks; ignored if they are another connector's.
-        """
+        """Return these reports merged with those of other ranks; ignore another connector's."""
         if not isinstance(other, RankReport):
             return self
         return RankReport(
@@ -112,19 +103,16 @@ class StepMetadata(LoadMessages, KVConnectorMetadata):
 
     Attributes:
         ranks: The encoded payloads of all ranks of this engine; sent once, before the first load.
-        ticket_key: The public key with which peers verify this engine's tickets; sent with
-            ``ranks``.
+        ticket_key: The public key with which peers verify tickets; sent with ``ranks``.
         orders: Which holds for other engines begin, may be read, or end.
         producers: What the directory has learnt about the engines that made tickets.
-        asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,
-            because requests wait for blocks.
-        asks_adapters: The number of this step if every rank is to report which LoRA adapters it
+        asks_silent: Whether ranks are to report ``RankReport.silent``, since requests wait for
+            blocks.
+        asks_adapters: The number of this step if ranks are to report which LoRA adapters they
             loaded, because requests wait for that; otherwise 0.
         idle: Whether the engine runs no token in this step, so that workers may wait for loads.
-        follows: Whether requests wait for what the engines that prefill them say, or for the
-            content of a LoRA adapter.
-        blocks: The blocks of each request whose load starts, or whose ticket was refused; empty
-            where vLLM takes the ids of requests whose load failed (see ``compat_029.LoadBlocks``).
+        follows: Whether requests wait for the engines that prefill them, or for a LoRA adapter.
+        blocks: See ``compat_029.LoadBlocks``: of loads that start, and of refused tickets.
     """
 
     ranks: tuple[bytes, ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 
 from kvferry.core import metrics as endpoint_metrics
+from kvferry.core.lifecycle.holds import HoldEnd
 from kvferry.core.metrics import Metric, counter, gauge
 
 
@@ -25,22 +26,12 @@ class NoTicket(enum.StrEnum):
     ADAPTER = "adapter"
 
 
-class HoldOutcome(enum.StrEnum):
-    """What became of a request that another engine was to decode, and of the hold of its pages.
+HOLD_MADE, HOLD_REFUSED = "made", "refused"
+HOLD_OUTCOMES = (HOLD_MADE, *HoldEnd, HOLD_REFUSED)
+"""What became of a request that another engine was to decode, and of the hold of its pages.
 
-    The values from ``READ`` to ``REVOKED`` are those of ``HoldEnd``; docs/metrics.md explains all.
-    """
-
-    MADE = "made"
-    READ = "read"
-    ABANDONED = "abandoned"
-    EXPIRED = "expired"
-    EVICTED = "evicted"
-    RECLAIMED = "reclaimed"  # of conversations only
-    ORPHANED = "orphaned"
-    REVOKED = "revoked"
-    REFUSED = "refused"  # no ticket was made; ``NoTicket`` has the reasons
-
+Refused: no ticket was made; ``NoTicket`` has the reasons. docs/metrics.md explains all.
+"""
 
 LOADS = counter("loads", "Loads of KV cache from another engine that succeeded, each counted once.")
 EARLY_LOADS = counter(
@@ -58,13 +49,13 @@ HOLDS = counter(
     "holds",
     "Holds of finished requests' pages that were made, or not, and how each ended.",
     ["outcome"],
-    [outcome for outcome in HoldOutcome if outcome is not HoldOutcome.RECLAIMED],
+    [outcome for outcome in HOLD_OUTCOMES if outcome is not HoldEnd.RECLAIMED],
 )
 CONVERSATION_HOLDS = counter(
     "conversation_holds",
     "Holds of answers, for the next turn of their conversations, and how each ended.",
     ["outcome"],
-    HoldOutcome,
+    HOLD_OUTCOMES,
 )
 NO_TICKETS = counter(
     "tickets_not_made",

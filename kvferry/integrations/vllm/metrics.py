@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvferry.core.lifecycle.holds import HoldEnd
 from kvferry.core.metrics import (
     BYTES,
     EARLY_BYTES,
@@ -38,11 +39,11 @@ from kvferry.integrations.vllm.metric_definitions import (
     BY_NAME,
     FAILED,
     HELD,
+    HOLD_MADE,
     HOLDS,
     LOADS,
     METRICS,
     TOKENS,
-    HoldOutcome,
 )
 
 if TYPE_CHECKING:
@@ -81,9 +82,9 @@ Several loads may share a handshake, so it is in neither.
 """
 
 LOGGED_OUTCOMES = {
-    HoldOutcome.EXPIRED: "expired leases",
-    HoldOutcome.EVICTED: "evicted holds",
-    HoldOutcome.ORPHANED: "orphaned holds",
+    HoldEnd.EXPIRED: "expired leases",
+    HoldEnd.EVICTED: "evicted holds",
+    HoldEnd.ORPHANED: "orphaned holds",
 }
 """Outcomes of holds that the log line shows likewise."""
 
@@ -122,7 +123,7 @@ class FerryStats(KVConnectorStats):
                     line[f"{name} ms median"] = round(1e3 * median(seconds), 1)
                     line[f"{name} ms longest"] = round(1e3 * max(seconds), 1)
         holds = {outcome: int(count) for (_, outcome), count in flat(HOLDS, self.data)}
-        if made := holds.get(HoldOutcome.MADE):
+        if made := holds.get(HOLD_MADE):
             line["tickets"] = made
         if HELD.name in self.data:
             line["held pages"] = int(self._total(HELD))
@@ -150,14 +151,7 @@ class LoggedStats(FerryStats):
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
-    """Export the metrics to Prometheus.
-
-    Args:
-        vllm_config: The engines' configuration.
-        metric_types: vLLM's classes of counters, gauges and histograms.
-        labelnames: The names of vLLM's labels.
-        per_engine_labelvalues: Their values, by engine index.
-    """
+    """Export the metrics to Prometheus, where they are served; vLLM gives the arguments."""
 
     def __init__(
         self,
@@ -182,7 +176,6 @@ class FerryPromMetrics(KVConnectorPromMetrics):
                     change(each)
 
     def _child(self, metric: Metric, labels: tuple[str, ...], engine: int) -> Any:  # noqa: ANN401
-        """Return the Prometheus metric for given values of a metric's labels."""
         bounded = [
             self._peers(value) if label == "peer" else value
             for label, value in zip(metric.labels, labels, strict=True)

@@ -34,11 +34,7 @@ class NoHostPagesError(KVFerryError):
 class PageSource:
     """Give requests host pages, if the cache is staged, and the copies between these and blocks.
 
-    Args:
-        groups: The engine's cache groups that are transferred.
-        is_staged: Whether there are host pages; ``host`` is then set before the first request.
-        use: What they are for, as a label of metrics.
-        clock: Returns monotonic seconds.
+    If it is staged, ``host`` is set before the first request. ``use`` is a label of metrics.
     """
 
     def __init__(

@@ -21,10 +21,8 @@ _CHECKED = "_kvferry_checks"
 def register() -> None:
     """Register ``KVFerryConnector`` with vLLM and Dynamo, and have launches checked.
 
-    vLLM calls this in each of its processes, in some more than once; later calls have no effect.
-
-    Raises:
-        KVFerryError: Another connector is registered under this name.
+    vLLM calls this in each process, also repeatedly. Raises ``KVFerryError`` if another connector
+    has this name.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -47,11 +45,7 @@ def _check_launches(engine_args: type[EngineArgs] | None) -> None:
     vLLM builds a connector only after it has loaded the model and allocated the caches, and before
     that it calls no method of the connector with the configuration. It loads plugins when it makes
     an ``EngineArgs``, in the process that launches the engine; then it calls
-    ``create_engine_config``.
-
-    Args:
-        engine_args: vLLM's class ``EngineArgs``; ``None`` in a process that did not import it,
-            since that process launches no engine.
+    ``create_engine_config``. Processes that did not import the class launch no engine.
     """
     original = getattr(engine_args, "create_engine_config", None)
     if engine_args is None or original is None or hasattr(original, _CHECKED):

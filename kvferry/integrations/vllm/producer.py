@@ -39,9 +39,10 @@ from kvferry.integrations.vllm.metric_definitions import (
     CONVERSATION_PAGES,
     HELD,
     HELD_FRACTION,
+    HOLD_MADE,
+    HOLD_REFUSED,
     HOLDS,
     NO_TICKETS,
-    HoldOutcome,
     NoTicket,
 )
 from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
@@ -49,7 +50,7 @@ from kvferry.integrations.vllm.prompt_parts import PromptParts
 from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
 from kvferry.integrations.vllm.request_ids import is_sample, without_sample
 from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, room_name
+from kvferry.integrations.vllm.ticket_params import TicketParams, room_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -82,14 +83,11 @@ class Producer:
             them; ``None`` if answers get no tickets.
         backoff: See ``prefill_backoff``.
         computed: Whether nothing writes to a request's pages after its last token was sampled.
-        sizes: The engine's parallelism, for the ticket.
+        sizes: The engine's parallelism, as attributes of ``TicketParams``.
         max_held: How many blocks may be held at once.
-        secrets: The secrets that sign tickets.
         hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
         clock: Returns monotonic seconds.
-        ticket_key: Proves that this engine made a ticket.
         adapter_content: See ``Adapters.content``.
-        reports: Logs how each request's hold ended.
         rooms: Where parts of tickets are published.
         lookahead: See ``PromptParts``.
         is_staged: Whether tickets name host pages (``set_host_pages``). No parts are published.
@@ -105,7 +103,7 @@ class Producer:
         conversation_ttl: float | None = None,
         backoff: int,
         computed: bool,
-        sizes: ParallelSizes,
+        sizes: Mapping[str, int],
         max_held: int | None = None,
         secrets: TicketSecrets | None = None,
         hands_over: bool = True,
@@ -203,10 +201,10 @@ class Producer:
             return False
 
     def take_on(self, request: Request) -> None:
-        """Give a hold (a slot and random bits) to a request that may get a ticket.
+        """Give a hold to a request that may get a ticket, when vLLM has allocated its blocks.
 
-        Called when vLLM has allocated its blocks, also again: after a load for blocks that it has
-        already, and after a preemption, when it gets a new hold, as its pages are others.
+        Also again: after a load for blocks that it has already, and after a preemption, when it
+        gets a new hold, as its pages are others.
         """
         rules = self._eligibility
         if not rules.is_handed_over(request) and not rules.is_answer(request):
@@ -222,18 +220,12 @@ class Producer:
         serving: EngineSideChannel,
         first_tokens: Sequence[int] = (),
     ) -> dict[str, Any] | None:
-        """Make the ticket of a request that ended, or end its hold if it gets no ticket.
+        """Return the ticket of a request that ended, or end its hold if it gets no ticket.
 
-        Args:
-            request: vLLM's request.
-            block_ids: The ids of the request's blocks, one list per cache group of vLLM.
-            serving: This engine and the address of its side channel.
-            first_tokens: For each group, the first token that the request's own load has written;
-                empty if that has filled all pages whole, or there was none.
-
-        Returns:
-            The ticket as ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket
-            is made. The ticket may be another sample's, whose blocks are held (``holds``).
+        ``block_ids`` are those of its blocks, one list per cache group of vLLM; ``serving`` is this
+        engine. ``first_tokens`` are, for each group, the first token that the request's own load
+        has written; empty if that has filled all pages whole, or there was none. The ticket may be
+        another sample's, whose blocks are held (``holds``).
         """
         self._preemptions.pop(request.request_id, None)
         ticket = None
@@ -253,7 +245,6 @@ class Producer:
         serving: EngineSideChannel,
         first_tokens: Sequence[int],
     ) -> dict[str, Any]:
-        """Make the ticket of a request that ended, or raise ``NoTicketError``."""
         request_id = RequestId(request.request_id)
         tokens = self._eligibility.tokens(request)
         is_answer = self._eligibility.is_answer(request)
@@ -265,12 +256,12 @@ class Producer:
         lists = [group.producer_pages(block_ids[group.index], tokens) for group in self._groups]
         hold, pages = self._hold(request, tokens, block_ids, [ids for _, ids in lists])
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
-        firsts = [first for first, _ in lists]
+        firsts = tuple(first for first, _ in lists)
         ticket = self._params(
             serving,
             request=request_id,
             hold=hold,
-            pages=pages,
+            pages=tuple(map(tuple, pages)),
             first_index=firsts,
             tokens=tokens,
             digest=digest,
@@ -281,10 +272,10 @@ class Producer:
             and request.lora_request is None
             and not (is_answer or self._pages.is_staged),
             blocks=blocks,
-            missing=[
+            missing=tuple(
                 group.missing_tokens(first, token)
                 for group, first, token in zip(self._groups, firsts, first_tokens, strict=False)
-            ],
+            ),
         )
         if shares:
             self._sample_tickets[without_sample(request_id)] = request_id, digest, ticket
@@ -357,7 +348,7 @@ class Producer:
                 "was free: give requests ids of their own",
                 NoTicket.NO_HOLD,
             )
-        self._metrics.add(_holds_metric(is_answer), outcome=HoldOutcome.MADE.value)
+        self._metrics.add(_holds_metric(is_answer), outcome=HOLD_MADE)
         self._held[request_id] = HeldRequest(
             request_id=request_id,
             tokens=tokens,
@@ -380,7 +371,7 @@ class Producer:
             host=serving.host,
             port=serving.port,
             key=serving.key,
-            sizes=self._sizes,
+            **self._sizes,
             **facts,
         ).params(self._secrets, self._ticket_key)
 
@@ -395,7 +386,7 @@ class Producer:
         if not error.why:
             return
         is_answer, reason = self._eligibility.is_answer(request), error.reason
-        self._metrics.add(_holds_metric(is_answer), outcome=HoldOutcome.REFUSED.value)
+        self._metrics.add(_holds_metric(is_answer), outcome=HOLD_REFUSED)
         if is_answer or reason is None:
             self._reports.answer_not_held(request.request_id, error.why)
             return
@@ -430,10 +421,7 @@ class Producer:
                 held.ended = hold if held.ended is None else held.ended.combine(hold)
 
     def sends_finished(self, request_ids: Iterable[str]) -> None:
-        """End the holds of requests that all workers have reported as sent.
-
-        Where the cache is staged, only their blocks are free with that (``holds_over``).
-        """
+        """End holds of requests that all workers have sent; if staged, only blocks are free."""
         self._end(self._pages.sent(request_ids))
 
     def holds_over(self, over: Mapping[int, Sequence[str]]) -> None:
@@ -459,14 +447,11 @@ class Producer:
         end = given_up or found or HoldEnd.READ
         self._parts.hold_ended(held.request_id, used=end in (HoldEnd.READ, HoldEnd.ABANDONED))
         metric = _holds_metric(held.is_conversation)
-        self._metrics.add(metric, outcome=HoldOutcome(end.value).value)
+        self._metrics.add(metric, outcome=end.value)
         self._reports.hold_ended(held, end, self._clock() - held.made)
 
     def reset(self) -> None:
-        """End every hold that a ticket names: pages of these tickets can no longer be loaded.
-
-        vLLM gets each request's blocks back when all workers have reported the request as sent.
-        """
+        """End every hold that a ticket names; workers then report the requests as sent."""
         self._holds.reset()
 
     def update_metrics(self) -> None:
@@ -508,10 +493,7 @@ class Producer:
         self._pressure.ranks = ranks
 
     def allocation_attempted(self, request: Request, computed: int) -> None:
-        """Record that vLLM tries to allocate blocks for a request, with ``computed`` tokens cached.
-
-        It waits for blocks unless ``blocks_allocated`` follows in the same scheduling pass.
-        """
+        """Record that vLLM tries to allocate blocks; without ``blocks_allocated``, they lack."""
         needed = num_blocks(self._groups, request.num_tokens - computed)
         self._blocks_needed[request.request_id] = needed
 
@@ -523,8 +505,7 @@ class Producer:
     def has_pending_block_frees(self) -> bool:
         """Record that a running request waits for a block, and end holds of conversations.
 
-        Returns:
-            Whether held blocks will be free soon, so that vLLM need not preempt a request.
+        Returns whether held blocks will be free soon, so that vLLM need not preempt a request.
         """
         if self._pages.is_staged:
             return self._pages.frees_blocks_soon
@@ -536,10 +517,8 @@ class Producer:
     def relieve_block_pressure(self, *, request_waits: bool = False) -> bool:
         """If requests wait for pages, end holds of conversations, and otherwise silent holds.
 
-        Must be called once, at the end of each scheduling pass.
-
-        Args:
-            request_waits: Whether a request waits for blocks of which no other method was told.
+        Must be called once, at the end of each scheduling pass. ``request_waits``: whether a
+        request waits for blocks of which no other method was told.
 
         Returns:
             Whether the ranks must be asked, in the coming step, which holds are silent now.
@@ -596,5 +575,4 @@ def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
 
 
 def _holds_metric(is_answer: bool) -> Metric:
-    """Return the metric that counts holds of prompts, or those of conversations."""
     return CONVERSATION_HOLDS if is_answer else HOLDS

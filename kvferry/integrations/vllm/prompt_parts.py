@@ -42,12 +42,8 @@ class _Prompt:
 class PromptParts:
     """Open the rooms of requests, publish parts of their tickets, and then the tickets.
 
-    Args:
-        groups: The engine's cache groups that are transferred.
-        holds: The holds of the requests.
-        rooms: The rooms that the side channel serves.
-        lookahead: How many tokens behind a chunk are written by drafts, and again by the next
-            chunk: as many before its end are left to the next part.
+    ``lookahead`` is how many tokens behind a chunk are written by drafts, and again by the next
+    chunk: as many before its end are left to the next part.
     """
 
     def __init__(
@@ -102,12 +98,8 @@ class PromptParts:
         """Publish what the last step has computed, and record what this one will.
 
         Must be called once for each step, before the orders about holds are drained: they have the
-        watermarks of the parts.
-
-        Args:
-            scheduler_output: vLLM's plan of the step.
-            params: Returns ``kv_transfer_params`` with the attributes of ``TicketParams`` that
-                belong to a part.
+        watermarks of the parts. ``params`` returns ``kv_transfer_params`` with the attributes of
+        ``TicketParams`` that belong to a part.
         """
         if not self._prompts:
             return
@@ -172,15 +164,15 @@ class PromptParts:
         if hold is None:
             return
         # The pages of windows and states change with the next chunk.
-        pages = [
-            [] if group.needs_exact_length else group.producer_pages(ids, tokens)[1]
+        pages = tuple(
+            () if group.needs_exact_length else tuple(group.producer_pages(ids, tokens)[1])
             for group, ids in zip(self._groups, prompt.pages, strict=True)
-        ]
+        )
         part = params(
             request=request.request_id,
             hold=hold,
             pages=pages,
-            first_index=[0] * len(pages),
+            first_index=(0,) * len(pages),
             tokens=tokens,
             digest=prompt_digest(request, tokens),
             total=request.num_prompt_tokens,

@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -> bytes:
     """Return a digest of everything that the pages of a request's first tokens depend on.
 
-    vLLM's block hashes cannot be used for this, because they depend on settings of the process.
-
-    If there are more tokens than the prompt has, the generated tokens follow. ``adapter`` is the
-    content of the request's LoRA adapter (``Adapters.content``).
-
-    Returns:
-        ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache
-        salt and embeddings are equal.
+    ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache salt
+    and embeddings are equal. (vLLM's block hashes depend on settings of the process.) If there are
+    more tokens than the prompt has, the generated tokens follow. ``adapter`` is the content of the
+    request's LoRA adapter (``Adapters.content``).
     """
     ids = request.prompt_token_ids or []  # none if the prompt has embeddings only
     if ids and tokens > len(ids) and has_chain(request):
@@ -45,7 +41,7 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
 def whole_prompt_digest(request: Request) -> bytes:
     """Return what tells a request, not truncated, from one with another prompt, before either runs.
 
-    The content of a LoRA adapter, which is not known then, is no part of it, only the name.
+    Only the name of a LoRA adapter is part of it: its content is not known then.
     """
     return prompt_digest(request, request.num_prompt_tokens)
 
@@ -73,10 +69,9 @@ def block_digests(
 def common_tokens(request: Request, ticket: Ticket, adapter: bytes | None = None) -> int:
     """Return how many of a prompt's first tokens a conversation's ticket covers.
 
-    Returns:
-        All tokens of the ticket, if the prompt begins with them. Otherwise the tokens up to the
-        last block whose digest is the prompt's, but to the last block before an image (or another
-        medium) that would be cut: its tokens may attend to each other in both directions.
+    That is all tokens of the ticket, if the prompt begins with them. Otherwise the tokens up to the
+    last block whose digest is the prompt's, but to the last block before an image (or another
+    medium) that would be cut: its tokens may attend to each other in both directions.
     """
     blocks = ticket.blocks
     if blocks is None or not has_chain(request):
@@ -123,10 +118,7 @@ def _cache_salt(request: Request) -> object:
 
 
 def _packable(text: str) -> str | bytes:
-    """Return a text that msgpack can encode, or its bytes if the text holds lone surrogates.
-
-    An adapter's name or a medium's identifier may be a client's text.
-    """
+    """Return a client's text, or its bytes if it holds lone surrogates, which msgpack refuses."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -135,10 +127,7 @@ def _packable(text: str) -> str | bytes:
 
 
 def _token_id_mask(request: Request, tokens: int) -> tuple[bytes, ...]:
-    """Return a byte for each of the first positions, 1 for a token id, 0 for an embedding.
-
-    Empty if the request has no mask, in which vLLM differs from a mask of equal values.
-    """
+    """Return a byte per position: 1 for a token id, 0 for an embedding; () without a mask."""
     mask = request.prompt_is_token_ids
     return () if mask is None else (bytes(map(bool, mask[:tokens])),)
 
@@ -163,9 +152,6 @@ def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> in
     pages that have fallen out of the window are freed and cannot be handed over. A multi-token
     predictor's whole lookahead must stay with the engine that verifies its drafts (as in
     ``_prefill_backoff`` of vLLM's ``nixl/base_scheduler.py``).
-
-    Returns:
-        The number of tokens; 0 for full attention without a multi-token predictor.
     """
     lookahead = versions.prefill_lookahead(vllm_config)
     return max(int(any(group.needs_exact_length for group in groups)), lookahead - 1)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.messages import Coordinates
 from kvferry.integrations.vllm.caches.pages import ShardPosition
-from kvferry.integrations.vllm.ticket_params import ParallelSizes
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -24,8 +23,8 @@ class RankPosition:
     Attributes:
         shard: Which part of its layers' caches the worker stores.
         coordinates: The worker's rank in each kind of parallelism, as published in the handshake.
-        rank: The worker's index among the ranks that publish a layout. It ascends in the order in
-            which vLLM lists handshakes: by pipeline rank, then by tensor rank.
+        rank: The worker's index among the ranks that publish a layout, in the order in which vLLM
+            lists handshakes: by pipeline rank, then by tensor rank.
         replica: Whether another rank stores the same pages and publishes them in place of this
             worker: several prefill context-parallel ranks may each store all tokens, and only the
             first of them publishes a layout.
@@ -70,8 +69,8 @@ def current_rank_position(vllm_config: VllmConfig) -> RankPosition:
 def shared_incarnation() -> Incarnation:
     """Return the random number that distinguishes this start of the engine from others.
 
-    The first rank draws the number and broadcasts it. Every worker of the engine must call this,
-    once and at the same point of its start.
+    The first rank draws and broadcasts it, so every worker must call this, once and at the same
+    point of its start.
     """
     from vllm.distributed import parallel_state as groups
 
@@ -84,10 +83,10 @@ def shared_incarnation() -> Incarnation:
     return incarnation
 
 
-def parallel_sizes(parallel: ParallelConfig) -> ParallelSizes:
-    """Return an engine's numbers of parallel ranks, for its tickets."""
-    return ParallelSizes(
-        tp=parallel.tensor_parallel_size,
-        pp=parallel.pipeline_parallel_size,
-        dcp=parallel.decode_context_parallel_size,
-    )
+def parallel_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    """Return an engine's numbers of parallel ranks, by attributes of ``TicketParams``."""
+    return {
+        "tp_size": parallel.tensor_parallel_size,
+        "pp_size": parallel.pipeline_parallel_size,
+        "dcp_size": parallel.decode_context_parallel_size,
+    }

@@ -34,12 +34,9 @@ def without_suffix(request_id: str) -> str:
 
 
 def prompt_index(request_id: str) -> int:
-    """Return which prompt of a completion request with a list of prompts a request is.
+    """Return which prompt of a completion request with a list of prompts a request is; else 0.
 
     vLLM's server answers with the first prompt's ``kv_transfer_params`` only, whichever it got.
-
-    Returns:
-        The index; 0 also for the prompt of any other request.
     """
     found = _LATER_PROMPT.fullmatch(request_id)
     return int(found[1]) if found else 0

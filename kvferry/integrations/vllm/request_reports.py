@@ -50,12 +50,7 @@ class LoadingRequest:
 
 
 class RequestReports:
-    """Log one line about each request, and make its spans.
-
-    Args:
-        log: Whether to log at INFO, not at DEBUG.
-        spans: Makes spans; ``None`` to make none.
-    """
+    """Log one line about each request, at INFO if ``log``, else at DEBUG, and make its spans."""
 
     def __init__(self, *, log: bool = False, spans: RequestSpans | None = None) -> None:
         self._level = logging.INFO if log else logging.DEBUG
@@ -109,10 +104,7 @@ class RequestReports:
         )
 
     def hold_ended(self, request: HeldRequest, end: HoldEnd, seconds: float) -> None:
-        """Report that the blocks of a request are no longer held, after some seconds.
-
-        If the hold of a prompt is evicted, a warning says so in place of the line.
-        """
+        """Report that blocks are no longer held; for an evicted prompt, a warning does."""
         reader = request.ended.engine if request.ended is not None else ""
         if end is not HoldEnd.EVICTED or request.is_conversation:
             logger.log(
@@ -147,7 +139,7 @@ def _describe_load(request: LoadingRequest) -> dict[str, str | int]:
 
 
 def _describe_ids(request_id: str, ticket: Ticket) -> str:
-    """Return a request's id on prefill, and that on this engine unless they differ by the suffix.
+    """Return a request's id on prefill, and that here unless they differ by vLLM's suffix only.
 
     A router that sends both engines one ``X-Request-Id`` gives both ids a common part.
     """

@@ -6,12 +6,12 @@ Also warns at start if access is open.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from kvferry.core.errors import HandshakeError, SecretError
 from kvferry.core.security import (
@@ -54,9 +54,7 @@ class SecuritySettings:
     exposed: tuple[str, ...] = ()  # a warning for each secret that other users can read
 
 
-def read_security_settings(
-    config: Config, environment: Mapping[str, str] = os.environ
-) -> SecuritySettings:
+def read_security_settings(config: Config) -> SecuritySettings:
     """Read the keys and secrets that the configuration names.
 
     Raises:
@@ -64,58 +62,53 @@ def read_security_settings(
             ``curve_secret_key`` and ``curve_peers`` is set. The message names every problem, and
             never shows a secret.
     """
-    settings, problems = examine_security_settings(config, environment)
+    settings, problems = examine_security_settings(config)
     if problems:
         raise ConfigError("; ".join(problems))
     return settings
 
 
-def examine_security_settings(
-    config: Config, environment: Mapping[str, str] = os.environ
-) -> tuple[SecuritySettings, list[str]]:
-    """Read the keys and secrets that the configuration names, and return every problem.
+def examine_security_settings(config: Config) -> tuple[SecuritySettings, list[str]]:
+    """Return the settings, without those that cannot be used, and a text for each problem.
 
-    Returns:
-        The settings, without those that cannot be used, and a text for each problem. No text shows
-        a secret.
+    No text shows a secret.
     """
     problems: list[str] = []
 
-    def usable(setting: str, read: Callable[[], T]) -> T | None:
+    @contextmanager
+    def noting(setting: str) -> Iterator[None]:
         try:
-            return read()
+            yield
         except SecretError as exc:
             problems.append(f"kv_connector_extra_config: {setting}{exc}")
-            return None
 
-    def secrets(setting: str, places: Iterable[str]) -> list[Secret]:
-        reads = [partial(read_secret, place, environment) for place in places]
-        found = [usable(f"{setting}: ", read) for read in reads]
-        return [secret for secret in found if secret is not None]
-
-    own = secrets("curve_secret_key", filter(None, [config.curve_secret_key]))
-    pairs = [usable("curve_secret_key: ", partial(KeyPair.of, s.text, s.source)) for s in own]
+    own: list[Secret] = []
+    pairs: list[KeyPair] = []
+    for place in filter(None, [config.curve_secret_key]):
+        with noting("curve_secret_key: "):
+            own.append(read_secret(place))
+            pairs.append(KeyPair.of(own[0].text, own[0].source))
     # The keys in ``curve_peers`` itself are one list, and each place of more keys is another.
     groups = [[text for text in config.curve_peers if not is_source(text)]]
     groups += [[text] for text in config.curve_peers if is_source(text)]
-    listed = [
-        usable("curve_peers: ", partial(listed_keys, group, "curve_peers", environment))
-        for group in groups
-    ]
-    networks = usable("", partial(_networks, config))
-    access = None
-    if not problems:
-        peers = PeerKeys(frozenset[bytes]().union(*filter(None, listed)))
-        own_pair = pairs[0] if pairs else None
-        access = usable("", lambda: Access(own=own_pair, peers=peers, networks=networks))
-    tickets = secrets("ticket_secrets", config.ticket_secrets)
-    signing = None
+    peers = frozenset[bytes]()
+    for group in groups:
+        with noting("curve_peers: "):
+            peers |= listed_keys(group, "curve_peers")
+    access, secrets = NEARBY, None
+    with noting(""):
+        networks = _networks(config)
+        if not problems:
+            pair = pairs[0] if pairs else None
+            access = Access(own=pair, peers=PeerKeys(peers), networks=networks)
+    tickets: list[Secret] = []
+    for place in config.ticket_secrets:
+        with noting("ticket_secrets: "):
+            tickets.append(read_secret(place))
     if tickets and len(tickets) == len(config.ticket_secrets):
-        texts = [each.text for each in tickets]
-        signing = usable("ticket_secrets: ", lambda: TicketSecrets.of(texts))
-    settings = SecuritySettings(
-        access=access or NEARBY, secrets=signing, exposed=_exposed([*tickets, *own])
-    )
+        with noting("ticket_secrets: "):
+            secrets = TicketSecrets.of([each.text for each in tickets])
+    settings = SecuritySettings(access=access, secrets=secrets, exposed=_exposed([*tickets, *own]))
     return settings, problems
 
 
@@ -125,100 +118,83 @@ def watch_security_files(
     *,
     who: str,
     is_worker: bool = False,
-    environment: Mapping[str, str] = os.environ,
     seconds: float = LOOK_SECONDS,
 ) -> SourceWatcher:
     """Read files of keys and secrets again while the engine runs, and use what they contain.
 
     The peers' keys and the ticket secrets are replaced in ``security``. A change of the engine's
-    own key is only logged: it takes effect with a restart.
-
-    Args:
-        config: The settings, which name the files.
-        security: What was read from the files when this half of the engine started.
-        who: The part of the engine that reads, for log lines.
-        is_worker: Read only what a worker uses: the peers' keys.
-        environment: The environment variables.
-        seconds: Time between two readings.
-
-    Returns:
-        The thread that reads; the caller closes it.
+    own key is only logged: it takes effect with a restart. A worker uses the peers' keys only.
+    ``who`` is the part of the engine that reads, for log lines; ``seconds`` pass between two
+    readings. The caller closes the thread that is returned.
     """
     own, peers, secrets = security.access.own, security.access.peers, security.secrets
-    rows = (
-        (config.curve_peers, isinstance(peers, PeerKeys), _watched_peers),
-        (config.ticket_secrets, secrets is not None and not is_worker, _watched_secrets),
-        ([config.curve_secret_key], own is not None and not is_worker, _watched_own_key),
-    )
-    watched = [
-        setting(config, security, environment)
-        for places, is_used, setting in rows
-        if is_used and any(place.startswith(FILE) for place in places)
-    ]
+    watched: list[WatchedSetting[Any]] = []
+
+    def watch(
+        name: str,
+        places: Iterable[str],
+        used: Reading[T],
+        read: Callable[[], Reading[T]],
+        use: Callable[[T], str],
+    ) -> None:
+        if any(place.startswith(FILE) for place in places):
+            watched.append(WatchedSetting(name, used, read=read, use=use))
+
+    if isinstance(peers, PeerKeys):
+
+        def read_peers() -> Reading[AbstractSet[bytes]]:
+            keys = listed_keys(config.curve_peers, "curve_peers")
+            return Reading(Access(own=own, peers=keys).peers)
+
+        before: Reading[AbstractSet[bytes]] = Reading(frozenset(peers))
+        watch("curve_peers", config.curve_peers, before, read_peers, partial(_use_peers, peers))
+    if secrets is not None and not is_worker:
+        places = config.ticket_secrets
+        used = Reading(secrets.secrets, frozenset(security.exposed))
+        read_again = partial(_read_ticket_secrets, places)
+        watch("ticket_secrets", places, used, read_again, partial(_use_secrets, secrets))
+    if own is not None and not is_worker:
+        place = config.curve_secret_key
+        same = partial(_refuse_another_key, place, own)
+        watch("curve_secret_key", [place], Reading(own), same, lambda key: "")
     return SourceWatcher(watched, who=who, seconds=seconds)
 
 
-def _watched_peers(
-    config: Config, security: SecuritySettings, environment: Mapping[str, str]
-) -> WatchedSetting[Any]:
-    """Return how to read ``curve_peers`` again, and to replace the keys in use."""
-    own, peers = security.access.own, cast("PeerKeys", security.access.peers)
-
-    def read() -> Reading[AbstractSet[bytes]]:
-        keys = listed_keys(config.curve_peers, "curve_peers", environment)
-        return Reading(Access(own=own, peers=keys).peers)
-
-    def use(keys: AbstractSet[bytes]) -> str:
-        before = frozenset(peers)
-        peers.replace(keys)
-        changes = [("added", keys - before), ("removed", before - keys)]
-        named = [f", {what} {_listed(those)}" for what, those in changes if those]
-        return f"{_count(keys, 'key')}{''.join(named)}"
-
-    return WatchedSetting("curve_peers", Reading(frozenset(peers)), read=read, use=use)
+def _use_peers(peers: PeerKeys, keys: AbstractSet[bytes]) -> str:
+    """Replace the keys in use; return what to log."""
+    before = frozenset(peers)
+    peers.replace(keys)
+    changes = [("added", keys - before), ("removed", before - keys)]
+    named = [f", {what} {_listed(those)}" for what, those in changes if those]
+    return f"{_count(keys, 'key')}{''.join(named)}"
 
 
-def _watched_secrets(
-    config: Config, security: SecuritySettings, environment: Mapping[str, str]
-) -> WatchedSetting[Any]:
-    """Return how to read ``ticket_secrets`` again, and to replace those in use."""
-    secrets = cast("TicketSecrets", security.secrets)
-
-    def read() -> Reading[tuple[bytes, ...]]:
-        found = [read_secret(source, environment) for source in config.ticket_secrets]
-        texts = TicketSecrets.of([each.text for each in found]).secrets
-        return Reading(texts, frozenset(_exposed(found)))
-
-    def use(newer: tuple[bytes, ...]) -> str:
-        same = newer[0] == secrets.secrets[0]
-        secrets.replace(TicketSecrets(newer))
-        signs = "the same one as before" if same else "another one than before"
-        return f"{_count(newer, 'secret')}, and tickets are signed with {signs}"
-
-    used = Reading(secrets.secrets, frozenset(security.exposed))
-    return WatchedSetting("ticket_secrets", used, read=read, use=use)
+def _read_ticket_secrets(places: Iterable[str]) -> Reading[tuple[bytes, ...]]:
+    found = [read_secret(place) for place in places]
+    texts = TicketSecrets.of([each.text for each in found]).secrets
+    return Reading(texts, frozenset(_exposed(found)))
 
 
-def _watched_own_key(
-    config: Config, security: SecuritySettings, environment: Mapping[str, str]
-) -> WatchedSetting[Any]:
-    """Return how to notice that the file of this engine's own key has another key."""
-    own = cast("KeyPair", security.access.own)
+def _use_secrets(secrets: TicketSecrets, newer: tuple[bytes, ...]) -> str:
+    """Replace the secrets in use; return what to log."""
+    same = newer[0] == secrets.secrets[0]
+    secrets.replace(TicketSecrets(newer))
+    signs = "the same one as before" if same else "another one than before"
+    return f"{_count(newer, 'secret')}, and tickets are signed with {signs}"
 
-    def read() -> Reading[KeyPair]:
-        found = read_secret(config.curve_secret_key, environment)
-        if KeyPair.of(found.text, found.source) != own:
-            raise SecretError(
-                f"{found.source} has another key, which takes effect when this engine is "
-                f"restarted; until then its public key is {own.public.hex()}"
-            )
-        return Reading(own)
 
-    return WatchedSetting("curve_secret_key", Reading(own), read=read, use=lambda key: "")
+def _refuse_another_key(place: str, own: KeyPair) -> Reading[KeyPair]:
+    """Raise ``SecretError`` if the file of this engine's own key has another key."""
+    found = read_secret(place)
+    if KeyPair.of(found.text, found.source) != own:
+        raise SecretError(
+            f"{found.source} has another key, which takes effect when this engine is "
+            f"restarted; until then its public key is {own.public.hex()}"
+        )
+    return Reading(own)
 
 
 def _exposed(secrets: Iterable[Secret]) -> tuple[str, ...]:
-    """Return a warning for each secret that other users of this host can read."""
     return tuple(secret.exposed for secret in secrets if secret.exposed)
 
 
@@ -236,10 +212,8 @@ def _listed(keys: AbstractSet[bytes]) -> str:
 def open_access_risks(security: SecuritySettings, host: str) -> Iterator[str]:
     """Yield a warning for each setting that leaves access to this engine open, and what to set.
 
-    Args:
-        security: This engine's settings.
-        host: Host on which the side channel listens. If it is a loopback address, the only
-            warnings are those of secrets that other users can read.
+    If the side channel listens at a loopback address, the only warnings are those of secrets that
+    other users can read.
     """
     yield from security.exposed
     if is_loopback_host(host):

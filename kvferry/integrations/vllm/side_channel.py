@@ -73,18 +73,11 @@ def serve(
     library: str = "",
     signs: bool = False,
 ) -> tuple[EngineSideChannel, HandshakeServer]:
-    """Open the side channel and serve what this engine's ranks publish.
+    """Open the side channel and serve the encoded payloads of this engine's ranks, in rank order.
 
-    Args:
-        ranks: The encoded payloads of all ranks, in rank order.
-        config: The settings, with the host and port to listen on.
-        access: Which engines may connect.
-        problems: Returns the engine's current problems; called from the server's thread.
-        ticket_key: The public key with which peers verify this engine's tickets.
-        rooms: What decode engines may follow; ``None`` for nothing.
-        role: The engine's ``kv_role``, for the log line, as are the next two.
-        library: Name, version and backend of the library that moves the bytes, if there is one.
-        signs: Whether tickets are signed with a secret.
+    ``problems`` is called from the server's thread. ``ticket_key`` is the public key with which
+    peers verify this engine's tickets; ``rooms`` are what decode engines may follow. The others are
+    for the log line.
 
     Returns:
         The address for tickets, and the server, which the caller closes.

@@ -87,15 +87,8 @@ def stage(
 ) -> StagedCache:
     """Allocate a rank's pool of host pages.
 
-    Args:
-        caches: vLLM's cache tensors.
-        cache: Their layout.
-        config: The connector's settings.
-        pages: How many blocks the cache has.
-        largest: How many blocks the largest request may need.
-        uses: See ``uses``.
-        device: The device of the caches.
-        enter: Called first on each of the pool's threads.
+    The cache has ``pages`` blocks, and the largest request may need ``largest`` of them. ``enter``
+    is called first on each of the pool's threads.
 
     Raises:
         ConfigError: The memory cannot be allocated, or is too little for one page for each use; or
@@ -138,11 +131,7 @@ def host_pages(
 
 
 def page_count(form: HostPageFormat, config: Config, *, pages: int, largest: int, uses: int) -> int:
-    """Return how many host pages a rank has, the hole included; ``stage`` explains the rest.
-
-    Raises:
-        ConfigError: They are too few for one page for each use.
-    """
+    """Return how many host pages a rank has, the hole included, or raise ``ConfigError``."""
     if not form.page_bytes:
         return NO_LIMIT  # this rank has no cache
     if config.staging_bytes is None:

@@ -27,14 +27,11 @@ class TicketChecks:
     """Check the tickets of requests, and parts of them.
 
     Attributes:
-        engine: This engine's id.
         may_load: Whether the engine's ``kv_role`` lets it load; only then does vLLM free blocks in
             an order that is safe for loads.
         continues: Whether the next turn of a conversation loads from the engine that answered.
-        verify_prompt: Whether tickets that were made for another prompt are refused.
         backoff: See ``prefill_backoff``.
         needs_exact_length: Whether the model has states or windows.
-        security: The secrets, keys and networks that decide which tickets are accepted.
         adapter_content: See ``Adapters.content``.
         lora_enabled: Whether the engine accepts requests with LoRA adapters.
     """
@@ -50,17 +47,14 @@ class TicketChecks:
     lora_enabled: bool = False
 
     def is_turn(self, request: Request) -> bool:
-        """Return whether a request continues a conversation with the ticket of its last answer.
-
-        That is a request that is prefilled here for another engine, with a ticket in its params.
-        """
+        """Return whether a request that is prefilled here comes with the last answer's ticket."""
         params = request.kv_transfer_params or {}
         is_prefill = params.get("do_remote_decode") and not params.get("do_remote_prefill")
         has_ticket = KEY in params or params.get("remote_block_ids")
         return self.continues and bool(is_prefill and has_ticket)
 
     def admit(self, request: Request) -> Ticket:
-        """Return the ticket in a request's params.
+        """Return the ticket in a request's params, or refuse it.
 
         It is refused if this engine may not load; or if it is malformed, is not signed as required,
         is of this engine itself or of one to which this engine may not connect, or was made for

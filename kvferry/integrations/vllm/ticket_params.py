@@ -6,7 +6,7 @@ text. What comes back is input from a client, and is validated before anything u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import MAX_GROUPS
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.prompt_digest import DIGEST_BYTES, MAX_BLOCK_DIGESTS, BlockDigests
-from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, PeerKey, Ticket
+from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, PeerKey, Ticket, TicketFields
 from kvferry.core.security import KEY_BYTES, Proof, TicketKey, TicketSecrets
 from kvferry.core.security.proof import content_of
 from kvferry.core.side_channel_messages import DECODE_ERRORS
@@ -35,6 +35,7 @@ Digests = Annotated[
     Meta(pattern="^([0-9a-f]{2})*$", max_length=2 * DIGEST_BYTES * MAX_BLOCK_DIGESTS),
 ]
 Integer = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Numbers = Annotated[list[Integer], Meta(max_length=MAX_GROUPS)]
 
 
 class _BlockDigests(Struct, frozen=True, kw_only=True):
@@ -45,11 +46,11 @@ class _BlockDigests(Struct, frozen=True, kw_only=True):
     digests: Digests
 
 
-class _FerryParams(Struct, frozen=True, kw_only=True):
-    """The value of the key ``kvferry``; ``Ticket`` and ``Proof`` explain most attributes.
+class _FerryParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The value of the key ``kvferry``; ``TicketFields`` and ``Proof`` explain most attributes.
 
     ``host`` and ``port`` are the side channel's address as the producer itself states it; routers
-    do not change them. Tickets of older builds lack them.
+    do not change them. Tickets without a proof lack them.
     """
 
     version: Integer
@@ -59,17 +60,17 @@ class _FerryParams(Struct, frozen=True, kw_only=True):
     digest: Hex
     tokens: Integer
     computed: bool
-    first_index: Annotated[list[Integer], Meta(max_length=MAX_GROUPS)]
+    first_index: Numbers
     key: Hex = ""
+    blocks: _BlockDigests | None = None
+    missing: Numbers = []
+    part: bool = False
+    total: Integer = 0
     host: Annotated[str, Meta(max_length=MAX_TEXT)] = ""
     port: Integer = 0
     ticket_key: Hex = ""
     proof: Hex = ""
     signature: Hex = ""
-    blocks: _BlockDigests | None = None
-    missing: Annotated[list[Integer], Meta(max_length=MAX_GROUPS)] = []
-    part: bool = False
-    total: Integer = 0
 
 
 class _NixlParams(Struct, frozen=True, kw_only=True):
@@ -87,7 +88,7 @@ class _RoomParams(Struct, frozen=True, kw_only=True):
     """The keys of MooncakeConnector with which a router names a room, and one more.
 
     ``remote_bootstrap_addr`` is the address of the producer's side channel, and
-    ``remote_bootstrap_key`` the side channel's public key; empty if it is not encrypted.
+    ``remote_bootstrap_key`` that one's public key; empty if it is not encrypted.
     """
 
     transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID)]
@@ -105,17 +106,8 @@ S = TypeVar("S", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSizes:
-    """The numbers of an engine's ranks, as NixlConnector's keys express them."""
-
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TicketParams:
-    """A producer's ticket for one request, or a part of it; ``Ticket`` explains the attributes.
+class TicketParams(TicketFields):
+    """A producer's ticket for one request, or a part of it.
 
     In a part, ``total`` is the number of tokens that the ticket will cover; in a ticket it is 0.
 
@@ -123,21 +115,8 @@ class TicketParams:
     as in a test of the scheduler alone, hands out params with port 0, which every reader refuses.
     """
 
-    engine: str
-    incarnation: int
-    request: str
-    host: str
-    port: int
-    hold: Hold
-    pages: Sequence[Sequence[int]]
-    first_index: Sequence[int]
-    tokens: int
-    digest: bytes
-    computed: bool
-    sizes: ParallelSizes
-    key: bytes = b""
-    blocks: BlockDigests | None = None
-    missing: Sequence[int] = ()
+    pp_size: int = 1
+    dcp_size: int = 1
     total: int = 0
 
     def params(
@@ -148,21 +127,7 @@ class TicketParams:
         Those of a conversation's ticket, which has ``blocks``, ask for the next turn's prefill.
         They are signed with ``secrets``, and proven with ``ticket_key``, if there are any.
         """
-        params = self._unsigned()
-        if ticket_key is not None:
-            params[KEY] |= {
-                "host": self.host,
-                "port": self.port,
-                "ticket_key": ticket_key.public.hex(),
-            }
-            params[KEY][PROOF] = ticket_key.sign(_proven_content(params)).hex()
-        if secrets is not None:
-            params[KEY][SIGNATURE] = secrets.sign(_signed_content(params)).hex()
-        return params
-
-    def _unsigned(self) -> dict[str, Any]:
-        """Return the params without proof and signature."""
-        return {
+        params = {
             "do_remote_prefill": self.blocks is None,
             "do_remote_decode": self.blocks is not None,
             "remote_block_ids": [list(ids) for ids in self.pages],
@@ -170,55 +135,61 @@ class TicketParams:
             "remote_request_id": self.request,
             "remote_host": self.host,
             "remote_port": self.port,
-            "tp_size": self.sizes.tp,
-            "dcp_size": self.sizes.dcp,
-            "pp_size": self.sizes.pp,
+            "tp_size": self.tp_size,
+            "dcp_size": self.dcp_size,
+            "pp_size": self.pp_size,
             "remote_num_tokens": self.tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
-            KEY: {
-                "version": VERSION,
-                "incarnation": f"{self.incarnation:016x}",
-                "slot": self.hold.slot,
-                "generation": f"{self.hold.generation:016x}",
-                "digest": self.digest.hex(),
-                "tokens": self.tokens,
-                "computed": self.computed,
-                "first_index": list(self.first_index),
-                **({"key": self.key.hex()} if self.key else {}),
-                **({"blocks": _digest_params(self.blocks)} if self.blocks is not None else {}),
-                **({"missing": list(self.missing)} if any(self.missing) else {}),
-                **({"part": True, "total": self.total} if self.total else {}),
-            },
+            KEY: msgspec.to_builtins(self._own(ticket_key)),
         }
+        if ticket_key is not None:
+            params[KEY][PROOF] = ticket_key.sign(_proven_content(params)).hex()
+        if secrets is not None:
+            params[KEY][SIGNATURE] = secrets.sign(_signed_content(params)).hex()
+        return params
 
-
-def _digest_params(blocks: BlockDigests) -> dict[str, Any]:
-    """Return the value of ``blocks`` under ``kvferry``."""
-    return {
-        "tokens": blocks.tokens,
-        "salt": blocks.salt.hex(),
-        "digests": blocks.digests.hex(),
-    }
+    def _own(self, ticket_key: TicketKey | None) -> _FerryParams:
+        """Return what is under ``kvferry``, without proof and signature."""
+        blocks = self.blocks
+        return _FerryParams(
+            version=VERSION,
+            incarnation=f"{self.incarnation:016x}",
+            slot=self.hold.slot,
+            generation=f"{self.hold.generation:016x}",
+            digest=self.digest.hex(),
+            tokens=self.tokens,
+            computed=self.computed,
+            first_index=list(self.first_index),
+            key=self.key.hex(),
+            blocks=None
+            if blocks is None
+            else _BlockDigests(
+                tokens=blocks.tokens, salt=blocks.salt.hex(), digests=blocks.digests.hex()
+            ),
+            missing=list(self.missing) if any(self.missing) else [],
+            part=bool(self.total),
+            total=self.total,
+            host=self.host if ticket_key is not None else "",
+            port=self.port if ticket_key is not None else 0,
+            ticket_key=ticket_key.public.hex() if ticket_key is not None else "",
+        )
 
 
 def read_ticket(
     params: Mapping[str, Any], secrets: TicketSecrets | None = None, *, prompt: int = MAX_TOKENS
 ) -> Ticket:
-    """Return the ticket in a decode request's ``kv_transfer_params``.
+    """Return the ticket in a decode request's ``kv_transfer_params``, which a client sent.
 
-    Args:
-        params: The params, which came from a client and are not trusted.
-        secrets: One of these must have signed the ticket; ``None`` if it must not be signed.
-        prompt: How many tokens the request's prompt has. A page covers at least one token, so this
-            bounds how many pages a client can make this engine check.
+    One of ``secrets`` must have signed it; without secrets it must not be signed. A page covers at
+    least one token, so the ``prompt``'s tokens bound how many pages a client can make this engine
+    check. A proof can be verified only after the handshake
+    (``core.lifecycle.ticket.check_against``).
 
     Raises:
         TicketError: The ticket is refused: another connector made it; its format has another
             version; it is malformed or lists more pages than the prompt has tokens; its signature
             is missing, wrong or not expected; it has neither signature nor proof; or it is a part.
-            A proof can be verified only after the handshake
-            (``core.lifecycle.ticket.check_against``).
     """
     ferry, ticket = _read(params, secrets, prompt)
     if ferry.part:
@@ -234,10 +205,9 @@ class Part:
     """What a producer says in a room: how much of a prompt is computed, and in which pages.
 
     Attributes:
-        ticket: The ticket; or, before the last part, one that covers the tokens that are computed,
-            with the pages of full attention only.
+        ticket: The ticket if ``is_last``; or one that covers the tokens that are computed, with the
+            pages of full attention only.
         total: How many tokens the ticket covers, or will cover.
-        is_last: Whether it is the ticket.
     """
 
     ticket: Ticket
@@ -257,13 +227,11 @@ def read_part(
     is_last: bool,
     prompt: int = MAX_TOKENS,
 ) -> Part:
-    """Return what a producer has published in a room.
-
-    The producer says that it is the ticket if ``is_last``; ``read_ticket`` explains the rest.
+    """Return what a producer has published in a room: the ticket if ``is_last``.
 
     Raises:
-        TicketError: It is refused as ``read_ticket`` refuses tickets; or only one of it and
-            ``is_last`` says that it is a part; or a part covers no fewer tokens than the ticket.
+        TicketError: As by ``read_ticket``; or only one of it and ``is_last`` says that it is a
+            part; or a part covers no fewer tokens than the ticket.
     """
     try:
         params = msgspec.json.decode(data, type=dict[str, Any])
@@ -309,6 +277,7 @@ def _read(
             reason=TicketReason.PROOF,
         )
     host, port, routed = _addresses(ferry, nixl, signed=secrets is not None)
+    blocks = ferry.blocks
     return ferry, Ticket(
         engine=nixl.remote_engine_id,
         incarnation=_number(ferry.incarnation),
@@ -325,7 +294,13 @@ def _read(
         key=bytes.fromhex(ferry.key),
         routed=routed,
         proof=proof,
-        blocks=_block_digests(ferry.blocks),
+        blocks=None
+        if blocks is None
+        else BlockDigests(
+            tokens=blocks.tokens,
+            salt=bytes.fromhex(blocks.salt),
+            digests=bytes.fromhex(blocks.digests),
+        ),
         missing=tuple(ferry.missing),
     )
 
@@ -339,19 +314,14 @@ def names_room(params: Mapping[str, Any]) -> bool:
 def room_name(params: Mapping[str, Any]) -> str | None:
     """Return the router's name of the room of a request that is prefilled for another engine.
 
-    Returns:
-        The name; ``None`` if the request has none, or one that no engine can follow.
+    ``None`` if the request has none, or one that no engine can follow.
     """
     name = params.get("transfer_id")
     return name if isinstance(name, str) and 1 <= len(name) <= MAX_TRANSFER_ID else None
 
 
 def read_room(params: Mapping[str, Any]) -> tuple[str, PeerKey]:
-    """Return the router's name of the room in a decode request's params, and the producer.
-
-    Raises:
-        TicketError: A key is missing or malformed.
-    """
+    """Return the router's name of the room and the producer, or raise ``TicketError``."""
     room = _convert(dict(params), _RoomParams, "kv_transfer_params without a ticket")
     host, port = _address(room.remote_bootstrap_addr)
     key = bytes.fromhex(room.remote_bootstrap_key)
@@ -373,17 +343,6 @@ def _address(text: str) -> tuple[str, int]:
             "prefill's side channel (side_channel_host and side_channel_port)"
         )
     return host, port
-
-
-def _block_digests(params: _BlockDigests | None) -> BlockDigests | None:
-    """Return the digests in a conversation's ticket, or ``None`` if the ticket has none."""
-    if params is None:
-        return None
-    return BlockDigests(
-        tokens=params.tokens,
-        salt=bytes.fromhex(params.salt),
-        digests=bytes.fromhex(params.digests),
-    )
 
 
 def _addresses(
@@ -447,10 +406,7 @@ def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of the params that a proof covers.
-
-    That is what a signature covers, except the proof itself and the address that routers rewrite.
-    """
+    """Return what a proof covers: what a signature does, but itself and what routers rewrite."""
     content = {name: params[name] for name in _NixlParams.__struct_fields__ if name not in ROUTED}
     own = {name: params[KEY][name] for name in params[KEY] if name not in (SIGNATURE, PROOF)}
     return {**content, KEY: own}

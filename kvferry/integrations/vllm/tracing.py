@@ -31,8 +31,7 @@ def is_traced(vllm_config: VllmConfig) -> bool:
 class RequestSpans:
     """Make the spans of requests when their load or hold is over, unless they have no headers.
 
-    OpenTelemetry must be installed, which vLLM checks where ``--otlp-traces-endpoint`` is set.
-    Attributes are named without ``PREFIX``.
+    OpenTelemetry must be installed. Attributes are named without ``PREFIX``.
     """
 
     def __init__(self) -> None:
@@ -45,10 +44,7 @@ class RequestSpans:
         self._tracer.id_generator = _SystemIds()
 
     def loaded(self, headers: Headers, record: LoadRecord, **attributes: str | int) -> None:
-        """Make the span ``kvferry.load``, with a child for each stage that took any time.
-
-        The span begins when the request begins to wait for pages.
-        """
+        """Make the span ``kvferry.load``, from the wait for pages on; a child per stage."""
         if not headers:
             return
         stages = {Stage.HANDSHAKE: record.handshake_seconds} | record.stages
@@ -62,13 +58,7 @@ class RequestSpans:
         load.end(_nanoseconds(max(at, record.ended)))
 
     def failed(self, headers: Headers, begun: float, **attributes: str | int) -> None:
-        """Make the span ``kvferry.load`` of a load that has just failed; its status is an error.
-
-        Args:
-            headers: The request's trace headers.
-            begun: When the load began, in seconds since the epoch.
-            attributes: Of the span.
-        """
+        """Make the span ``kvferry.load`` of a load that has failed, begun at epoch seconds."""
         if headers:
             load = self._begin("load", _parent(headers), begun, attributes)
             load.set_status(self._trace.StatusCode.ERROR)

@@ -35,12 +35,7 @@ OLD_KEYS = ("kv_buffer_size", "kv_ip", "kv_parallel_size", "kv_rank")
 def own_transfers(transfer: object) -> list[Mapping[str, Any]]:
     """Return the configurations in a ``--kv-transfer-config`` that select ``KVFerryConnector``.
 
-    Args:
-        transfer: As for ``as_mapping``.
-
-    Returns:
-        The configuration itself as keys and values, or those of MultiConnector's children; empty
-        if other connectors are selected.
+    That is the configuration itself, or those of MultiConnector's children; as keys and values.
     """
     whole = as_mapping(transfer)
     if _is_own(whole):
@@ -53,11 +48,7 @@ def own_transfers(transfer: object) -> list[Mapping[str, Any]]:
 
 
 def as_mapping(transfer: object) -> Mapping[str, Any]:
-    """Return a ``--kv-transfer-config`` as keys and values.
-
-    Args:
-        transfer: vLLM's ``KVTransferConfig``, or its keys and values, or ``None``.
-    """
+    """Return vLLM's ``KVTransferConfig``, its keys and values, or ``None`` as keys and values."""
     if isinstance(transfer, Mapping):
         return transfer
     return dict(vars(transfer)) if transfer is not None else {}

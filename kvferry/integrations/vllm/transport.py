@@ -19,10 +19,7 @@ def make_transport(
 ) -> Transport:
     """Return a transport of the configured driver; the caller closes it.
 
-    Args:
-        config: Names the driver and its options.
-        memory: The kinds of memory in which the caches are (``Region.kind``).
-        enter: What every thread of the driver does first.
+    ``memory`` has the kinds of memory in which the caches are (``Region.kind``).
 
     Raises:
         ConfigError: The driver cannot reach one of the kinds of memory; names the installed drivers

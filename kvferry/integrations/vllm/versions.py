@@ -34,10 +34,7 @@ READ = ((0, 33),)
 
 
 def vllm_version() -> str | None:
-    """Return the version of the vLLM in this process, such as ``0.32.0+cpu``.
-
-    ``None`` if vLLM was not imported, or does not know its version.
-    """
+    """Return the version of vLLM, such as ``0.32.0+cpu``; ``None`` if not imported or not known."""
     return getattr(sys.modules.get("vllm"), "__version__", None)
 
 
@@ -51,12 +48,8 @@ def opaque_release() -> str:
     """Return a text that two engines must have in common to exchange pages of unknown content.
 
     In another release of vLLM, a backend can fill its pages in another order without another name
-    or shape: from 0.31 to 0.32, FLASHINFER's NVFP4 pages changed in this way. Pages of known
-    content need no such text.
-
-    Returns:
-        A text with the release, which begins with a space; empty for 0.32, because builds of
-        kvferry that run on this release only publish no such text.
+    or shape: from 0.31 to 0.32, FLASHINFER's NVFP4 pages changed in this way. The text begins with
+    a space; it is empty for 0.32.
     """
     version = vllm_version()
     release = _release(version) if version is not None else (0, 32)
@@ -106,10 +99,7 @@ def peer_hit_source() -> object:
 
 
 def returns_routed_experts(vllm_config: VllmConfig) -> bool:
-    """Return whether ``enable_return_routed_experts`` is on.
-
-    Until 0.30, vLLM has the setting in the model's configuration.
-    """
+    """Return whether ``enable_return_routed_experts`` is on: until 0.30 a setting of the model."""
     outputs = getattr(vllm_config, "aux_output_config", None)
     if outputs is not None:
         return bool(outputs.enabled)
@@ -117,18 +107,14 @@ def returns_routed_experts(vllm_config: VllmConfig) -> bool:
 
 
 def stores_every_state(vllm_config: VllmConfig) -> bool:
-    """Return whether recurrent states are kept at every block (``mamba_cache_mode`` ``all``).
-
-    vLLM has this mode until 0.31.
-    """
+    """Return whether states are kept at every block (``mamba_cache_mode`` ``all``, until 0.31)."""
     return str(vllm_config.cache_config.mamba_cache_mode) == "all"
 
 
 def prefill_lookahead(vllm_config: VllmConfig) -> int:
     """Return how many tokens past a computed one a drafter reads.
 
-    vLLM says so from 0.31 on (``num_prefill_lookahead_tokens``); before, it is computed as vLLM
-    0.31 does.
+    vLLM says so from 0.31 on (``num_prefill_lookahead_tokens``); before, this is as in vLLM 0.31.
     """
     if hasattr(vllm_config, "num_prefill_lookahead_tokens"):
         return int(vllm_config.num_prefill_lookahead_tokens)
@@ -179,15 +165,9 @@ def is_a(spec: KVCacheSpec, *names: str) -> bool:
 def hashed_blocks(manager: KVCacheManager, group: int) -> dict[str, int] | None:
     """Return vLLM's record of how many of each request's first blocks need no hash any more.
 
-    vLLM hashes a request's further full blocks only, for its prefix cache. The record has been the
-    same from 0.29 to 0.33 (``num_cached_block`` in ``single_type_kv_cache_manager.py``).
-
-    Args:
-        manager: vLLM's manager of the cache.
-        group: The index of a cache group.
-
-    Returns:
-        The record, to be changed; ``None`` if this vLLM has none there.
+    vLLM hashes a request's further full blocks only, for its prefix cache. The record, to be
+    changed, has been the same from 0.29 to 0.33 (``num_cached_block`` in
+    ``single_type_kv_cache_manager.py``); ``None`` if this vLLM has none there.
     """
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
     if group >= len(managers):
@@ -217,10 +197,7 @@ def has_records(spec: KVCacheSpec, sizes: Collection[int]) -> bool:
 
     Kernels then read the rows of all blocks as one array, so the spec demands that blocks are a
     multiple of the row apart. Before, the scales of all rows are behind the values of all rows.
-
-    Args:
-        spec: The layer's spec.
-        sizes: The sizes in bytes of the rows that may be such records.
+    ``sizes`` are those in bytes of the rows that may be such records.
     """
     row = getattr(spec, "state_content_bytes", None)
     stride = getattr(spec, "block_stride_alignment", None)

@@ -18,7 +18,7 @@ from kvferry.core.directory import ProducerNews
 from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
-from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SourceWatcher
@@ -33,21 +33,17 @@ from kvferry.integrations.vllm.device import (
     platform_device,
     thread_setup,
     work_marker,
+    zero_function,
 )
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.page_source import most_pages
-from kvferry.integrations.vllm.rank_position import (
-    RankPosition,
-    current_rank_position,
-    shared_incarnation,
-)
+from kvferry.integrations.vllm.rank_position import current_rank_position, shared_incarnation
 from kvferry.integrations.vllm.request_reports import is_followed
 from kvferry.integrations.vllm.security import read_security_settings, watch_security_files
 from kvferry.integrations.vllm.staging import StagedCache
 from kvferry.integrations.vllm.tracing import is_traced
 from kvferry.integrations.vllm.transport import make_transport
-from kvferry.integrations.vllm.zeroing import zero_function
 
 if TYPE_CHECKING:
     import torch
@@ -84,18 +80,15 @@ than this share of the time for which the engine had nothing to do.
 class FerryWorker:
     """Apply the scheduler's messages to one rank's endpoint, and report sends and loads that ended.
 
-    ``start_worker`` makes the worker. The worker owns the endpoint: ``close`` closes it.
+    ``start_worker`` makes it. It owns ``endpoint``, ``security_files`` (which reads the keys of
+    this rank's peers again) and ``staged`` (the host pages that the endpoint publishes, if the
+    cache is staged): ``close`` closes them.
 
     Args:
-        endpoint: The endpoint of this rank.
-        mark_work: Marks the work enqueued on the device so far, and returns a function that tells
-            whether the device has done this work; returns ``None`` if there is nothing to wait for.
+        mark_work: See ``work_marker``.
         drain: Seconds that ``close`` waits at most for other engines to read the held pages.
-        security_files: Reads the keys of this rank's peers again; closed with the endpoint.
         follows: Whether requests are followed in the log or in traces, so that the scheduler half
             needs the figures of each load and hold.
-        staged: The host pages that the endpoint publishes, if the cache is staged; closed with the
-            endpoint.
         kept_elsewhere: The engine's cache groups, if other connectors may keep the pages of loads;
             otherwise empty.
     """
@@ -133,75 +126,6 @@ class FerryWorker:
             payload=side_channel_messages.encode(endpoint.payload),
             library=endpoint.library,
             host_pages=staged.pages if staged is not None else 0,
-        )
-
-    @classmethod
-    def start(
-        cls,
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig,
-        caches: Mapping[str, torch.Tensor],
-        position: RankPosition,
-        incarnation: Incarnation,
-        *,
-        has_siblings: bool = False,
-    ) -> FerryWorker:
-        """Describe a rank's caches, start its endpoint, and return its worker half.
-
-        ``start_worker`` explains the arguments and what is raised.
-        """
-        config = configuration.engine_config(vllm_config)
-        checks.check_groups(kv_cache_config)
-        checks.check_failure_reports(vllm_config.kv_transfer_config, kv_cache_config)
-        # A pipeline stage may have no layer with a cache: then the platform's device counts.
-        found = [cache.device for cache in caches.values()]
-        device = found[0] if found else platform_device()
-        transfer = vllm_config.kv_transfer_config
-        is_staged = staging.is_staged(transfer, config, device.type)
-        if not is_staged:
-            check_has_streams(device)
-        enter = thread_setup(device)
-        facts = layer_facts(vllm_config, kv_cache_config, position.shard)
-        security = read_security_settings(config)
-        layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
-        groups = cache_groups(kv_cache_config, position.shard.dcp_size)
-        staged = None
-        if is_staged:
-            longest = vllm_config.model_config.max_model_len
-            staged = staging.stage(
-                caches.values(),
-                layout,
-                config=config,
-                pages=kv_cache_config.num_blocks,
-                largest=most_pages(groups, longest),
-                uses=staging.uses(transfer),
-                device=device,
-                enter=enter,
-            )
-            layout = staged.layout
-        endpoint = Endpoint(
-            identity=rank_identity(vllm_config, incarnation, position),
-            driver=config.driver,
-            transport=make_transport(config, {region.kind for region in layout.regions}, enter),
-            layout=layout,
-            slots=kv_cache_config.num_blocks,
-            options=endpoint_options(config, security.access),
-            zero=zero_function(caches.values() if staged is None else ()),
-            enter=enter,
-            copies=staged.pool if staged is not None else None,
-        )
-        files = watch_security_files(
-            config, security, who=f"rank {endpoint.payload.rank}", is_worker=True
-        )
-        follows = is_followed(log=config.log_requests) or is_traced(vllm_config)
-        return cls(
-            endpoint,
-            work_marker(device),
-            config.drain_timeout,
-            files,
-            follows=follows,
-            staged=staged,
-            kept_elsewhere=groups if has_siblings else (),
         )
 
     def apply(self, step: StepMetadata) -> None:
@@ -252,7 +176,7 @@ class FerryWorker:
         )
 
     def _not_whole(self, results: Results) -> Iterator[str]:
-        """Yield the requests with a page that another connector would keep, and that lacks tokens.
+        """Yield requests with a page that lacks tokens, and that another connector would keep.
 
         Only vLLM's own cache can be told to leave it out (``prefix_cache``).
         """
@@ -336,9 +260,8 @@ class UnreadRankWorker:
     """The worker half of a rank whose whole cache another rank of its engine publishes.
 
     No engine reads from this rank. vLLM frees pages when every rank has reported their request as
-    sent, so this rank reports a request as sent as soon as the request has a ticket; the rank that
-    is read reports it when the read is over. A request whose ticket was refused must fail on every
-    rank, so this rank reports it as failed.
+    sent, so this rank reports a request as sent as soon as it has a ticket; the rank that is read
+    reports it when the read is over. A request whose ticket was refused must fail on every rank.
     """
 
     handshake = None
@@ -364,10 +287,7 @@ class UnreadRankWorker:
                 self._sent.add(self._held.pop(hold))
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests that got a ticket, or whose ticket was refused, since the last call.
-
-        The former are reported to vLLM as sent, the latter as failed loads.
-        """
+        """Return the requests that got a ticket, or whose ticket was refused."""
         sent, self._sent = self._sent, set()
         refused, self._refused = self._refused, set()
         return compat_029.transfer_results(sent=sent, received=refused, failed=set(refused))
@@ -392,15 +312,9 @@ def start_worker(
     """Return the worker half of the connector for this process's rank.
 
     Every worker of the engine must call this at the same point of its start, because the ranks
-    exchange a random number during the call.
-
-    Args:
-        vllm_config: The engine's configuration.
-        kv_cache_config: The engine's cache groups.
-        caches: vLLM's cache tensors by layer. vLLM owns them, and must keep them until after
-            ``close``.
-        has_siblings: Whether other connectors run beside this one. They may keep the pages of a
-            load, so a load fails that leaves a page without some of its tokens.
+    exchange a random number during the call. vLLM owns ``caches`` (by layer), and must keep them
+    until after ``close``. Siblings are other connectors, which may keep the pages of a load: so a
+    load fails that leaves a page without some of its tokens.
 
     Raises:
         ConfigError: A kind of cache, its memory, or another setting is refused.
@@ -410,6 +324,56 @@ def start_worker(
     incarnation, position = shared_incarnation(), current_rank_position(vllm_config)
     if position.replica:
         return UnreadRankWorker()
-    return FerryWorker.start(
-        vllm_config, kv_cache_config, caches, position, incarnation, has_siblings=has_siblings
+    config = configuration.engine_config(vllm_config)
+    checks.check_groups(kv_cache_config)
+    checks.check_failure_reports(vllm_config.kv_transfer_config, kv_cache_config)
+    # A pipeline stage may have no layer with a cache: then the platform's device counts.
+    found = [cache.device for cache in caches.values()]
+    device = found[0] if found else platform_device()
+    transfer = vllm_config.kv_transfer_config
+    is_staged = staging.is_staged(transfer, config, device.type)
+    if not is_staged:
+        check_has_streams(device)
+    enter = thread_setup(device)
+    facts = layer_facts(vllm_config, kv_cache_config, position.shard)
+    security = read_security_settings(config)
+    layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
+    groups = cache_groups(kv_cache_config, position.shard.dcp_size)
+    staged = None
+    if is_staged:
+        longest = vllm_config.model_config.max_model_len
+        staged = staging.stage(
+            caches.values(),
+            layout,
+            config=config,
+            pages=kv_cache_config.num_blocks,
+            largest=most_pages(groups, longest),
+            uses=staging.uses(transfer),
+            device=device,
+            enter=enter,
+        )
+        layout = staged.layout
+    endpoint = Endpoint(
+        identity=rank_identity(vllm_config, incarnation, position),
+        driver=config.driver,
+        transport=make_transport(config, {region.kind for region in layout.regions}, enter),
+        layout=layout,
+        slots=kv_cache_config.num_blocks,
+        options=endpoint_options(config, security.access),
+        zero=zero_function(caches.values() if staged is None else ()),
+        enter=enter,
+        copies=staged.pool if staged is not None else None,
+    )
+    files = watch_security_files(
+        config, security, who=f"rank {endpoint.payload.rank}", is_worker=True
+    )
+    follows = is_followed(log=config.log_requests) or is_traced(vllm_config)
+    return FerryWorker(
+        endpoint,
+        work_marker(device),
+        config.drain_timeout,
+        files,
+        follows=follows,
+        staged=staged,
+        kept_elsewhere=groups if has_siblings else (),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples.ray_serve import local
-from kvferry.integrations.ray.replica_config import CONNECTOR, check_engine_id
+from kvferry.integrations.ray import CONNECTOR, check_engine_id
 from kvferry.integrations.vllm.config import Config, parse
 
 pytest.importorskip("yaml", reason="PyYAML comes with vLLM")

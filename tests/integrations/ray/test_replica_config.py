@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvferry import KVFerryError
-from kvferry.integrations.ray.replica_config import check_engine_id, serve_on
+from kvferry.integrations.ray import check_engine_id, serve_on
 
 NODE = "10.0.0.7"
 

@@ -24,7 +24,6 @@ from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.side_channel import EngineSideChannel
 from kvferry.integrations.vllm.ticket_checks import TicketChecks
-from kvferry.integrations.vllm.ticket_params import ParallelSizes
 
 SERVING = EngineSideChannel(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
 PREFILL = {"do_remote_decode": True}
@@ -90,7 +89,7 @@ def producer(tail: int = 0, groups: Sequence[CacheGroup] = full(), **settings: A
         "slots": 64,
         "lease": 30.0,
         "computed": True,
-        "sizes": ParallelSizes(tp=2, pp=3),
+        "sizes": {"tp_size": 2, "pp_size": 3},
         "ticket_key": TICKET_KEY,
     }
     return Producer(groups, backoff=tail, **(common | settings))

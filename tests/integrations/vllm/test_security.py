@@ -27,8 +27,14 @@ SECRET = "a secret of both engines"
 ENVIRONMENT = {"OWN": OWN.secret.hex(), "SECRET": SECRET, "PEERS": PEER.public.hex()}
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
 def admitted(**settings: Any) -> SecuritySettings:
-    return read_security_settings(parse(settings), ENVIRONMENT)
+    return read_security_settings(parse(settings))
 
 
 def test_nothing_set() -> None:
@@ -295,5 +301,5 @@ def test_the_environment_is_not_watched() -> None:
     settings = admitted(**KEYS, **SIGNED)
     before = set(threading.enumerate())
     config = parse(KEYS | SIGNED)
-    watch_security_files(config, settings, who="rank 0", environment=ENVIRONMENT).close()
+    watch_security_files(config, settings, who="rank 0").close()
     assert set(threading.enumerate()) <= before

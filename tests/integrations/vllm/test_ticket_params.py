@@ -20,7 +20,6 @@ from kvferry.core.security.proof import check
 from kvferry.integrations.vllm import ticket_params as ticket
 from kvferry.integrations.vllm.ticket_params import (
     KEY,
-    ParallelSizes,
     TicketParams,
     encode_part,
     read_part,
@@ -37,12 +36,11 @@ OFFER = TicketParams(
     host="10.0.0.1",
     port=5600,
     hold=Hold(slot=7, generation=(1 << 63) - 2),
-    pages=[[5, 4, 9]],
-    first_index=[2],
+    pages=((5, 4, 9),),
+    first_index=(2,),
     tokens=96,
     digest=bytes(range(16)),
     computed=True,
-    sizes=ParallelSizes(),
 )
 
 SALT = bytes(range(16))

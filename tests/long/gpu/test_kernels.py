@@ -16,8 +16,8 @@ from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.memory import region_of
 from kvferry.core.planner.build_copies import Spans, SpanSegment
+from kvferry.integrations.vllm.device import device_zero_function
 from kvferry.integrations.vllm.host_pool import HostPool
-from kvferry.integrations.vllm.zeroing import device_zero_function
 from tests.long.gpu.conftest import Table
 from tests.long.gpu.device import POISON, Device
 

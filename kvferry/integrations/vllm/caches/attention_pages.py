@@ -1,16 +1,14 @@
 """How attention backends fill a page: the table ``PACKINGS``.
 
-A packing is the order in which a backend's kernels store values in a page. Each packing has a
-function that returns the fields of a page: the tensors inside it, such as K and V, and their
-strides. Backends that store the same values in different orders have fields with the same keys, so
-pages can move between them. The functions were written from the source of vLLM 0.32, whose files
-their docstrings name; what differs in 0.33 is named too. A function returns ``None`` for a page
-that is not filled as the function expects. Such a page is opaque: it moves whole, and only between
-engines with the same backend, element type, shape, strides, processor and release of vLLM.
+A packing is the order in which a backend's kernels store values in a page; its function returns the
+fields of a page (such as K and V) and their strides. Backends that store the same values in
+different orders have fields with the same keys, so pages can move between them. The functions
+follow the source of vLLM 0.32, whose files their docstrings name; what differs in 0.33 is named
+too. A function returns ``None`` for a page that is not filled as it expects. Such a page is opaque:
+it moves whole, and only between engines with the same backend, element type, shape, strides,
+processor and release of vLLM.
 
-vLLM gives a page the axes (head slots, entries, elements). An entry is what is stored for one
-token, or for several that the cache compresses together. A head slot is usually one KV head. The
-elements of one head slot and entry are a cell.
+``Page`` explains the axes of a page. The elements of one head slot and entry are a cell.
 """
 
 from __future__ import annotations
@@ -36,18 +34,16 @@ TILE = 16
 """Number of columns of the matrices that AMX multiplies."""
 
 INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
-"""Maps the size of an indexer's row to the sizes of its 128 values and of their scales, in bytes.
-
-Values are fp8 or packed fp4.
+"""By the size of an indexer's row: sizes of its 128 values (fp8 or packed fp4) and of their scales,
+in bytes.
 """
 
 INDEXER_VALUES = 128
 """Size in bytes of the values in an indexer's row if they are fp8."""
 
 SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
-"""Maps the size of a row to the sizes of its values and of its scales, in bytes.
-
-For rows in ``fp8_ds_mla`` of DeepSeek V4 and V4.1.
+"""By the size of a row in ``fp8_ds_mla`` of DeepSeek V4 and V4.1: sizes of its values and of its
+scales, in bytes.
 """
 
 RECORD_BYTES = frozenset({528})
@@ -63,48 +59,33 @@ From ``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and `
 def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
     """Return the kind of a cache group, and the fields of its layers' pages.
 
-    If the content of one layer's pages is not known, all pages of the group are opaque: each has a
-    single field, and moves whole.
-
-    Args:
-        pages: The pages of each layer of the group.
+    If the content of one layer's pages is not known, all pages of the group are opaque.
 
     Raises:
-        LayoutError: A page is opaque and has gaps. It cannot move whole, since the gaps may belong
-            to another layer.
+        LayoutError: A page is opaque and has gaps (see ``opaque``).
     """
-    by_layer = [_described(page) for page in pages]
-    described = [fields for fields in by_layer if fields is not None]
-    if len(described) == len(by_layer):
-        return GroupKind.PAGED, tuple(f for fields in described for f in fields)
+    packings = [packing_of(page.facts.backend) for page in pages]
+    fields = [
+        packing.fields(page) if packing else None
+        for packing, page in zip(packings, pages, strict=True)
+    ]
+    described = [each for each in fields if each is not None]
+    if len(described) == len(pages):
+        return GroupKind.PAGED, tuple(field for each in described for field in each)
     return GroupKind.OPAQUE, tuple(opaque(page) for page in pages)
 
 
-def _described(page: Page) -> Fields:
-    """Return the fields of a page, or ``None`` if no packing describes it."""
-    packing = packing_of(page.facts.backend)
-    return packing.fields(page) if packing else None
-
-
 def packing_of(backend: str) -> Packing | None:
-    """Return how a backend of any known version of vLLM packs its pages, ``None`` if unknown.
-
-    Args:
-        backend: The backend's name, as in ``LayerFacts.backend``.
-    """
+    """Return how a backend of any known version of vLLM packs its pages, ``None`` if unknown."""
     return PACKINGS.get(backend) or NEWER_PACKINGS.get(backend)
 
 
 def opaque(page: Page) -> Field:
     """Return a single field that covers a whole page, whose content is not known.
 
-    Two engines can exchange the field only if ``Field.packing`` is equal on both. That text names
-    everything that may decide where kernels put a value: the backend, the element type, shape and
-    strides, the processor, and the release of vLLM. vLLM 0.33 fills some pages in other ways than
-    0.32 does, such as those of ``FLASHMLA_SPARSE_DSV41``, whose shape and strides are the same.
-
-    Args:
-        page: The layer's pages.
+    Two engines can exchange the field only if ``Field.packing`` is equal: it names everything that
+    may decide where kernels put a value. vLLM 0.33 fills some pages in other ways than 0.32 does,
+    such as those of ``FLASHMLA_SPARSE_DSV41``, whose shape and strides are the same.
 
     Raises:
         LayoutError: The page has gaps. It cannot move whole, since the gaps may belong to another
@@ -151,8 +132,7 @@ def unknown(page: Page) -> Fields:
 def halves(page: Page) -> Fields:
     """Return the fields of a page that holds, for each head and token, K and right after it V.
 
-    The strides say in which order heads and tokens are. ``None`` if the page is not filled in this
-    way.
+    The strides say in which order heads and tokens are.
 
     See ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
     ``flash_attn_diffkv.py``, ``flashinfer.py``, ``flex_attention.py``, ``hpc_attn.py``,
@@ -172,10 +152,7 @@ def halves(page: Page) -> Fields:
 
 
 def planes(page: Page) -> Fields:
-    """Return the fields of a page that holds first all of K, then all of V.
-
-    K and V have a row for each token, with the token's heads one after another. ``None`` if the
-    page is not filled in this way.
+    """Return the fields of a page that holds first all of K, then all of V, token by token.
 
     See ``kv_cache.unbind(1)`` and ``unflatten(-1, (num_kv_heads, head_size))`` in ``b12x.py`` and
     ``rocm_segmented_attn.py``.
@@ -193,30 +170,18 @@ def planes(page: Page) -> Fields:
 def vectors(page: Page) -> Fields:
     """Return the fields of a page that holds first all of K in vectors, then all of V in columns.
 
-    The shape of K is ``[heads, size/x, tokens, x]``, and that of V ``[heads, size, tokens]``. size
-    is the number of elements of a head, x the number of elements in ``VECTOR_BYTES``. ``None`` if
-    the page is not filled in this way.
-
-    See ``PagedAttention.split_kv_cache`` in ``ops/paged_attn.py``, for ``rocm_attn.py``.
+    K is ``[heads, size/x, tokens, x]`` and V ``[heads, size, tokens]``; size is the number of
+    elements of a head, x that in ``VECTOR_BYTES``. See ``PagedAttention.split_kv_cache`` in
+    ``ops/paged_attn.py``, for ``rocm_attn.py``.
     """
-    if not _plain(page) or not _is_planes(page) or not _in_vectors(page):
-        return None
     tokens, item = page.shape[1], page.itemsize
-    value = page.field(
-        "v",
-        offset=page.strides[0],
-        unit=item,
-        tokens=((tokens, item),),
-        heads=_per_head(page),
-        inner=((page.spec.head_size, tokens * item),),
-    )
-    return _vector_keys(page), value
+    return _vectors(page, ((tokens, item),), tokens * item) if _plain(page) else None
 
 
 def flash_or_shuffled(page: Page) -> Fields:
     """Return the fields of a page that is filled as in ``halves``, or shuffled by AITER.
 
-    In a shuffled page, K is as in ``vectors``, and the shape of V is ``[heads, tokens/x, size, x]``
+    In a shuffled page, K is as in ``vectors``, and V is ``[heads, tokens/x, size, x]``
     (``reshape_and_cache_shuffle_kernel`` in ``rocm_aiter_fa.py``, whose backend has
     FlashAttention's name). In vLLM 0.32, AITER's kernels ignore the layer's scales in shuffled fp8
     pages, so the same bytes mean other values in other backends, and in vLLM 0.33: for these pages,
@@ -231,44 +196,54 @@ def interleaved(page: Page) -> Fields:
     """Return the fields of a page of ROCM_ATTN whose V is interleaved, as vLLM 0.33 has it.
 
     That is so where vLLM fuses the normalisation and rotation of queries and keys with the write to
-    the cache (``set_interleaved_v_cache`` in ``rocm_attn.py``). K and V are as in a page that AITER
-    shuffles; see ``INTERLEAVED_V_PACK_FACTOR`` in ``ops/triton_reshape_and_cache_flash.py``.
+    the cache (``set_interleaved_v_cache`` in ``rocm_attn.py``). The page is as AITER shuffles it;
+    see ``INTERLEAVED_V_PACK_FACTOR`` in ``ops/triton_reshape_and_cache_flash.py``.
     """
     return _shuffled(page) if _plain(page) else None
 
 
 def _shuffled(page: Page) -> Fields:
-    """Return the fields of a page with K in vectors, and V in runs of tokens.
-
-    ``None`` if the page is not filled in this way.
-    """
-    if not _is_planes(page) or not _in_vectors(page):
-        return None
-    tokens, item = page.shape[1], page.itemsize
-    vector = VECTOR_BYTES // item
-    if tokens % vector:
-        return None
+    """Return the fields of a page with K in vectors, and V in runs of tokens."""
+    vector = VECTOR_BYTES // page.itemsize
+    runs, rest = divmod(page.shape[1], vector)
     run = page.spec.head_size * VECTOR_BYTES
+    return None if rest else _vectors(page, ((runs, run), (vector, page.itemsize)), VECTOR_BYTES)
+
+
+def _vectors(page: Page, tokens: Pairs, step: int) -> Fields:
+    """Return the fields of a page with K in vectors; V has these tokens, and elements every step.
+
+    ``None`` unless K and V are each contiguous, head after head, and heads are whole vectors.
+    """
+    count, head = page.shape[1], page.spec.head_size * page.itemsize
+    is_contiguous = page.strides[1] == page.shape[2] * page.itemsize
+    if not _is_planes(page) or not is_contiguous or head % VECTOR_BYTES:
+        return None
+    heads = ((page.spec.num_kv_heads, head * count),)
+    key = page.field(
+        "k",
+        unit=VECTOR_BYTES,
+        tokens=((count, VECTOR_BYTES),),
+        heads=heads,
+        inner=((head // VECTOR_BYTES, count * VECTOR_BYTES),),
+    )
     value = page.field(
         "v",
         offset=page.strides[0],
-        unit=item,
-        tokens=((tokens // vector, run), (vector, item)),
-        heads=_per_head(page),
-        inner=((page.spec.head_size, VECTOR_BYTES),),
+        unit=page.itemsize,
+        tokens=tokens,
+        heads=heads,
+        inner=((page.spec.head_size, step),),
     )
-    return _vector_keys(page), value
+    return key, value
 
 
 def columns(page: Page) -> Fields:
     """Return the fields of a page that holds, for each head, K in columns, then V in rows.
 
-    A token is a column of K and a row of V. Counted in elements, element d of token t is at
-    ``d * tokens + t`` in K and at ``t * size + d`` in V; size is the number of elements of a head.
-    ``None`` if the page is not filled in this way.
-
-    See ``cpu_attn.py``, which splits the page, and its ``vec`` kernels, which fill it
-    (csrc/cpu/cpu_attn_vec.hpp).
+    A token is a column of K and a row of V: in elements, element d of token t is at ``d * tokens +
+    t`` in K and at ``t * size + d`` in V. See ``cpu_attn.py``, which splits the page, and its
+    ``vec`` kernels, which fill it (csrc/cpu/cpu_attn_vec.hpp).
     """
     sizes = _halves(page)
     if sizes is None or sizes[0] != sizes[1] or not page.dense:
@@ -293,11 +268,9 @@ def tiles(page: Page) -> Fields:
     """Return the fields of a page that holds, for each head, K and then V in tiles for AMX.
 
     AMX multiplies two matrices; a tile is a part of the right-hand one. Each row of a tile has 16
-    pairs of elements. In K, a row has a pair for each of 16 tokens: two neighbouring elements of
-    that token. In V, a row has a pair for each of 16 element indices d: element d of one token, and
-    element d of the next token. ``None`` if the page is not filled in this way.
-
-    See ``reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp.
+    pairs of elements: in K, for each of 16 tokens, two neighbouring elements of that token; in V,
+    for each of 16 indices d, element d of one token and of the next. See ``reshape_and_cache`` in
+    csrc/cpu/cpu_attn_amx.hpp.
     """
     sizes = _halves(page)
     if sizes is None or sizes[0] != sizes[1] or not page.dense:
@@ -329,8 +302,7 @@ def tiles(page: Page) -> Fields:
 def rows(page: Page) -> Fields:
     """Return the field of a page that holds one row per entry, with any scales in the row.
 
-    An entry is one token, or several that the cache compresses together. Every tensor-parallel rank
-    stores the same rows. ``None`` if the page is not filled in this way.
+    Every tensor-parallel rank stores the same rows.
 
     See ``concat_and_cache_mla``; for ``fp8_ds_mla`` the head of ``mla/flashmla_sparse.py``; for
     per-token-head scales ``MLACommonBackend``; for caches other than MLA's
@@ -350,26 +322,23 @@ def rows(page: Page) -> Fields:
 def indexer(page: Page) -> Fields:
     """Return the fields of a page of an indexer: first all rows' values, then all rows' scales.
 
-    An indexer selects the tokens that sparse attention reads; a row is what it stores per token, or
-    per several tokens that the cache compresses together. The format of the scales of fp8 values
-    depends on vLLM's version and the GPU. ``None`` if the page is not filled in
-    this way, or not on CUDA: on ROCm, some kernels store the values in tiles.
+    An indexer selects the tokens that sparse attention reads. The format of the scales of fp8
+    values depends on vLLM's version and the GPU. On ROCm, some kernels store the values in tiles.
 
     See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
     values, _ = INDEXER_ROW_BYTES.get(page.shape[2], (0, 0))
     scales = versions.indexer_scales() if values == INDEXER_VALUES else ""
-    return _rows_then_scales(page, INDEXER_ROW_BYTES, scales)
+    return _scaled_rows(page, INDEXER_ROW_BYTES, scales)
 
 
 def sparse_rows(page: Page) -> Fields:
     """Return the fields of a page of DeepSeek's sparse attention.
 
-    In the format ``fp8_ds_mla``, the page holds the values of all rows, then the scales of all
-    rows; the rows of V4.1 have their own scales behind their values in vLLM 0.33. In other formats,
-    the page is filled as in ``rows``. ``None`` if the page is filled in neither way, or not on
-    CUDA.
+    In ``fp8_ds_mla``, the page holds the values of all rows, then the scales of all rows; the rows
+    of V4.1 have their own scales behind their values in vLLM 0.33. In other formats, it is as in
+    ``rows``.
 
     See the head of ``mla/flashmla_sparse.py``, ``_fused_compress`` in
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``, and the head of
@@ -378,23 +347,10 @@ def sparse_rows(page: Page) -> Fields:
     from vllm.platforms import current_platform
 
     if versions.has_records(page.spec, RECORD_BYTES):
-        return _rows_with_scales(page) if current_platform.is_cuda() else None
+        return _scaled_rows(page, SPARSE_ROW_BYTES, in_row=True)
     if page.spec.state_content_bytes is not None:
-        return _rows_then_scales(page, SPARSE_ROW_BYTES)
+        return _scaled_rows(page, SPARSE_ROW_BYTES)
     return rows(page) if current_platform.is_cuda() else None
-
-
-def _rows_with_scales(page: Page) -> Fields:
-    """Return the fields of a page whose rows are values and, right behind these, their scales."""
-    heads, entries, content = page.shape
-    if (heads, page.itemsize, *page.strides[1:]) != (1, 1, content, 1):
-        return None
-    value, scale = SPARSE_ROW_BYTES[content]
-    rows_at = ((entries, content),)
-    return (
-        page.field("latent", unit=value, tokens=rows_at),
-        page.field("scale", unit=scale, tokens=rows_at, offset=value),
-    )
 
 
 def _plain(page: Page) -> bool:
@@ -405,10 +361,7 @@ def _plain(page: Page) -> bool:
 
 
 def _halves(page: Page) -> tuple[int, int] | None:
-    """Return the sizes in bytes of K and of V for one head and one token.
-
-    ``None`` if the page's spec and shape are not those that ``halves`` expects.
-    """
+    """Return the bytes of K and of V for a head and token, ``None`` if not as in ``halves``."""
     spec, content = page.spec, page.shape[2] * page.itemsize
     if spec.num_head_slots is not None or page.strides[2] != page.itemsize:
         return None
@@ -426,58 +379,31 @@ def _is_planes(page: Page) -> bool:
     return (spec.num_head_slots, page.shape[2], page.strides[2]) == (2, *sizes)
 
 
-def _in_vectors(page: Page) -> bool:
-    """Return whether K and V are each contiguous, and heads are multiples of ``VECTOR_BYTES``."""
-    head = page.spec.head_size * page.itemsize
-    return page.strides[1] == page.shape[2] * page.itemsize and head % VECTOR_BYTES == 0
-
-
-def _per_head(page: Page) -> Pairs:
-    """Return the axis over heads, the same for K and V, where each is stored head after head."""
-    return ((page.spec.num_kv_heads, page.spec.head_size * page.itemsize * page.shape[1]),)
-
-
-def _vector_keys(page: Page) -> Field:
-    """Return the field of a page's K, which is stored in vectors of ``VECTOR_BYTES``."""
-    tokens, count = page.shape[1], page.spec.head_size * page.itemsize // VECTOR_BYTES
-    return page.field(
-        "k",
-        unit=VECTOR_BYTES,
-        tokens=((tokens, VECTOR_BYTES),),
-        heads=_per_head(page),
-        inner=((count, tokens * VECTOR_BYTES),),
-    )
-
-
-def _rows_then_scales(
-    page: Page, row_bytes: dict[int, tuple[int, int]], scales: str = ""
+def _scaled_rows(
+    page: Page, row_bytes: dict[int, tuple[int, int]], scales: str = "", *, in_row: bool = False
 ) -> Fields:
-    """Return the fields of a page that holds all rows' values, then all rows' scales.
+    """Return the fields of a page of rows' values and scales; these are in each row, or behind all.
 
-    Args:
-        page: The layer's pages.
-        row_bytes: Maps the size of a row to the sizes of its values and of its scales, in bytes.
-        scales: The encoding of the scales; by default that of the layer.
-
-    Returns:
-        The fields; ``None`` if the device is not CUDA, if kernels may split a block into smaller
-        ones, if the page has several heads or gaps, or if a row's size is not in ``row_bytes``.
+    ``row_bytes`` is as ``INDEXER_ROW_BYTES``, ``scales`` the encoding of the scales if not that of
+    the layer. ``None`` if the device is not CUDA, if kernels may split a block into smaller ones,
+    if the page has several heads or gaps, or for rows of another size.
     """
     from vllm.platforms import current_platform
 
     heads, entries, content = page.shape
-    whole = page.spec.tokens_per_state == 1 or page.spec.block_size == SPLIT_TOKENS
+    whole = in_row or page.spec.tokens_per_state == 1 or page.spec.block_size == SPLIT_TOKENS
     contiguous = (heads, page.itemsize, *page.strides[1:]) == (1, 1, content, 1)
     if not (current_platform.is_cuda() and whole and contiguous and content in row_bytes):
         return None
     value, scale = row_bytes[content]
+    value_step, scale_step = (content, content) if in_row else (value, scale)
     return (
-        page.field("latent", unit=value, tokens=((entries, value),)),
+        page.field("latent", unit=value, tokens=((entries, value_step),)),
         page.field(
             "scale",
             unit=scale,
-            tokens=((entries, scale),),
-            offset=entries * value,
+            tokens=((entries, scale_step),),
+            offset=value if in_row else entries * value,
             encoding=scales,
         ),
     )
@@ -485,13 +411,12 @@ def _rows_then_scales(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How the kernels of one backend fill a page.
+    """How the kernels of one backend fill a page; the texts are for docs/coverage.md.
 
     Attributes:
-        inside: What a page holds, or why that is not known, as text for docs/coverage.md.
-        fields: Returns the fields of a page, or ``None`` if the page is not filled as ``inside``
-            says.
-        unless: For which pages ``fields`` returns ``None``, as text for docs/coverage.md.
+        inside: What a page holds, or why that is not known.
+        fields: Returns the fields of a page, ``None`` if it is not filled as ``inside`` says.
+        unless: For which pages ``fields`` returns ``None``.
     """
 
     inside: str

@@ -1,9 +1,7 @@
 """Describe the cache tensors that vLLM allocated as a ``Layout``.
 
 The shape of a cache tensor does not say what its bytes mean: only the kernels that read it do. What
-they read is in two tables, ``attention_pages.PACKINGS`` and ``state_pages.STATE_PACKINGS``. A page
-of a backend in neither table is opaque: it moves whole, and only between two engines with the same
-backend, element types and shapes. The handshake refuses other pairs of engines.
+they read is in two tables, ``attention_pages.PACKINGS`` and ``state_pages.STATE_PACKINGS``.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from kvferry.integrations.vllm.caches.pages import (
     ShardPosition,
     spec_of,
 )
-from kvferry.integrations.vllm.caches.ring_pages import ring_fields
-from kvferry.integrations.vllm.caches.state_pages import state_fields
+from kvferry.integrations.vllm.caches.state_pages import ring_fields, state_fields
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +38,9 @@ def describe(
 ) -> Layout:
     """Return the layout of one rank's caches.
 
-    Args:
-        caches: vLLM's cache tensors by layer, of shape (kernel blocks, head slots, entries,
-            elements); ``Page`` explains the axes. vLLM owns them; the layout only names their
-            addresses.
-        config: Which layers form which group. Groups that vLLM does not offer for transfer are left
-            out, and a group may have no layer on this rank.
-        facts: What is known about each layer beyond its tensor and its spec, by layer.
-        position: The rank's position.
+    ``caches`` has vLLM's tensors by layer, of shape (kernel blocks, head slots, entries, elements),
+    which vLLM owns; the layout only names their addresses. Groups that vLLM does not offer for
+    transfer are left out, and a group may have no layer on this rank. ``facts`` are by layer.
 
     Raises:
         LayoutError: A tensor is missing, a tensor's shape is not that of the layer's spec, or the
@@ -67,15 +59,7 @@ def describe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """Describe the cache groups of one rank, one after the other.
-
-    Attributes:
-        caches: vLLM's cache tensors by layer.
-        blocks: Number of the scheduler's block ids.
-        facts: What is known about each layer beyond its tensor and its spec, by layer.
-        position: The rank's position.
-        regions: The memory of the groups described so far; each call of ``group`` appends to it.
-    """
+    """Describe the cache groups of one rank; each adds its memory to ``regions``."""
 
     caches: Mapping[str, torch.Tensor]
     blocks: int
@@ -84,18 +68,7 @@ class _Rank:
     regions: list[Region]
 
     def group(self, index: int, group: KVCacheGroupSpec) -> tuple[Group, tuple[Field, ...]]:
-        """Describe one of vLLM's cache groups.
-
-        Args:
-            index: The group's index in the layout.
-            group: The group's layers, and their spec.
-
-        Returns:
-            The group and its fields, for the layout.
-
-        Raises:
-            LayoutError: See ``describe``.
-        """
+        """Return one of vLLM's cache groups, ``index`` in the layout, and its fields."""
         pages = [
             self._page(layer, tensor, spec_of(layer, group), index)
             for layer, tensor in _distinct(self.caches, group)
@@ -118,17 +91,7 @@ class _Rank:
         )
 
     def _page(self, layer: str, tensor: torch.Tensor, spec: KVCacheSpec, group: int) -> Page:
-        """Return one layer's pages, and add their memory to ``regions``.
-
-        Args:
-            layer: vLLM's name of the layer.
-            tensor: The layer's cache.
-            spec: The layer's spec.
-            group: The index of the layer's group in the layout.
-
-        Raises:
-            LayoutError: The tensor's shape is not that of its spec.
-        """
+        """Return one layer's pages, and add their memory to ``regions``."""
         region = region_of(tensor)
         kernels = _kernels(layer, tensor, spec, self.blocks)
         item = tensor.element_size()
@@ -155,24 +118,14 @@ class _Rank:
 
 
 def is_state(spec: KVCacheSpec) -> bool:
-    """Return whether a page of a group is right after one number of tokens only, as a state is.
-
-    Such pages hold recurrent states or rings.
-
-    Args:
-        spec: The group's spec.
-    """
+    """Return whether a group's pages are right after one number of tokens: of states, rings."""
     from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
     return is_ring(spec) or any(isinstance(one, MambaSpec) for one in iter_layer_specs(spec))
 
 
 def is_ring(spec: KVCacheSpec) -> bool:
-    """Return whether the pages of a group are rings (``CircularBufferSpec``).
-
-    Args:
-        spec: The group's spec.
-    """
+    """Return whether the pages of a group are rings (``CircularBufferSpec``)."""
     from vllm.v1.kv_cache_interface import CircularBufferSpec, iter_layer_specs
 
     return any(isinstance(one, CircularBufferSpec) for one in iter_layer_specs(spec))
@@ -181,15 +134,7 @@ def is_ring(spec: KVCacheSpec) -> bool:
 def _distinct(
     caches: Mapping[str, torch.Tensor], group: KVCacheGroupSpec
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a group's layers and their tensors; of layers that share a tensor, only the first.
-
-    Args:
-        caches: vLLM's cache tensors by layer.
-        group: The group.
-
-    Raises:
-        LayoutError: A layer has no tensor.
-    """
+    """Yield a group's layers and their tensors; of layers that share a tensor, only the first."""
     seen: set[int] = set()
     for layer in group.layer_names:
         if layer not in caches:
@@ -200,19 +145,7 @@ def _distinct(
 
 
 def _kernels(layer: str, tensor: torch.Tensor, spec: KVCacheSpec, blocks: int) -> int:
-    """Return how many kernel blocks one of the scheduler's blocks consists of.
-
-    Attention kernels may use smaller blocks than the scheduler.
-
-    Args:
-        layer: vLLM's name of the layer, for errors.
-        tensor: The layer's cache, of shape (kernel blocks, head slots, entries, elements).
-        spec: The layer's spec.
-        blocks: Number of the scheduler's block ids.
-
-    Raises:
-        LayoutError: The tensor's shape is not that of its spec.
-    """
+    """Return of how many kernel blocks, which may be smaller, a block of the scheduler consists."""
     shape = tuple(tensor.shape)
     kernels, rest = divmod(shape[0], blocks)
     if len(shape) != 4 or rest or not kernels or shape[1] != spec.num_heads:

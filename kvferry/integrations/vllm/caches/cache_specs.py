@@ -30,24 +30,17 @@ class Handling(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSupport:
-    """Whether caches of one class of ``KVCacheSpec`` are supported, and why.
-
-    Attributes:
-        handling: How caches of this class are handled.
-        why: The reason, as text for docs/coverage.md and errors.
-    """
+    """Whether caches of a class of ``KVCacheSpec`` are supported, and why, for docs/coverage.md."""
 
     handling: Handling
     why: str
 
 
 def _paged(why: str) -> CacheSupport:
-    """Return the entry of ``SPECS`` for a class whose pages hold tokens."""
     return CacheSupport(handling=Handling.PAGED, why=why)
 
 
 def _refused(why: str) -> CacheSupport:
-    """Return the entry of ``SPECS`` for a class that is refused."""
     return CacheSupport(handling=Handling.REFUSED, why=why)
 
 
@@ -98,9 +91,6 @@ def refusals(config: KVCacheConfig) -> Iterator[str]:
     """Yield a text for each cache group that cannot be handed over, with the reason.
 
     Groups that vLLM itself does not offer for transfer are ignored.
-
-    Args:
-        config: The engine's cache groups.
     """
     for group in config.transfer_groups:
         reason = _refusal(group)
@@ -142,6 +132,6 @@ def _spec_refusal(spec: KVCacheSpec) -> str:
 
 
 def _names_of(names: list[str]) -> str:
-    """Return a text with the first two layer names, and how many more there are."""
+    """Return the first two layer names, and how many more there are."""
     rest = f" and {len(names) - 2} more layers" if len(names) > 2 else ""
     return ", ".join(names[:2]) + rest

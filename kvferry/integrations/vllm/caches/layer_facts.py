@@ -23,11 +23,6 @@ def layer_facts(
     All ranks of a tensor-parallel group must call this together, since they may exchange the scales
     of quantised caches.
 
-    Args:
-        vllm_config: The engine's configuration.
-        kv_cache_config: The engine's cache groups.
-        position: This rank's position.
-
     Raises:
         LayoutError: It cannot be determined how many KV heads a layer has on all ranks together.
     """
@@ -53,14 +48,9 @@ def layer_facts(
 
 
 def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
-    """Return whether a layer belongs to the draft model of speculative decoding.
+    """Return whether a layer, by its name, belongs to the draft model of speculative decoding.
 
-    The name of such a layer begins with ``draft_model.``, or contains a layer number beyond those
-    of the main model.
-
-    Args:
-        layer: vLLM's name of the layer.
-        vllm_config: The engine's configuration.
+    Its name begins with ``draft_model.``, or has a layer number beyond those of the main model.
     """
     if vllm_config.speculative_config is None:
         return False
@@ -72,7 +62,6 @@ def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
 
 
 def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
-    """Return the configuration of the draft model if ``draft``, otherwise of the main model."""
     if draft:
         return vllm_config.speculative_config.draft_model_config
     return vllm_config.model_config
@@ -81,18 +70,7 @@ def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
 def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
     """Return how many KV heads a layer has on all tensor-parallel ranks together.
 
-    The layer's spec counts only the heads of this rank. A cache that every rank stores whole, such
-    as MLA's or a ring, counts as one head.
-
-    Args:
-        layer: vLLM's name of the layer, for errors.
-        spec: The layer's spec.
-        model: The configuration of the layer's model.
-        position: This rank's position.
-
-    Raises:
-        LayoutError: The number of heads on this rank agrees neither with the model's number of KV
-            heads nor with an even split among ranks.
+    Its spec counts only those of this rank. A cache that every rank stores whole counts as one.
     """
     here = getattr(spec, "num_kv_heads", 1)
     if versions.is_whole_on_each_rank(spec):
@@ -108,24 +86,14 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
 
 
 def _backend_name(layer: object) -> str:
-    """Return the name of the attention backend of a layer's module.
-
-    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``. If the backend
-    fills pages in another way than it usually does, the name says so: ``ROCM_ATTN/interleaved V``.
-    """
+    """Return the name of the backend of a layer's module (``LayerFacts.backend``)."""
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
     kernel = getattr(layer, "isa", None) or versions.page_variant(layer)
     return f"{name}/{kernel}" if kernel else name
 
 
 def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFacts:
-    """Return the facts of a recurrent layer.
-
-    Args:
-        layer: vLLM's module of the layer.
-        draft: Whether the layer belongs to a draft model.
-        position: This rank's position.
-    """
+    """Return the facts of a recurrent layer's module."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.platforms import current_platform
 
@@ -143,14 +111,9 @@ def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFa
 def _groups(layer: object, position: ShardPosition) -> int:
     """Return how many groups the B and C of a Mamba 2 layer have in the model; 0 if unknown.
 
-    If the groups cannot be divided evenly among the tensor-parallel ranks, vLLM copies groups. The
-    mixer's ``n_groups`` includes the copies; the ``n_groups`` of its norm does not. If the norm has
-    no ``n_groups`` and the mixer's is the number of ranks, all may be copies of one group, so the
-    number is unknown.
-
-    Args:
-        layer: vLLM's module of the layer, the mixer.
-        position: This rank's position.
+    If they cannot be divided evenly among the ranks, vLLM copies groups. The mixer's ``n_groups``
+    includes the copies; that of its norm does not. Without the latter, as many groups as ranks may
+    all be copies of one, so the number is unknown.
     """
     groups = getattr(getattr(layer, "norm", None), "n_groups", None)
     if groups is None:

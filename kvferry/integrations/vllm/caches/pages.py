@@ -23,10 +23,6 @@ class ShardPosition:
     """The position of a rank, which decides what part of its layers' caches the rank stores.
 
     Attributes:
-        tp: The rank's tensor-parallel index.
-        tp_size: Number of tensor-parallel ranks.
-        dcp: The rank's decode context-parallel index.
-        dcp_size: Number of decode context-parallel ranks.
         interleave: How many consecutive tokens one context-parallel rank stores before the next
             rank's tokens follow.
     """
@@ -47,9 +43,10 @@ class LayerFacts:
     """What is known about a layer beyond its cache tensor and its ``KVCacheSpec``.
 
     Attributes:
-        backend: Name of the attention backend whose kernels read the pages. The name ends with the
-            kind of kernels if the backend has several (``CPU_ATTN/vec``), and with the type of the
-            device if a recurrent layer does not run on a GPU (``GDN_ATTN/cpu``).
+        backend: Name of the attention backend whose kernels read the pages. It ends with the kind
+            of kernels if there are several (``CPU_ATTN/vec``), with what is unusual in its pages
+            (``ROCM_ATTN/interleaved V``), and with the type of the device if a recurrent layer does
+            not run on a GPU (``GDN_ATTN/cpu``).
         heads: Number of KV heads of the layer on all ranks together; 1 for a latent.
         draft: Whether the layer belongs to a draft model.
         encoding: Format and static scales of a quantised cache, equal on all ranks; empty if the
@@ -75,26 +72,17 @@ class Page:
     """The pages of one layer: where each is in memory, and the shape of its content.
 
     Each of the scheduler's block ids names one page. If kernels use smaller blocks, a page consists
-    of ``kernels`` kernel blocks, one every ``kernel_stride`` bytes, and ``shape`` and ``strides``
-    are those of one kernel block. An entry of a kernel block is what is stored for one token, or
-    for several that the cache compresses together. A head slot is usually one KV head; some
-    backends have one head slot for K and one for V, each with all heads.
+    of ``kernels`` kernel blocks. An entry of a kernel block is what is stored for one token, or for
+    several that the cache compresses together. A head slot is usually one KV head; some backends
+    have one head slot for K and one for V, each with all heads.
 
     Attributes:
-        layer: vLLM's name of the layer.
-        facts: What else is known about the layer.
-        spec: vLLM's spec of the layer's cache.
-        position: This rank's position.
-        shape: Shape of a kernel block: (head slots, entries, elements of one head slot and entry).
-        strides: Strides of a kernel block's three axes, in bytes.
-        dtype: Element type, by torch's name.
-        itemsize: Bytes of an element.
-        pages: Number of pages.
-        page_stride: Bytes from one page to the next.
-        kernels: Number of kernel blocks in a page.
-        kernel_stride: Bytes from one kernel block to the next.
-        group: Index of the layer's group in the layout.
-        region: Index of the layer's memory region in the layout.
+        shape: Of a kernel block: (head slots, entries, elements of one head slot and entry).
+        strides: Of a kernel block's three axes, in bytes.
+        dtype: Element type, by torch's name; an element has ``itemsize`` bytes.
+        page_stride: Bytes from one of the ``pages`` to the next.
+        kernel_stride: Bytes from one of the ``kernels`` kernel blocks to the next.
+        group, region: Indices of the layer's group and memory region in the layout.
         offset: Bytes from the region's start to page 0.
     """
 
@@ -155,16 +143,14 @@ class Page:
             name: Name of the field within its layer, such as ``k``.
             unit: Number of contiguous bytes at each position that the axes below give.
             offset: Bytes from a kernel block's start to the field.
-            tokens: The token axis within a kernel block; this method adds the axis over kernel
-                blocks.
+            tokens: The token axis within a kernel block; the axis over kernel blocks is added.
             heads: The axis over heads or channels (``Field.shard``).
             inner: Further axes, each given by one (count, stride).
             shard: The range [first, last) of the model's heads or channels that ``heads`` covers;
                 by default this rank's KV heads.
             dtype: Element type; by default that of the cache tensor.
             packing: If the page's content is not known, a text that must be equal on both engines.
-            encoding: How this field's elements represent numbers, in addition to the layer's
-                encoding.
+            encoding: How the elements represent numbers, in addition to the layer's encoding.
         """
         kernels = ((self.kernels, self.kernel_stride),) if tokens and self.kernels > 1 else ()
         entries = getattr(self.spec, "tokens_per_state", 1)
@@ -189,16 +175,9 @@ class Page:
 
 
 def share(total: int, position: ShardPosition) -> tuple[int, int]:
-    """Return the range of the model's heads or channels that a tensor-parallel rank stores.
+    """Return the range [first, last) of the model's heads or channels that a rank stores.
 
     If there are fewer heads or channels than ranks, neighbouring ranks store the same one.
-
-    Args:
-        total: Number of heads or channels in the model.
-        position: The rank's position.
-
-    Returns:
-        The first head or channel, and the one after the last.
     """
     if position.tp_size >= total:
         first = position.tp * total // position.tp_size
@@ -207,13 +186,6 @@ def share(total: int, position: ShardPosition) -> tuple[int, int]:
 
 
 def spec_of(layer: str, group: KVCacheGroupSpec) -> KVCacheSpec:
-    """Return the spec of one layer of a cache group.
-
-    Layers of one group may differ in all but their block size; then each has a spec of its own.
-
-    Args:
-        layer: vLLM's name of the layer.
-        group: The layer's group.
-    """
+    """Return the spec of one layer of a group, whose layers may differ in all but block size."""
     own: Mapping[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     return own.get(layer, group.kv_cache_spec)

@@ -29,15 +29,9 @@ def with_encodings(
     """Return the layers' facts, with the encoding added for each layer whose cache is quantised.
 
     Scales may differ between heads, and each rank has those of its own heads only. Since all ranks
-    must publish the same encoding, the ranks exchange their scales here. So all ranks of a
-    tensor-parallel group must call this together.
-
-    Args:
-        facts: The facts of each layer, by vLLM's name.
-        layers: vLLM's module of each layer, by the same name.
-        position: This rank's position.
-        gather: The function by which ranks exchange scales; by default ``_gather``, through vLLM's
-            process group.
+    must publish the same encoding, they exchange their scales here, by ``gather`` or vLLM's process
+    group. So all ranks of a tensor-parallel group must call this together. ``layers`` are vLLM's
+    modules.
     """
     formats = {
         name: cache_format(getattr(layers[name], "kv_cache_dtype", "auto")) for name in facts
@@ -55,9 +49,7 @@ def with_encodings(
 def cache_format(cache_dtype: str) -> str:
     """Return the format of a quantised cache, or an empty text if the cache is not quantised.
 
-    Args:
-        cache_dtype: A value of vLLM's ``CacheConfig.cache_dtype``, which has several names for some
-            formats.
+    vLLM's ``CacheConfig.cache_dtype`` has several names for some formats.
     """
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import is_quantized_kv_cache
@@ -89,15 +81,7 @@ def _encoding(
     position: ShardPosition,
     ranks: Sequence[Mapping[str, Scales]],
 ) -> str:
-    """Return a layer's encoding: its format, and the scales of K and V of all heads.
-
-    Args:
-        cache_dtype: The format that ``cache_format`` returned.
-        layer: vLLM's name of the layer.
-        heads: Number of KV heads of the layer on all tensor-parallel ranks together.
-        position: This rank's position.
-        ranks: The scales by layer of each tensor-parallel rank, in rank order.
-    """
+    """Return a layer's encoding: its format, and the scales of K and V of all heads."""
     texts = []
     for which, name in enumerate("kv"):
         by_head: dict[int, float] = {}
@@ -119,14 +103,7 @@ def _short(scales: list[float]) -> str:
 
 
 def _gather(own: dict[str, Scales]) -> list[Mapping[str, Scales]]:
-    """Return the scales of all ranks, exchanged through vLLM's tensor-parallel process group.
-
-    Args:
-        own: This rank's scales by layer.
-
-    Returns:
-        The scales by layer of each tensor-parallel rank, in rank order.
-    """
+    """Return the scales by layer of all ranks, exchanged through vLLM's process group."""
     import torch
     from vllm.distributed.parallel_state import get_tp_group
 

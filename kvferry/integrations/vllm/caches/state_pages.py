@@ -1,4 +1,4 @@
-"""How recurrent layers store their state in a page: the table ``STATE_PACKINGS``.
+"""How recurrent layers, by the table ``STATE_PACKINGS``, and rings fill a page.
 
 A page holds a layer's state tensors one after the other, without gaps: usually the last inputs of
 the layer's convolution (a column for each token, with an element for each channel), then the
@@ -24,23 +24,17 @@ from kvferry.core.layout import Field
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.pages import Page, Pairs, ShardPosition
 
-Part = tuple[str, tuple[int, int]]
-"""A part of the convolution's channels, such as x, B or C.
+Fields = tuple[Field, ...]
 
-Its name, and the range [first, last) of the model's channels of this part that this rank stores.
+Part = tuple[str, tuple[int, int]]
+"""A part of the convolution's channels, such as x, B or C: its name, and the range [first, last) of
+the model's channels of this part that this rank stores.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tensor:
-    """One of the tensors of a state, contiguous in the page.
-
-    Attributes:
-        shape: The tensor's shape on this rank.
-        dtype: Element type, by torch's name.
-        itemsize: Bytes of an element.
-        offset: Bytes from the page's start.
-    """
+    """One of the tensors of a state, contiguous in the page, ``offset`` bytes from its start."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,70 +42,63 @@ class _Tensor:
     offset: int
 
 
-def mamba1(page: Page) -> tuple[Field, ...]:
+def mamba1(page: Page) -> Fields:
     """Return the fields of a Mamba 1 state: the convolution's input, and a state per channel."""
-    tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (channels, _)):
-            convolution = _convolution(page, tensors[0], (("x", _even_range(page, channels)),))
-            return (
-                (*convolution, _recurrence(page, tensors[1])) if convolution else opaque_state(page)
-            )
-    return opaque_state(page)
+            return _both(page, (("x", _even_range(page, channels)),))
+    return ()
 
 
-def mamba2(page: Page) -> tuple[Field, ...]:
+def mamba2(page: Page) -> Fields:
     """Return the fields of a Mamba 2 state: the convolution's input, and a matrix for each head.
 
-    The input's channels have the parts x, B and C. x is split among ranks by heads, B and C by
-    groups.
+    The input's channels are x, split among ranks by heads, and B and C, split by groups.
     """
-    tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (heads, head, size)):
-            channels = _channels(page)
-            groups = _groups(page, channels - heads * head, size)
-            if groups is None:
-                return opaque_state(page)
-            parts = (("x", _even_range(page, heads * head)), ("B", groups), ("C", groups))
-            convolution = _convolution(page, tensors[0], parts)
-            return (
-                (*convolution, _recurrence(page, tensors[1])) if convolution else opaque_state(page)
-            )
-    return opaque_state(page)
+            groups = _groups(page, _channels(page) - heads * head, size)
+            if groups is not None:
+                x = _even_range(page, heads * head)
+                return _both(page, (("x", x), ("B", groups), ("C", groups)))
+    return ()
 
 
-def delta(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a delta rule's state: the convolution's input, and a matrix per head.
+def delta(page: Page, *, rows_first: bool = True) -> Fields:
+    """Return the fields of a delta rule's state: the convolution's q, k and v, a matrix per head.
 
-    The input's channels have the parts q, k and v. Each matrix is stored with the axes (v, k).
-    Delta rules are those of gated delta net and KDA.
+    Delta rules are those of gated delta net and KDA. Each matrix has the axes (v, k), or unless
+    ``rows_first`` (k, v).
     """
-    return _delta(page, rows_first=True)
+    match page.spec.shapes:
+        case ((_, _), (heads, head, _)):
+            value = heads * head
+            key, rest = divmod(_channels(page) - value, 2)
+            if not rest and key > 0:
+                widths = ("q", key), ("k", key), ("v", value)
+                parts = [(name, _even_range(page, width)) for name, width in widths]
+                return _both(page, parts, rows_first=rows_first)
+    return ()
 
 
-def delta_transposed(page: Page) -> tuple[Field, ...]:
+def delta_transposed(page: Page) -> Fields:
     """Return the fields of a state as in ``delta``, but with the matrices stored as (k, v).
 
     vLLM 0.33 computes float16 with the kernels for GPUs, which store (v, k), on CPUs too; vLLM 0.32
     refuses float16 there (``cpu_gdn_attention_core`` in ``ops/cpu/gdn_attention.py``).
     """
-    return _delta(page, rows_first=str(page.spec.dtypes[0]) == "torch.float16")
+    return delta(page, rows_first=str(page.spec.dtypes[0]) == "torch.float16")
 
 
-def short_conv(page: Page) -> tuple[Field, ...]:
+def short_conv(page: Page) -> Fields:
     """Return the fields of a state that is only a convolution's input."""
-    [tensor] = _tensors(page, 1)
-    if len(tensor.shape) != 2:
-        return opaque_state(page)
-    parts = (("x", _even_range(page, _channels(page))),)
-    return _convolution(page, tensor, parts) or opaque_state(page)
+    is_expected = len(page.spec.shapes[0]) == 2
+    return _convolution(page, (("x", _even_range(page, _channels(page))),)) if is_expected else ()
 
 
-def linear(page: Page) -> tuple[Field, ...]:
+def linear(page: Page) -> Fields:
     """Return the fields of a linear attention's state, which is only a matrix per head."""
-    [tensor] = _tensors(page, 1)
-    return (_recurrence(page, tensor),) if len(tensor.shape) == 3 else opaque_state(page)
+    return (_recurrence(page),) if len(page.spec.shapes[0]) == 3 else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +107,13 @@ class StatePacking:
 
     Attributes:
         inside: What a page holds, as text for docs/coverage.md.
-        fields: Returns the fields of a page; one field for the whole page (opaque) if the shapes of
-            the tensors are not as expected.
+        fields: Returns the fields of a page; none if the shapes of its tensors are unexpected.
+        tensors: How many tensors a state has.
     """
 
     inside: str
-    fields: Callable[[Page], tuple[Field, ...]]
+    fields: Callable[[Page], Fields]
+    tensors: int = 2
 
 
 MAMBA1 = StatePacking(
@@ -136,8 +124,10 @@ MAMBA2 = StatePacking(
     inside="Mamba 2: the convolution's x by heads, B and C by groups, and a state for each head.",
     fields=mamba2,
 )
-SHORT_CONV = StatePacking(inside="Nothing but a convolution's input.", fields=short_conv)
-LINEAR = StatePacking(inside="Linear attention: nothing but a matrix for each head.", fields=linear)
+SHORT_CONV = StatePacking(inside="Nothing but a convolution's input.", fields=short_conv, tensors=1)
+LINEAR = StatePacking(
+    inside="Linear attention: nothing but a matrix for each head.", fields=linear, tensors=1
+)
 DELTA = StatePacking(
     inside="Delta rules (gated delta net, KDA): q, k and v channels, and a (v, k) state for each "
     "head.",
@@ -166,86 +156,74 @@ STATE_PACKINGS: Mapping[str, StatePacking] = {
 """State packings by ``LayerFacts.backend``. The states of other backends are opaque."""
 
 
-def state_fields(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a recurrent layer's pages.
-
-    If the content of the pages is not known, a single field covers a whole page (opaque).
-
-    Args:
-        page: The layer's pages.
+def state_fields(page: Page) -> Fields:
+    """Return the fields of a recurrent layer's pages; one for a whole page if it is not known.
 
     Raises:
-        LayoutError: A page has more tensors than ``STATE_PACKINGS`` describes for the backend.
+        LayoutError: A state has more tensors than ``STATE_PACKINGS`` describes for the backend. The
+            further ones hold recent inputs from which vLLM has yet to compute the state (ReplaySSM,
+            RecoverSSM); the page does not contain the current positions in them.
     """
-    packing = STATE_PACKINGS.get(page.facts.backend)
-    return packing.fields(page) if packing else opaque_state(page)
+    packing, tensors = STATE_PACKINGS.get(page.facts.backend), len(page.spec.shapes)
+    if packing is None:
+        return (_opaque(page),)
+    if tensors > packing.tensors:
+        raise LayoutError(
+            f"layer {page.layer!r}: its state has {tensors} tensors, and {page.facts.backend} "
+            f"knows {packing.tensors}: what a state needs beside them cannot be handed over; run "
+            "without --use-replayssm"
+        )
+    return packing.fields(page) or (_opaque(page),)
 
 
-def opaque_state(page: Page) -> tuple[Field, ...]:
-    """Return a single field that covers a whole state, whose content is not known.
+def ring_fields(page: Page) -> Fields:
+    """Return the single field of a layer's rings (``CircularBufferSpec``).
 
-    Only engines that split the state among ranks in the same way can exchange the field. Its key
-    contains the backend, the tensors' types and shapes, and vLLM's release. So engines that may
-    store the state in other ways have no field with this key.
+    Models that compress several tokens into one entry keep in a ring what they need of the tokens
+    that do not make a whole entry yet. The entry of token t is in slot ``t % capacity`` of the
+    request's only page, the same on every tensor-parallel rank: ``_ring_slot_mapping_kernel`` in
+    ``deepseek_v41/compressor.py``, ``circular_qsa_slot_mapping`` in
+    ``qwen4_exp/common/qsa_cache.py`` and ``Glm5NextTailCache`` in ``glm5next/common/attention.py``.
+    So after equally many tokens, the same token is in the same slot on every engine whose ring has
+    the same capacity, and a page moves as a whole.
 
-    Args:
-        page: The layer's pages.
+    The capacity depends on ``num_speculative_tokens``. In orders in which layers are outermost,
+    vLLM also multiplies it to make all pages equally large (``unify_kv_cache_spec_page_size``);
+    these models have backends that do not offer such orders. Engines whose rings have another
+    capacity have no field with the same key, so the handshake refuses the pair.
     """
-    shapes = ", ".join(
-        f"{tensor.dtype} {'x'.join(map(str, tensor.shape))}" for tensor in _every_tensor(page)
-    )
-    position = _sharing(page)
+    heads, entries, content = page.shape
+    capacity = page.kernels * entries
+    head, entry, _ = page.strides
     return (
         page.field(
-            f"state[{page.facts.backend}: {shapes}]{versions.opaque_release()}",
-            unit=page.spec.state_content_size_bytes,
-            shard=(position.tp, position.tp + 1),
-            dtype="uint8",
+            f"ring[{page.facts.backend}: {capacity} slots of {page.dtype} {heads}x{content}]"
+            f"{versions.opaque_release()}",
+            unit=content * page.itemsize,
+            inner=((heads, head), (page.kernels, page.kernel_stride), (entries, entry)),
         ),
     )
 
 
-def _delta(page: Page, *, rows_first: bool) -> tuple[Field, ...]:
-    """Return the fields of a delta rule's state.
+def _opaque(page: Page) -> Field:
+    """Return a single field that covers a whole state, whose content is not known.
 
-    Args:
-        page: The layer's pages.
-        rows_first: Whether the heads' matrices are stored as (v, k); otherwise as (k, v).
+    Only engines that split the state among ranks in the same way can exchange it: its key contains
+    the backend, the tensors' types and shapes, and vLLM's release.
     """
-    tensors = _tensors(page, 2)
-    match page.spec.shapes:
-        case ((_, _), (heads, head, _)):
-            value = heads * head
-            key, rest = divmod(_channels(page) - value, 2)
-            if rest or key <= 0:
-                return opaque_state(page)
-            widths = ("q", key), ("k", key), ("v", value)
-            parts = [(name, _even_range(page, width)) for name, width in widths]
-            convolution = _convolution(page, tensors[0], parts)
-            recurrence = _recurrence(page, tensors[1], rows_first=rows_first)
-            return (*convolution, recurrence) if convolution else opaque_state(page)
-    return opaque_state(page)
+    shapes = ", ".join(
+        f"{tensor.dtype} {'x'.join(map(str, tensor.shape))}" for tensor in _tensors(page)
+    )
+    position = _sharing(page)
+    return page.field(
+        f"state[{page.facts.backend}: {shapes}]{versions.opaque_release()}",
+        unit=page.spec.state_content_size_bytes,
+        shard=(position.tp, position.tp + 1),
+        dtype="uint8",
+    )
 
 
-def _tensors(page: Page, count: int) -> list[_Tensor]:
-    """Return the tensors of a state, and refuse a state of more than ``count`` tensors.
-
-    Raises:
-        LayoutError: There are more tensors. The further ones hold recent inputs from which vLLM has
-            yet to compute the state (ReplaySSM, RecoverSSM). Such a state cannot be handed over,
-            because the page does not contain the current positions in these tensors.
-    """
-    tensors = _every_tensor(page)
-    if len(tensors) > count:
-        raise LayoutError(
-            f"layer {page.layer!r}: its state has {len(tensors)} tensors, and {page.facts.backend} "
-            f"knows {count}: what a state needs beside them cannot be handed over; run without "
-            "--use-replayssm"
-        )
-    return tensors
-
-
-def _every_tensor(page: Page) -> list[_Tensor]:
+def _tensors(page: Page) -> list[_Tensor]:
     """Return all tensors of a state, in their order in the page."""
     tensors: list[_Tensor] = []
     offset = 0
@@ -262,12 +240,7 @@ def _sharing(page: Page) -> ShardPosition:
 
 
 def _even_range(page: Page, here: int) -> tuple[int, int]:
-    """Return this rank's range [first, last) of heads or channels that ranks split evenly.
-
-    Args:
-        page: The layer's pages.
-        here: How many of these heads or channels each rank stores.
-    """
+    """Return this rank's range [first, last) where each rank stores ``here`` heads or channels."""
     rank = _sharing(page).tp
     return rank * here, (rank + 1) * here
 
@@ -279,18 +252,11 @@ def _channels(page: Page) -> int:
 
 
 def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
-    """Return the range of the model's B channels that this rank stores; C's range is the same.
+    """Return the range of the model's B channels here; C's is the same. ``None`` if unknown.
 
-    vLLM distributes groups evenly or, if there is only one, copies it to every rank. The specs do
-    not show whether a rank's group is such a copy.
-
-    Args:
-        page: The layer's pages.
-        channels: How many channels B and C have together on this rank.
-        size: Channels per group.
-
-    Returns:
-        The first channel and the one after the last; ``None`` if the range cannot be determined.
+    ``channels`` is how many B and C have together on this rank, ``size`` how many a group has. vLLM
+    distributes groups evenly or, if there is only one, copies it to every rank. The specs do not
+    show whether a rank's group is such a copy.
     """
     here, rest = divmod(channels, 2 * size)
     if rest or here < 1:
@@ -303,13 +269,9 @@ def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
 
 
 def _columns(page: Page, width: int) -> int | None:
-    """Return how many columns of the convolution's input must be handed over; ``None`` if unknown.
+    """Return how many of a convolution's columns must be handed over; ``None`` if unknown.
 
-    The tensor's further columns are scratch memory of speculative decoding.
-
-    Args:
-        page: The layer's pages.
-        width: How many columns the tensor has.
+    Further columns are scratch memory of speculative decoding.
     """
     scratch = page.spec.num_speculative_blocks
     if not page.facts.kernel:
@@ -318,19 +280,19 @@ def _columns(page: Page, width: int) -> int | None:
     return columns if columns >= 1 and width - columns in (0, scratch) else None
 
 
-def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Field, ...]:
-    """Return the fields of a convolution's input, one for each part of its channels.
+def _both(page: Page, parts: Sequence[Part], *, rows_first: bool = True) -> Fields:
+    """Return the fields of a convolution's input and of the recurrent state behind it."""
+    convolution = _convolution(page, parts)
+    return (*convolution, _recurrence(page, rows_first=rows_first)) if convolution else ()
 
-    Args:
-        page: The layer's pages.
-        tensor: The tensor of the convolution's input.
-        parts: The parts of the channels, in their order in memory.
 
-    Returns:
-        The fields; empty if the parts have more or fewer channels than the tensor, or if it is not
-        known which columns are state.
+def _convolution(page: Page, parts: Sequence[Part]) -> Fields:
+    """Return the fields of a convolution's input, one for each part of its channels, in order.
+
+    Empty if they have more or fewer channels than the tensor, or if it is not known which columns
+    are state.
     """
-    channels = _channels(page)
+    tensor, channels = _tensors(page)[0], _channels(page)
     item, width = tensor.itemsize, math.prod(tensor.shape) // channels
     columns = _columns(page, width)
     if columns is None or channels != sum(stop - start for _, (start, stop) in parts):
@@ -354,14 +316,12 @@ def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Fi
     return tuple(fields)
 
 
-def _recurrence(page: Page, tensor: _Tensor, *, rows_first: bool = True) -> Field:
+def _recurrence(page: Page, *, rows_first: bool = True) -> Field:
     """Return the field of the recurrent state: a matrix for each head, or a row for each channel.
 
-    Args:
-        page: The layer's pages.
-        tensor: The tensor of the recurrent state, heads or channels first.
-        rows_first: Whether each matrix is stored row by row; otherwise column by column.
+    Each matrix is stored row by row, or unless ``rows_first`` column by column.
     """
+    tensor = _tensors(page)[-1]
     heads, *inside = tensor.shape
     item = tensor.itemsize
     unit = math.prod(inside) * item
