@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cli import demo
-from kvferry.cli.demo.model import DemoError, requests_of, scattered_pages, shape_of, with_room
+from kvferry.cli.demo.engines import DemoError, requests_of, scattered_pages, shape_of, with_room
 from kvferry.core.transport import Capabilities, PeerId, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
