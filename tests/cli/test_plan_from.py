@@ -111,19 +111,6 @@ def test_two_running_engines_need_no_config(plan: PlanCommand) -> None:
         assert part in said
 
 
-def test_written_layouts_of_a_running_engine_give_the_same_plan(plan: PlanCommand) -> None:
-    with running(engine_of(plan.folder, TINY, "tp=2")) as address:
-        sides = both(address, address)
-        first = plan.json(None, *sides, f"--write-layouts={plan.folder}")
-    files = (str(plan.folder / f"{name}.json") for name in ("prefill", "decode"))
-    assert plan.json(None, *files)["reads"] == first["reads"]
-
-
-def test_engine_of_another_model_is_refused(plan: PlanCommand) -> None:
-    with running(engine_of(plan.folder, TINY | {"num_hidden_layers": 3})) as address:
-        assert "field 'layers.3.attn/k'" in plan.refusal(TINY, "", "tp=1", "--from", address)
-
-
 @pytest.mark.parametrize("layers", [4, 3], ids=["layouts match", "layouts do not match"])
 def test_engines_that_refuse_each_other_are_reported(plan: PlanCommand, layers: int) -> None:
     other = TINY | {"num_hidden_layers": layers}
@@ -171,10 +158,7 @@ def test_engine_that_cannot_be_reached_is_reported(plan: PlanCommand) -> None:
     assert "it is the engine's side_channel_host and side_channel_port" in said
 
 
-MALFORMED = (
-    *("host", "host:", ":5600", "host:0", "host:65536", "host:five", "[::1]", "host:5 ", "::1"),
-    "fd00::5:5600",
-)
+MALFORMED = ("host", ":5600", "host:0", "host:65536", "host:five", "host:5 ", "::1")
 
 
 @pytest.mark.parametrize(

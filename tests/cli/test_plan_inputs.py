@@ -205,12 +205,6 @@ def test_layout_outside_its_region_is_refused(plan: PlanCommand) -> None:
     assert "of region 0, which has 100" in plan.refusal(None, *files)
 
 
-def test_unwritable_layouts_are_reported(plan: PlanCommand) -> None:
-    taken = plan.folder / "taken"
-    taken.write_text("")
-    assert "cannot be written" in plan.refusal(TINY, "tp=1", "tp=1", f"--write-layouts={taken}")
-
-
 def test_names_from_files_are_not_parsed_as_markup(plan: PlanCommand) -> None:
     files = plan.layouts(TINY)
     for file in map(Path, files):
