@@ -7,12 +7,8 @@ seconds, starts without them, since typer takes longer to import than the probe 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from kvferry.core.errors import KVFerryError
-
-if TYPE_CHECKING:
-    from kvferry.cli.commands import app as app
 
 PROBE = "health"
 INTERRUPTED = 130
@@ -58,15 +54,3 @@ def _probe(arguments: list[str]) -> None:
     options = health.parse(arguments)
     if options is not None:
         sys.exit(health.run(**options))
-
-
-# Hidden from type checkers: with a module __getattr__, they would accept any attribute.
-if not TYPE_CHECKING:
-
-    def __getattr__(name):  # noqa: ANN001, ANN202
-        """Import the typer app when it is first used (PEP 562)."""
-        if name != "app":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from kvferry.cli.commands import app
-
-        return app

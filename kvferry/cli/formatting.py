@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-Key, Item = TypeVar("Key"), TypeVar("Item")
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

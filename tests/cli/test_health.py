@@ -12,8 +12,7 @@ from functools import partial
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli import app
-from kvferry.cli.commands import health
+from kvferry.cli.commands import app, health
 from kvferry.cli.health import OPTIONS, parse, run
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.security import Access, generate

@@ -11,8 +11,9 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -174,10 +175,9 @@ def _transport(driver: str) -> Transport:
 
 def _check_memory(nbytes: int) -> None:
     needed = nbytes * COPIES_IN_MEMORY
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError), open("/proc/meminfo") as lines:  # counts reclaimable caches as free
-        found = next((line for line in lines if line.startswith("MemAvailable:")), None)
-        available = int(found.split()[1]) * 1024 if found else available
+    # What the kernel counts as available includes caches that it can give up.
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
     if needed > available:
         raise DemoError(
             f"the demo would need {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB "
