@@ -70,13 +70,7 @@ def both(first: str, second: str) -> tuple[str, ...]:
     return "", "", "--from", first, "--from", second
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(WINDOWS, id="windows"),
-        pytest.param(configs.FALCON_H1, id="attention and state in a layer"),
-    ],
-)
+@pytest.mark.parametrize("config", [WINDOWS, configs.FALCON_H1], ids=["windows", "states"])
 def test_running_engine_on_either_side_gives_the_computed_plan(
     plan: PlanCommand, config: Config
 ) -> None:
@@ -169,10 +163,7 @@ MALFORMED = ("host", ":5600", "host:0", "host:65536", "host:five", "host:5 ", ":
         (["--from=h:1"], "the decode engine is missing: give --decode"),
         (["--prefill=a.json", "--decode=b.json", "--from=h:1"], "--from is given 1 times"),
         (["--from=h:1"] * 3, "--from is given 3 times"),
-        (
-            ["--prefill=a.json", "--decode=b.json", "--curve-secret-key=env:KEY"],
-            "are keys for --from",
-        ),
+        (["--prefill=a.json", "--decode=b.json", "--curve-secret-key=env:K"], "keys for --from"),
         *(
             (["--from", address, "--from", "h:1"], f"--from {address!r} is not HOST:PORT")
             for address in MALFORMED

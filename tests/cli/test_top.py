@@ -84,14 +84,8 @@ def test_decode_is_shown_with_rates_between_two_readings(once: Once) -> None:
     pull = only(engine["pulls"])
     assert (pull["peer"], pull["paths"]) == ("prefill-0", ["process_vm"])
     assert pull["pulls_per_second"] * seconds == pytest.approx(3)
-    assert list(pull["seconds_per_pull"]) == [
-        "wait",
-        "handshake",
-        "check",
-        "post",
-        "transfer",
-        "fence",
-    ]
+    stages = ["wait", "handshake", "check", "post", "transfer", "fence"]
+    assert list(pull["seconds_per_pull"]) == stages
     assert 0 < pull["seconds_per_pull"]["wait"] < 0.1
     assert pull["seconds_per_pull"]["handshake"] == 0
     assert {(one["what"], one["peer"]) for one in engine["problems"]} == {
