@@ -11,9 +11,9 @@ from typing import Any
 
 import typer
 
-from kvferry.cli.addresses import host_and_port
 from kvferry.cli.formatting import counted
 from kvferry.cli.output import output
+from kvferry.cli.side_channel import host_and_port
 from kvferry.core.errors import AdmissionError, DriverError, HandshakeError, KVFerryError
 from kvferry.core.security import Access
 from kvferry.core.side_channel import health

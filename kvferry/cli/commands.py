@@ -161,9 +161,8 @@ def doctor(
     Exit status 0 unless something is bad. Findings that are only worth knowing do not change the
     exit status.
     """
-    from kvferry.cli.addresses import engine_address
     from kvferry.cli.doctor import run
-    from kvferry.cli.keys import keys_of
+    from kvferry.cli.side_channel import engine_address, keys_of
 
     if address is not None:
         host, port = engine_address([address])
@@ -234,8 +233,8 @@ def health(
     of a failed read may still arrive in them).
     """
     # kvferry.cli.main runs the command itself, unless help or an error has to be printed.
-    from kvferry.cli.addresses import engine_address
     from kvferry.cli.health import run
+    from kvferry.cli.side_channel import engine_address
 
     host, port = engine_address(address)
     raise typer.Exit(run(host, port, timeout=timeout, secret_key=curve_secret_key, peer=curve_peer))

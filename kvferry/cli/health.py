@@ -10,8 +10,7 @@ import math
 import sys
 from typing import Any
 
-from kvferry.cli.addresses import AddressError, engine_address
-from kvferry.cli.keys import keys_of
+from kvferry.cli.side_channel import AddressError, engine_address, keys_of
 from kvferry.core.side_channel import health
 
 SECONDS = 5.0

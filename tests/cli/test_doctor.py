@@ -15,7 +15,7 @@ from kvferry.cli import doctor
 from kvferry.cli.doctor import DoctorError, channel, kernel, run, software, worst
 from kvferry.cli.doctor.finding import Check, FindingLevel
 from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx, probe
-from kvferry.cli.keys import keys_of
+from kvferry.cli.side_channel import keys_of
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.security import Access, generate
 from kvferry.core.side_channel import HandshakeServer

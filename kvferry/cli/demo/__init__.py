@@ -141,7 +141,7 @@ def _hand_over(
         receive(pipe)
         first = requests[0]
         engine.pull(first.name, tickets[first], pages[first])
-        refusal = engine.outcome(first.name, math.inf).failed.get(first.name)
+        refusal = next(iter(engine.outcome(first.name, math.inf).failed.values()), None)
     rows: list[Sequence[str | Text]] = []
     for request, record in records.items():
         theirs, mine = prefill.tp * len(tickets[request].pages[0]), len(pages[request])

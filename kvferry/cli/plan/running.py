@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from kvferry.cli.addresses import AddressError, host_and_port
-from kvferry.cli.keys import NONE, Keys, keys_of
 from kvferry.cli.plan.engines import Engine, EngineError, SettingsError
 from kvferry.cli.plan.fields import field_name
 from kvferry.cli.plan.model import Model
+from kvferry.cli.side_channel import NONE, AddressError, Keys, host_and_port, keys_of
 from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError
 from kvferry.core.layout import Field, Layout
 from kvferry.core.side_channel import fetch, health

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.keygen import run as keygen
-from kvferry.cli.keys import NONE, keys_of
+from kvferry.cli.side_channel import NONE, keys_of
 from kvferry.core.errors import SecretError
 from kvferry.core.security import generate
 
