@@ -6,18 +6,13 @@ costs no more than typer.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 import kvferry
-from kvferry.cli import interrupted, refused
-from kvferry.core.errors import KVFerryError
 
 option = partial(typer.Option, show_default=False)
 argument = partial(typer.Argument, show_default=False)
@@ -45,26 +40,6 @@ app = typer.Typer(
 )
 
 
-def _leave_after(run: Callable[[], int | None]) -> NoReturn:
-    """Run a command that loads drivers, and end the process with its exit status.
-
-    Exit handlers are not run: some transport libraries crash in theirs, after the command has done
-    its work, and the process would then end with the status of the crash.
-    """
-    try:
-        status = run() or 0
-    except KVFerryError as exc:
-        status = refused(exc)
-    except KeyboardInterrupt:
-        status = interrupted()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # nobody reads the output any more
-        status = status or 1
-    os._exit(status)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(kvferry.__version__)
@@ -88,7 +63,7 @@ def drivers(as_json: Json = False) -> None:
     """List the installed drivers, and what each can do here."""
     from kvferry.cli.drivers import run
 
-    _leave_after(lambda: run(as_json=as_json))
+    run(as_json=as_json)
 
 
 @app.command()
@@ -133,7 +108,7 @@ def demo(
     """
     from kvferry.cli.demo import run
 
-    _leave_after(lambda: run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))
+    raise typer.Exit(run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))
 
 
 @app.command()
@@ -167,7 +142,7 @@ def doctor(
     if address is not None:
         host, port = engine_address([address])
     keys = keys_of(curve_secret_key, curve_peer)
-    _leave_after(lambda: run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
+    raise typer.Exit(run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
 
 
 @app.command("check-config")
@@ -211,7 +186,7 @@ def check_config(
         return
     if not config:
         raise typer.BadParameter("name a file, or give JSON", param_hint="FILE|JSON")
-    _leave_after(lambda: run(config, peer or ()))
+    raise typer.Exit(run(config, peer or ()))
 
 
 @app.command()
@@ -232,7 +207,7 @@ def health(
     its ranks find: a transport that failed, or pages that are quarantined (not reused while bytes
     of a failed read may still arrive in them).
     """
-    # kvferry.cli.main runs the command itself, unless help or an error has to be printed.
+    # kvferry.cli runs the command itself, unless help or an error has to be printed.
     from kvferry.cli.health import run
     from kvferry.cli.side_channel import engine_address
 
@@ -292,9 +267,7 @@ def top(
     """
     from kvferry.cli.top import run
 
-    _leave_after(
-        lambda: run(addresses, interval=interval, timeout=timeout, once=once, as_json=as_json)
-    )
+    raise typer.Exit(run(addresses, interval=interval, timeout=timeout, once=once, as_json=as_json))
 
 
 @app.command()
@@ -361,17 +334,15 @@ def bench(
     """
     from kvferry.cli.bench import run
 
-    _leave_after(
-        lambda: run(
-            driver=driver,
-            options=option or (),
-            sizes=size,
-            blocks=block,
-            memory=memory,
-            seconds=seconds,
-            as_json=as_json,
-            plot=plot,
-        )
+    run(
+        driver=driver,
+        options=option or (),
+        sizes=size,
+        blocks=block,
+        memory=memory,
+        seconds=seconds,
+        as_json=as_json,
+        plot=plot,
     )
 
 

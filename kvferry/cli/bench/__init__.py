@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from rich.console import Console
-
-from kvferry.cli import INTERRUPTED
 from kvferry.cli.bench import report
 from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
 from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
@@ -36,31 +33,23 @@ def run(
     seconds: float,
     as_json: bool,
     plot: Path | None,
-) -> int:
+) -> None:
     """Measure a driver, and print the results.
-
-    Returns:
-        The exit status: 0, or 130 after Ctrl-C.
 
     Raises:
         KVFerryError: The driver could not be measured, or moved a wrong byte. All processes have
-            ended then.
+            ended then, as after Ctrl-C.
     """
     grid = cases(sizes_of(sizes, "--size"), sizes_of(blocks, "--block"))
     if plot is not None:
         _check_plot(plot)
-    try:
-        made, results = _measured(driver, options_of(options), grid, memory, seconds)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted: both processes have been ended.")
-        return INTERRUPTED
+    made, results = _measured(driver, options_of(options), grid, memory, seconds)
     if plot is not None:
         from kvferry.cli.bench.picture import draw
 
         title = f"{driver} ({made['distribution']}), {memory} memory, two processes"
         draw(plot, title, results)
     report.show(made, results, as_json=as_json)
-    return 0
 
 
 def _measured(

@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from kvferry.cli import INTERRUPTED
 from kvferry.cli.demo.engines import (
     DTYPE,
     HEAD_DIM,
@@ -69,13 +68,8 @@ def run(*, megabytes: int, driver: str, prefill: str | None, decode: str | None)
     # The demo causes warnings of its endpoints on purpose, and prints the outcome itself.
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
     decodes = (DECODE, UNLIKE_DECODE) if prefill is None and decode is None else (decode or DECODE,)
-    try:
-        source = shape_of(prefill or PREFILL)
-        shapes = [shape_of(text, tp=1) for text in decodes]
-        return max(_run(console, megabytes * 10**6, driver, source, shape) for shape in shapes)
-    except KeyboardInterrupt:
-        console.print("Interrupted: all processes have been ended.")
-        return INTERRUPTED
+    source, shapes = shape_of(prefill or PREFILL), [shape_of(text, tp=1) for text in decodes]
+    return max(_run(console, megabytes * 10**6, driver, source, shape) for shape in shapes)
 
 
 def _run(
