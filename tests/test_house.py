@@ -71,14 +71,11 @@ def test_help_and_plan_import_no_heavy_module(tmp_path: Path) -> None:
     model.write_text('{"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}')
     code = f"""
 import sys
-from kvferry.cli import main
+from kvferry.cli import run
 for arguments in (["--help"], ["plan", {str(model)!r}, "--prefill=tp=1", "--decode=tp=1"]):
     sys.argv = ["kvferry", *arguments]
-    try:
-        main()
-    except SystemExit as exit:
-        if exit.code:
-            raise
+    if run():
+        raise SystemExit(1)
     print("loaded", *sys.modules)
 """
     helped, planned = (

@@ -6,67 +6,51 @@ seconds, starts without them, since typer takes longer to import than the probe 
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from kvferry.core.errors import KVFerryError
-
-if TYPE_CHECKING:
-    from kvferry.cli.commands import app as app
 
 PROBE = "health"
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as of a shell."""
 
 
-def main() -> None:
-    """Run the command line.
+def main() -> NoReturn:
+    """Run the command line, and end the process.
 
     A ``KVFerryError`` ends it with a line on stderr and exit status 1, Ctrl-C with 130.
     """
+    status = run()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # nobody reads the output any more
+        status = status or 1
+    # Exit handlers are not run: some transport libraries crash in theirs, after the command has
+    # done its work, and the process would then end with the status of the crash.
+    os._exit(status)
+
+
+def run() -> int:
+    """Run the command line, and return its exit status."""
     try:
         if sys.argv[1:2] == [PROBE]:
-            _probe(sys.argv[2:])
+            from kvferry.cli import health
+
+            # Help and errors are typer's.
+            if (options := health.parse(sys.argv[2:])) is not None:
+                return health.run(**options)
         from kvferry.cli.commands import app
 
         app()
     except KVFerryError as exc:
-        sys.exit(refused(exc))
-    except KeyboardInterrupt:
-        sys.exit(interrupted())
-    except SystemExit as exc:
-        # typer ends a command that is interrupted with this status, without a word.
-        sys.exit(interrupted() if exc.code == INTERRUPTED else exc.code)
-
-
-def refused(error: KVFerryError) -> int:
-    """Print an error on stderr, and return 1, the exit status of a failed command."""
-    sys.stderr.write(f"kvferry: {error}\n")
-    return 1
-
-
-def interrupted() -> int:
-    """Print on stderr that Ctrl-C ended the command, and return its exit status."""
-    sys.stderr.write("kvferry: interrupted\n")
-    return INTERRUPTED
-
-
-def _probe(arguments: list[str]) -> None:
-    """Run ``kvferry health`` and exit, unless the arguments need the help or errors of typer."""
-    from kvferry.cli import health
-
-    options = health.parse(arguments)
-    if options is not None:
-        sys.exit(health.run(**options))
-
-
-# Hidden from type checkers: with a module __getattr__, they would accept any attribute.
-if not TYPE_CHECKING:
-
-    def __getattr__(name):  # noqa: ANN001, ANN202
-        """Import the typer app when it is first used (PEP 562)."""
-        if name != "app":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from kvferry.cli.commands import app
-
-        return app
+        sys.stderr.write(f"kvferry: {exc}\n")
+        return 1
+    except (KeyboardInterrupt, SystemExit) as exc:
+        status = INTERRUPTED if isinstance(exc, KeyboardInterrupt) else exc.code
+        if status == INTERRUPTED:  # with which typer ends an interrupted command, without a word
+            sys.stderr.write("kvferry: interrupted\n")
+        return status if isinstance(status, int) else 0
+    return 0

@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import typer
 
-from kvferry.cli.addresses import host_and_port
 from kvferry.cli.formatting import counted
 from kvferry.cli.output import output
+from kvferry.cli.side_channel import host_and_port
 from kvferry.core.errors import AdmissionError, DriverError, HandshakeError, KVFerryError
 from kvferry.core.security import Access
 from kvferry.core.side_channel import health
@@ -56,29 +56,6 @@ VALUES = {
 
 class InputError(KVFerryError):
     """There is nothing to check: the argument is neither a JSON object nor a file with one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """A connector's part of a ``--kv-transfer-config``, as far as its siblings matter."""
-
-    kv_role: str
-    kv_connector_extra_config: Mapping[str, Any]
-    kv_load_failure_policy: str
-
-    @property
-    def is_kv_consumer(self) -> bool:
-        """Whether the engine loads."""
-        return self.kv_role != "kv_producer"
-
-    @classmethod
-    def of(cls, transfer: Mapping[str, Any]) -> Transfer:
-        """Return a connector's part from its keys and values."""
-        return cls(
-            kv_role=str(transfer.get("kv_role")),
-            kv_connector_extra_config=extra_of(transfer),
-            kv_load_failure_policy=str(transfer.get("kv_load_failure_policy") or "fail"),
-        )
 
 
 def print_schema() -> None:
@@ -142,9 +119,19 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
         yield from _key_problems(each)
     for one in own:
         try:
-            check_siblings(Transfer.of(one), Transfer.of(given))
+            check_siblings(_transfer(one), _transfer(given))
         except ConfigError as exc:
             yield str(exc)
+
+
+def _transfer(keys: Mapping[str, Any]) -> SimpleNamespace:
+    """Return a connector's part as vLLM's ``KVTransferConfig``, as far as its siblings matter."""
+    return SimpleNamespace(
+        kv_role=str(keys.get("kv_role")),
+        kv_connector_extra_config=extra_of(keys),
+        kv_load_failure_policy=str(keys.get("kv_load_failure_policy") or "fail"),
+        is_kv_consumer=keys.get("kv_role") != "kv_producer",
+    )
 
 
 def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
@@ -182,7 +169,7 @@ def _notes(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
     chosen = "side_channel_host" in extra
     if own.get("kv_role") != "kv_consumer" and (risk := loopback_risk(config, chosen=chosen)):
         yield risk
-    if is_transfer(given) and (risk := late_turn_risk(config, Transfer.of(given))):
+    if is_transfer(given) and (risk := late_turn_risk(config, _transfer(given))):
         yield risk
 
 

@@ -6,38 +6,28 @@ costs no more than typer.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 import kvferry
-from kvferry.cli import interrupted, refused
-from kvferry.cli.options import (
-    Bandwidths,
-    CacheDtype,
-    ChunkTokens,
-    CurvePeer,
-    CurvePeers,
-    CurveSecretKey,
-    DecodeEngine,
-    HopMilliseconds,
-    Json,
-    LayoutsFolder,
-    ModelConfig,
-    PictureFile,
-    PrefillEngine,
-    PrefillRate,
-    Prompts,
-    RequestTokens,
-    RunningEngines,
-    argument,
-    option,
-)
-from kvferry.core.errors import KVFerryError
+
+option = partial(typer.Option, show_default=False)
+argument = partial(typer.Argument, show_default=False)
+tokens_option = partial(typer.Option, min=1, max=1 << 24)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+CurveSecretKey = Annotated[
+    str,
+    option(
+        metavar="PLACE",
+        help="Where this command's own secret key is, for a side channel with keys: file:PATH or "
+        "env:NAME. The engine's curve_peers has to list the public one.",
+    ),
+]
+CurvePeer = Annotated[str, option(metavar="KEY", help="That engine's public key, or its place.")]
 
 app = typer.Typer(
     name="kvferry",
@@ -48,29 +38,6 @@ app = typer.Typer(
     # Help in rich's boxes would import rich's Markdown parser: 0.15 s.
     rich_markup_mode=None,
 )
-
-
-def _leave_after(run: Callable[[], int | None]) -> NoReturn:
-    """Run a command that loads drivers, and end the process with its exit status.
-
-    Exit handlers are not run: some transport libraries crash in theirs, after the command has done
-    its work, and the process would then end with the status of the crash.
-
-    Args:
-        run: The command; returns its exit status, or ``None`` for 0.
-    """
-    try:
-        status = run() or 0
-    except KVFerryError as exc:
-        status = refused(exc)
-    except KeyboardInterrupt:
-        status = interrupted()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # nobody reads the output any more
-        status = status or 1
-    os._exit(status)
 
 
 def _print_version(wanted: bool) -> None:
@@ -96,7 +63,7 @@ def drivers(as_json: Json = False) -> None:
     """List the installed drivers, and what each can do here."""
     from kvferry.cli.drivers import run
 
-    _leave_after(lambda: run(as_json=as_json))
+    run(as_json=as_json)
 
 
 @app.command()
@@ -141,7 +108,7 @@ def demo(
     """
     from kvferry.cli.demo import run
 
-    _leave_after(lambda: run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))
+    raise typer.Exit(run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))
 
 
 @app.command()
@@ -169,14 +136,13 @@ def doctor(
     Exit status 0 unless something is bad. Findings that are only worth knowing do not change the
     exit status.
     """
-    from kvferry.cli.addresses import engine_address
     from kvferry.cli.doctor import run
-    from kvferry.cli.keys import keys_of
+    from kvferry.cli.side_channel import engine_address, keys_of
 
     if address is not None:
         host, port = engine_address([address])
     keys = keys_of(curve_secret_key, curve_peer)
-    _leave_after(lambda: run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
+    raise typer.Exit(run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
 
 
 @app.command("check-config")
@@ -220,7 +186,7 @@ def check_config(
         return
     if not config:
         raise typer.BadParameter("name a file, or give JSON", param_hint="FILE|JSON")
-    _leave_after(lambda: run(config, peer or ()))
+    raise typer.Exit(run(config, peer or ()))
 
 
 @app.command()
@@ -241,9 +207,9 @@ def health(
     its ranks find: a transport that failed, or pages that are quarantined (not reused while bytes
     of a failed read may still arrive in them).
     """
-    # kvferry.cli.main runs the command itself, unless help or an error has to be printed.
-    from kvferry.cli.addresses import engine_address
+    # kvferry.cli runs the command itself, unless help or an error has to be printed.
     from kvferry.cli.health import run
+    from kvferry.cli.side_channel import engine_address
 
     host, port = engine_address(address)
     raise typer.Exit(run(host, port, timeout=timeout, secret_key=curve_secret_key, peer=curve_peer))
@@ -301,9 +267,7 @@ def top(
     """
     from kvferry.cli.top import run
 
-    _leave_after(
-        lambda: run(addresses, interval=interval, timeout=timeout, once=once, as_json=as_json)
-    )
+    raise typer.Exit(run(addresses, interval=interval, timeout=timeout, once=once, as_json=as_json))
 
 
 @app.command()
@@ -370,17 +334,15 @@ def bench(
     """
     from kvferry.cli.bench import run
 
-    _leave_after(
-        lambda: run(
-            driver=driver,
-            options=option or (),
-            sizes=size,
-            blocks=block,
-            memory=memory,
-            seconds=seconds,
-            as_json=as_json,
-            plot=plot,
-        )
+    run(
+        driver=driver,
+        options=option or (),
+        sizes=size,
+        blocks=block,
+        memory=memory,
+        seconds=seconds,
+        as_json=as_json,
+        plot=plot,
     )
 
 
@@ -400,22 +362,96 @@ def new_driver(
 
 @app.command()
 def plan(
-    model: ModelConfig = None,
-    prefill: PrefillEngine = None,
-    decode: DecodeEngine = None,
-    addresses: RunningEngines = None,
+    model: Annotated[
+        Path | None,
+        argument(
+            metavar="CONFIG",
+            help="A model's config.json, or its folder. Needed if an engine is given by settings.",
+        ),
+    ] = None,
+    prefill: Annotated[
+        str | None,
+        option(
+            metavar="SETTINGS|FILE",
+            help="The prefill engine: settings as above, or a JSON file with its layouts.",
+        ),
+    ] = None,
+    decode: Annotated[
+        str | None, option(metavar="SETTINGS|FILE", help="The decode engine, likewise.")
+    ] = None,
+    addresses: Annotated[
+        list[str] | None,
+        option(
+            "--from",
+            metavar="HOST:PORT",
+            help="Take the layouts of a running engine from its side channel; then --prefill or "
+            "--decode is left out. If given twice, the first is the prefill engine.",
+        ),
+    ] = None,
     curve_secret_key: CurveSecretKey = "",
-    curve_peer: CurvePeers = None,
-    tokens: RequestTokens = 4096,
-    dtype: CacheDtype = None,
-    bandwidth: Bandwidths = None,
-    prompt: Prompts = None,
-    chunk: ChunkTokens = 8192,
-    prefill_rate: PrefillRate = 10_000.0,
-    hop: HopMilliseconds = 0.0,
-    svg: PictureFile = None,
+    curve_peer: Annotated[
+        list[str] | None,
+        option(
+            metavar="KEY",
+            help="The public key of a running engine, or its place; one for each --from in "
+            "their order.",
+        ),
+    ] = None,
+    tokens: Annotated[int, tokens_option(help="How long the request is.")] = 4096,
+    dtype: Annotated[
+        str | None, option(help="Element type of the cache, if not the config's.")
+    ] = None,
+    bandwidth: Annotated[
+        list[str] | None,
+        option(
+            metavar="RATE",
+            help="What the network carries from prefill to decode in a second, all ranks together: "
+            "25Gbit, 100Gbit, 40MB/s. Prints what early tickets would save. Again for another.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[int] | None,
+        tokens_option(
+            metavar="TOKENS",
+            help="With --bandwidth: a prompt's length; --tokens if not given. Again for another.",
+        ),
+    ] = None,
+    chunk: Annotated[
+        int,
+        tokens_option(
+            help="With --bandwidth: how many tokens prefill computes in a step, vLLM's "
+            "max_num_batched_tokens. The default is that of vLLM's server on an H100."
+        ),
+    ] = 8192,
+    prefill_rate: Annotated[
+        float,
+        typer.Option(
+            min=1e-3,
+            max=1e12,
+            metavar="TOKENS/S",
+            help="With --bandwidth: how many tokens prefill computes in a second. Measure yours: a "
+            "long prompt's tokens by its time to the first token on an idle engine. The default "
+            "fits a model of 70B parameters on eight GPUs of 175 TFLOP/s each in effect.",
+        ),
+    ] = 10_000.0,
+    hop: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1e6,
+            metavar="MS",
+            help="With --bandwidth: from prefill's end until decode starts to read, without early "
+            "tickets: the router, and decode's queue. The default, none, understates what is "
+            "saved.",
+        ),
+    ] = 0.0,
+    svg: Annotated[
+        Path | None, option(metavar="FILE", help="Draw a picture (needs kvferry[plot]).")
+    ] = None,
     as_json: Json = False,
-    write_layouts: LayoutsFolder = None,
+    write_layouts: Annotated[
+        Path | None, option(metavar="FOLDER", help="Write prefill.json and decode.json there.")
+    ] = None,
 ) -> None:
     """Show which decode rank reads what from which prefill rank, in how many copies of which size.
 

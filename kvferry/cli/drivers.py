@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich.markup import escape
 from rich.padding import Padding
 
@@ -20,26 +22,14 @@ def run(*, as_json: bool) -> None:
 
 
 def _record(report: DriverReport) -> dict[str, object]:
-    can, info = report.capabilities, report.info
-    capabilities = can and {
-        "memory": sorted(can.memory),
-        "max_notification": can.max_notification,
-        "cancel": can.cancel,
-        "background_progress": can.background_progress,
-        "quiescence": can.quiescence.value,
-        "max_outstanding": can.max_outstanding,
-        "concurrent_connect": can.concurrent_connect,
-        "paged_reads": can.paged_reads,
-    }
+    can = report.capabilities
     return {
-        "name": info.name,
-        "distribution": info.distribution,
-        "version": info.version,
-        "entry_point": info.entry_point,
+        **asdict(report.info),
         "library": report.library,
         "works": can is not None,
         "reason": report.reason,
-        "capabilities": capabilities,
+        "capabilities": can
+        and asdict(can) | {"memory": sorted(can.memory), "quiescence": can.quiescence.value},
     }
 
 

@@ -1,8 +1,12 @@
-"""Format numbers, sizes and counts for people."""
+"""Format numbers, sizes, counts and groups for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -44,3 +48,11 @@ def counted(count: int, what: str) -> str:
     """Return a count with its noun, such as ``1 copy`` and ``1,024 copies``."""
     plural = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
     return f"{count:,} {what if count == 1 else plural}"
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return items by their key, in the order of the first of each."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

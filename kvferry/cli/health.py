@@ -5,12 +5,12 @@ Imports as little as it can: a probe runs every few seconds, also on a busy host
 
 from __future__ import annotations
 
+import getopt
 import math
 import sys
-from typing import TypedDict
+from typing import Any
 
-from kvferry.cli.addresses import AddressError, engine_address
-from kvferry.cli.keys import keys_of
+from kvferry.cli.side_channel import AddressError, engine_address, keys_of
 from kvferry.core.side_channel import health
 
 SECONDS = 5.0
@@ -18,46 +18,27 @@ SECONDS = 5.0
 OPTIONS = ("--timeout", "--curve-secret-key", "--curve-peer")
 
 
-class Arguments(TypedDict):
-    """The arguments of ``run``."""
-
-    host: str
-    port: int
-    timeout: float
-    secret_key: str
-    peer: str
-
-
-def parse(arguments: list[str]) -> Arguments | None:
+def parse(arguments: list[str]) -> dict[str, Any] | None:
     """Return the arguments of ``run`` that a command line names, without typer.
 
     They are ``None`` if typer has to print help or an error.
     """
-    words, options, rest = [], dict.fromkeys(OPTIONS, ""), iter(arguments)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name in options:
-            options[name] = value if equals else next(rest, "")
-            if not options[name]:
-                return None
-        elif word.startswith("-"):
-            return None
-        else:
-            words.append(word)
     try:
+        pairs, words = getopt.gnu_getopt(arguments, "", [f"{name[2:]}=" for name in OPTIONS])
+        options = dict(pairs)
         host, port = engine_address(words)
-        timeout = float(options["--timeout"] or SECONDS)
-    except (AddressError, IndexError, ValueError):
+        timeout = float(options.get("--timeout", SECONDS))
+    except (AddressError, IndexError, ValueError, getopt.GetoptError):
         return None
     if not 0 < timeout < math.inf:
         return None
-    return Arguments(
-        host=host,
-        port=port,
-        timeout=timeout,
-        secret_key=options["--curve-secret-key"],
-        peer=options["--curve-peer"],
-    )
+    return {
+        "host": host,
+        "port": port,
+        "timeout": timeout,
+        "secret_key": options.get("--curve-secret-key", ""),
+        "peer": options.get("--curve-peer", ""),
+    }
 
 
 def run(

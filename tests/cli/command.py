@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import pytest
 
@@ -47,7 +47,6 @@ class Command:
 
     def run(self, *arguments: str, width: int = 0) -> CommandResult:
         """Run the command, with its output in a terminal of this width, or in a pipe if it is 0."""
-        status: Any = 0
         terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "LINES": "100"} if width else {}
         with pytest.MonkeyPatch.context() as patch:
             for name, value in terminal.items():
@@ -55,13 +54,9 @@ class Command:
             patch.setattr(sys, "argv", ["kvferry", *arguments])
             patch.setattr(os, "_exit", leave)
             patch.setenv("COLUMNS", str(width or 200))
-            try:
+            with pytest.raises(ProcessLeftError) as left:
                 main()
-            except SystemExit as exc:
-                status = exc.code or 0
-            except ProcessLeftError as exc:
-                [status] = exc.args
-        return CommandResult(status, *self.capsys.readouterr())
+        return CommandResult(left.value.args[0], *self.capsys.readouterr())
 
 
 def install_drivers(folder: Path, code: str, **drivers: str) -> dict[str, str]:

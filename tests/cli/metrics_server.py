@@ -14,9 +14,9 @@ RECORDED = Path(__file__).parent / "top_pages"
 def recorded(engine: str, number: int) -> bytes:
     """Return a page that a real engine, ``prefill`` or ``decode``, once had.
 
-    Page 0 (of decode) is from before the first request, page 1 follows 12 hand-overs. Before page
-    2, three requests were prefilled, and one of their tickets was used for another prompt. Before
-    page 3, the leases of all three ended, one was read too late, and 3 more were handed over.
+    Page 1 (of decode) follows 12 hand-overs. Before page 2 (of prefill), three requests were
+    prefilled, and one of their tickets was used for another prompt. Before page 3, the leases of
+    all three ended, one was read too late, and 3 more were handed over.
     """
     return (RECORDED / f"{engine}-{number}.txt").read_bytes()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,14 +171,9 @@ def test_port_that_is_in_use(checked: Checker) -> None:
         ("missing.json", "name a file with JSON"),
         ("{", "the argument is no JSON"),
         ("[]", "a JSON object is expected, not list"),
-        ("list.json", "list.json: a JSON object is expected, not list"),
     ],
 )
-def test_input_that_is_no_object(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
-) -> None:
-    (tmp_path / "list.json").write_text("[]")
-    monkeypatch.chdir(tmp_path)
+def test_input_that_is_no_object(text: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
         run(text)
 
@@ -237,14 +233,6 @@ def test_variables_of_nixlconnector_are_a_note(
     assert_lines_have(checked({"driver": "loopback"}).notes, [said])
 
 
-def test_secret_that_others_can_read_is_a_note(checked: Checker, tmp_path: Path) -> None:
-    file = tmp_path / "ticket.secret"
-    file.write_text("a secret of both engines")
-    file.chmod(0o644)
-    notes = checked({"driver": "loopback", "ticket_secrets": [f"file:{file}"]}).notes
-    assert_lines_have(notes, [f"note: file:{file} is open to others"])
-
-
 # Peers.
 
 OWN, PEER, STRANGER = generate(), generate(), generate()
@@ -286,14 +274,14 @@ def test_peer_with_one_of_the_keys(
 # The schema.
 
 
-def schema_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+@pytest.fixture
+def schema(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     print_schema()
     made: dict[str, Any] = json.loads(capsys.readouterr().out)
     return made
 
 
-def test_schema_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    schema = schema_of(capsys)
+def test_schema_describes_every_setting(schema: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     assert set(schema["properties"]) == {field.name for field in fields(Config)}
     assert all(setting["description"] for setting in schema["properties"].values())
@@ -301,28 +289,26 @@ def test_schema_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "accepted"),
     [
-        {},
-        {"driver": "nixl", "driver_options": {"backend": "UCX"}, "side_channel_port": 5600},
-        {"allowed_peers": "anywhere"},
-        {"allowed_peers": ["10.0.0.0/8"]},
-        {"allowed_peers": "10.0.0.0/8"},
-        {"drvier": "nixl"},
-        {"side_channel_port": 65536},
-        {"max_held_fraction": 0},
-        {"verify_prompt": 1},
-        {"curve_peers": [""]},
+        ({}, True),
+        ({"driver": "nixl", "driver_options": {"backend": "UCX"}, "side_channel_port": 1}, True),
+        ({"allowed_peers": "anywhere"}, True),
+        ({"allowed_peers": ["10.0.0.0/8"]}, True),
+        ({"allowed_peers": "10.0.0.0/8"}, False),
+        ({"drvier": "nixl"}, False),
+        ({"side_channel_port": 65536}, False),
+        ({"max_held_fraction": 0}, False),
+        ({"verify_prompt": 1}, False),
+        ({"curve_peers": [""]}, False),
     ],
 )
-def test_schema_and_parser_agree(capsys: pytest.CaptureFixture[str], extra: dict[str, Any]) -> None:
-    try:
+def test_schema_and_parser_agree(
+    schema: dict[str, Any], extra: dict[str, Any], accepted: bool
+) -> None:
+    with nullcontext() if accepted else pytest.raises(ConfigError):
         parse(extra)
-        accepted = True
-    except ConfigError:
-        accepted = False
-    validator = jsonschema.Draft202012Validator(schema_of(capsys))
-    assert validator.is_valid(extra) == accepted
+    assert jsonschema.Draft202012Validator(schema).is_valid(extra) == accepted
 
 
 # The command.

@@ -8,19 +8,16 @@ import pytest
 
 import kvferry
 from kvferry.cli import drivers
+from kvferry.cli.commands import app
 from kvferry.core.transport.registry import DriverInfo, DriverReport, describe, find
 from tests.cli.command import Command
-
-COMMANDS = (
-    *("bench", "check-config", "demo", "doctor", "drivers", "health", "keygen", "plan"),
-    "top",
-)
 
 
 def test_summaries_are_whole_at_80_columns(command: Command) -> None:
     shown = command.run("--help", width=80)
     assert "..." not in shown.out.replace("[ARGS]...", "")
-    for name in COMMANDS:
+    for each in app.registered_commands:
+        name = each.name or str(each.callback and each.callback.__name__)
         helped = command.run(name, "--help", width=80).out
         summary = " ".join(helped.split("\n\n")[1].split())
         assert f" {name} {summary}" in shown.words

@@ -12,8 +12,7 @@ from functools import partial
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli import app
-from kvferry.cli.commands import health
+from kvferry.cli.commands import app, health
 from kvferry.cli.health import OPTIONS, parse, run
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.security import Access, generate
@@ -193,11 +192,8 @@ def test_probe_imports_little(keyed_server: HandshakeServer) -> None:
     code = (
         "import sys\n"
         f"sys.argv = {arguments}\n"
-        "from kvferry.cli import main\n"
-        "try:\n"
-        "    main()\n"
-        "except SystemExit as end:\n"
-        f"    print(end.code, sorted({HEAVY} & set(sys.modules)))\n"
+        "from kvferry.cli import run\n"
+        f"print(run(), sorted({HEAVY} & set(sys.modules)))\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import xml.etree.ElementTree as ET
@@ -65,19 +66,12 @@ def test_ranks_without_cache_take_part(plan: PlanCommand) -> None:
     assert "1 (pp 1) 1 nothing, and tells it so 2 (pp 2) none nothing" in said
 
 
-def test_table_and_advice_as_text(plan: PlanCommand) -> None:
+def test_alike_ranks_share_a_row_of_the_table(plan: PlanCommand) -> None:
     said = plan.text(TINY, f"tp=2,{HND}", "pp=2,block_size=32", "--tokens=64")
     for part in (
-        "4 layers, 4 KV heads (k 8 + v 8, bfloat16): 512 B per token",
-        "prefill 2 ranks tp=2,pp=1,block_size=16,layout=LBHNC",
-        "A request of 64 tokens takes 32 KiB in 1,024 copies of 32 B",
         "0 (pp 0) 0-1 layers 0-1, 2 each of heads 0-3 512 16 KiB 32 B",
         "1 (pp 1) 0-1 layers 2-3, 2 each of heads 0-3 512 16 KiB 32 B",
         "0-1 layers 0-3, 2 each of heads 0-3 0-1 512 16 KiB",
-        "Small copies: 32 B.",
-        "Decode keeps the heads of a token together (NHD), prefill the tokens of a head (HND)",
-        "Try layout=LBHNC on decode: 64 copies of 512 B; 16 times fewer.",
-        "VLLM_KV_CACHE_LAYOUT=LBHNC",
     ):
         assert part in said
 
@@ -100,14 +94,7 @@ def test_output_in_a_pipe_is_not_wrapped(plan: PlanCommand) -> None:
     assert "conv/B and conv/C 128 each of 0-1023, ssm 16 each of 0-127; layers 7" in row
 
 
-LLAMA: Config = {
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_size": 8192,
-    "dtype": "bfloat16",
-}
+LLAMA: Config = json.loads((ROOT / "examples/configs/grouped.json").read_text())
 """The sizes of Llama 3 70B."""
 
 
@@ -233,19 +220,15 @@ def test_written_layouts_give_the_same_plan(plan: PlanCommand, model: Config) ->
     assert again["advice"]["changes"][0]["prefill"] == "the ranks, order and pages of decode"
 
 
-def test_single_layout_is_an_engine_of_one_rank(plan: PlanCommand) -> None:
-    prefill, decode = plan.layouts(TINY)
-    whole = Path(prefill).read_text()
-    Path(prefill).write_text(whole[whole.index("[") + 1 : whole.index('],"coordinates"')])
-    [rank] = plan.json(None, prefill, decode)["prefill"]
-    assert (rank["rank"], rank["coordinates"]) == (0, None)
-
-
-def test_ranks_of_unknown_coordinates_are_numbered(plan: PlanCommand) -> None:
+def test_file_may_leave_out_coordinates_or_be_a_single_layout(plan: PlanCommand) -> None:
     prefill, decode = plan.layouts(TINY, "tp=2")
     ranks = msgspec.json.decode(Path(prefill).read_bytes())["ranks"]
     Path(prefill).write_bytes(msgspec.json.encode({"ranks": ranks}))
     assert "0-1 layers 0-3, 2 each of heads 0-3 " in plan.text(None, prefill, decode)
+    [single] = msgspec.json.decode(Path(decode).read_bytes())["ranks"]
+    Path(decode).write_bytes(msgspec.json.encode(single))
+    [rank] = plan.json(None, prefill, decode)["decode"]
+    assert (rank["rank"], rank["coordinates"]) == (0, None)
 
 
 def test_engines_of_different_models_are_refused(plan: PlanCommand) -> None:
@@ -291,12 +274,13 @@ def test_picture_without_matplotlib_names_the_extra(
     plan: PlanCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "kvferry.cli.plan.picture", raising=False)
     said = plan.refusal(TINY, "tp=1", "tp=1", f"--svg={plan.folder / 'plan.svg'}")
     assert "pip install 'kvferry[plot]'" in said
 
 
-def test_unwritable_picture_is_reported(plan: PlanCommand) -> None:
+@pytest.mark.parametrize("option", ["--svg", "--write-layouts"])
+def test_file_that_cannot_be_written_is_reported(plan: PlanCommand, option: str) -> None:
     pytest.importorskip("matplotlib")
-    said = plan.refusal(TINY, "tp=1", "tp=1", f"--svg={plan.folder / 'none' / 'plan.svg'}")
-    assert "cannot be written: No such file" in said
+    (plan.folder / "taken").write_text("")
+    taken = plan.folder / "taken" / "plan.svg"
+    assert "cannot be written" in plan.refusal(TINY, "tp=1", "tp=1", f"{option}={taken}")

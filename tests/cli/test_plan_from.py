@@ -70,13 +70,7 @@ def both(first: str, second: str) -> tuple[str, ...]:
     return "", "", "--from", first, "--from", second
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(WINDOWS, id="windows"),
-        pytest.param(configs.FALCON_H1, id="attention and state in a layer"),
-    ],
-)
+@pytest.mark.parametrize("config", [WINDOWS, configs.FALCON_H1], ids=["windows", "states"])
 def test_running_engine_on_either_side_gives_the_computed_plan(
     plan: PlanCommand, config: Config
 ) -> None:
@@ -109,19 +103,6 @@ def test_two_running_engines_need_no_config(plan: PlanCommand) -> None:
         "layers 0-3, 2 each of heads 0-3",
     ):
         assert part in said
-
-
-def test_written_layouts_of_a_running_engine_give_the_same_plan(plan: PlanCommand) -> None:
-    with running(engine_of(plan.folder, TINY, "tp=2")) as address:
-        sides = both(address, address)
-        first = plan.json(None, *sides, f"--write-layouts={plan.folder}")
-    files = (str(plan.folder / f"{name}.json") for name in ("prefill", "decode"))
-    assert plan.json(None, *files)["reads"] == first["reads"]
-
-
-def test_engine_of_another_model_is_refused(plan: PlanCommand) -> None:
-    with running(engine_of(plan.folder, TINY | {"num_hidden_layers": 3})) as address:
-        assert "field 'layers.3.attn/k'" in plan.refusal(TINY, "", "tp=1", "--from", address)
 
 
 @pytest.mark.parametrize("layers", [4, 3], ids=["layouts match", "layouts do not match"])
@@ -171,10 +152,7 @@ def test_engine_that_cannot_be_reached_is_reported(plan: PlanCommand) -> None:
     assert "it is the engine's side_channel_host and side_channel_port" in said
 
 
-MALFORMED = (
-    *("host", "host:", ":5600", "host:0", "host:65536", "host:five", "[::1]", "host:5 ", "::1"),
-    "fd00::5:5600",
-)
+MALFORMED = ("host", ":5600", "host:0", "host:65536", "host:five", "host:5 ", "::1")
 
 
 @pytest.mark.parametrize(
@@ -185,10 +163,7 @@ MALFORMED = (
         (["--from=h:1"], "the decode engine is missing: give --decode"),
         (["--prefill=a.json", "--decode=b.json", "--from=h:1"], "--from is given 1 times"),
         (["--from=h:1"] * 3, "--from is given 3 times"),
-        (
-            ["--prefill=a.json", "--decode=b.json", "--curve-secret-key=env:KEY"],
-            "are keys for --from",
-        ),
+        (["--prefill=a.json", "--decode=b.json", "--curve-secret-key=env:K"], "keys for --from"),
         *(
             (["--from", address, "--from", "h:1"], f"--from {address!r} is not HOST:PORT")
             for address in MALFORMED

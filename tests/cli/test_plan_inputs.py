@@ -16,85 +16,59 @@ from tests.cli.plan_command import LATENT, TINY, WINDOWS, Config, PlanCommand, w
 
 SMALL_STATES = configs.LFM2 | {"num_key_value_heads": 1, "conv_dim": 1024}
 
-WRONG_MODELS = [
-    (TINY | {"num_hidden_layers": None}, "num_hidden_layers"),
-    (TINY | {"num_hidden_layers": "4"}, "num_hidden_layers"),
-    (TINY | {"num_attention_heads": 0}, "num_attention_heads"),
-    (TINY | {"hidden_size": None}, "neither 'head_dim' nor 'hidden_size'"),
-    (TINY | {"torch_dtype": "int4"}, "unknown element type 'int4'"),
-    (TINY | {"layer_types": ["full_attention"]}, "'layer_types' has 1 entries for 4 layers"),
+FULL = "full_attention"
+
+WRONG_KEYS: list[tuple[Config, str]] = [
+    ({"num_hidden_layers": None}, "num_hidden_layers"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers"),
+    ({"num_attention_heads": 0}, "num_attention_heads"),
+    ({"hidden_size": None}, "neither 'head_dim' nor 'hidden_size'"),
+    ({"hidden_size": 4}, "hidden_size=4 is less than num_attention_heads=8"),
+    ({"torch_dtype": "int4"}, "unknown element type 'int4'"),
+    ({"layer_types": [FULL]}, "'layer_types' has 1 entries for 4 layers"),
+    ({"layer_types": [FULL, "linear_attention"] * 2}, "layers 1, 3 are 'linear_attention'"),
+    ({"layer_types": [FULL, "rwkv"] * 2}, "layers 1, 3 are 'rwkv', and known are"),
+    ({"layer_types": ["sliding_attention"] * 4}, "and the file has no 'sliding_window'"),
+    ({"model_type": "llama4", "no_rope_layers": [1, 0]}, "'no_rope_layers' has 2 entries for 4"),
+    ({"attn_type_list": [1]}, "'attn_type_list' has 1 entries for 4 layers"),
+    ({"model_type": "gemma4"}, "has model_type 'gemma4_text', layers with heads of two sizes"),
+    ({"hybrid_override_pattern": "M*M*"}, "layers 0, 2 are 'mamba', which have states, and the"),
+    ({"layer_group_size": 8}, "has 'layer_group_size', so the model has states"),
+    ({"mamba_d_conv": 4}, "has 'mamba_d_conv', so the model has states"),
+    ({"index_topk": 2048}, "has 'index_topk', an index in every layer, which is drawn for"),
+    ({"is_encoder_decoder": True}, "only decoders are drawn"),
+    ({"ssm_cfg": {"layer": 1}}, "describe both engines as JSON layouts instead"),
+    ({"sliding_window": 20, "model_type": "new"}, "for model_type 'new': add 'layer_types'"),
+    ({"cross_attention_layers": [3, 8]}, "layers that keep entries of images"),
+]
+"""Changes of ``TINY``."""
+WRONG_STATES: list[tuple[Config, Config, str]] = [
+    (configs.NEMOTRON_H, {"hybrid_override_pattern": "MX" * 26}, "has the letter 'X'; known are M"),
+    (configs.NEMOTRON_H, {"hybrid_override_pattern": "M*"}, "has 2 entries for 52 layers"),
+    (configs.GRANITE, {"mamba_expand": 0.0001}, "=0.0001 and hidden_size=2048 give 0 channels"),
+    (configs.GRANITE, {"mamba_expand": 0.01}, "64 is more than the 20 channels of mamba_expand="),
+    (configs.GRANITE, {"mamba_d_head": "any"}, "`$.mamba_d_head`"),
     (
-        TINY | {"layer_types": ["full_attention", "linear_attention"] * 2},
-        "layers 1, 3 are 'linear_attention'",
-    ),
-    (
-        TINY | {"layer_types": ["sliding_attention"] * 4},
-        "has 'sliding_attention', and the file has no 'sliding_window'",
-    ),
-    (
-        TINY | {"model_type": "llama4", "no_rope_layers": [1, 0]},
-        "'no_rope_layers' has 2 entries for 4 layers",
-    ),
-    (TINY | {"attn_type_list": [1]}, "'attn_type_list' has 1 entries for 4 layers"),
-    (
-        TINY | {"model_type": "gemma4"},
-        "has model_type 'gemma4_text', layers with heads of two sizes",
-    ),
-    (
-        TINY | {"hybrid_override_pattern": "M*M*"},
-        "layers 0, 2 are 'mamba', which have states, and the file has none of the keys",
-    ),
-    (
-        TINY | {"layer_types": ["full_attention", "rwkv"] * 2},
-        "layers 1, 3 are 'rwkv', and known are",
-    ),
-    (TINY | {"layer_group_size": 8}, "has 'layer_group_size', so the model has states"),
-    (TINY | {"mamba_d_conv": 4}, "has 'mamba_d_conv', so the model has states"),
-    (TINY | {"index_topk": 2048}, "has 'index_topk', an index in every layer, which is drawn for"),
-    (TINY | {"is_encoder_decoder": True}, "only decoders are drawn"),
-    (TINY | {"hidden_size": 4}, "hidden_size=4 is less than num_attention_heads=8"),
-    (TINY | {"ssm_cfg": {"layer": 1}}, "describe both engines as JSON layouts instead"),
-    (
-        TINY | {"sliding_window": 20, "model_type": "new"},
-        "not known for model_type 'new': add 'layer_types'",
-    ),
-    (TINY | {"cross_attention_layers": [3, 8]}, "layers that keep entries of images"),
-    (
-        {"text_config": {"model_type": "llama"}},
-        "missing required field `num_hidden_layers`. If the file leaves this key to the defaults",
-    ),
-    (
-        configs.NEMOTRON_H | {"hybrid_override_pattern": "MX" * 26},
-        "'hybrid_override_pattern' has the letter 'X'; known are M, *, -, E",
-    ),
-    (
-        configs.NEMOTRON_H | {"hybrid_override_pattern": "M*"},
-        "'hybrid_override_pattern' has 2 entries for 52 layers",
-    ),
-    (
-        configs.GRANITE | {"mamba_expand": 0.0001},
-        "mamba_expand=0.0001 and hidden_size=2048 give 0 channels",
-    ),
-    (
-        configs.GRANITE | {"mamba_expand": 0.01},
-        "mamba_n_heads=64 is more than the 20 channels of mamba_expand=0.01 and hidden_size=2048",
-    ),
-    (
-        configs.FALCON_H1 | {"mamba_d_head": "auto", "mamba_d_ssm": 8},
+        *(configs.FALCON_H1, {"mamba_d_head": "auto", "mamba_d_ssm": 8}),
         "mamba_n_heads=24 is more than the 8 channels of mamba_d_ssm=8",
     ),
-    (configs.QWEN3_NEXT | {"linear_key_head_dim": None}, "`linear_key_head_dim`"),
-    (configs.QWEN3_NEXT | {"full_attention_interval": 0}, "`$.full_attention_interval`"),
-    (configs.GRANITE | {"mamba_d_head": "any"}, "`$.mamba_d_head`"),
-    (configs.QWEN3_NEXT | {"mamba_ssm_dtype": "int4"}, "unknown element type 'int4'"),
-    (configs.KIMI_LINEAR | {"linear_attn_config": {"num_heads": 2}}, "linear_attn_config"),
+    (configs.QWEN3_NEXT, {"linear_key_head_dim": None}, "`linear_key_head_dim`"),
+    (configs.QWEN3_NEXT, {"full_attention_interval": 0}, "`$.full_attention_interval`"),
+    (configs.QWEN3_NEXT, {"mamba_ssm_dtype": "int4"}, "unknown element type 'int4'"),
+    (configs.KIMI_LINEAR, {"linear_attn_config": {"num_heads": 2}}, "linear_attn_config"),
+    ({}, {"text_config": {"model_type": "llama"}}, "`num_hidden_layers`. If the file leaves this"),
 ]
+WRONG_MODELS = [(TINY, *wrong) for wrong in WRONG_KEYS] + WRONG_STATES
 
 
-@pytest.mark.parametrize(("model", "said"), WRONG_MODELS, ids=[said for _, said in WRONG_MODELS])
-def test_unsupported_models_are_refused(tmp_path: Path, model: Config, said: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "change", "said"), WRONG_MODELS, ids=[said for *_, said in WRONG_MODELS]
+)
+def test_unsupported_models_are_refused(
+    tmp_path: Path, model: Config, change: Config, said: str
+) -> None:
     with pytest.raises(ModelError, match=re.escape(said)):
-        read_model(Path(write_config(tmp_path, model)))
+        read_model(Path(write_config(tmp_path, model | change)))
 
 
 def test_packed_latents_beside_an_index_are_refused(tmp_path: Path) -> None:
@@ -120,11 +94,7 @@ WRONG_SETTINGS = [
     (TINY, "tp=", "'tp' has no value"),
     (TINY, "tp=1,tp=2", "'tp' stands twice"),
     (TINY, "tp=3", "tp=3 does not divide the 8 attention heads"),
-    (
-        TINY | {"num_attention_heads": 18, "num_key_value_heads": 9, "head_dim": 8},
-        "tp=6",
-        "9 KV heads",
-    ),
+    (TINY | {"num_attention_heads": 18, "num_key_value_heads": 9}, "tp=6", "9 KV heads"),
     (TINY, "pp=5", "pp=5 is more than the 4 layers"),
     (TINY, "tp=4,dcp=2", "there are 1"),
     (TINY, "tp=2,dcp=4", "dcp=4 does not divide tp=2"),
@@ -133,16 +103,11 @@ WRONG_SETTINGS = [
     (TINY, "kernel_block=8,layout=BLHNC", "so kernels cannot cut them: use block_size=8 or"),
     (TINY, "tp=1024,pp=1024", "more than 4096 ranks"),
     (configs.NEMOTRON_H, "tp=16", "tp=16 does not divide the 8 units of a state's B channels"),
-    (
-        configs.QWEN3_NEXT | {"linear_num_value_heads": 1},
-        "tp=2",
-        "tp=2 does not divide the 1 heads of a state",
-    ),
+    (configs.QWEN3_NEXT | {"linear_num_value_heads": 1}, "tp=2", "the 1 heads of a state"),
     (configs.GRANITE, "layout=LHBNC", "use one of LBHNC, LBNHC, BLHNC, BLNHC, BHLNC"),
     # A state fits into 16 tokens, and vLLM rounds 24 up to a multiple of 16.
     (
-        SMALL_STATES,
-        "kernel_block=12,block_size=24",
+        *(SMALL_STATES, "kernel_block=12,block_size=24"),
         "kernel_block=12 does not divide block_size=32 (vLLM enlarges block_size=24 to 32",
     ),
 ]
@@ -203,12 +168,6 @@ def test_layout_outside_its_region_is_refused(plan: PlanCommand) -> None:
     content["ranks"][0]["regions"][0]["nbytes"] = 100
     Path(files[0]).write_text(json.dumps(content))
     assert "of region 0, which has 100" in plan.refusal(None, *files)
-
-
-def test_unwritable_layouts_are_reported(plan: PlanCommand) -> None:
-    taken = plan.folder / "taken"
-    taken.write_text("")
-    assert "cannot be written" in plan.refusal(TINY, "tp=1", "tp=1", f"--write-layouts={taken}")
 
 
 def test_names_from_files_are_not_parsed_as_markup(plan: PlanCommand) -> None:

@@ -19,10 +19,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.cli.top import report, scrape
-from kvferry.cli.top.page import MetricsPageError
-from kvferry.cli.top.scrape import MetricsAddress, MetricsReading
+from kvferry.cli.top.scrape import (
+    MAX_BYTES,
+    MAX_SAMPLES,
+    MAX_VALUE,
+    MetricsAddress,
+    MetricsPageError,
+    MetricsReading,
+    parse,
+)
 from kvferry.core.metrics import MetricKind
 from kvferry.integrations.vllm.metric_definitions import METRICS
 from tests.cli.command import COMMAND, ROOT, Command
@@ -75,14 +84,8 @@ def test_decode_is_shown_with_rates_between_two_readings(once: Once) -> None:
     pull = only(engine["pulls"])
     assert (pull["peer"], pull["paths"]) == ("prefill-0", ["process_vm"])
     assert pull["pulls_per_second"] * seconds == pytest.approx(3)
-    assert list(pull["seconds_per_pull"]) == [
-        "wait",
-        "handshake",
-        "check",
-        "post",
-        "transfer",
-        "fence",
-    ]
+    stages = ["wait", "handshake", "check", "post", "transfer", "fence"]
+    assert list(pull["seconds_per_pull"]) == stages
     assert 0 < pull["seconds_per_pull"]["wait"] < 0.1
     assert pull["seconds_per_pull"]["handshake"] == 0
     assert {(one["what"], one["peer"]) for one in engine["problems"]} == {
@@ -92,11 +95,11 @@ def test_decode_is_shown_with_rates_between_two_readings(once: Once) -> None:
 
 
 def test_prefill_is_shown_with_what_it_holds(once: Once) -> None:
-    with MetricsServer(recorded("prefill", 1), recorded("prefill", 2)) as server:
+    with MetricsServer(recorded("prefill", 2)) as server:
         holds = only(once(server.address))["holds"]
     assert (holds["pages"], holds["share_of_cache"]) == (14.0, 14 / 512)
     assert holds["share_of_limit"] == 14 / 512
-    assert holds["outcomes"]["made"] == {"total": 15.0, "new": 3.0}
+    assert holds["outcomes"]["made"] == {"total": 15.0, "new": 0.0}
     assert holds["outcomes"]["read"] == {"total": 12.0, "new": 0.0}
 
 
@@ -144,25 +147,25 @@ RESTARTED = recorded("decode", 3).replace(
     b"process_start_time_seconds 1.7", b"process_start_time_seconds 1.8"
 )
 """An engine that was restarted, and has counted more than before."""
+BEFORE = b"\n".join(line for line in recorded("decode", 1).split(b"\n") if b"loads" not in line)
+"""An engine before its first load."""
 
 
 @pytest.mark.parametrize(
     ("before", "after", "loads"),
-    [(recorded("decode", 3), recorded("decode", 1), 12), (recorded("decode", 1), RESTARTED, 15)],
-    ids=["less than before", "more than before"],
+    [
+        (recorded("decode", 3), recorded("decode", 1), 12),
+        (recorded("decode", 1), RESTARTED, 15),
+        (BEFORE, recorded("decode", 1), 12),
+    ],
+    ids=["less than before", "more than before", "not there before"],
 )
-def test_counter_that_was_reset_counts_from_zero(
+def test_counter_that_was_reset_or_is_new_counts_from_zero(
     once: Once, before: bytes, after: bytes, loads: int
 ) -> None:
     with MetricsServer(before, after) as server:
         engine = only(once(server.address))
     assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(loads)
-
-
-def test_metric_that_appears_counts_from_zero(once: Once) -> None:
-    with MetricsServer(recorded("decode", 0), recorded("decode", 1)) as server:
-        engine = only(once(server.address))
-    assert only(engine["pulls"])["pulls_per_second"] * engine["seconds"] == pytest.approx(12)
 
 
 def test_engine_that_does_not_answer_stays_listed_and_comes_back() -> None:
@@ -330,7 +333,7 @@ def test_names_of_peers_cannot_steer_the_terminal_and_long_lists_are_cut(screen:
     )
     with MetricsServer(page.encode() + RUNNING) as server:
         shown = screen(server.address)
-    for part in ("[red]?[2J?", "?]0;title?", "20 more", "40 more"):
+    for part in ("[red]?[2J", "?]0;title?", "20 more", "40 more"):
         assert part in shown
     assert all(line.isprintable() for line in shown.splitlines())
 
@@ -407,3 +410,69 @@ def test_metrics_that_are_shown_are_defined() -> None:
     used = {name for name in names if f'"{name}"' in source}
     assert {"bytes_total", "held_pages", "loads_total", "peers_down", "pulls_total"} <= used
     assert set(report.PROBLEMS) <= names
+
+
+# Pages.
+
+
+def test_values_that_are_no_number_are_left_out() -> None:
+    values = {"a": "12", "b": "NaN", "c": "+Inf", "d": str(2 * MAX_VALUE), "e\\n": "-1e3"}
+    lines = (f'vllm:kvferry_held_pages{{peer="{peer}"}} {n}\n' for peer, n in values.items())
+    found = parse("".join(lines).encode())["vllm:kvferry_held_pages"]
+    assert found == {(("peer", "a"),): 12.0, (("peer", "e\n"),): -1000.0}
+
+
+@given(st.binary(max_size=200), st.integers(0, 2000))
+def test_damaged_page_is_read_or_refused(damage: bytes, position: int) -> None:
+    page = recorded("decode", 3)
+    with contextlib.suppress(MetricsPageError):
+        parse(page[:position] + damage + page[position:])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm:kvferry_loads_total",
+        'vllm:kvferry_loads_total{engine="0" 1',
+        'vllm:kvferry_loads_total{engine="0",engine="1"} 1',
+        "vllm:kvferry_loads_total{} 1 \x1b[2J",
+    ],
+)
+def test_malformed_line_is_named(line: str) -> None:
+    with pytest.raises(
+        MetricsPageError, match="line 2 is malformed: vllm:kvferry_loads"
+    ) as refused:
+        parse(RUNNING + f"{line}\n".encode())
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("page", "reason"),
+    [
+        (b"", "no metric of vLLM"),
+        (b"<html>vllm:</html>", "no metric of vLLM"),
+        (b"\xff\xfe", "not text in UTF-8"),
+        (b"#" * (MAX_BYTES + 1), "more than 8,388,608 bytes"),
+    ],
+)
+def test_other_pages_are_refused(page: bytes, reason: str) -> None:
+    with pytest.raises(MetricsPageError, match=reason):
+        parse(page)
+
+
+def test_number_of_values_is_bounded() -> None:
+    page = "".join(f'vllm:kvferry_loads_total{{p="{n}"}} 1\n' for n in range(MAX_SAMPLES + 1))
+    with pytest.raises(MetricsPageError, match="more than 50,000 values"):
+        parse(page.encode())
+
+
+@pytest.mark.parametrize("part", [" ", 'a="b",'])
+def test_long_lines_do_not_take_time(part: str) -> None:
+    """A parser that tries every way to read them would take minutes."""
+    with pytest.raises(MetricsPageError, match="line 1 is malformed"):
+        parse(f"vllm:kvferry_a{{{part * 200_000}}} x".encode())
+
+
+def test_lines_of_other_metrics_are_skipped_unread() -> None:
+    lines = b'vllm:kvferry_load_seconds_bucket{le="?\nother{ not a metric\n\n# what\n'
+    assert list(parse(RUNNING + lines)) == ["vllm:num_requests_running"]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from docs.tools.names import long_private, undocumented
 from docs.tools.reference import attributes, commands, settings
-from kvferry.cli import app
+from kvferry.cli.commands import app
 from kvferry.integrations.vllm.config import Config
 
 
@@ -70,7 +70,7 @@ def test_all_settings_of_the_connector_are_listed() -> None:
 
 
 def test_all_commands_and_options_are_listed() -> None:
-    page = commands("kvferry.cli:app")
+    page = commands("kvferry.cli.commands:app")
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from examples.tiny_llama import prompt
-from kvferry.cli import app
+from kvferry.cli.commands import app
 from kvferry.core.side_channel.sockets import own_address
 from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine

@@ -14,9 +14,6 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.memory import I64Array, Region
 from kvferry.core.transport.copies import Copies, Segment
 
-SIZES, BLOCKS = "1M,16M,64M", "4K,64K,1M"
-"""The default values of ``--size`` and ``--block``."""
-
 LARGEST = 1 << 36
 """Largest size of a transfer or block, in bytes."""
 COPIES_LIMIT = 1 << 24
@@ -62,9 +59,6 @@ class Case:
         """Return for each copy the index of its block in the local and in the remote buffer.
 
         The random order of a scattered case is the same in every call.
-
-        Returns:
-            Two int64 arrays of shape (copies,): the local indices, and the remote ones.
         """
         rows = np.arange(self.copies)
         if not self.scattered:
@@ -75,12 +69,7 @@ class Case:
     def batch(self, local: Region, remote: Region) -> Copies:
         """Return the copies of this case, one per block, between two regions.
 
-        The blocks lie without gaps from the first byte of each region on. Each copy is between one
-        local and one remote block: those of equal index, or random pairs in a scattered case.
-
-        Args:
-            local: This process's region.
-            remote: The other process's region.
+        The blocks lie without gaps from the first byte of each region on.
         """
         here, there = (
             index.astype(np.uint64) * np.uint64(self.block) for index in self.block_indices()
@@ -98,10 +87,6 @@ def cases(sizes: Sequence[int], blocks: Sequence[int]) -> list[Case]:
 
     Sizes are rounded down to whole blocks. Combinations whose block is larger than the size are
     left out. A size of a single block has no scattered case.
-
-    Args:
-        sizes: Bytes of the transfers.
-        blocks: Bytes of each copy.
 
     Raises:
         BenchError: No case is left, or a case would have too many copies.
@@ -128,60 +113,29 @@ def cases(sizes: Sequence[int], blocks: Sequence[int]) -> list[Case]:
 
 
 def sizes_of(text: str, option: str) -> list[int]:
-    """Return the sizes in bytes that a text such as ``4K,64KiB,1M,4096`` names, ascending.
-
-    Args:
-        text: The text; units are powers of 1024.
-        option: The name of the command's option, for errors.
-
-    Raises:
-        BenchError: A size in the text is malformed or too large.
-    """
-    return sorted({_size_of(part.strip(), option) for part in text.split(",")})
-
-
-def _size_of(text: str, option: str) -> int:
-    """Return the size in bytes that a text such as ``64K`` names.
-
-    Args:
-        text: The text.
-        option: The name of the command's option, for errors.
-
-    Raises:
-        BenchError: The text is no size, or too large.
-    """
-    match = _SIZE.fullmatch(text)
-    nbytes = int(match[1]) * _UNITS[match[2].upper()] if match else 0
-    if not 0 < nbytes <= LARGEST:
-        raise BenchError(
-            f"{option}: {text!r} is no size from 1 to {size(LARGEST)}; write such as 4096, 64K or "
-            "1M, with commas between"
-        )
-    return nbytes
+    """Return the sizes in bytes that a text such as ``4K,64KiB,1M,4096`` names, ascending."""
+    sizes = set()
+    for part in map(str.strip, text.split(",")):
+        match = _SIZE.fullmatch(part)
+        nbytes = int(match[1]) * _UNITS[match[2].upper()] if match else 0
+        if not 0 < nbytes <= LARGEST:
+            raise BenchError(
+                f"{option}: {part!r} is no size from 1 to {size(LARGEST)}; write such as 4096, 64K "
+                "or 1M, with commas between"
+            )
+        sizes.add(nbytes)
+    return sorted(sizes)
 
 
-def options_of(text: Sequence[str]) -> dict[str, object]:
-    """Return ``driver_options`` from ``KEY=VALUE`` pairs.
-
-    Args:
-        text: The pairs. A value that is not valid JSON is taken as text.
-
-    Raises:
-        BenchError: An element of ``text`` is no pair.
-    """
+def options_of(pairs: Sequence[str]) -> dict[str, object]:
+    """Return ``driver_options`` from ``KEY=VALUE`` pairs; what is no JSON is taken as text."""
     result: dict[str, object] = {}
-    for pair in text:
+    for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (key and equals):
             raise BenchError(f"--option {pair!r}: write KEY=VALUE, such as --option threads=4")
-        result[key] = _value(value)
+        try:
+            result[key] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            result[key] = value
     return result
-
-
-def _value(text: str) -> object:
-    """Return the value of an option: decoded JSON, or the text itself if it is not JSON."""
-    try:
-        value: object = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
-    return value

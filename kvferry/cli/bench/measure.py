@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.cli.bench.grid import BenchError, Case
-from kvferry.core.transport import State, Status, Transport
+from kvferry.core.transport import State, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Buffer, Bytes, allocate
 from kvferry.testing.peers import Process
@@ -39,7 +39,6 @@ class Result:
     """The measured times of a case.
 
     Attributes:
-        case: The case that was measured.
         rounds: How many times the case was timed. Each round times the transfer, then a memcpy.
         seconds: Median time of the transfer, from the call until ``poll`` says done.
         memcpy_seconds: Median time of one memcpy of as many bytes.
@@ -80,21 +79,17 @@ class Bench:
         transport: This process's transport; the caller closes it.
         far: The second process, with a buffer of the same size.
         near: This process's buffer.
-        memcpy: The function to compare the transfer with; it copies bytes within this process.
+        memcpy: The function to compare the transfer with.
     """
 
     def __init__(self, transport: Transport, far: Process, near: Buffer, memcpy: Memcpy) -> None:
         self._transport, self._far, self._near, self._memcpy = transport, far, near, memcpy
         transport.register(near.region)
-        with _as_bench_error("start"):
+        with _started():
             self._peer = transport.connect(far.address())
 
     def measure(self, case: Case, seconds: float) -> Result:
-        """Run a case once and compare every byte, then run it repeatedly and measure its time.
-
-        Args:
-            case: The case.
-            seconds: For about how long to repeat the case, within the limits of ``ROUNDS``.
+        """Run a case once and compare every byte, then time it for about ``seconds``.
 
         Raises:
             BenchError: A transfer failed, or a byte is wrong.
@@ -103,14 +98,9 @@ class Bench:
         taken: list[tuple[float, float]] = []
         deadline = time.perf_counter() + seconds
         while len(taken) < ROUNDS[0] or (len(taken) < ROUNDS[1] and time.perf_counter() < deadline):
-            moved = _seconds(move)
-            taken.append((moved, _seconds(lambda: self._memcpy(case.size))))
-        return Result(
-            case=case,
-            rounds=len(taken),
-            seconds=statistics.median(moved for moved, _ in taken),
-            memcpy_seconds=statistics.median(copied for _, copied in taken),
-        )
+            taken.append((_seconds(move), _seconds(lambda: self._memcpy(case.size))))
+        moved, copied = map(statistics.median, zip(*taken, strict=True))
+        return Result(case=case, rounds=len(taken), seconds=moved, memcpy_seconds=copied)
 
     def checked(self, case: Case) -> Callable[[], float]:
         """Run a case once, compare every byte of this side's buffer, and return what runs it again.
@@ -121,12 +111,13 @@ class Bench:
             BenchError: The transfer failed, or a byte is wrong.
         """
         copies = case.batch(self._near.region, self._far.region)
-        local, remote = case.block_indices()
         self._near.put(np.zeros(case.size, np.uint8))
         self._move(case, copies)
+        local, remote = case.block_indices()
+        expected = np.empty((case.copies, case.block), np.uint8)
+        expected[local] = self._far.content[: case.size].reshape(expected.shape)[remote]
         found = self._near.get(0, case.size)
-        expected = _moved(self._far.content, case, remote, local)
-        if wrong := int(np.count_nonzero(found != expected)):
+        if wrong := int(np.count_nonzero(found != expected.reshape(-1))):
             raise BenchError(
                 f"{wrong:,} of {case.size:,} bytes are wrong after a {case}: the driver says that "
                 "it is done, and it is not; do not use it"
@@ -138,117 +129,55 @@ class Bench:
         transport = self._transport
         transfer = transport.read(self._peer, copies)
         begun = time.perf_counter()
-        while not (status := transport.poll([transfer])[0]).state.final:
-            _refuse(case, status, time.perf_counter() - begun)
-            # Without background progress, bytes move only while the transfer is polled: no sleep.
+        while (status := transport.poll([transfer])[0]).state is State.PENDING:
+            elapsed = time.perf_counter() - begun
+            if elapsed > DEADLINE_SECONDS:
+                raise BenchError(f"a {case} has not ended after {elapsed:.0f} s")
+            # Let the driver's threads use the CPU. Without background progress, bytes move only
+            # while the transfer is polled: no sleep.
             if transport.capabilities.background_progress:
-                _pause(time.perf_counter() - begun)
-        transport.forget(transfer)
+                time.sleep(0 if elapsed < BUSY_SECONDS else elapsed / 50)
         if status.state is not State.DONE:
             raise BenchError(f"a {case} failed: {status.error}")
+        transport.forget(transfer)
         return begun
 
 
-def _refuse(case: Case, status: Status, elapsed: float) -> None:
-    """Raise ``BenchError`` if a transfer that has not ended is failing, or takes too long.
-
-    Args:
-        case: The case, for the error.
-        status: The transfer's status.
-        elapsed: Seconds since the transfer began.
-    """
-    if status.state is State.FAILING:
-        raise BenchError(f"a {case} failed: {status.error}")
-    if elapsed > DEADLINE_SECONDS:
-        raise BenchError(f"a {case} has not ended after {elapsed:.0f} s")
-
-
-def _pause(elapsed: float) -> None:
-    """Sleep between two polls of a transfer, so that the driver's threads can use the CPU.
-
-    The sleep is 2 % of ``elapsed``, or none before ``BUSY_SECONDS``.
-
-    Args:
-        elapsed: Seconds since the transfer began.
-    """
-    time.sleep(0 if elapsed < BUSY_SECONDS else elapsed / 50)
-
-
-def _moved(source: Bytes, case: Case, taken: Any, put: Any) -> Bytes:  # noqa: ANN401 - indices
-    """Return the bytes that the target buffer must contain after a case.
-
-    Args:
-        source: The bytes of the source buffer.
-        case: The case.
-        taken: (copies,) int64, the index of the source block of each copy.
-        put: (copies,) int64, the index of the target block of each copy.
-    """
-    target = np.empty((case.copies, case.block), np.uint8)
-    target[put] = source[: case.size].reshape(target.shape)[taken]
-    flat: Bytes = target.reshape(-1)
-    return flat
-
-
 def _seconds(call: Callable[[], object]) -> float:
-    """Return how many seconds a call takes."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
 
 
-@contextmanager
-def far_process(
-    driver: str, options: Mapping[str, object], memory: str, nbytes: int
-) -> Iterator[Process]:
-    """Start a second process with a transport and a buffer; it ends with the ``with`` block.
+def far_process(driver: str, options: Mapping[str, object], memory: str, nbytes: int) -> Process:
+    """Start a second process with a transport and a buffer; it ends with its ``with`` block.
 
     Only this process handles Ctrl-C: SIGINT is blocked in the second process, which ends when this
-    process ends.
-
-    Args:
-        driver: Name of an installed driver.
-        options: The driver's ``driver_options``.
-        memory: Kind of the buffer, as ``kvferry.testing.memory.allocate`` takes it.
-        nbytes: Size of the buffer in bytes.
+    process ends. ``memory`` is what ``kvferry.testing.memory.allocate`` takes.
 
     Raises:
         BenchError: The process does not start.
     """
+    factory, arguments = "kvferry.core.transport.registry:create", {"name": driver}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _as_bench_error("start"):
-            process = Process(
-                "kvferry.core.transport.registry:create",
-                {"name": driver, "options": dict(options)},
-                memory,
-                nbytes,
-                FAR,
-            )
+        with _started():
+            return Process(factory, arguments | {"options": dict(options)}, memory, nbytes, FAR)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    with process:
-        yield process
 
 
 @contextmanager
-def _as_bench_error(what: str) -> Iterator[None]:
-    """Turn errors of the second process into ``BenchError``.
-
-    Args:
-        what: What the second process was asked to do, for the error.
-    """
+def _started() -> Iterator[None]:
+    """Turn errors of the second process's start into ``BenchError``."""
     try:
         yield
     except (RuntimeError, TimeoutError) as exc:
-        raise BenchError(f"the second process failed ({what}): {exc}") from exc
+        raise BenchError(f"the second process failed (start): {exc}") from exc
 
 
 def near_buffer(memory: str, nbytes: int) -> Buffer:
     """Return this process's buffer.
-
-    Args:
-        memory: Kind of the buffer, as ``kvferry.testing.memory.allocate`` takes it.
-        nbytes: Size of the buffer in bytes.
 
     Raises:
         BenchError: There is no such memory on this machine.
@@ -263,46 +192,26 @@ def near_buffer(memory: str, nbytes: int) -> Buffer:
 
 
 def memcpy_of(memory: str, nbytes: int) -> Memcpy:
-    """Return a function that copies bytes between two new buffers, to compare transfers with.
+    """Return a function that copies up to ``nbytes`` between two new buffers.
 
-    Args:
-        memory: Kind of memory of the transfers. The two buffers are in GPU memory for ``cuda`` and
-            ``cuda:INDEX``, and in CPU memory for all other kinds.
-        nbytes: Size of each buffer in bytes, and so the most that a call can copy.
+    They are in GPU memory for ``cuda`` and ``cuda:INDEX``, and in CPU memory for all other kinds.
     """
     if memory.partition(":")[0] == "cuda":
-        return _cuda_memcpy(memory, nbytes)
+        torch: Any = importlib.import_module("torch")
+        ours, theirs = (torch.ones(nbytes, dtype=torch.uint8, device=memory) for _ in range(2))
+
+        def copy_on_gpu(count: int) -> None:
+            theirs[:count].copy_(ours[:count])
+            torch.cuda.synchronize(theirs.device)
+
+        return copy_on_gpu
     source, target = (_pages(nbytes) for _ in range(2))
-
-    def copy(count: int) -> None:
-        np.copyto(target[:count], source[:count])
-
-    return copy
+    return lambda count: np.copyto(target[:count], source[:count])
 
 
 def _pages(nbytes: int) -> Bytes:
-    """Return ``nbytes`` of memory, not in huge pages, whose pages have all been written once.
-
-    numpy would ask the kernel for huge pages.
-    """
+    """Return memory whose pages have all been written once; numpy would ask for huge pages."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found: Bytes = np.frombuffer(memory, np.uint8)
     found[:] = 1
     return found
-
-
-def _cuda_memcpy(memory: str, nbytes: int) -> Memcpy:
-    """Return a function that copies up to ``nbytes`` between two new buffers in GPU memory.
-
-    Args:
-        memory: The device, ``cuda`` or ``cuda:INDEX``.
-        nbytes: Size of each buffer in bytes.
-    """
-    torch: Any = importlib.import_module("torch")
-    source, target = (torch.ones(nbytes, dtype=torch.uint8, device=memory) for _ in range(2))
-
-    def copy(count: int) -> None:
-        target[:count].copy_(source[:count])
-        torch.cuda.synchronize(target.device)
-
-    return copy

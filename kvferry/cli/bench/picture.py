@@ -21,16 +21,7 @@ WIDTH, HEIGHT = 5.2, 4.0
 
 
 def draw(path: Path, title: str, results: Sequence[Result]) -> None:
-    """Write the picture, with a panel for each order of blocks.
-
-    Args:
-        path: The file; its suffix says the format.
-        title: The title of the whole picture.
-        results: The results of all cases.
-
-    Raises:
-        BenchError: The file cannot be written.
-    """
+    """Write the picture, in the format of the file's suffix, with a panel for each order."""
     orders = sorted({result.case.scattered for result in results}, reverse=True)
     figure = Figure(figsize=(WIDTH * len(orders), HEIGHT), layout="constrained")
     figure.suptitle(title)
@@ -49,13 +40,7 @@ def draw(path: Path, title: str, results: Sequence[Result]) -> None:
 
 
 def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
-    """Draw one panel: for each size of transfer a solid line, and a dotted one for memcpy.
-
-    Args:
-        axes: Where to draw.
-        title: The panel's title.
-        results: The results of one order of blocks.
-    """
+    """Draw one panel: for each size of transfer a solid line, and a dotted one for memcpy."""
     sizes = sorted({result.case.size for result in results})
     for number, total in enumerate(sizes):
         rows = sorted((r for r in results if r.case.size == total), key=lambda r: r.case.block)

@@ -11,7 +11,9 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -19,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from kvferry.cli.demo.model import (
+from kvferry.cli.demo.engines import (
     DTYPE,
     HEAD_DIM,
     HEADS,
@@ -28,13 +30,15 @@ from kvferry.cli.demo.model import (
     WORD_BYTES,
     DemoError,
     Request,
+    Spec,
     order_of,
+    prefill_process,
+    receive,
     requests_of,
     scattered_pages,
     shape_of,
     with_room,
 )
-from kvferry.cli.demo.prefill import HoldReleased, Spec, Started, prefill_process, receive
 from kvferry.cli.output import output, print_table
 from kvferry.core.endpoint import EndpointOptions, LoadRecord
 from kvferry.core.errors import StaleError
@@ -44,7 +48,6 @@ from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 from kvferry.testing.engines import POISON, CacheShape, Elements, EngineRank, ModelFreeEngine
 
-INTERRUPTED = 130
 PREFILL, DECODE, UNLIKE_DECODE = "2/HND/16", "HND/16", "NHD/32"
 """The engines that are used if none is given."""
 COPIES_IN_MEMORY = 3
@@ -55,13 +58,7 @@ Advance = Callable[[Request], Request]
 """A function to call with each request of a step, for the progress bar; returns it."""
 
 
-def run(
-    *,
-    megabytes: int = 256,
-    driver: str = "loopback",
-    prefill: str | None = None,
-    decode: str | None = None,
-) -> int:
+def run(*, megabytes: int, driver: str, prefill: str | None, decode: str | None) -> int:
     """Move the cache, and print the results; the exit status is 0 if every byte was right.
 
     If no engine is given, the cache is moved twice: between engines of like shape, then between
@@ -71,24 +68,16 @@ def run(
     # The demo causes warnings of its endpoints on purpose, and prints the outcome itself.
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
     decodes = (DECODE, UNLIKE_DECODE) if prefill is None and decode is None else (decode or DECODE,)
-    try:
-        source = shape_of(prefill or PREFILL)
-        status = 0
-        for shape in [shape_of(text, tp=1) for text in decodes]:
-            status |= _run(console, megabytes * 10**6, driver, source, shape)
-        return status
-    except KeyboardInterrupt:
-        console.print("Interrupted: all processes have been ended.")
-        return INTERRUPTED
+    source, shapes = shape_of(prefill or PREFILL), [shape_of(text, tp=1) for text in decodes]
+    return max(_run(console, megabytes * 10**6, driver, source, shape) for shape in shapes)
 
 
 def _run(
     console: Console, nbytes: int, driver: str, prefill: CacheShape, decode: CacheShape
 ) -> int:
+    """Start both engines, and hand over requests of so many bytes between them."""
     _check_memory(nbytes)
-    requests = tuple(requests_of(nbytes))
-    count, tokens = len(requests), sum(request.tokens for request in requests)
-    lease = 60.0 + nbytes / 1e7
+    requests, lease = requests_of(nbytes), 60.0 + nbytes / 1e7
     transport = _transport(driver)
     like = (prefill.heads_first, prefill.block) == (decode.heads_first, decode.block)
     console.print(
@@ -98,7 +87,7 @@ def _run(
     with ExitStack() as stack:
         with _step(console, "engines started"):
             spec = Spec(driver, with_room(prefill, requests), requests, lease)
-            pipe = stack.enter_context(prefill_process(spec))
+            pid, pipe = stack.enter_context(prefill_process(spec))
             engine = ModelFreeEngine(
                 "decode",
                 with_room(decode, requests),
@@ -107,37 +96,49 @@ def _run(
                 options=EndpointOptions(lease=lease, load_timeout=lease),
             )
             stack.enter_context(engine)
-            pages = scattered_pages(decode, requests, seed=2)
-            started = receive(pipe, Started)
-        _print_engines(console, prefill, decode, started)
-        title = f"prefill engine computed {tokens:,} tokens of {count} requests"
-        with _step(console, title, count) as advance:
-            tickets = {request: receive(pipe, Ticket) for request in map(advance, requests)}
-        with _step(console, "decode engine pulled them", count) as advance:
-            begun = perf_counter()
-            for request, ticket in tickets.items():
-                engine.pull(request.name, ticket, pages[request])
-            records = {request: _loaded(engine, request) for request in map(advance, requests)}
-            seconds = perf_counter() - begun
-        with _step(console, "every byte was compared with what it must be", count) as advance:
-            wrong = {
-                request: engine.ranks[0].wrong_bytes(
-                    pages[request], request.tokens, request.first_token
-                )
-                for request in map(advance, requests)
-            }
-            spare = wrong_spare_bytes(engine.ranks[0], pages)
-        with _step(console, f"the same bytes were copied by numpy, {COPY_ROUNDS} times"):
-            pulled = Pulled(list(records.values()), seconds)
-            local = _local_rates(engine.ranks[0].cache, pulled)
-        with _step(console, "every hold was released, and a used ticket tried again"):
-            receive(pipe, HoldReleased)
-            engine.pull(requests[0].name, tickets[requests[0]], pages[requests[0]])
-            failed = engine.outcome(requests[0].name, math.inf).failed
-    rows: list[list[str | Text]] = []
-    for request, ticket in tickets.items():
-        record = records[request]
-        theirs, mine = prefill.tp * len(ticket.pages[0]), len(pages[request])
+            port = receive(pipe)
+        _print_engines(console, port, ("prefill", prefill, pid), ("decode", decode, os.getpid()))
+        status = _hand_over(console, pipe, engine, prefill, requests)
+    console.print(_piece_text(prefill, decode))
+    return status
+
+
+def _hand_over(
+    console: Console,
+    pipe: Connection,
+    engine: ModelFreeEngine,
+    prefill: CacheShape,
+    requests: Sequence[Request],
+) -> int:
+    """Pull all requests, compare every byte, and print what was moved; return the exit status."""
+    count, [rank] = len(requests), engine.ranks
+    pages = scattered_pages(rank.shape, requests, seed=2)
+    tokens = sum(request.tokens for request in requests)
+    title = f"prefill engine computed {tokens:,} tokens of {count} requests"
+    with _step(console, title, count) as advance:
+        tickets: dict[Request, Ticket] = {each: receive(pipe) for each in map(advance, requests)}
+    with _step(console, "decode engine pulled them", count) as advance:
+        begun = perf_counter()
+        for request, ticket in tickets.items():
+            engine.pull(request.name, ticket, pages[request])
+        records = {request: _loaded(engine, request) for request in map(advance, requests)}
+        pulled = Pulled(list(records.values()), perf_counter() - begun)
+    with _step(console, "every byte was compared with what it must be", count) as advance:
+        wrong = {
+            request: rank.wrong_bytes(pages[request], request.tokens, request.first_token)
+            for request in map(advance, requests)
+        }
+        spare = wrong_spare_bytes(rank, pages)
+    with _step(console, f"the same bytes were copied by numpy, {COPY_ROUNDS} times"):
+        local = _local_rates(rank.cache, pulled)
+    with _step(console, "every hold was released, and a used ticket tried again"):
+        receive(pipe)
+        first = requests[0]
+        engine.pull(first.name, tickets[first], pages[first])
+        refusal = next(iter(engine.outcome(first.name, math.inf).failed.values()), None)
+    rows: list[Sequence[str | Text]] = []
+    for request, record in records.items():
+        theirs, mine = prefill.tp * len(tickets[request].pages[0]), len(pages[request])
         counts = [f"{n:,}" for n in (request.tokens, theirs, mine, record.copies)]
         amount = f"{record.nbytes / 1e6:,.1f}", f"{record.seconds * 1e3:,.1f}"
         rows.append([request.name, *counts, *amount, _verdict(wrong[request], "all right")])
@@ -145,13 +146,11 @@ def _run(
     columns = dict.fromkeys(("tokens", "from pages", "to pages", "copies", "MB", "ms"), "number")
     console.print()
     print_table(console, {"request": "name"} | columns | {"bytes": "name"}, rows)
-    refusal = next(iter(failed.values()), None)
     if refusal is None:
         console.print("[red]A ticket whose pages were released was accepted again.[/]\n")
     else:
         console.print(f"A used ticket tried again is refused: {refusal}\n", markup=False)
     _print_rates(console, pulled, *local)
-    console.print(_piece_text(prefill, decode))
     return int(any(wrong.values()) or spare > 0 or not isinstance(refusal, StaleError))
 
 
@@ -170,10 +169,9 @@ def _transport(driver: str) -> Transport:
 
 def _check_memory(nbytes: int) -> None:
     needed = nbytes * COPIES_IN_MEMORY
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError), open("/proc/meminfo") as lines:  # counts reclaimable caches as free
-        found = next((line for line in lines if line.startswith("MemAvailable:")), None)
-        available = int(found.split()[1]) * 1024 if found else available
+    # What the kernel counts as available includes caches that it can give up.
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
     if needed > available:
         raise DemoError(
             f"the demo would need {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB "
@@ -236,10 +234,10 @@ def _best_seconds(copy: Callable[[], object]) -> float:
 def _step(console: Console, title: str, total: int | None = None) -> Iterator[Advance]:
     """Show a step: a progress bar of ``total`` parts meanwhile, and a line when it has ended."""
     begun = perf_counter()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    counted = (*columns, BarColumn(), MofNCompleteColumn()) if total else columns
     with Progress(
-        *counted,
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        *((BarColumn(), MofNCompleteColumn()) if total else ()),
         console=console,
         transient=True,
         refresh_per_second=5,  # drawing takes CPU time from the transfer
@@ -255,18 +253,16 @@ def _step(console: Console, title: str, total: int | None = None) -> Iterator[Ad
     console.print(f"[green]✓[/] {title} [dim]{perf_counter() - begun:.2f} s[/]")
 
 
-def _print_engines(
-    console: Console, prefill: CacheShape, decode: CacheShape, started: Started
-) -> None:
+def _print_engines(console: Console, port: int, *engines: tuple[str, CacheShape, int]) -> None:
     console.print(
         f"\nKV cache of {LAYERS} layers with {HEADS} heads of {HEAD_DIM} ({DTYPE}); "
-        f"side channel at port {started.port}\n"
+        f"side channel at port {port}\n"
     )
     rows = []
-    for side, shape, pid in (("prefill", prefill, started.pid), ("decode", decode, os.getpid())):
-        page = order_of(shape), str(shape.block)
+    for side, shape, pid in engines:
         for rank in range(shape.tp):
             heads = f"{shape.heads(rank).start} to {shape.heads(rank).stop - 1}"
+            page = order_of(shape), str(shape.block)
             rows.append([side, f"{rank} of {shape.tp}", str(pid), heads, *page])
     columns = dict.fromkeys(("engine", "rank", "process", "heads", "order"), "name")
     print_table(console, columns | {"tokens a page": "number"}, rows)

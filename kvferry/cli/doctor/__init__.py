@@ -14,8 +14,8 @@ from rich.padding import Padding
 from kvferry.cli.doctor import channel, devices, kernel, nvidia, software, topology
 from kvferry.cli.doctor.finding import Finding, FindingLevel
 from kvferry.cli.doctor.probe import Probed, probe
-from kvferry.cli.keys import NONE, Keys
 from kvferry.cli.output import output, print_json
+from kvferry.cli.side_channel import NONE, Keys
 from kvferry.core.errors import KVFerryError
 
 MARKS = {

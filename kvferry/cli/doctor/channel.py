@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvferry.cli.doctor.finding import Check, Finding
-from kvferry.cli.keys import NONE, Keys
+from kvferry.cli.side_channel import NONE, Keys
 from kvferry.core.errors import AdmissionError, HandshakeError, RefusedError
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import random_incarnation

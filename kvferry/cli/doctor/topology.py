@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from kvferry.cli.doctor import devices
@@ -82,15 +83,13 @@ def near(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> Iterator[Finding
     cards, network = gpus(seen, root), nics(root)
     if not cards or not network:
         return
-    best = {card: min(_distance(card, nic) for nic in network) for card in cards}
-    names = {
-        card: [nic.name for nic in network if _distance(card, nic) == nearest]
-        for card, nearest in best.items()
-    }
-    text = "; ".join(
-        f"GPU {card.name}: {', '.join(names[card])} ({DISTANCES[best[card]]})" for card in cards
-    )
-    far = [card.name for card in cards if best[card] == FAR]
+    texts, far = [], []
+    for card in cards:
+        best = min(_distance(card, nic) for nic in network)
+        names = ", ".join(nic.name for nic in network if _distance(card, nic) == best)
+        texts.append(f"GPU {card.name}: {names} ({DISTANCES[best]})")
+        far += [card.name] * (best == FAR)
+    text = "; ".join(texts)
     if far:
         yield NEAR.warn(
             text,
@@ -168,13 +167,9 @@ def _ucx_devices(listed: str, root: Path) -> Finding:
 
 
 def _distance(gpu: PciDevice, nic: PciDevice) -> int:
-    shared = 0
-    while gpu.route[: shared + 1] == nic.route[: shared + 1] and shared < len(gpu.route):
-        shared += 1
-    if shared > 1:
-        return SWITCH
-    if shared == 1:
-        return ROOT
+    both = zip(gpu.route, nic.route, strict=False)
+    if shared := len(list(takewhile(lambda pair: pair[0] == pair[1], both))):
+        return SWITCH if shared > 1 else ROOT
     if min(gpu.node, nic.node) < 0:
         return UNKNOWN
     return NODE if gpu.node == nic.node else FAR

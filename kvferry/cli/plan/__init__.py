@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.cli.output import print_json
+from kvferry.cli.output import print_json, require_matplotlib
 from kvferry.cli.plan.advice import advice_for
 from kvferry.cli.plan.early import EarlyQuestion, early_cases
 from kvferry.cli.plan.engines import (
@@ -53,6 +53,8 @@ def run(
     write_layouts: Path | None = None,
 ) -> None:
     """Plan a request, and print which decode rank reads what from which prefill rank."""
+    if svg is not None:
+        require_matplotlib("--svg")
     described = None if model is None else read_model(model, dtype)
     if described is None and dtype is not None:
         raise SettingsError("--dtype is for a model's config file; layouts say their own")
@@ -83,7 +85,9 @@ def run(
         for side in (one, other):
             write_engine(write_layouts / f"{side.name}.json", side.engine)
     if svg is not None:
-        _draw(svg, result)
+        from kvferry.cli.plan.picture import draw_svg
+
+        draw_svg(svg, result)
     if as_json:
         print_json(record_of(result))
     else:
@@ -161,15 +165,3 @@ def _estimate(prefill: Side, decode: Side, tokens: int, refused: Sequence[str]) 
         if not refused:
             raise
         raise EngineError(". ".join((str(exc), *refused))) from exc
-
-
-def _draw(path: Path, result: PlanResult) -> None:
-    try:
-        from kvferry.cli.plan.picture import draw_svg
-    except ModuleNotFoundError as exc:
-        if exc.name != "matplotlib":
-            raise
-        raise SettingsError(
-            "--svg draws with matplotlib, which is not installed: pip install 'kvferry[plot]'"
-        ) from exc
-    draw_svg(path, result)

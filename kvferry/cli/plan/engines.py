@@ -21,6 +21,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from kvferry.cli.formatting import grouped
 from kvferry.cli.plan.model import Model
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import (
@@ -171,7 +172,7 @@ class Engine:
     """The layouts of all ranks of an engine; also the schema of the JSON files.
 
     Attributes:
-        coordinates: The parallel indices (``pp``, ``tp``, ...) of each rank; empty if unknown.
+        coordinates: The parallel indices of each rank; empty if unknown.
         windows: The sliding window in tokens of each cache group, 0 for none; may be empty.
         chunks: Likewise the size in tokens of the chunks of chunked attention.
     """
@@ -297,9 +298,7 @@ def _groups(model: Model) -> list[_CacheGroup]:
 
     vLLM splits the layers of frequent kinds into several groups; see ``UNEVEN``.
     """
-    by_reach: dict[tuple[int, int], list[int]] = {}
-    for layer, window in model.windows.items():
-        by_reach.setdefault((window, model.chunks.get(layer, 0)), []).append(layer)
+    by_reach = grouped(model.windows, lambda n: (model.windows[n], model.chunks.get(n, 0)))
     kinds = [_CacheGroup(layers, *reach) for reach, layers in by_reach.items()]
     if model.states:
         kinds.append(_CacheGroup(list(model.states), holds_states=True))
@@ -345,14 +344,8 @@ def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
     )
 
 
-class _Strides(NamedTuple):
-    """For each axis of a cache group's memory, the bytes from one index to the next."""
-
-    layer: int
-    block: int
-    head: int
-    token: int
-    content: int
+_Strides = dict[str, int]
+"""The bytes from one index to the next, for each axis of a cache group's memory by its letter."""
 
 
 class _Rank:
@@ -399,13 +392,13 @@ class _Rank:
         )
 
     def _strides(self, layers: int, pages: int, heads: int, tokens: int, entry: int) -> _Strides:
-        stride, strides, shape = 1, {}, (layers, pages, heads, tokens, entry)
+        stride, strides, extents = 1, _Strides(), (layers, pages, heads, tokens, entry)
         for name in reversed(self._settings.layout):
             strides[name] = stride
-            stride *= shape["LBHNC".index(name)]
+            stride *= extents["LBHNC".index(name)]
         if self._settings.layout.startswith("B"):
             strides["B"] = self._block  # the same for all groups
-        return _Strides(*(strides[name] for name in "LBHNC"))
+        return strides
 
     def _paged(
         self,
@@ -426,21 +419,21 @@ class _Rank:
         tokens = self._settings.block_size // kernels
         entry = sum(parts.values())
         step = self._strides(len(layers), self._pages * kernels, held, tokens, entry)
-        split = [(kernels, step.block)] * (kernels > 1)
+        split = [(kernels, step["B"])] * (kernels > 1)
         for index, layer in enumerate(layers):
-            offset = (start or 0) + index * step.layer
+            offset = (start or 0) + index * step["L"]
             for part, unit in parts.items():
                 yield Field(
                     key=f"layers.{layer}.{name}/{part}",
                     group=group,
                     region=0,
                     offset=offset,
-                    page_stride=kernels * step.block,
+                    page_stride=kernels * step["B"],
                     pages=self._pages,
                     dtype="uint8" if is_index else self._model.dtype,
                     unit=unit,
-                    tokens=axis(*split, (tokens, unit if is_index else step.token)),
-                    shard=axis((held, unit if is_index else step.head)),
+                    tokens=axis(*split, (tokens, unit if is_index else step["N"])),
+                    shard=axis((held, unit if is_index else step["H"])),
                     shard_range=heads,
                 )
                 offset += unit * tokens if is_index else unit
@@ -459,9 +452,9 @@ class _Rank:
         shares = [part.share(tp, self._tp) for part in state.channels]
         row = sum(stop - start for start, stop in shares) * item
         heads = state.heads // tp
-        field = partial(Field, group=group, region=0, page_stride=step.block, pages=self._pages)
+        field = partial(Field, group=group, region=0, page_stride=step["B"], pages=self._pages)
         for index, layer in enumerate(layers):
-            key, offset = f"layers.{layer}.mixer", index * step.layer
+            key, offset = f"layers.{layer}.mixer", index * step["L"]
             for part, (start, stop) in zip(state.channels, shares, strict=True):
                 yield field(
                     key=f"{key}/conv/{part.name}",
@@ -476,7 +469,7 @@ class _Rank:
             if heads:
                 yield field(
                     key=f"{key}/ssm",
-                    offset=index * step.layer + state.columns * row,
+                    offset=index * step["L"] + state.columns * row,
                     dtype=state.dtype,
                     unit=state.elements * element,
                     shard=axis((heads, state.elements * element)),

@@ -8,9 +8,11 @@ copy.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -29,18 +31,15 @@ class CopySizes(Counter[int]):
     @property
     def figures(self) -> dict[str, int]:
         """The number of copies, their bytes, and the sizes of the extreme and the median copy."""
-        above, median = (self.total() + 1) // 2, 0
-        for nbytes in sorted(self):
-            above -= self[nbytes]
-            if above <= 0:
-                median = nbytes
-                break
+        sizes = sorted(self)
+        ends = list(accumulate(self[nbytes] for nbytes in sizes))
+        middle = bisect_left(ends, (self.total() + 1) // 2)
         return {
             "copies": self.total(),
             "bytes": sum(nbytes * count for nbytes, count in self.items()),
-            "smallest": min(self, default=0),
-            "median": median,
-            "largest": max(self, default=0),
+            "smallest": sizes[0] if sizes else 0,
+            "median": sizes[middle] if sizes else 0,
+            "largest": sizes[-1] if sizes else 0,
         }
 
     @property

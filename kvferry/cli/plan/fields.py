@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvferry.cli.formatting import numbers
+from kvferry.cli.formatting import grouped, numbers
 
 MAX_NAMED_LAYERS = 3
 """How many layers without an index are named; three dots stand for the others."""
@@ -58,14 +58,13 @@ class FieldParts(NamedTuple):
 
 def parts_of(fields: Iterable[tuple[str, Shard]]) -> list[FieldParts]:
     """Return fields, by key and range, as few parts of many layers."""
-    layers: dict[tuple[str, Shard], list[tuple[str, int | None]]] = {}
-    for key, shard in fields:
-        name = field_name(key)
-        layers.setdefault((name.part, shard), []).append((name.owner, name.layer))
-    alike: dict[tuple[tuple[tuple[str, int | None], ...], Shard], list[str]] = {}
-    for (part, shard), of in layers.items():
-        alike.setdefault((tuple(of), shard), []).append(part)
-    return [FieldParts(of, tuple(parts), shard) for (of, shard), parts in alike.items()]
+    named = ((field_name(key), shard) for key, shard in fields)
+    by_part = grouped(named, lambda one: (one[0].part, one[1]))
+    layers = {key: tuple(name[:2] for name, _ in own) for key, own in by_part.items()}
+    alike = grouped(layers, lambda key: (layers[key], key[1]))
+    return [
+        FieldParts(of, tuple(part for part, _ in own), shard) for (of, shard), own in alike.items()
+    ]
 
 
 def shape_of(parts: Sequence[FieldParts]) -> tuple[object, ...]:
@@ -78,26 +77,21 @@ def text_of(alike: Sequence[Sequence[FieldParts]]) -> str:
 
     For one rank ``layers 0-39, heads 0-1``; for several ``layers 0-39, 2 each of heads 0-7``.
     """
-    owners = {owner for part in alike[0] for owner, n in part.layers if n is not None}
-    by_layers: dict[str, list[str]] = {}
-    for same in zip(*alike, strict=True):
-        layers = _layers(same[0].layers, several=len(owners) > 1)
-        text = _part(same[0].parts, [one.shard for one in same])
-        by_layers.setdefault(layers, []).append(text)
+    several = len({owner for part in alike[0] for owner, n in part.layers if n is not None}) > 1
+    same = zip(*alike, strict=True)
+    by_layers = grouped(same, lambda of: _layers(of[0].layers, several=several))
     return "; ".join(
-        f"{layers}{': ' if len(parts) > 1 else ', '}{', '.join(parts)}"
-        for layers, parts in by_layers.items()
+        f"{layers}{': ' if len(of) > 1 else ', '}{', '.join(map(_part, of))}"
+        for layers, of in by_layers.items()
     )
 
 
 def _layers(layers: Sequence[tuple[str, int | None]], *, several: bool) -> str:
     """Return layers by index with the owner if there are ``several``, or by name."""
-    numbered: dict[str, list[int]] = {}
-    for owner, n in layers:
-        if n is not None:
-            numbered.setdefault(owner, []).append(n)
+    numbered = grouped(((owner, n) for owner, n in layers if n is not None), lambda one: one[0])
     said = [
-        f"{_listed(known)}{f' of {owner}' if several else ''}" for owner, known in numbered.items()
+        _listed([n for _, n in known]) + (f" of {owner}" if several else "")
+        for owner, known in numbered.items()
     ]
     others = [owner for owner, n in layers if n is None]
     more = ["..."] if others[MAX_NAMED_LAYERS:] else []
@@ -112,10 +106,12 @@ def _listed(layers: Sequence[int]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {listed}"
 
 
-def _part(parts: Sequence[str], shards: Sequence[Shard]) -> str:
-    names, each = " and ".join(parts), shards[0][1] - shards[0][0]
-    held = numbers(n for shard in set(shards) for n in range(*shard))
-    among = f"{each:,} each of " if len(set(shards)) > 1 else ""
+def _part(same: Sequence[FieldParts]) -> str:
+    """Return the parts of layers, and their ranges on the ranks that are alike."""
+    parts, shards = same[0].parts, {one.shard for one in same}
+    names, each = " and ".join(parts), same[0].shard[1] - same[0].shard[0]
+    held = numbers(n for shard in shards for n in range(*shard))
+    among = f"{each:,} each of " if len(shards) > 1 else ""
     if set(parts) == {"k", "v"}:
         return f"{among}head{'s' if each > 1 or among else ''} {held}"
     if held == "0" and each == 1:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from kvferry.cli.formatting import counted, duration, numbers, size
+from kvferry.cli.formatting import counted, duration, grouped, numbers, size
 from kvferry.cli.output import output, print_table
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
 from kvferry.cli.plan.early import EarlyCase, EarlyQuestion
@@ -157,74 +157,65 @@ def _model_lines(model: Model) -> Iterator[str]:
 def _print_reads(console: Console, result: PlanResult) -> None:
     """Print what decode ranks read from which prefill ranks: a row for ranks that are alike."""
     estimate, name = result.estimate, result.prefill.rank_name
-    alike: dict[object, list[_Reading]] = {}
-    for rank in range(len(result.decode.engine.ranks)):
-        reading = _Reading(estimate, rank)
-        alike.setdefault(reading.kind, []).append(reading)
+    ranks = range(len(result.decode.engine.ranks))
+    # Reads of a kind differ in heads and prefill rank only.
+    reads = {rank: grouped(estimate.of_decode(rank), _kind) for rank in ranks}
+    alike = grouped(
+        ranks,
+        lambda rank: (
+            tuple((kind, len(of)) for kind, of in reads[rank].items()),
+            len(estimate.told_by(rank)),
+        ),
+    )
     rows: list[tuple[str, ...]] = []
     styles: list[str | None] = []
-    for readings in alike.values():
-        first, kinds = readings[0], readings[0].by_kind
-        who = result.decode.rank_name(*(one.rank for one in readings))
+    for own in alike.values():
+        first, told = reads[own[0]], [estimate.told_by(rank) for rank in own]
         found: list[tuple[str, ...]] = []
-        for kind in kinds:
-            reads = [one.by_kind[kind] for one in readings]
-            what = text_of([_parts(read) for each in reads for read in each])
-            whom = _among([[read.prefill for read in each] for each in reads], name)
-            found.append((whom, what, *_copy_cells(reads[0])))
-        styles += [None] * len(kinds)
-        if len(kinds) > 1:
-            found.append(
-                ("all", "", *_copy_cells([read for each in kinds.values() for read in each]))
-            )
-        if first.told:
-            whom = "it" if len(first.told) == 1 else "them"
-            told = _among([one.told for one in readings])
-            found.append((told, f"nothing, and tells {whom} so", "", "", ""))
+        for kind in first:
+            same = [reads[rank][kind] for rank in own]
+            what = text_of([_parts(read) for each in same for read in each])
+            whom = _among([[read.prefill for read in each] for each in same], name)
+            found.append((whom, what, *_copy_cells(same[0])))
+        if len(first) > 1:
+            found.append(("all", "", *_copy_cells([read for of in first.values() for read in of])))
+        if told[0]:
+            whom = "it" if len(told[0]) == 1 else "them"
+            found.append((_among(told), f"nothing, and tells {whom} so", "", "", ""))
         found = found or [("none", "nothing", "", "", "")]
-        styles += ["dim"] * (len(found) - len(kinds))
+        styles += [None] * len(first) + ["dim"] * (len(found) - len(first))
+        who = result.decode.rank_name(*own)
         rows += [(who if n == 0 else "", *cells) for n, cells in enumerate(found)]
     columns = {"each\ndecode rank": "name", "from prefill": "name", "what": "text"}
     columns |= {"copies": "number", "bytes": "number", "of size": "sizes"}
     print_table(console, columns, rows, styles)
 
 
-class _Reading:
-    """What a decode rank reads: reads of a kind differ in heads and prefill rank only."""
-
-    def __init__(self, estimate: Estimate, rank: int) -> None:
-        self.rank, self.told = rank, estimate.told_by(rank)
-        self.by_kind: dict[object, list[ReadEstimate]] = {}
-        for read in estimate.of_decode(rank):
-            kind = shape_of(_parts(read)), frozenset(read.sizes.items())
-            self.by_kind.setdefault(kind, []).append(read)
-
-    @property
-    def kind(self) -> object:
-        """What is equal for ranks that are alike."""
-        return tuple((kind, len(of)) for kind, of in self.by_kind.items()), len(self.told)
+def _kind(read: ReadEstimate) -> object:
+    return shape_of(_parts(read)), frozenset(read.sizes.items())
 
 
 def _print_served(console: Console, result: PlanResult) -> None:
     """Print which decode ranks read prefill ranks, or only tell them so: a row for alike ranks."""
-    estimate = result.estimate
-    alike: dict[object, list[int]] = {}
-    held = [
-        parts_of((f.key, f.shard_range) for f in layout.fields)
-        for layout in result.prefill.engine.ranks
-    ]
-    for rank, parts in enumerate(held):
-        reads = estimate.of_prefill(rank)
-        sizes = frozenset(merged(read.sizes for read in reads).items())
-        kind = shape_of(parts), sizes, len(reads), rank in estimate.told
-        alike.setdefault(kind, []).append(rank)
+    estimate, layouts = result.estimate, result.prefill.engine.ranks
+    held = [parts_of((f.key, f.shard_range) for f in layout.fields) for layout in layouts]
+    reads = [estimate.of_prefill(rank) for rank in range(len(layouts))]
+    alike = grouped(
+        range(len(layouts)),
+        lambda rank: (
+            shape_of(held[rank]),
+            frozenset(merged(read.sizes for read in reads[rank]).items()),
+            len(reads[rank]),
+            rank in estimate.told,
+        ),
+    )
     rows = []
     for ranks in alike.values():
-        by = _among([[read.decode for read in estimate.of_prefill(rank)] for rank in ranks])
-        if tellers := sorted({estimate.told[rank] for rank in ranks if rank in estimate.told}):
+        by = _among([[read.decode for read in reads[rank]] for rank in ranks])
+        if tellers := {estimate.told[rank] for rank in ranks if rank in estimate.told}:
             by = f"none; {numbers(tellers)} tell{'s it' if len(ranks) == 1 else ' them'} so"
-        copies = _copy_cells(estimate.of_prefill(ranks[0]))[:2]
         what = text_of([held[rank] for rank in ranks])
+        copies = _copy_cells(reads[ranks[0]])[:2]
         rows.append((result.prefill.rank_name(*ranks), what, by, *copies))
     columns = {"each\nprefill rank": "name", "holds": "text", "to decode": "name"}
     print_table(console, columns | {"copies": "number", "bytes": "number"}, rows)
@@ -374,10 +365,10 @@ def _early(question: EarlyQuestion, cases: Sequence[EarlyCase]) -> Record:
 
 
 def _read(read: ReadEstimate) -> Record:
-    keys: dict[tuple[int, int], list[str]] = {}
-    for overlap in read.overlaps:
-        keys.setdefault(overlap.shard, []).append(overlap.local.key)
-    fields = [{"shard": list(shard), "keys": names} for shard, names in keys.items()]
+    fields = [
+        {"shard": list(shard), "keys": [overlap.local.key for overlap in own]}
+        for shard, own in grouped(read.overlaps, lambda overlap: overlap.shard).items()
+    ]
     return {"decode": read.decode, "prefill": read.prefill, "fields": fields} | read.sizes.figures
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from kvferry.cli.addresses import AddressError, host_and_port
-from kvferry.cli.keys import NONE, Keys, keys_of
 from kvferry.cli.plan.engines import Engine, EngineError, SettingsError
 from kvferry.cli.plan.fields import field_name
 from kvferry.cli.plan.model import Model
+from kvferry.cli.side_channel import NONE, Keys, host_and_port, keys_of
 from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError
 from kvferry.core.layout import Field, Layout
 from kvferry.core.side_channel import fetch, health
@@ -61,10 +60,7 @@ def keys_of_engines(secret_key: str, peers: Sequence[str], engines: int) -> list
 
 def read_running(address: str, keys: Keys = NONE) -> RunningEngine:
     """Ask a running engine for the layouts of its ranks."""
-    try:
-        host, port = host_and_port("--from", address)
-    except AddressError as exc:
-        raise SettingsError(str(exc)) from exc
+    host, port = host_and_port("--from", address)
     try:
         found = health(host, port, timeout=SECONDS, access=keys.access, key=keys.server)
         info = fetch(host, port, found.engine, timeout=SECONDS, access=keys.access, key=keys.server)

@@ -11,10 +11,8 @@ from rich.console import Console
 from rich.live import Live
 
 from kvferry.cli.output import output
-from kvferry.cli.top.changes import changes
-from kvferry.cli.top.page import MetricsPageError
-from kvferry.cli.top.report import EngineReport, engine_report
-from kvferry.cli.top.scrape import MetricsAddress, MetricsReading, Scraper
+from kvferry.cli.top.report import EngineReport, changes, engine_report
+from kvferry.cli.top.scrape import MetricsAddress, MetricsPageError, MetricsReading, Scraper
 from kvferry.cli.top.view import tables
 
 

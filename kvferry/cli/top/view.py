@@ -8,9 +8,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvferry.cli.output import table_of
-from kvferry.cli.top.changes import Counted
-from kvferry.cli.top.page import printable
-from kvferry.cli.top.report import LOST, EngineReport, HoldsReport, PeerPulls, ProblemCount
+from kvferry.cli.top.report import LOST, Counted, EngineReport, HoldsReport
+from kvferry.cli.top.scrape import brief
 from kvferry.core.metrics import Stage
 
 UNKNOWN = "-"
@@ -77,14 +76,16 @@ def tables(engines: Sequence[EngineReport], width: int, *, once: bool = False) -
         # A star is before the heading of other names; all else is a number.
         kinds = {first: "name"}
         kinds |= {one.strip("*"): "name" if one[0] == "*" else "number" for one in others}
+        # Names are other processes'.
+        safe = [[brief(one) if isinstance(one, str) else one for one in row] for row in rows]
         if rows:
-            parts += ["", Text(title, style="bold"), table_of(kinds, _safe(rows), width)]
+            parts += ["", Text(title, style="bold"), table_of(kinds, safe, width)]
     return Group(*parts)
 
 
 def _safe(rows: Sequence[Row]) -> list[Row]:
     """Return rows with names, which are other processes', as text that a terminal can show."""
-    return [[printable(one) if isinstance(one, str) else one for one in row] for row in rows]
+    return [[brief(one) if isinstance(one, str) else one for one in row] for row in rows]
 
 
 def number(value: float | None, factor: float = 1) -> str:
@@ -128,14 +129,11 @@ def _engine(engine: EngineReport) -> Row:
 
 
 def _pulls(engines: Sequence[EngineReport], stages: Sequence[Stage]) -> Iterator[Row]:
-
-    def row(name: str, pull: PeerPulls) -> Row:
-        times = [number(pull.seconds_per_pull.get(stage), 1e3) for stage in stages]
-        rates = number(pull.pulls_per_second), number(pull.bytes_per_second, 1e-6)
-        return [name, pull.peer, ", ".join(pull.paths), *rates, *times]
-
     for engine in engines:
-        yield from (row(engine.name, pull) for pull in engine.pulls[:MAX_PEERS])
+        for pull in engine.pulls[:MAX_PEERS]:
+            times = [number(pull.seconds_per_pull.get(stage), 1e3) for stage in stages]
+            rates = number(pull.pulls_per_second), number(pull.bytes_per_second, 1e-6)
+            yield [engine.name, pull.peer, ", ".join(pull.paths), *rates, *times]
         if len(engine.pulls) > MAX_PEERS:
             more = f"{len(engine.pulls) - MAX_PEERS} more"
             yield [engine.name, more, *[""] * (3 + len(stages))]
@@ -157,9 +155,7 @@ def _holds(name: str, holds: HoldsReport) -> Row:
 
 
 def _problems(engines: Sequence[EngineReport]) -> Iterator[Row]:
-    found: list[tuple[str, ProblemCount]] = [
-        (engine.name, problem) for engine in engines for problem in engine.problems
-    ]
+    found = [(engine.name, problem) for engine in engines for problem in engine.problems]
     found.sort(key=lambda one: -(one[1].counted.new or 0.0))
     for name, problem in found[:MAX_PROBLEMS]:
         yield [name, problem.what, problem.peer, _counted(problem.counted)]

@@ -1,0 +1,386 @@
+"""Findings of ``kvferry doctor`` about a machine, which a folder stands in for."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.doctor import devices, hardware, kernel, nvidia, topology
+from kvferry.cli.doctor.finding import Finding, FindingLevel
+from kvferry.cli.doctor.probe import Gpu, Probed, gpus
+from kvferry.cli.plan.report import BACKENDS
+from kvferry.drivers.cuda import CudaDriver
+from tests.cli.findings import BAD, OK, WARN, check
+from tests.gpu.driver_api import StandInCuda
+
+ORDERING, FLUSH_OPTIONS, DMABUF = 118, 117, 124
+"""Device attributes of CUDA's driver API."""
+
+OPEN = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC 13.3\n"
+)
+PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\n"
+LIBC = "libc.so.6"
+"""A library that loads everywhere."""
+
+GPU_A, GPU_B = "0000:1b:00.0", "0000:c3:00.0"
+NIC_A, NIC_B = "0000:1c:00.0", "0000:d4:00.0"
+
+Files = Mapping[str, str | Path]
+"""Files below a folder by their paths: the text of each, or where a link leads."""
+
+
+def write_files(root: Path, files: Files) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            path.symlink_to(content)
+        else:
+            path.write_text(content)
+    return root
+
+
+def gpu(*, index: int = 0, dmabuf: bool = True, flush: bool = False, can: bool = True) -> Gpu:
+    address = f"0000:{0x1B + index:02X}:00.0"
+    return Gpu(index=index, address=address, dmabuf=dmabuf, needs_flush=flush, can_flush=can)
+
+
+# Findings that a few files decide.
+
+PORT = "sys/class/infiniband/mlx5_0/ports/1/"
+ACTIVE = {
+    PORT + "state": "4: ACTIVE\n",
+    PORT + "rate": "400 Gb/sec (4X NDR)\n",
+    PORT + "link_layer": "InfiniBand\n",
+}
+DOWN = ACTIVE | {PORT + "state": "1: DOWN\n"}
+PORT_FOUND = "mlx5_0:1 InfiniBand, 400 Gb/sec (4X NDR), "
+VERBS = {"dev/infiniband/uverbs0": ""}
+YAMA, PID = "sys/kernel/yama/ptrace_scope", "proc/self/ns/pid"
+VERSION, RELEASE = "proc/driver/nvidia/version", "proc/sys/kernel/osrelease"
+NEWER = {RELEASE: "6.8.0-60-generic", VERSION: OPEN}
+MIG = "proc/driver/nvidia/capabilities/gpu0/mig/gi1/access"
+IMEX = {"dev/nvidia-caps-imex-channels/channel0": ""}
+
+
+def h200(library: str = LIBC, *, answers: bool = True) -> Callable[[Path], Finding]:
+    said = partial(devices.gpu, ["NVIDIA H200"], answers, library=library)
+    return lambda root: said(root=root)
+
+
+def direct(*seen: Gpu) -> Callable[[Path], Finding]:
+    return lambda root: nvidia.direct(seen or None, root)
+
+
+def imex(name: str) -> Callable[[Path], Finding]:
+    return lambda root: nvidia.imex([name], root)
+
+
+def locked(limit: int, *, rdma: bool) -> Callable[[Path], Finding]:
+    return lambda root: kernel.locked_memory(rdma=rdma, limit=limit)
+
+
+def visibility(*seen: Gpu) -> Callable[[Path], Finding]:
+    return lambda root: nvidia.visibility(seen)
+
+
+@pytest.mark.parametrize(
+    ("files", "finding", "verdict", "found", "remedy"),
+    [
+        ({YAMA: "1\n"}, kernel.ptrace_scope, OK, "ptrace_scope is 1", ""),
+        ({YAMA: "2\n"}, kernel.ptrace_scope, WARN, "ptrace_scope is 2", "ptrace_scope=1"),
+        ({}, kernel.ptrace_scope, OK, "no Yama", ""),
+        ({}, locked(resource.RLIM_INFINITY, rdma=True), OK, "unlimited", ""),
+        ({}, locked(1 << 23, rdma=True), WARN, "8 MiB: registering", "ulimit -l unlimited"),
+        ({}, locked(1 << 16, rdma=False), OK, "64 KiB (matters only with RDMA)", ""),
+        ({}, devices.rdma, OK, "no NIC with RDMA", ""),
+        (ACTIVE | VERBS, devices.rdma, OK, f"{PORT_FOUND}4: ACTIVE", ""),
+        (DOWN | VERBS, devices.rdma, WARN, f"{PORT_FOUND}1: DOWN", "check the cable"),
+        (ACTIVE, devices.rdma, WARN, "may not use /dev/infiniband", "--device=/dev/infiniband"),
+        # The GPU's driver.
+        ({}, lambda _: devices.gpu([]), OK, "none", ""),
+        ({VERSION: OPEN}, h200(), OK, "NVIDIA H200; kernel module open 580.95.05", ""),
+        ({VERSION: OPEN}, h200("libno_such.so.1"), WARN, "", "NVIDIA_DRIVER_CAPABILITIES"),
+        ({}, h200("libno_such.so.1"), WARN, "does not load", "install NVIDIA's driver"),
+        ({}, h200(answers=False), WARN, "CUDA finds no GPU", "CUDA_VISIBLE_DEVICES"),
+        # GPU memory and NICs.
+        ({"sys/module/nvidia_peermem/version": "1"}, direct(), OK, "nvidia_peermem is loaded", ""),
+        ({"sys/module/nv_peer_mem/version": "1"}, direct(), OK, "nv_peer_mem is loaded", ""),
+        ({}, direct(), WARN, "none of the kernel modules", "modprobe nvidia_peermem"),
+        (NEWER, direct(gpu()), OK, "CUDA exports GPU memory", ""),
+        ({RELEASE: "5.12.0", VERSION: PROPRIETARY}, direct(gpu()), OK, "CUDA exports", ""),
+        (NEWER, direct(), OK, "the kernel module is open", ""),
+        (NEWER | {RELEASE: "5.11.22"}, direct(gpu()), WARN, "5.11.22 is older than 5.12", "5.12"),
+        (NEWER, direct(gpu(), gpu(index=1, dmabuf=False)), WARN, "memory of GPU 1", "modprobe"),
+        (NEWER | {VERSION: PROPRIETARY}, direct(), WARN, "is proprietary 535.104.05", "modprobe"),
+        ({RELEASE: "6.8.0"}, direct(), WARN, "modules is loaded cannot be told", "modprobe"),
+        ({VERSION: OPEN}, direct(gpu()), WARN, "the version of Linux cannot be told", "modprobe"),
+        ({}, visibility(gpu()), OK, "in order", ""),
+        ({}, visibility(gpu(index=2, flush=True)), OK, "kvferry flushes GPU 2", ""),
+        (
+            *({}, visibility(gpu(), gpu(index=1, flush=True, can=False))),
+            *(WARN, "GPU 1 may not see at once what a NIC has written", "use NVLink"),
+        ),
+        # From GPU to GPU.
+        ({}, nvidia.ipc, OK, "cannot be told", ""),
+        ({PID: Path("pid:[4026531836]")}, nvidia.ipc, OK, "the host's PID namespace", ""),
+        ({PID: Path("pid:[4026532833]")}, nvidia.ipc, WARN, "without NVLink", "--pid"),
+        ({MIG: "12\n"}, lambda root: next(nvidia.mig(root)), WARN, "gpu0 gi1", "whole GPUs"),
+        ({}, imex("NVIDIA H200"), OK, "no IMEX channel", ""),
+        ({}, imex("NVIDIA GB200"), WARN, "there is no IMEX channel", "nvidia-imex"),
+        (IMEX, imex("NVIDIA GB200"), OK, "IMEX channel0", ""),
+    ],
+)
+def test_finding(
+    tmp_path: Path,
+    files: Files,
+    finding: Callable[[Path], Finding],
+    verdict: FindingLevel,
+    found: str,
+    remedy: str,
+) -> None:
+    check(finding(write_files(tmp_path, files)), verdict, found, remedy)
+
+
+def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernel, "SHARED_ENOUGH", 0)
+    check(kernel.shared_memory(tmp_path), OK)
+    monkeypatch.setattr(kernel, "SHARED_ENOUGH", 1 << 62)
+    check(kernel.shared_memory(tmp_path), WARN)
+    check(kernel.shared_memory(tmp_path / "missing"), WARN)
+
+
+def test_nics_with_an_active_port(tmp_path: Path) -> None:
+    assert devices.nics(tmp_path) == devices.active_nics(tmp_path) == []
+    write_files(tmp_path / "down", DOWN)
+    assert devices.nics(tmp_path / "down") == ["mlx5_0"]
+    assert devices.active_nics(tmp_path / "down") == []
+    assert devices.active_nics(write_files(tmp_path, ACTIVE)) == ["mlx5_0"]
+
+
+def test_imex_channel_that_may_not_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may open everything
+    check(imex("NVIDIA GB200")(write_files(tmp_path, IMEX)), WARN, "may not open", "the right")
+
+
+@pytest.mark.parametrize("order", ["", "NHD", "LBHNC", "BLHNC", "BHLNC", "BLNHC"])
+def test_order_with_small_copies_is_a_warning_where_vllm_is_installed(order: str) -> None:
+    environment = {"VLLM_KV_CACHE_LAYOUT": order} if order else {}
+    finding = nvidia.cache_order(environment, has_vllm=True)
+    said = f"VLLM_KV_CACHE_LAYOUT is {order or 'not set: kvferry asks for LBHNC (not with MLA)'}"
+    if order.startswith("B"):
+        check(finding, OK, said)
+        return
+    backends = BACKENDS["BLHNC"].partition(" can")[0]
+    check(finding, WARN, f"{said}.", "VLLM_KV_CACHE_LAYOUT=BLHNC", backends, "kvferry plan")
+    assert "40,960 copies of 8 KiB" in finding.found
+    check(nvidia.cache_order(environment, has_vllm=False), OK, finding.found)
+
+
+# GPUs that are found.
+
+
+def test_cuda_is_asked_about_each_gpu() -> None:
+    attributes = {(0, ORDERING): 100, (0, DMABUF): 1, (1, FLUSH_OPTIONS): 1}
+    library = StandInCuda(devices=2, active=set(), attributes=attributes)
+    assert gpus(CudaDriver(library)) == [
+        gpu(index=0, can=False),
+        gpu(index=1, dmabuf=False, flush=True),
+    ]
+    assert (library.active, library.calls) == (set(), [])  # no context was made
+    assert gpus(None) is None
+
+
+def test_gpus_found_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = "#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\n"
+    write_files(tmp_path, {"nvidia-smi": program})
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (found,) = devices.gpus(tmp_path)
+    assert found.startswith("NVIDIA H200, 143771 MiB, 570.1")
+
+
+def test_gpus_found_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.gpus(tmp_path) == []
+    on_bus = write_files(tmp_path / "a", {"sys/class/drm/card0/device/vendor": "0x10de\n"})
+    (found,) = devices.gpus(on_bus)
+    assert found.startswith("NVIDIA GPU")
+    information = {"proc/driver/nvidia/gpus/0/information": "Model: \t NVIDIA A100\n"}
+    assert devices.gpus(write_files(tmp_path, information)) == ["NVIDIA A100"]
+
+
+# NICs near GPUs.
+
+
+def pci_device(root: Path, route: str, **facts: str) -> None:
+    """Make a PCI device; its address is the last part of the route below its root complex."""
+    where = root / "sys/devices" / route
+    write_files(where, {name: f"{text}\n" for name, text in facts.items()})
+    write_files(root, {f"sys/bus/pci/devices/{where.name}": where})
+
+
+def graphics(root: Path, route: str, *, node: int = 0, kind: str = "0x030200") -> None:
+    pci_device(root, route, vendor="0x10de", numa_node=str(node), **{"class": kind})
+
+
+def nic(root: Path, name: str, route: str, *, node: int = 0) -> None:
+    pci_device(root, route, vendor="0x15b3", numa_node=str(node), **{"class": "0x020700"})
+    write_files(root, {f"sys/class/infiniband/{name}/device": root / "sys/devices" / route})
+
+
+def two_sockets(root: Path) -> Path:
+    """Make a GPU and a NIC behind one switch at node 0, and a GPU and a NIC at node 1."""
+    graphics(root, f"pci0000:15/0000:15:01.0/0000:16:00.0/{GPU_A}")
+    nic(root, "mlx5_0", f"pci0000:15/0000:15:01.0/0000:16:01.0/{NIC_A}")
+    graphics(root, f"pci0000:c0/0000:c0:01.0/{GPU_B}", node=1)
+    nic(root, "mlx5_1", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=1)
+    return root
+
+
+def test_nics_near_gpus(tmp_path: Path) -> None:
+    (finding,) = topology.near(None, two_sockets(tmp_path))
+    near = f"GPU {GPU_A}: mlx5_0 (same PCIe switch); GPU {GPU_B}: mlx5_1 (same NUMA node)"
+    assert (finding.verdict, finding.found) == (OK, near)
+
+
+def test_nics_of_one_root_complex(tmp_path: Path) -> None:
+    graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}", node=-1)
+    for number in (0, 1):
+        nic(tmp_path, f"mlx5_{number}", f"pci0000:15/0000:15:05.0/0000:2{number}:00.0", node=-1)
+    nic(tmp_path, "mlx5_2", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=-1)
+    (finding,) = topology.near(None, tmp_path)
+    assert finding.found == f"GPU {GPU_A}: mlx5_0, mlx5_1 (same PCIe root complex)"
+
+
+@pytest.mark.parametrize(
+    ("node", "verdict", "found", "remedy"),
+    [
+        (0, WARN, f"GPU {GPU_A}: mlx5_1 (another NUMA node)", GPU_A),
+        (-1, OK, "how near is not known", ""),
+    ],
+)
+def test_gpu_far_from_every_nic_is_a_warning(
+    tmp_path: Path, node: int, verdict: FindingLevel, found: str, remedy: str
+) -> None:
+    graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}", node=node)
+    nic(tmp_path, "mlx5_1", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=1)
+    (finding,) = topology.near(None, tmp_path)
+    check(finding, verdict, found, remedy)
+
+
+def test_distance_needs_gpus_and_nics(tmp_path: Path) -> None:
+    assert list(topology.near(None, tmp_path)) == []
+    graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}")
+    graphics(tmp_path, "pci0000:15/0000:15:01.0/0000:1b:00.1", kind="0x040300")  # its sound device
+    assert [card.name for card in topology.gpus(None, tmp_path)] == [GPU_A]
+    assert list(topology.near(None, tmp_path)) == []
+
+
+def test_gpus_that_cuda_does_not_see_are_left_out(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path)
+    (finding,) = topology.near([gpu()], root)
+    assert finding.found == f"GPU {GPU_A}: mlx5_0 (same PCIe switch)"
+    environment = {topology.MAPPING: f"{GPU_A}={NIC_A}", topology.SELECTION: "UCX_NET_DEVICES:1"}
+    (finding,) = topology.bound(environment, [gpu()], root)
+    assert finding.verdict is OK
+
+
+# Variables that bind GPUs to NICs.
+
+BOTH = f"{GPU_A}={NIC_A},{GPU_B}={NIC_B}"
+TO_UCX = "UCX_NET_DEVICES:1,NCCL_IB_HCA:1"
+
+
+def binding(root: Path, mapping: str | None, selection: str | None) -> Finding:
+    given = {topology.MAPPING: mapping, topology.SELECTION: selection}
+    environment = {name: value for name, value in given.items() if value is not None}
+    (finding,) = topology.bound(environment, None, root)
+    return finding
+
+
+@pytest.mark.parametrize("mapping", [BOTH, "1B:00.0=1c:00.0, 00000000:C3:00.0=0000:d4:00.0"])
+def test_bound_gpus_are_fine(tmp_path: Path, mapping: str) -> None:
+    finding = binding(two_sockets(tmp_path), mapping, TO_UCX)
+    assert finding.verdict is OK
+    assert finding.found == f"{GPU_A}: mlx5_0, {GPU_B}: mlx5_1"
+
+
+@pytest.mark.parametrize(
+    ("mapping", "selection", "verdict", "words"),
+    [
+        (BOTH, None, BAD, "MAPPING is set alone"),
+        (None, TO_UCX, BAD, "VARS is set alone"),
+        ("mlx5_0", TO_UCX, BAD, "is no list of GPU=NIC"),
+        (f"{GPU_A}=mlx5_0", TO_UCX, BAD, "is no list of GPU=NIC"),
+        (f"{GPU_A}=0000:99:00.0", TO_UCX, BAD, "names 0000:99:00.0, where no NIC"),
+        (f"{GPU_A}={NIC_A}", TO_UCX, WARN, f"no entry for GPU {GPU_B}"),
+        (BOTH, "NCCL_IB_HCA:1", WARN, "does not set UCX_NET_DEVICES"),
+    ],
+)
+def test_wrong_binding_is_found(
+    tmp_path: Path, mapping: str | None, selection: str | None, verdict: FindingLevel, words: str
+) -> None:
+    finding = binding(two_sockets(tmp_path), mapping, selection)
+    assert (finding.verdict, words in finding.found) == (verdict, True), finding.found
+    assert finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("listed", "missing"),
+    [
+        ("mlx5_0:1", ""),
+        ("mlx5_0:1,eth0", ""),
+        ("all", ""),
+        ("^eth0", ""),
+        ("mlx5_*", ""),
+        ("mlx5_7:1,eth0", "mlx5_7"),
+    ],
+)
+def test_devices_of_ucx(tmp_path: Path, listed: str, missing: str) -> None:
+    (two_sockets(tmp_path) / "sys/class/net/eth0").mkdir(parents=True)
+    (finding,) = topology.bound({"UCX_NET_DEVICES": listed}, None, tmp_path)
+    assert finding.verdict is (WARN if missing else OK)
+    assert (f"there is no {missing} here" in finding.found) is bool(missing)
+
+
+# All of it.
+
+GPU_FINDINGS = {"CUDA IPC", "NVLink between hosts", "cache order"}
+DIRECT_FINDINGS = {"GPU memory over RDMA", "NICs near GPUs", "RDMA writes to GPU memory"}
+ALWAYS = {"GPU", "RDMA", "locked memory"}
+
+
+@pytest.mark.parametrize("with_nics", [True, False])
+@pytest.mark.parametrize("with_gpus", [True, False])
+def test_findings_are_about_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_gpus: bool, with_nics: bool
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    if with_gpus:
+        graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}")
+        write_files(tmp_path, {"proc/driver/nvidia/gpus/0/information": "Model: NVIDIA H200\n"})
+    if with_nics:
+        nic(tmp_path, "mlx5_0", f"pci0000:15/0000:15:01.0/{NIC_A}")
+    probed = Probed(gpus=[gpu()] if with_gpus else None)
+    names = {finding.name for finding in hardware(probed, {}, tmp_path)}
+    expected = ALWAYS | (GPU_FINDINGS if with_gpus else set())
+    assert names == expected | (DIRECT_FINDINGS if with_gpus and with_nics else set())
+
+
+def test_amd_gpu_gets_no_findings_about_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    write_files(tmp_path, {"sys/class/drm/card0/device/vendor": "0x1002\n"})
+    nic(tmp_path, "mlx5_0", f"pci0000:15/0000:15:01.0/{NIC_A}")
+    found = {finding.name: finding for finding in hardware(Probed(), {}, tmp_path)}
+    assert (set(found), found["GPU"].verdict) == (ALWAYS, OK)
