@@ -279,7 +279,7 @@ class Endpoint:
 
     def join(self, payloads: Sequence[RankPayload]) -> None:
         """Set the ``payload`` of every rank's endpoint, in rank order, before the first load."""
-        self._command(lambda: self._load_manager.join(payloads))
+        self._command(lambda: self._load_manager.peers.join(payloads))
 
     def relay(self, news: ProducerNews) -> None:
         """Use what the engine's directory has learnt about producers.
@@ -288,14 +288,14 @@ class Endpoint:
         An endpoint asks nobody itself: a load whose producer it is not told of fails.
         """
         if news:
-            self._command(lambda: self._load_manager.relay(news))
+            self._command(lambda: self._load_manager.peers.relay(news))
 
     def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
         """Return the producers to pass to ``Directory.ask_again``: this rank lacks them.
 
         Call it in every step: it names each once.
         """
-        return self._load_manager.take_wanted()
+        return self._load_manager.peers.take_wanted()
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer, and renew the ticket's hold until the load begins.

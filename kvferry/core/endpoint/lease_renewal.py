@@ -85,7 +85,7 @@ class LeaseRenewal:
         """
         if peer.lease is None:
             return None
-        renewal = self._renewals.begin(peer.parties, lease=peer.lease, now=now, at_once=at_once)
+        renewal = self._renewals.begin(peer.ranks, lease=peer.lease, now=now, at_once=at_once)
         if not self._targets:  # most loads are over before the first heartbeat is due
             self._next_heartbeat = now + HEARTBEAT_SECONDS
         self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
@@ -155,6 +155,7 @@ class LeaseRenewal:
             tag=request,
             peer=peer,
             rank=request.rank,
+            table=peer.payloads[request.rank].slots,
             slot=hold.slot,
             note=Renewal(
                 incarnation=peer.incarnation,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvferry.core.directory.news import ProducerNews
 from kvferry.core.driver_calls.connections import Connections
 from kvferry.core.driver_calls.error_containment import ErrorContainment, as_ours
 from kvferry.core.driver_calls.slow_path import SlowPathWarnings, Throughput
@@ -41,7 +40,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId, LoadMachine
-from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import RankPayload, Release
 from kvferry.core.metrics import (
     MAX_NAME,
@@ -109,14 +108,16 @@ class LoadManager:
         self._metrics = metrics
         self._reported = reported
         self._slot_reads = SlotReads(scratch, containment)
-        self._peers = Peers(
-            transport=transport,
-            fingerprints=FingerprintReads(
-                self._slot_reads,
-                clock=clock,
-                patience=options.handshake_timeout,
-                failing=self._on_peer_failing,
-            ),
+        self._fingerprint_reads = FingerprintReads(
+            self._slot_reads,
+            clock=clock,
+            patience=options.handshake_timeout,
+            failing=self._on_peer_failing,
+        )
+        self.peers = Peers(
+            rank=own.rank,
+            path_of=transport.path,
+            check=self._fingerprint_reads.check,
             connections=connections,
             containment=containment,
             post=post,
@@ -140,7 +141,7 @@ class LoadManager:
             lost=self._on_peer_error,
             failing=self._on_peer_failing,
         )
-        self._pending_tickets = PendingTickets(self._peers, self._lease_renewal, clock)
+        self._pending_tickets = PendingTickets(self.peers, self._lease_renewal, clock)
         self._waiting: deque[tuple[LoadState, Passed]] = deque()
         """The loads that wait for the device, in the order in which it works."""
         self._touched: set[LoadId] = set()
@@ -164,18 +165,6 @@ class LoadManager:
         return bool(self._waiting)
 
     # What the integration asks for.
-
-    def join(self, own: Sequence[RankPayload]) -> None:
-        """Set what every rank of this engine publishes, in rank order; before any load."""
-        self._peers.join(own, self._own.rank)
-
-    def relay(self, news: ProducerNews) -> None:
-        """Use what the engine's directory has learnt about producers."""
-        self._peers.relay(news)
-
-    def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
-        """Return the producers of which a reply is lacking. Thread-safe."""
-        return self._peers.take_wanted()
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer and renew its hold until its load, which has any error."""
@@ -216,7 +205,7 @@ class LoadManager:
             machine.abort(gone, Stage.WAIT)
         elif passed is not None and load.reads:
             self._waiting.append((state, passed))
-        self._peers.connect(
+        self.peers.connect(
             load.ticket,
             partial(self._on_connected, state),
             partial(self._on_not_connected, state),
@@ -308,7 +297,8 @@ class LoadManager:
 
     def _tick(self, now: float) -> None:
         self._end_early_loads()
-        self._peers.progress(now)
+        self._fingerprint_reads.progress(now)
+        self.peers.progress(now)
         self._connections.progress(now)
         self._pending_tickets.progress(now)
         self._lease_renewal.progress(now)
@@ -321,7 +311,7 @@ class LoadManager:
         """Fail the early loads that alone keep suspect peers from being connected anew."""
         # Loads that wait for the new connection have a deadline, and early loads have none while
         # the producer computes.
-        for peer in self._peers.awaited:
+        for peer in self.peers.awaited:
             machines = [state.machine for state in self._states.values() if state.peer is peer]
             if all(machine.awaits_parts for machine in machines):
                 error = PeerLostError(
@@ -346,7 +336,7 @@ class LoadManager:
 
     def _are_wanted(self, connections: Collection[PeerId]) -> bool:
         """Return whether a load uses these connections, but for failed and idle early ones."""
-        peers = {peer for each in connections for peer in self._peers.using(each)}
+        peers = {peer for each in connections for peer in self.peers.using(each)}
         return any(
             state.peer in peers and state.machine.is_wanted and not state.machine.is_idle
             for state in self._states.values()
@@ -361,7 +351,7 @@ class LoadManager:
             for state in self._states.values()
             if state.peer is not None
             and state.machine.stage not in (None, Stage.COPY)
-            and any(map(self._connections.has_not_quiesced, state.peer.links.values()))
+            and any(map(self._connections.has_not_quiesced, state.peer.connections.values()))
         )
         self._metrics.set(QUARANTINED, self._quarantined)
 
@@ -426,8 +416,8 @@ class LoadManager:
             self._zero_unwritten(state, peer)
         if not machine.early:
             self._renew(state, peer)
-        unit = early_unit(peer.plan) if machine.early and peer.has_watermarks else 0
-        machine.handshake_succeeded(peer.parties, unit)
+        unit = early_unit(peer.handshake.plan) if machine.early and peer.has_watermarks else 0
+        machine.handshake_succeeded(peer.ranks, unit)
 
     def _on_passed(self, state: LoadState) -> None:
         """Go on with a load: the device has finished its earlier work on what the load writes."""
@@ -441,7 +431,7 @@ class LoadManager:
     def _zero_unwritten(self, state: LoadState, peer: Peer) -> None:
         """Zero what no read fills, before the first one: what it writes must not be zeroed."""
         if state.load.reads and state.machine.is_wanted:
-            self._zero(unwritten_spans(self._own.layout, peer.plan, state.request))
+            self._zero(unwritten_spans(self._own.layout, peer.handshake.plan, state.request))
 
     def _renew(self, state: LoadState, peer: Peer) -> None:
         if state.load.reads and state.machine.is_wanted:
@@ -480,7 +470,7 @@ class LoadManager:
             self._containment.run("a read that has ended", partial(go_on, outcome), lost)
 
         read = Read(
-            peer=peer.link(action.rank),
+            peer=peer.connection(action.rank),
             build=batches.build_paged if self._capabilities.paged_reads else batches.build,
             finished=finished,
             failing=partial(self._on_failing, state, action.rank),
@@ -491,7 +481,7 @@ class LoadManager:
 
     def _throughput(self, peer: Peer, rank: int) -> Throughput | None:
         if rank not in peer.throughput:
-            path = partial(self._peers.path, peer)
+            path = partial(self.peers.path, peer)
             peer.throughput[rank] = self._slow_path_warnings.measure(
                 peer.key.engine, peer.sources[rank], path
             )
@@ -509,16 +499,18 @@ class LoadManager:
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
         # "done" is bound to the fence, unless other requests share the hold.
         tells = action.op is LoadAction.FENCE and not state.load.shared
+        payload = state.known_peer.payloads[action.rank]
+        marks = payload.watermarks if action.op is LoadAction.WATERMARK else None
         return SlotRead(
             tag=(action.load, action.rank),
             peer=state.known_peer,
             rank=action.rank,
+            table=marks or payload.slots,
             slot=state.load.ticket.hold.slot,
             note=self._release(action, state) if tells else None,
             landed=partial(self._on_word, action, state),
             lost=partial(self._on_lost, state, action.rank),
             failing=partial(self._on_failing, state, action.rank),
-            is_watermark=action.op is LoadAction.WATERMARK,
         )
 
     def _on_lost(self, state: LoadState, rank: int, error: KVFerryError) -> None:
@@ -531,7 +523,7 @@ class LoadManager:
         if not peer.connected:
             return
         if isinstance(error, PeerLostError):
-            self._close_connection(peer.links[rank], error)
+            self._close_connection(peer.connections[rank], error)
         elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
             peer.suspect = True
 
@@ -549,11 +541,11 @@ class LoadManager:
             # Even if the peer was given up before: others that share the connection may keep it
             # open.
             lost = PeerLostError("disconnected, to end a read that had failed")
-            self._close_connection(peer.links[rank], lost)
+            self._close_connection(peer.connections[rank], lost)
 
     def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
         """Close a connection, and give up all peers that use it: their reads end."""
-        for peer in self._peers.using(connection):
+        for peer in self.peers.using(connection):
             self._give_up_peer(peer, error)
         # Also if no peer uses it: a peer that is being connected may have it.
         self._connections.close(connection)
@@ -562,7 +554,7 @@ class LoadManager:
         """Disconnect from a peer and fail all loads from it; nothing if it was given up before."""
         if not peer.connected:
             return
-        self._peers.lose(peer, error)
+        self.peers.give_up(peer, error)
         for state in self._states.values():
             if state.peer is peer:
                 state.machine.abort(error)
@@ -595,7 +587,7 @@ class LoadManager:
             generation=ticket.hold.generation,
             engine=self._own.engine,
             rank=self._own.rank,
-            expected=state.known_peer.plan.readers[action.rank],
+            expected=state.known_peer.handshake.plan.readers[action.rank],
             abandoned=action.op is LoadAction.ABANDON,
         )
 
@@ -603,8 +595,8 @@ class LoadManager:
         """Tell a producer rank "done" and "abandon"; if that fails, the leases end the holds."""
         for batch in fitting(releases, self._capabilities.max_notification):
             try:
-                if rank in peer.ids:
-                    self._transport.notify(peer.ids[rank], encode(batch))
+                if peer.connected:
+                    self._transport.notify(peer.connections[rank], encode(batch))
             except Exception as exc:  # noqa: BLE001  whatever it is: the lease ends the hold
                 self._metrics.add(UNTOLD, len(batch), peer=peer.key.engine[:MAX_NAME])
                 logger.warning(
@@ -632,8 +624,8 @@ class LoadManager:
         self._lease_renewal.end(state.renewal)
         record = state.record(action.error, action.stage)
         if action.error is None and state.peer is not None and load.reads:
-            written = first_written_tokens(self._own.layout, state.peer.plan, state.request)
-            path = self._peers.path(state.peer)
+            plan, path = state.peer.handshake.plan, self.peers.path(state.peer)
+            written = first_written_tokens(self._own.layout, plan, state.request)
             record = replace(record, path=path, first_tokens=written)
         self._reported(load, action.error, record)
 
@@ -644,5 +636,5 @@ class LoadManager:
             if state.machine.is_over:
                 del self._states[load_id]
                 if state.peer is not None:
-                    self._peers.release(state.peer, PeerUse.LOAD)
+                    self.peers.release(state.peer, PeerUse.LOAD)
         self._touched.clear()

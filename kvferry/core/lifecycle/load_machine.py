@@ -173,7 +173,7 @@ class LoadMachine:
     failed_at: Stage | None = field(default=None, init=False)
     reported: bool = field(default=False, init=False)
     # None until the handshake is over, empty if it failed.
-    parties: tuple[RemoteRank, ...] | None = field(default=None, init=False)
+    ranks: tuple[RemoteRank, ...] | None = field(default=None, init=False)
     at: dict[int, _At] = field(default_factory=dict, init=False)
     # Early reads end at multiples of this number of tokens; 0 if nothing is read early.
     unit: int = field(default=1, init=False)
@@ -193,7 +193,7 @@ class LoadMachine:
         """The stage on the first rank where the load is not over; ``None`` once it is reported."""
         if self.reported:
             return None
-        if self.parties is None:
+        if self.ranks is None:
             return Stage.HANDSHAKE
         if self.is_blocked:
             return Stage.WAIT
@@ -203,7 +203,7 @@ class LoadMachine:
     @property
     def is_over(self) -> bool:
         """Whether no action for the load will follow: it is reported, and its handshake is over."""
-        return self.reported and self.parties is not None
+        return self.reported and self.ranks is not None
 
     @property
     def is_wanted(self) -> bool:
@@ -228,7 +228,7 @@ class LoadMachine:
     @property
     def is_idle(self) -> bool:
         """Whether the load is an early one, and none of its reads is under way."""
-        connected = self.early and self.parties is not None and self.failure is None
+        connected = self.early and self.ranks is not None and self.failure is None
         return connected and all(at is _At.IDLE for at in self.at.values())
 
     def is_outdated(self, rank: int) -> bool:
@@ -262,28 +262,28 @@ class LoadMachine:
             self.is_copying = self.needs_copy = False
             self._advance_if_over()
 
-    def handshake_succeeded(self, parties: tuple[RemoteRank, ...], unit: int = 1) -> None:
+    def handshake_succeeded(self, ranks: tuple[RemoteRank, ...], unit: int = 1) -> None:
         """Queue the first read from each producer rank.
 
         Early reads end at multiples of ``unit`` tokens; with 0, there are none.
         """
-        if self.parties is not None:
+        if self.ranks is not None:
             return
-        self.parties, self.unit = parties, unit
+        self.ranks, self.unit = ranks, unit
         if self.reported:  # it failed during the handshake: the ranks can only be told now
             self._tell_abandon()
             return
-        for party in parties:
-            if self.reads and party.reads:
-                self._proceed(party.rank)
+        for each in ranks:
+            if self.reads and each.reads:
+                self._proceed(each.rank)
         self._advance_if_over()
 
     def handshake_failed(self, error: KVFerryError) -> None:
         """Fail a load whose handshake failed, or showed it impossible; nobody is notified."""
-        if self.parties is None:
+        if self.ranks is None:
             self.failed_at = self.failed_at or self.stage
             self.failure = self.failure or error
-            self.parties = ()
+            self.ranks = ()
             self._advance_if_over()
 
     def checked(self, rank: int, word: int) -> None:
@@ -453,7 +453,7 @@ class LoadMachine:
         has_failed = self.failure is not None
         if self.reported or any(at is not _At.OVER for at in self.at.values()):
             return
-        if (self.parties is None or self.early) and not has_failed:
+        if (self.ranks is None or self.early) and not has_failed:
             return
         if not self.told:
             self.told = True
@@ -469,14 +469,14 @@ class LoadMachine:
         )
 
     def _tell_abandon(self) -> None:
-        for party in () if self.shared else self.parties or ():
-            self._queue(LoadAction.ABANDON, party.rank)
+        for each in () if self.shared else self.ranks or ():
+            self._queue(LoadAction.ABANDON, each.rank)
 
     def _tell_done(self) -> None:
         """Queue "done" for ranks that were not read from; the others got "done" with the fence."""
-        for party in () if self.shared else self.parties or ():
-            if not (self.reads and party.reads):
-                self._queue(LoadAction.DONE, party.rank)
+        for each in () if self.shared else self.ranks or ():
+            if not (self.reads and each.reads):
+                self._queue(LoadAction.DONE, each.rank)
 
     def _late(self) -> DeadlineError:
         why = ", the producer still computes the pages" if self.is_computing else ""

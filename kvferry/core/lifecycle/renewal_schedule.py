@@ -55,14 +55,14 @@ class Renewals:
         return len(self._renewed)
 
     def begin(
-        self, parties: Iterable[RemoteRank], *, lease: float, now: float, at_once: bool
+        self, ranks: Iterable[RemoteRank], *, lease: float, now: float, at_once: bool
     ) -> RenewalId:
         """Start to renew a hold; the first renewal is due now, or as ``FIRST_SECONDS`` says."""
         renewal, interval = RenewalId(next(self._ids)), lease / LEASE_PART
         due = now if at_once else now + min(interval, FIRST_SECONDS)
         self._soonest = min(self._soonest, due)
         self._renewed[renewal] = _Renewed(
-            ranks={party.rank: party.reads for party in parties}, interval=interval, due=due
+            ranks={each.rank: each.reads for each in ranks}, interval=interval, due=due
         )
         return renewal
 

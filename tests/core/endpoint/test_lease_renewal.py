@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.samples import sample_ticket
 
 HOLD = Hold(slot=3, generation=7)
+SLOTS = Region(address=1 << 40, nbytes=1 << 10)
 
 
 class PeerStub:
@@ -32,12 +35,11 @@ class PeerStub:
 
     def __init__(self, lease: float | None = 30.0) -> None:
         self.lease = lease
-        self.parties = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=False))
+        self.ranks = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=False))
         self.incarnation = 5
         self.uses = 0
         self.connected = True
-        self.payloads = ()
-        self.page_limits = ()
+        self.payloads = [SimpleNamespace(slots=SLOTS)] * 3
         self.heartbeats: dict[int, Any] = {}
 
     def acquire(self, use: PeerUse) -> None:

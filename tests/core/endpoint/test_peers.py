@@ -19,7 +19,7 @@ from kvferry.core import options
 from kvferry.core.directory import EncodedReply, ProducerNews, directory
 from kvferry.core.directory.liveness import start_pings
 from kvferry.core.endpoint import EndpointOptions, peers
-from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerUse, memory_of
+from kvferry.core.endpoint.peers import HandshakeResult, Peer, PeerMemoryBudget, PeerUse, memory_of
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
@@ -48,24 +48,20 @@ def test_a_peer_shows_its_state() -> None:
     plan = make_plan([ranks[0].layout], [ranks[0].layout], 0)
     peer = Peer(
         key=PeerKey("prefill", "127.0.0.1", 1),
-        payloads=ranks,
-        plan=plan,
-        page_limits=(),
-        ticket_key=b"",
+        handshake=HandshakeResult(payloads=ranks, plan=plan, page_limits=()),
         begun=0.0,
         last_used=0.0,
     )
     start = f"<peer prefill {ranks[0].incarnation:x}: "
-    assert repr(peer) == start + "connecting, links {}>"
-    peer.links = {0: PeerId(7)}
+    assert repr(peer) == start + "connecting, connections {}>"
+    peer.connections = {0: PeerId(7)}
     peer.acquire(PeerUse.LOAD)
-    assert repr(peer) == start + "connected, 1 loads, links {0: 7}>"
+    assert repr(peer) == start + "connected, 1 loads, connections {0: 7}>"
     peer.suspect = True
-    assert repr(peer) == start + "suspect, 1 loads, links {0: 7}>"
+    assert repr(peer) == start + "suspect, 1 loads, connections {0: 7}>"
     peer.uses[PeerUse.LOAD] -= 1
     peer.connected = False
-    assert repr(peer) == start + "given up, links {0: 7}>"
-    assert not peer.ids
+    assert repr(peer) == start + "given up, connections {0: 7}>"
 
 
 def test_engines_that_are_down_are_counted_and_forgotten(
@@ -173,7 +169,7 @@ def test_replies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(peers.ReplyReader, "read", slow)
     with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
-        known = decode.endpoint._load_manager._peers
+        known = decode.endpoint._load_manager.peers
         pull(one, decode, 1)
         eventually(lambda: bool(known._unread), "its reply is being read")
         pull(two, decode, 2)

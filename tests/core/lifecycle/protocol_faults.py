@@ -261,10 +261,10 @@ class AbortedAtOnce(LoadMachine):
 class ReadsAfterTheReport(LoadMachine):
     """A handshake that ends late begins a load that was aborted."""
 
-    def handshake_succeeded(self, parties: tuple[RemoteRank, ...], unit: int = 1) -> None:
-        if self.parties is None:
+    def handshake_succeeded(self, ranks: tuple[RemoteRank, ...], unit: int = 1) -> None:
+        if self.ranks is None:
             self.reported, self.failure = False, None
-        super().handshake_succeeded(parties, unit)
+        super().handshake_succeeded(ranks, unit)
 
 
 @PLANTED.add("one fence for all ranks")
