@@ -67,8 +67,8 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.002
 """Seconds between two checks of deadlines, and of holds whose pages are not computed yet."""
 
-Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
-"""Called with a load that is over, its error or ``None``, and its figures."""
+Reported = Callable[[Load, LoadRecord], None]
+"""Called with a load that is over, and its figures."""
 
 
 class LoadManager:
@@ -627,7 +627,7 @@ class LoadManager:
             plan, path = state.peer.handshake.plan, self.peers.path(state.peer)
             written = first_written_tokens(self._own.layout, plan, state.request)
             record = replace(record, path=path, first_tokens=written)
-        self._reported(load, action.error, record)
+        self._reported(load, record)
 
     def _drop_ended(self) -> None:
         """Forget the loads in ``_touched`` that are over, after all their actions."""
