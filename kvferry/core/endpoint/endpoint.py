@@ -491,7 +491,7 @@ class Endpoint:
         until = self._clock() + WIND_DOWN_SECONDS
         while self._clock() < until:
             self._run_commands()
-            self._load_manager.abort_all()
+            self._load_manager.abort()
             busy = self._load_manager.progress()
             busy = self._copy_pages() or busy
             if not (busy or len(self._transfers) or self._unfinished_copies):

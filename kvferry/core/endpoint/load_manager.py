@@ -12,7 +12,7 @@ from functools import partial
 
 from kvferry.core.driver_calls.connections import Connections
 from kvferry.core.driver_calls.error_containment import ErrorContainment, as_ours
-from kvferry.core.driver_calls.slow_path import SlowPathWarnings, Throughput
+from kvferry.core.driver_calls.slow_path import SlowPathWarnings
 from kvferry.core.driver_calls.transfers import Grace, Outcome, Read, Transfers
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
@@ -147,7 +147,6 @@ class LoadManager:
         self._touched: set[LoadId] = set()
         """Loads that may be over since the last ``_drop_ended``."""
         self._next_tick = 0.0
-        self._quarantined = 0
 
     def __len__(self) -> int:
         """Return the number of loads that are not reported yet."""
@@ -195,10 +194,8 @@ class LoadManager:
         state = LoadState(machine=machine, load=load, begun=time.perf_counter())
         self._states[load_id] = state
         if load.ticket.engine == self._own.engine:
-            reason = TicketReason.OWN
-            self._on_not_connected(
-                state, TicketError("the ticket is from this very engine", reason=reason)
-            )
+            text, reason = "the ticket is from this very engine", TicketReason.OWN
+            self._on_not_connected(state, TicketError(text, reason=reason))
             return
         state.wait_seconds, gone = self._pending_tickets.take(load.ticket)
         if gone is not None:
@@ -214,12 +211,12 @@ class LoadManager:
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
         """Use a newer part, or the ticket, of an early load, which fails if it does not fit."""
-        early = [state for state in self._loads_of(request) if state.machine.early]
-        if not early:
-            return
-        extend = partial(self._extend, early[-1], part, is_last=is_last)
-        # A load that misses its last part would never end.
-        self._containment.run("a part of a ticket", extend, early[-1].machine.abort)
+        for state in reversed(self._states.values()):
+            if state.load.request == request and state.machine.early:
+                extend = partial(self._extend, state, part, is_last=is_last)
+                # A load that misses its last part would never end.
+                self._containment.run("a part of a ticket", extend, state.machine.abort)
+                return
 
     def _extend(self, state: LoadState, part: Ticket, *, is_last: bool) -> None:
         peer = state.peer
@@ -235,22 +232,11 @@ class LoadManager:
         else:
             state.machine.extend(part.hold, part.tokens, deadline)
 
-    def abort(self, request: RequestId) -> None:
-        """Fail the loads of a request that read anything; "done" alone is still sent."""
-        for state in self._loads_of(request):
-            if state.load.reads:
-                self._abort(state)
-
-    def _loads_of(self, request: RequestId) -> list[LoadState]:
-        return [state for state in self._states.values() if state.load.request == request]
-
-    def abort_all(self) -> None:
-        """Fail all loads that are not over. Called when the endpoint closes."""
+    def abort(self, request: RequestId | None = None) -> None:
+        """Fail a request's loads that read anything ("done" alone is still sent), or all loads."""
         for state in self._states.values():
-            self._abort(state)
-
-    def _abort(self, state: LoadState) -> None:
-        state.machine.abort(EndpointClosedError("given up by this engine"))
+            if request is None or (state.load.request == request and state.load.reads):
+                state.machine.abort(EndpointClosedError("given up by this engine"))
 
     # What the thread drives.
 
@@ -260,7 +246,10 @@ class LoadManager:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick(now)
-        busy = self._look_at_device()
+        busy = False
+        while self._waiting and self._is_past(*self._waiting[0]):
+            self._waiting.popleft()
+            busy = True
         while self._actions:
             busy = True
             actions = self._actions.copy()
@@ -271,29 +260,26 @@ class LoadManager:
         self._slot_reads.post(self._transfers, self._capabilities.max_notification)
         return busy
 
-    def _look_at_device(self) -> bool:
-        """Go on with the loads that the device has finished its earlier work for."""
-        before = len(self._waiting)
-        while self._waiting and self._is_past(*self._waiting[0]):
-            self._waiting.popleft()
-        return len(self._waiting) < before
-
     def _is_past(self, state: LoadState, passed: Passed) -> bool:
         """Return whether a load waits for the device no more; then go on with it, or fail it."""
-        if not state.machine.awaits_device or state.machine.failure is not None:
+        load, machine = state.load, state.machine
+        if not machine.awaits_device or machine.failure is not None:
             return True
         try:
-            has_passed = passed()
+            if not passed():
+                return False
         except Exception as exc:  # a device library may raise any type
-            load = state.load
             logger.exception("cannot tell whether the work for %s has passed", load.request)
             kind = EndpointClosedError if load.copy is None else CopyError
-            error = kind(f"the device does not say when it is done: {exc}")
-            state.machine.abort(error)
+            machine.abort(kind(f"the device does not say when it is done: {exc}"))
             return True
-        if has_passed:
-            self._on_passed(state)
-        return has_passed
+        if load.copy is None:
+            state.begun = time.perf_counter()  # its figures do not count the device's time
+            if state.peer is not None:
+                zero = partial(self._zero_unwritten, state, state.peer)
+                self._containment.run("zeroing", zero, machine.abort)
+        machine.passed()
+        return True
 
     def _tick(self, now: float) -> None:
         self._end_early_loads()
@@ -344,16 +330,12 @@ class LoadManager:
 
     def _count_quarantined(self) -> None:
         """Count the pages that may still be written over connections that do not close."""
-        if not self._connections.not_quiesced and not self._quarantined:
-            return
-        self._quarantined = sum(
-            state.pages
-            for state in self._states.values()
-            if state.peer is not None
-            and state.machine.stage not in (None, Stage.COPY)
-            and any(map(self._connections.has_not_quiesced, state.peer.connections.values()))
-        )
-        self._metrics.set(QUARANTINED, self._quarantined)
+        not_quiesced, count = self._connections.has_not_quiesced, 0
+        for state in self._states.values() if self._connections.not_quiesced else ():
+            is_reading = state.peer is not None and state.machine.stage not in (None, Stage.COPY)
+            if is_reading and any(map(not_quiesced, state.known_peer.connections.values())):
+                count += state.pages
+        self._metrics.set(QUARANTINED, count)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         releases: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
@@ -419,15 +401,6 @@ class LoadManager:
         unit = early_unit(peer.handshake.plan) if machine.early and peer.has_watermarks else 0
         machine.handshake_succeeded(peer.ranks, unit)
 
-    def _on_passed(self, state: LoadState) -> None:
-        """Go on with a load: the device has finished its earlier work on what the load writes."""
-        if state.load.copy is None:
-            state.begun = time.perf_counter()  # its figures do not count the device's time
-            if state.peer is not None:
-                zero = partial(self._zero_unwritten, state, state.peer)
-                self._containment.run("zeroing", zero, state.machine.abort)
-        state.machine.passed()
-
     def _zero_unwritten(self, state: LoadState, peer: Peer) -> None:
         """Zero what no read fills, before the first one: what it writes must not be zeroed."""
         if state.load.reads and state.machine.is_wanted:
@@ -454,47 +427,39 @@ class LoadManager:
     def _read_batch(
         self, action: Action, state: LoadState, batches: CopyBatches, before: Outcome | None
     ) -> None:
-        peer = state.known_peer
+        peer, rank = state.known_peer, action.rank
 
         # The next batch is queued only now: other loads are read in between, and a load that has
         # failed ends with the batch under way.
         def go_on(outcome: Outcome) -> None:
             whole = outcome if before is None else outcome.after(before)
-            if outcome.error or batches.complete or not state.machine.is_wanted:
-                self._on_read_ended(action, state, whole)
-            else:
+            if outcome.error is None and state.machine.is_wanted and not batches.complete:
                 self._read_batch(action, state, batches, whole)
+                return
+            is_early = action.until is not None
+            is_discarded = is_early and state.machine.is_outdated(rank)
+            state.add(whole, is_early=is_early, is_discarded=is_discarded)
+            if whole.error is None:
+                state.machine.pages_read(rank)
+            else:
+                self._on_lost(state, rank, whole.error)
 
         def finished(outcome: Outcome) -> None:
-            lost = partial(state.machine.lost, action.rank)
+            lost = partial(state.machine.lost, rank)
             self._containment.run("a read that has ended", partial(go_on, outcome), lost)
 
+        if rank not in peer.throughput:
+            path, measure = partial(self.peers.path, peer), self._slow_path_warnings.measure
+            peer.throughput[rank] = measure(peer.key.engine, peer.sources[rank], path)
         read = Read(
-            peer=peer.connection(action.rank),
+            peer=peer.connection(rank),
             build=batches.build_paged if self._capabilities.paged_reads else batches.build,
             finished=finished,
-            failing=partial(self._on_failing, state, action.rank),
-            tags={(action.load, action.rank)},
-            throughput=self._throughput(peer, action.rank),
+            failing=partial(self._on_failing, state, rank),
+            tags={(action.load, rank)},
+            throughput=peer.throughput[rank],
         )
         self._transfers.add(read)
-
-    def _throughput(self, peer: Peer, rank: int) -> Throughput | None:
-        if rank not in peer.throughput:
-            path = partial(self.peers.path, peer)
-            peer.throughput[rank] = self._slow_path_warnings.measure(
-                peer.key.engine, peer.sources[rank], path
-            )
-        return peer.throughput[rank]
-
-    def _on_read_ended(self, action: Action, state: LoadState, outcome: Outcome) -> None:
-        is_early = action.until is not None
-        is_discarded = is_early and state.machine.is_outdated(action.rank)
-        state.add(outcome, is_early=is_early, is_discarded=is_discarded)
-        if outcome.error is None:
-            state.machine.pages_read(action.rank)
-        else:
-            self._on_lost(state, action.rank, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
         # "done" is bound to the fence, unless other requests share the hold.

@@ -102,23 +102,16 @@ class _At(enum.Enum):
     OVER = enum.auto()
 
     @property
-    def waits(self) -> bool:
-        return self in (_At.WATERMARK, _At.CHECKING, _At.READING, _At.FENCING)
+    def is_reading(self) -> bool:
+        """Whether a read, of pages or a word, is under way."""
+        return self not in (_At.IDLE, _At.RECHECK, _At.OVER)
 
     @property
     def stage(self) -> Stage | None:
-        return _STAGES[self]
+        return _STAGES.get(self, Stage.CHECK)
 
 
-_STAGES = {
-    _At.IDLE: Stage.CHECK,
-    _At.WATERMARK: Stage.CHECK,
-    _At.CHECKING: Stage.CHECK,
-    _At.RECHECK: Stage.CHECK,
-    _At.READING: Stage.TRANSFER,
-    _At.FENCING: Stage.FENCE,
-    _At.OVER: None,
-}
+_STAGES = {_At.READING: Stage.TRANSFER, _At.FENCING: Stage.FENCE, _At.OVER: None}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +134,6 @@ class LoadMachine:
     over, or does not wait for that event.
 
     Attributes:
-        id: that of the load.
         actions: the queue to which the load adds what has to be done for it, in this order.
         hold: the hold that the newest part of the ticket names.
         computed: whether the ticket says that the pages are complete; then the slot word is not
@@ -154,8 +146,6 @@ class LoadMachine:
         early: whether the last part, which is the ticket, has yet to come.
         awaits_device: whether the device may still work on what the load writes, until ``passed``.
         needs_copy: whether the load reads into host pages that must yet be copied to the device.
-        failure: why the load has failed; ``None`` if it has not.
-        reported: whether a ``REPORT`` was queued.
     """
 
     id: LoadId
@@ -216,7 +206,7 @@ class LoadMachine:
         return self.awaits_device and not self.needs_copy
 
     @property
-    def is_computing(self) -> bool:
+    def awaits_pages(self) -> bool:
         """Whether the load waits for its producer to compute pages, on some rank."""
         return not {_At.RECHECK, _At.IDLE}.isdisjoint(self.at.values())
 
@@ -228,7 +218,7 @@ class LoadMachine:
     @property
     def is_idle(self) -> bool:
         """Whether the load is an early one, and none of its reads is under way."""
-        connected = self.early and self.ranks is not None and self.failure is None
+        connected = self.awaits_parts and self.ranks is not None
         return connected and all(at is _At.IDLE for at in self.at.values())
 
     def is_outdated(self, rank: int) -> bool:
@@ -303,7 +293,7 @@ class LoadMachine:
             self._early_reads(rank).stood = True
             self._do(rank, _At.WATERMARK, LoadAction.WATERMARK)
         elif word == self.hold.ready or self.computed:
-            self._step(rank)
+            self._read(rank)
         else:
             self.at[rank] = _At.RECHECK
 
@@ -345,12 +335,12 @@ class LoadMachine:
 
     def lost(self, rank: int, error: KVFerryError) -> None:
         """Fail the load after one of its reads has failed: no more bytes of that can arrive."""
-        if self.at.get(rank, _At.OVER).waits:
+        if self.at.get(rank, _At.OVER).is_reading:
             self._over(rank, error)
 
     def failing(self, rank: int, error: KVFerryError) -> None:
         """Fail the load when a read is about to fail; bytes may arrive until its end is heard."""
-        if self.at.get(rank, _At.OVER).waits:
+        if self.at.get(rank, _At.OVER).is_reading:
             self._fail(error)
 
     def abort(self, error: KVFerryError, stage: Stage | None = None) -> None:
@@ -367,15 +357,18 @@ class LoadMachine:
         if self.is_wanted and not self.early and now >= self.deadline:
             self._fail(self._late())
             return
-        for rank in [rank for rank, at in self.at.items() if at is _At.RECHECK]:
+        for rank in self._ranks_at(_At.RECHECK):
             self._do(rank, _At.CHECKING, LoadAction.CHECK)
         if self.early and self.unit and not self.is_blocked and now >= self.next_watermark:
             self.next_watermark = now + WATERMARK_SECONDS
-            self._mark()
+            self._read_watermarks()
 
-    def _mark(self) -> None:
+    def _ranks_at(self, where: _At) -> list[int]:
+        return [rank for rank, at in self.at.items() if at is where]
+
+    def _read_watermarks(self) -> None:
         """Queue the reads of an early load's watermarks, each after that of its slot word."""
-        for rank in [rank for rank, at in self.at.items() if at is _At.IDLE]:
+        for rank in self._ranks_at(_At.IDLE):
             progress = self._early_reads(rank)
             if not progress.stood:
                 self._do(rank, _At.CHECKING, LoadAction.CHECK)
@@ -391,25 +384,20 @@ class LoadMachine:
 
     def _go_on(self) -> None:
         """Do what the load has waited for, unless it still has to wait for something else."""
-        for rank in [rank for rank, at in self.at.items() if at is _At.IDLE]:
+        for rank in self._ranks_at(_At.IDLE):
             self._proceed(rank)
         self._advance_if_over()
-
-    def _step(self, rank: int, *, first: bool = False) -> None:
-        """Queue the read of a rank's pages, or the check that precedes the first one."""
-        if first and not self.computed:
-            if self.progress:  # the answer is no longer one that came too early
-                self._early_reads(rank).stood = True
-            self._do(rank, _At.CHECKING, LoadAction.CHECK)
-        else:
-            self._read(rank)
 
     def _proceed(self, rank: int) -> None:
         """Begin to read all from a rank, or what is left, unless that has to wait."""
         if self.early or self.is_blocked:
             self.at[rank] = _At.IDLE
+        elif self.computed:
+            self._read(rank)
         else:
-            self._step(rank, first=True)
+            if self.progress:  # the answer is no longer one that came too early
+                self._early_reads(rank).stood = True
+            self._do(rank, _At.CHECKING, LoadAction.CHECK)
 
     def _read(self, rank: int, until: int | None = None) -> None:
         since = self._early_reads(rank).until if self.progress else 0
@@ -427,13 +415,12 @@ class LoadMachine:
 
     def _over(self, rank: int, error: KVFerryError | None) -> None:
         """End the load on one producer rank; with an ``error``, fail the load as a whole."""
-        if error is not None:
-            self.failed_at = self.failed_at or self.at[rank].stage
-        self.at[rank] = _At.OVER
-        if error is not None:
-            self._fail(error)
-        else:
+        if error is None:
+            self.at[rank] = _At.OVER
             self._advance_if_over()
+        else:
+            self.failed_at, self.at[rank] = self.failed_at or self.at[rank].stage, _At.OVER
+            self._fail(error)
 
     def _fail(self, error: KVFerryError) -> None:
         """Fail the load and cancel its reads; report it if none of them is under way any more."""
@@ -444,7 +431,7 @@ class LoadMachine:
             for rank, at in self.at.items():
                 if at in (_At.RECHECK, _At.IDLE):
                     self.at[rank] = _At.OVER
-                elif at.waits:
+                elif at.is_reading:
                     self._queue(LoadAction.CANCEL, rank)
         self._advance_if_over()
 
@@ -479,7 +466,7 @@ class LoadMachine:
                 self._queue(LoadAction.DONE, each.rank)
 
     def _late(self) -> DeadlineError:
-        why = ", the producer still computes the pages" if self.is_computing else ""
+        why = ", the producer still computes the pages" if self.awaits_pages else ""
         if self.awaits_device:
             why = ", the device was not done with the pages"
         return DeadlineError(

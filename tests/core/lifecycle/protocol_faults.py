@@ -50,8 +50,10 @@ class ReadyAtTakeOn(WorkerHolds):
 class NoCheckBeforeTheRead(LoadMachine):
     """Only the fence looks for ``ready``, which the word may become during the read."""
 
-    def _step(self, rank: int, *, first: bool = False) -> None:
-        super()._step(rank)
+    def _proceed(self, rank: int) -> None:
+        computed, self.computed = self.computed, True
+        super()._proceed(rank)
+        self.computed = computed
 
 
 @PLANTED.add("no check when a drafter runs")
