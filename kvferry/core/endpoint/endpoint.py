@@ -231,15 +231,11 @@ class Endpoint:
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
         """Begin, mark as ready, and end holds, as the engine's scheduler has decided in this step.
 
-        Args:
-            orders: the scheduler's decisions. All take effect before this method returns, except
-                ``ready`` and ``watermarks``, which take effect when ``passed`` has returned
-                ``True``.
-            passed: returns whether the device has finished the work that was enqueued before this
-                call; polled. ``None`` if it has, or if ``orders.needs_device`` is false.
-
-        Raises:
-            CopyError: the endpoint stages, and a copy is missing; or it does not, and has one.
+        All orders take effect before this method returns, except ``ready`` and ``watermarks``,
+        which do when ``passed`` has returned ``True``: it is polled for whether the device has
+        finished the work that was enqueued before this call. ``None`` if it has, or if
+        ``orders.needs_device`` is false. Raises ``CopyError`` if the endpoint stages, and a copy
+        is missing; or it does not, and has one.
         """
         if orders:
             self._check_open()
@@ -298,16 +294,11 @@ class Endpoint:
     def load(self, load: Load, passed: Callable[[], bool] | None = None) -> None:
         """Start a load of a request's pages; ``results`` returns its outcome.
 
-        Args:
-            load: what to read, and the pages to fill. Nothing else may use the pages until the load
-                is reported.
-            passed: returns whether the device has finished all work on the load's pages that was
-                enqueued before this call; polled. Nothing is read before (with ``Load.copy``:
-                nothing is copied to the device). ``None`` if it has.
-
-        Raises:
-            CopyError: the load has a copy, and the endpoint does not stage; or it reads without a
-                copy, and the endpoint stages.
+        Nothing else may use the pages until the load is reported. ``passed`` is polled for whether
+        the device has finished all work on them that was enqueued before this call (``None`` if it
+        has). Before that, nothing is read, or with ``Load.copy``, nothing is copied to the device.
+        Raises ``CopyError`` if the load has a copy, and the endpoint does not stage; or it reads
+        without a copy, and the endpoint stages.
         """
         self._check_open()
         self._check_copy(load.copy is not None)
@@ -392,9 +383,7 @@ class Endpoint:
     def close(self, drain: float = 0.0) -> None:
         """End all loads and holds, and close the transport. A second call does nothing.
 
-        Args:
-            drain: the longest wait, in seconds, until no pages are held for other engines any more;
-                loads and holds are ended only after it.
+        Before that, wait up to ``drain`` seconds until no pages are held for other engines.
 
         Raises:
             TransportError: a call of the driver does not return, or the transport cannot end its

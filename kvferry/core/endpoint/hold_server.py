@@ -131,10 +131,8 @@ class HoldServer:
         """Begin, mark as ready, and end holds; the words of those that begin or end are written.
 
         ``passed`` is polled by ``progress``, and returns whether the device has filled the pages of
-        ``orders.ready`` and ``orders.watermarks``; ``None`` if it has.
-
-        Raises:
-            CopyError: the cache is staged, and a hold of ``ready`` has no copy.
+        ``orders.ready`` and ``orders.watermarks``; ``None`` if it has. Raises ``CopyError`` if the
+        cache is staged, and a hold of ``ready`` has no copy.
         """
         marks: list[tuple[Hold, int | None]] = [(hold, None) for hold, _ in orders.ready]
         if self._copies is None:
@@ -242,10 +240,10 @@ class HoldServer:
         self._expired.add(expired, now, silence=silence if is_long else None)
 
     def silent(self) -> list[Silence]:
-        """Return holds with a ticket whose consumers gave no sign of life for ``GONE_SECONDS``.
+        """Return at most ``MAX_SILENT`` holds that are silent for ``GONE_SECONDS``, longest first.
 
-        At most ``MAX_SILENT``, the longest silent first. The time since this rank last processed
-        messages does not count: a rank that hangs does not take its consumers for gone.
+        The time since this rank last processed messages does not count: a rank that hangs does not
+        take its consumers for gone.
         """
         with self._lock:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)

@@ -114,7 +114,7 @@ class LeaseRenewal:
         if self._targets and now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
             for peer in {target.peer for target in self._targets.values()}:
-                self._say_alive(peer)
+                self._send_heartbeats(peer)
 
     def _end_lingering(self, peer: Peer, rank: int, reads: Sequence[Read]) -> bool:
         """Call ``failing`` if a renewal's cancelled read will fail; else have it asked again."""
@@ -124,13 +124,13 @@ class LeaseRenewal:
             self._failing(peer, rank, failure)
         return not failures
 
-    def _say_alive(self, peer: Peer) -> None:
+    def _send_heartbeats(self, peer: Peer) -> None:
         """Send each rank that accepts it a heartbeat, which counts for all claimed holds."""
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
-        for peer_id in peer.heartbeats.values():
+        for connection in peer.heartbeats.values():
             try:
-                self._notify(peer_id, payload)
+                self._notify(connection, payload)
             except Exception:  # whatever a driver raises
                 logger.debug("no heartbeat to engine %s", peer.key.engine, exc_info=True)
 

@@ -74,14 +74,9 @@ RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeResult:
-    """The result of a handshake that succeeded.
+    """What is read of a producer's reply; ``payloads`` are in rank order.
 
-    Attributes:
-        payloads: what the producer's ranks publish, in rank order.
-        plan: the plan of the reads.
-        page_limits: per cache group of the producer, the number that page ids must stay below.
-        ticket_key: the public key for the proofs of the producer's tickets; empty without proofs.
-        memory: what to keep for the producer, see ``memory_of``.
+    ``ticket_key`` is the public key for the proofs of its tickets, empty without proofs.
     """
 
     payloads: tuple[RankPayload, ...]
@@ -89,6 +84,7 @@ class HandshakeResult:
     page_limits: tuple[int, ...]
     ticket_key: bytes = b""
     memory: Mapping[int, int] = field(default_factory=dict)
+    """What this takes, see ``memory_of``."""
 
 
 class PeerUse(enum.Enum):
@@ -740,13 +736,10 @@ class ReplyReader:
         return bool(self._own)
 
     def read(self, reply: EncodedReply) -> HandshakeResult:
-        """Decode and check a reply, which is untrusted, and plan the reads.
+        """Decode and check a reply, which is untrusted, and plan the reads, within ``work_budget``.
 
-        Takes up to as long as ``work_budget`` allows.
-
-        Raises:
-            HandshakeError: what the producer publishes is invalid, or does not fit this engine.
-            KVFerryError: nothing can be planned from it.
+        Raises ``HandshakeError`` if what the producer publishes is invalid, or does not fit this
+        engine; another ``KVFerryError`` if nothing can be planned from it.
         """
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")

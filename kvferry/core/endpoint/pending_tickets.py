@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal
 from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
@@ -86,11 +87,8 @@ class PendingTickets:
 
     def _connect(self, pending: _PendingTicket) -> None:
         pending.is_connecting = True
-        self._peers.connect(
-            pending.ticket,
-            lambda peer: self._on_connected(pending, peer),
-            lambda error: self._on_not_connected(pending, error),
-        )
+        connected = partial(self._on_connected, pending)
+        self._peers.connect(pending.ticket, connected, partial(self._on_not_connected, pending))
 
     def _on_not_connected(self, pending: _PendingTicket, error: KVFerryError) -> None:
         pending.is_connecting = False
@@ -102,24 +100,17 @@ class PendingTickets:
         pending.is_connecting = False
         if self._tickets.get(_key(pending.ticket)) is not pending or pending.is_over:
             return
-        try:
-            peer.check(pending.ticket)
-        except TicketError:  # the load will say so
-            pending.is_over = True
-            return
+        peer.check(pending.ticket)  # its error comes to ``_on_not_connected``
+
+        def ended(error: KVFerryError) -> None:
+            pending.gone, pending.is_over = error, True
+            self._stop(pending)
+
         pending.peer = peer
         peer.acquire(PeerUse.TICKET)
         pending.renewal = self._lease_renewal.begin(
-            peer,
-            pending.ticket.hold,
-            now=self._clock(),
-            at_once=True,
-            ended=lambda error: self._gone(pending, error),
+            peer, pending.ticket.hold, now=self._clock(), at_once=True, ended=ended
         )
-
-    def _gone(self, pending: _PendingTicket, error: KVFerryError) -> None:
-        pending.gone, pending.is_over = error, True
-        self._stop(pending)
 
     def _stop(self, pending: _PendingTicket) -> None:
         """Stop renewing a ticket's hold; the ticket no longer keeps its producer connected."""

@@ -281,7 +281,10 @@ def test_a_ticket_that_its_producer_denies_is_not_renewed(
     harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
     harness.check_error = TicketError("no")
     harness.pending_tickets.add(sample_ticket())
-    harness.reach_calls[0][0](peer)
+    ready, failed = harness.reach_calls[0]
+    with pytest.raises(TicketError) as refused:
+        ready(peer)
+    failed(refused.value)
     harness.pending_tickets.progress(1.0)
     assert (peer.uses, len(harness.renewals.renewal), len(harness.reach_calls)) == (0, 0, 1)
     assert harness.pending_tickets.take(sample_ticket())[1] is None, "the load will say so"
