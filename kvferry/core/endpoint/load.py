@@ -98,13 +98,10 @@ class LoadState:
     fence_seconds: float = 0.0
     fenced: float = 0.0
     _request: ReadRequest | None = field(default=None, init=False)
-    _named_early: frozenset[int] = field(init=False)
-    """The producer's groups of which the first part of an early load names pages."""
+    _first_part: Ticket = field(init=False)
 
     def __post_init__(self) -> None:
-        # Not the ticket's: it names pages of all groups, and may come before the first early read.
-        named = (group for group, ids in enumerate(self.load.ticket.pages) if ids)
-        self._named_early = frozenset(named)
+        self._first_part = self.load.ticket
 
     @property
     def request(self) -> ReadRequest:
@@ -139,7 +136,9 @@ class LoadState:
         if since == 0 and until is None:
             return request
         if since == 0:
-            self.early_groups[source.remote] = _early_groups(source, request, self._named_early)
+            # Not the ticket's: it names pages of all groups, and may come before the first read.
+            named = {group for group, ids in enumerate(self._first_part.pages) if ids}
+            self.early_groups[source.remote] = _early_groups(source, request, named)
         early = self.early_groups.get(source.remote, frozenset())
         ranges = [
             _clip(wanted, since, until) if group in early else wanted if until is None else None
@@ -216,7 +215,7 @@ def early_unit(plan: Plan) -> int:
     )
 
 
-def _early_groups(source: Source, request: ReadRequest, named: frozenset[int]) -> frozenset[int]:
+def _early_groups(source: Source, request: ReadRequest, named: set[int]) -> frozenset[int]:
     """Return the local groups that are read only from groups that a part names."""
     late = {
         match.local_group

@@ -14,11 +14,10 @@ from kvferry.core.driver_calls.connections import Connections
 from kvferry.core.driver_calls.error_containment import ErrorContainment, as_ours
 from kvferry.core.driver_calls.slow_path import SlowPathWarnings
 from kvferry.core.driver_calls.transfers import Grace, Outcome, Read, Transfers
-from kvferry.core.endpoint.lease_renewal import LeaseRenewal
+from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
-from kvferry.core.endpoint.pending_tickets import PendingTickets
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
     ScratchWords,
@@ -353,10 +352,7 @@ class LoadManager:
                 self._containment.run("reporting a load", report)
 
     def _do(
-        self,
-        action: Action,
-        state: LoadState,
-        releases: dict[tuple[Peer, int], list[Release]],
+        self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
         """Perform an action; ``DONE`` and ``ABANDON`` go to ``releases``, reports come later."""
         if action.op is LoadAction.READ:

@@ -6,12 +6,10 @@ Engines share connections (``Connections``); what each engine is to this rank is
 from __future__ import annotations
 
 import enum
-import heapq
-import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -21,13 +19,13 @@ from kvferry.core.directory.news import EncodedReply, ProducerNews
 from kvferry.core.driver_calls.connections import BlockingCalls, Connections
 from kvferry.core.driver_calls.error_containment import ErrorContainment
 from kvferry.core.driver_calls.slow_path import Throughput
+from kvferry.core.endpoint.replies import HandshakeResult, PeerMemoryBudget, ReplyReader
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
     KVFerryError,
     PeerLostError,
-    PlanError,
     TicketError,
     TransportError,
     forget_frames,
@@ -39,19 +37,12 @@ from kvferry.core.lifecycle.ticket import (
     Ticket,
     check_against,
     check_producer,
-    page_limits,
 )
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage
 from kvferry.core.options import EndpointOptions
-from kvferry.core.planner.plan import Plan, Source
-from kvferry.core.planner.plan_cache import PlanCache
-from kvferry.core.security.proof import load_library
-from kvferry.core.side_channel import agree
-from kvferry.core.side_channel.compatibility import differing_software, engine_info
-from kvferry.core.side_channel.connection import explained
-from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.planner.plan import Source
 from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.transport import PeerId
 
@@ -66,25 +57,6 @@ WANTED_SECONDS, WANTED_AGAIN_SECONDS = 0.1, 1.0
 """How long a ticket waits for its producer's reply before the directory is told, and told again."""
 MAX_DOWN = 1 << 12
 """The most engines counted as down; there is a limit because clients choose what tickets name."""
-DECODED = 5
-"""Decoded fields take at most this many times the bytes of the encoded payload."""
-RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
-"""Estimated bytes of a payload's rest, a region, an ``agreement`` entry, a ``StripBatch`` cut."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandshakeResult:
-    """What is read of a producer's reply; ``payloads`` are in rank order.
-
-    ``ticket_key`` is the public key for the proofs of its tickets, empty without proofs.
-    """
-
-    payloads: tuple[RankPayload, ...]
-    plan: Plan
-    page_limits: tuple[int, ...]
-    ticket_key: bytes = b""
-    memory: Mapping[int, int] = field(default_factory=dict)
-    """What this takes, see ``memory_of``."""
 
 
 class PeerUse(enum.Enum):
@@ -267,10 +239,6 @@ class _KnownProducer:
         is_used = self.peer is not None and self.peer.is_used
         return not (is_used or self.is_connecting or self.waiting or self.handshake is None)
 
-    @property
-    def last_used(self) -> float:
-        return 0.0 if self.peer is None else self.peer.last_used
-
 
 class Peers:
     """Connect to the producers that tickets name, keep the connections, and release them.
@@ -320,8 +288,8 @@ class Peers:
         self._unread: deque[_KnownProducer] = deque()
         """Replies to read; the first is being read."""
         self._connections = connections
-        self._retries: list[tuple[float, int, _KnownProducer]] = []
-        self._numbers = itertools.count()
+        self._retries: set[_KnownProducer] = set()
+        """Those to connect to when that is due."""
         self._deferred: dict[Peer, list[_Waiter]] = {}
         """Loads that wait until a suspect peer has no others."""
 
@@ -372,7 +340,11 @@ class Peers:
         for waiter in waiters:
             peer = producer.connected
             if peer is not None and peer.suspect and not peer.loads:
-                self._give_up_with_idle(peer)
+                # With the peers without loads that share its connections, to close those.
+                for connection in peer.connections.values():
+                    for other in self.using(connection):
+                        if not other.loads:
+                            self.give_up(other)
                 peer = None
             if producer.refusal is not None:
                 self._fail([waiter], producer.refusal)
@@ -395,7 +367,8 @@ class Peers:
             self._fail(waiters, outcome)
             return
         genuine = [each for each in waiters if self._is_made_by(outcome, each)]
-        if outcome.ranks and self._has_room_for(outcome):
+        unread = sum(producer.reply.nbytes for producer in self._unread)
+        if outcome.ranks and (outcome.name in self._producers or unread <= MAX_UNREAD_BYTES):
             self._add(key, outcome)
             for waiter in genuine:
                 self._connect_for(waiter)
@@ -435,11 +408,6 @@ class Peers:
             else:
                 self._connect_for(waiter)
 
-    def _has_room_for(self, reply: EncodedReply) -> bool:
-        """Return whether a reply may wait to be read, or its producer is known already."""
-        unread = sum(producer.reply.nbytes for producer in self._unread)
-        return reply.name in self._producers or unread <= MAX_UNREAD_BYTES
-
     def _add(self, key: PeerKey, reply: EncodedReply) -> None:
         """Keep and read a reply with payloads, unless its producer is known."""
         known = self._producers.get(reply.name)
@@ -475,18 +443,17 @@ class Peers:
         self._read_next()
         if not self._is_kept(producer):
             return
-        error: KVFerryError | None
         if isinstance(outcome, HandshakeResult):
             error = self._make_room(producer, outcome)
+            if error is None:
+                self._connect_if_due(producer)
+                return
         else:
             error = outcome
             forget_frames(error)
             # Another exception than the reader's own (no memory) may not come again.
             if self._reader.has_joined and not isinstance(error, TransportError):
                 producer.refusal = error
-        if error is None:
-            self._connect_if_due(producer)
-            return
         if producer.refusal is None:
             self._drop(producer)
         self._fail_waiting(producer, error)
@@ -509,7 +476,7 @@ class Peers:
         if handshake is None or producer.peer is not None or not producer.waiting:
             return
         if self._clock() < producer.due:
-            heapq.heappush(self._retries, (producer.due, next(self._numbers), producer))
+            self._retries.add(producer)
             return
         key, begun = producer.reply.address, producer.begun or time.perf_counter()
         peer = Peer(key=key, handshake=handshake, begun=begun, last_used=self._clock())
@@ -565,12 +532,12 @@ class Peers:
         seconds = time.perf_counter() - peer.begun
         self._metrics.count_stage(Stage.HANDSHAKE, seconds, peer.key.engine)
 
-    def _make_room(self, wanted: _KnownProducer, handshake: HandshakeResult) -> ConnectError | None:
+    def _make_room(self, wanted: _KnownProducer, handshake: HandshakeResult) -> KVFerryError | None:
         """Let idle producers go, least recently used first, for one that was read; count it."""
         self._memory.add(handshake.memory)
         wanted.handshake = handshake
         idle = [each for each in self._producers.values() if each.is_idle and each is not wanted]
-        for each in sorted(idle, key=lambda each: each.last_used):
+        for each in sorted(idle, key=lambda one: one.peer.last_used if one.peer else 0.0):
             if self._memory.nbytes <= MAX_KEPT_BYTES:
                 break
             logger.info("engine %s: released to make room for another", each.name[0])
@@ -590,13 +557,6 @@ class Peers:
             self._memory.remove(producer.handshake.memory)
         if producer.connected is not None and not producer.connected.is_used:
             self.give_up(producer.connected)
-
-    def _give_up_with_idle(self, peer: Peer) -> None:
-        """Give up a suspect peer and the peers without loads that share its connections."""
-        for connection in peer.connections.values():
-            for other in self.using(connection):
-                if not other.loads:
-                    self.give_up(other)
 
     def release(self, peer: Peer, use: PeerUse) -> None:
         """End one use of a peer that ``Peer.acquire`` has counted."""
@@ -679,15 +639,14 @@ class Peers:
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
             for waiter in self._deferred.pop(peer):
                 self._connect_for(waiter)
-        while self._retries and self._retries[0][0] <= now:
-            _, _, producer = heapq.heappop(self._retries)
+        for producer in [each for each in self._retries if each.due <= now]:
+            self._retries.discard(producer)
             if self._is_kept(producer):
                 self._connect_if_due(producer)
         if self._unknown and now >= self._next_look:
             self._look_after_unknown(now)
-        for idle in list(
-            takewhile(lambda each: now - each.last_used > self._engine_ttl, self._by_use)
-        ):
+        since = now - self._engine_ttl
+        for idle in [*takewhile(lambda each: each.last_used < since, self._by_use)]:
             if idle.is_used:
                 self._touch(idle)
             else:  # its reply stays here until the directory lets the producer go
@@ -699,11 +658,10 @@ class Peers:
         self._next_look = now + WANTED_SECONDS
         for key, waiters in list(self._unknown.items()):
             late = [each for each in waiters if each.until <= now]
-            if len(late) == len(waiters):
+            left = self._unknown[key] = [each for each in waiters if each.until > now]
+            if not left:
                 del self._unknown[key]
-            elif late:
-                self._unknown[key] = [each for each in waiters if each.until > now]
-            for waiter in (each for each in waiters if each.next_ask <= now < each.until):
+            for waiter in (each for each in left if each.next_ask <= now):
                 waiter.next_ask = now + WANTED_AGAIN_SECONDS
                 self._wanted.append((key, waiter.ticket.incarnation))
             self._fail(
@@ -713,121 +671,3 @@ class Peers:
                     "engine's directory was not told of the ticket, or tells its ranks nothing"
                 ),
             )
-
-
-class ReplyReader:
-    """Read the replies of producers for one rank; one thread may be in ``read`` at a time."""
-
-    def __init__(self, options: EndpointOptions, rank: int) -> None:
-        self._options = options
-        self._own: tuple[RankPayload, ...] = ()
-        self._rank = rank
-        self._planner = PlanCache((), 0)
-        self._warned: set[ProducerName] = set()
-
-    def join(self, own: Sequence[RankPayload]) -> None:
-        """Set what this engine's ranks publish, in rank order; before any ``read``."""
-        self._planner = PlanCache([payload.layout for payload in own], self._rank)
-        self._own = tuple(own)  # set last: the thread that reads uses the rest once it is set
-
-    @property
-    def has_joined(self) -> bool:
-        """Return whether ``join`` was called."""
-        return bool(self._own)
-
-    def read(self, reply: EncodedReply) -> HandshakeResult:
-        """Decode and check a reply, which is untrusted, and plan the reads, within ``work_budget``.
-
-        Raises ``HandshakeError`` if what the producer publishes is invalid, or does not fit this
-        engine; another ``KVFerryError`` if nothing can be planned from it.
-        """
-        if not self._own:
-            raise HandshakeError("this endpoint has not joined its engine: call join() first")
-        dialer = Dialer.to(reply.address, self._options.handshake_timeout, self._options.access)
-        dialer.numeric.append(reply.numeric)
-        with explained(reply.address.engine, dialer):
-            info = engine_info(reply.ranks, reply.ticket_key, engine=reply.address.engine)
-        if info.ticket_key:
-            load_library()
-        own, judgements = self._own[self._rank], self._options.judgements
-        overridden = [text for rank in info.ranks for text in agree(own, rank, judgements)]
-        self._warn(reply.name, dict.fromkeys(overridden))
-        try:
-            plan = self._planner.plan([payload.layout for payload in info.ranks])
-        except PlanError as exc:
-            told = differing_software(own, info.ranks[0], judgements)
-            raise PlanError(f"{exc}{told}") from exc
-        return HandshakeResult(
-            payloads=info.ranks,
-            plan=plan,
-            page_limits=page_limits(info.ranks),
-            ticket_key=info.ticket_key,
-            memory=memory_of(info.ranks, tuple(map(len, reply.ranks)), plan),
-        )
-
-    def _warn(self, name: ProducerName, overridden: Iterable[str]) -> None:
-        """Log the differences that the operator allows, once per incarnation, on rank 0 only."""
-        if overridden and self._rank == 0 and name not in self._warned:
-            self._warned.add(name)
-            logger.warning(
-                "reading from engine %s although it differs in %s: enforce_handshake_compat is "
-                "false, and if the pages do not mean the same, answers will be wrong",
-                name[0],
-                "; ".join(overridden),
-            )
-
-
-def memory_of(
-    payloads: Sequence[RankPayload], sizes: Sequence[int], plan: Plan
-) -> Mapping[int, int]:
-    """Estimate the bytes that payloads (``sizes`` when encoded) and a plan take, by object.
-
-    Keys are ``id(object)``, valid while the objects live: what producers share can be counted once.
-    """
-    memory = {id(plan): sum(map(_own_bytes, payloads))}
-    for payload, size in zip(payloads, sizes, strict=True):
-        memory[id(payload.layout.fields)] = DECODED * size
-    for source in plan.sources:
-        for batch in (batch for match in source.matches for batch in match.batches):
-            memory[id(batch.local)] = batch.local.nbytes
-            memory[id(batch.remote)] = batch.remote.nbytes
-            memory[id(plan)] += CUT_BYTES * (1 + len(batch.segments))
-    return memory
-
-
-def _own_bytes(payload: RankPayload) -> int:
-    """Estimate the bytes of a decoded payload without its fields, which payloads may share."""
-    texts = sum(len(name) + len(value) for name, value in payload.agreement.items())
-    return (
-        RANK_BYTES
-        + REGION_BYTES * len(payload.layout.regions)
-        + FACT_BYTES * len(payload.agreement)
-        + texts
-        + len(payload.address)
-    )
-
-
-class PeerMemoryBudget:
-    """Count the estimated bytes that are kept for peers, per object: peers share equal fields."""
-
-    def __init__(self) -> None:
-        # A producer chooses how much it publishes, so the total is limited.
-        self._users: Counter[int] = Counter()
-        self._sizes: dict[int, int] = {}
-        self.nbytes = 0
-
-    def add(self, memory: Mapping[int, int]) -> None:
-        """Count the objects of one more peer, from ``memory_of``."""
-        for key, nbytes in memory.items():
-            self._users[key] += 1
-            if self._users[key] == 1:
-                self._sizes[key] = nbytes
-                self.nbytes += nbytes
-
-    def remove(self, memory: Mapping[int, int]) -> None:
-        """Stop counting the objects of a peer, as passed to ``add``."""
-        for key in memory:
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-                self.nbytes -= self._sizes.pop(key)

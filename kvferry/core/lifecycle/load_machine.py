@@ -108,10 +108,8 @@ class _At(enum.Enum):
 
     @property
     def stage(self) -> Stage | None:
-        return _STAGES.get(self, Stage.CHECK)
-
-
-_STAGES = {_At.READING: Stage.TRANSFER, _At.FENCING: Stage.FENCE, _At.OVER: None}
+        after_check = {_At.READING: Stage.TRANSFER, _At.FENCING: Stage.FENCE, _At.OVER: None}
+        return after_check.get(self, Stage.CHECK)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -361,12 +359,12 @@ class LoadMachine:
             self._do(rank, _At.CHECKING, LoadAction.CHECK)
         if self.early and self.unit and not self.is_blocked and now >= self.next_watermark:
             self.next_watermark = now + WATERMARK_SECONDS
-            self._read_watermarks()
+            self._mark()
 
     def _ranks_at(self, where: _At) -> list[int]:
         return [rank for rank, at in self.at.items() if at is where]
 
-    def _read_watermarks(self) -> None:
+    def _mark(self) -> None:
         """Queue the reads of an early load's watermarks, each after that of its slot word."""
         for rank in self._ranks_at(_At.IDLE):
             progress = self._early_reads(rank)

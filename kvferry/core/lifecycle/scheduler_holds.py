@@ -136,12 +136,12 @@ class SchedulerHolds:
         return len(self._oldest)
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether a request whose hold was ended early is not reported as sent yet."""
         return bool(self._ending)
 
     @property
-    def reclaiming(self) -> bool:
+    def is_reclaiming(self) -> bool:
         """Whether a request whose hold ``reclaim`` has ended is not reported as sent yet."""
         return any(self._entries[each].given_up is HoldEnd.RECLAIMED for each in self._ending)
 
@@ -236,7 +236,7 @@ class SchedulerHolds:
         new = sum(page not in self._firm_pages for page in pages)
         return self._max_pages is None or len(self._firm_pages) + new <= self._max_pages
 
-    def stands(self, request: RequestId) -> bool:
+    def has_ticket(self, request: RequestId) -> bool:
         """Return whether a request has a ticket that was neither given up nor reported as sent."""
         return request in self._oldest
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from kvferry.core.driver_calls.transfers import Grace, Read
-from kvferry.core.endpoint.lease_renewal import LeaseRenewal
+from kvferry.core.endpoint.lease_renewal import SEARCH_SECONDS, LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.peers import PeerUse
-from kvferry.core.endpoint.pending_tickets import SEARCH_SECONDS, PendingTickets
 from kvferry.core.endpoint.slot_reads import SlotRead
 from kvferry.core.errors import (
     KVFerryError,
