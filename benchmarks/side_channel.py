@@ -315,7 +315,7 @@ class Rank:
             metrics=Metrics(driver=own.driver, rank="0"),
             reported=lambda *_: None,
         )
-        self._loads.join([own])
+        self._loads.peers.join([own])
         layouts = engines.engine(Shape(tp=KNOWN_RANKS), 1, BLOCKS)
         for number in range(count):
             name = f"prefill-{number}"
@@ -342,7 +342,7 @@ class Rank:
         ticket = engines.ticket(name, "request", 1, [1], hold, tp_size=KNOWN_RANKS)
         key = PeerKey.of(ticket)
         reply = EncodedReply(address=key, incarnation=Incarnation(INCARNATION), ranks=ranks)
-        self._loads.relay(ProducerNews(outcomes=((key, reply),)))
+        self._loads.peers.relay(ProducerNews(outcomes=((key, reply),)))
         self._loads.begin(
             Load(
                 request=RequestId(name),

@@ -61,11 +61,7 @@ class LocalEngine:
         clock: seconds, monotonic, for the directory.
 
     Attributes:
-        name: the engine's id.
-        incarnation: the random number of this start of the engine.
-        options: those of the endpoints.
         endpoints: the ranks, for what this class does not offer, such as metrics.
-        scheduler_holds: the scheduler's half of the holds.
         server: the side channel.
         directory: asks the engines that made tickets, for all ranks.
 
@@ -129,15 +125,10 @@ class LocalEngine:
     ) -> LocalEngine:
         """Start an engine whose ranks' caches are in this process, in CPU memory.
 
-        Args:
-            name: the engine's id, which must be unique among all engines.
-            layouts: of each tensor-parallel rank, one group of pages, as ``paged_layout`` describes
-                it. The caller keeps the memory alive until ``close`` has returned.
-            driver: the name of an installed driver; engines that exchange pages use the same one.
-            driver_options: option name to value.
-            host: the address of the side channel, as for ``LocalEngine``.
-            port: its port.
-            options: times, keys, and the networks that peers may be in.
+        The name must be unique among all engines. Each tensor-parallel rank has a layout of one
+        group of pages, as ``paged_layout`` describes it; the caller keeps the memory alive until
+        ``close`` has returned. Engines that exchange pages use the same driver. ``host``, ``port``
+        and ``options`` are those of ``LocalEngine``.
 
         Raises ``LayoutError`` for other layouts, ``DriverError`` if the driver does not start,
         ``TransportError`` if it cannot register the memory, and what ``LocalEngine`` raises.

@@ -50,12 +50,9 @@ class MetricKind(enum.StrEnum):
 class Metric:
     """The definition of one metric; ``text`` describes it to people.
 
-    Attributes:
-        kind: decides how ``merge`` adds: counters are summed, observed values joined, gauges
-            replaced.
-        labels: in the order of the keys in ``Data``; ``rank`` is the one that counts, ``peer`` the
-            producer.
-        values: all values of the label after ``driver``, if they are known in advance.
+    ``merge`` adds counters, joins observed values and replaces gauges. Labels are in the order of
+    the keys in ``Data``; ``rank`` is the one that counts, ``peer`` the producer. ``values`` are all
+    values of the label after ``driver``, if they are known in advance.
     """
 
     name: str

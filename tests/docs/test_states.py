@@ -75,7 +75,7 @@ class NamedLoad:
         stage = self.load.stage
         if stage is None or not self.load.is_wanted:
             return "winding down"
-        return "wait" if self.load.is_computing else STAGES[stage]
+        return "wait" if self.load.awaits_pages else STAGES[stage]
 
 
 LOAD_EVENTS: tuple[Callable[[LoadMachine], None], ...] = (

@@ -48,7 +48,7 @@ class _Acquisition:
 class _Connection:
     """A connection; ``engine`` is for log lines, ``tries`` counts failures of ``disconnect``."""
 
-    peer: PeerId
+    id: PeerId
     address: bytes
     engine: str
     users: int = 0
@@ -60,7 +60,7 @@ class _Connection:
         state = "open"
         if self.is_closing:
             state = f"closing, {self.tries} failures" if self.tries else "closing"
-        return f"<connection {self.peer} to {self.engine}: {state}, {self.users} users>"
+        return f"<connection {self.id} to {self.engine}: {state}, {self.users} users>"
 
 
 class Connections:
@@ -88,7 +88,7 @@ class Connections:
         """Those that are open."""
         # ``connect`` returns the same id for a remote transport, even if several engines publish
         # its address: so users are counted, and the last one's release closes the connection.
-        self._by_peer: dict[PeerId, _Connection] = {}
+        self._by_id: dict[PeerId, _Connection] = {}
         self._dials: dict[bytes, list[_Acquisition]] = {}
         """Address to those that wait for the call of ``connect`` with it."""
         self.closing = 0
@@ -105,15 +105,14 @@ class Connections:
             "may still write are quarantined until they do: restart the engine if that lasts",
         )
 
-    def has_not_quiesced(self, peer: PeerId) -> bool:
+    def has_not_quiesced(self, connection: PeerId) -> bool:
         """Return whether a connection failed to close, so that reads over it may still write."""
-        connection = self._by_peer.get(peer)
-        return connection is not None and connection.tries > 0
+        known = self._by_id.get(connection)
+        return known is not None and known.tries > 0
 
-    def is_open(self, peer: PeerId) -> bool:
+    def is_open(self, connection: PeerId) -> bool:
         """Return whether a connection is open, and not being closed."""
-        connection = self._by_peer.get(peer)
-        return connection is not None and not connection.is_closing
+        return self._open(connection) is not None
 
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
         """Connect to the ranks of an engine; connections that are open already are shared.
@@ -128,26 +127,28 @@ class Connections:
         left = deque(sorted(addresses.items()))
         self._advance(_Acquisition(engine=engine, left=left, over=over))
 
-    def release(self, peer: PeerId) -> None:
+    def release(self, connection: PeerId) -> None:
         """End one use of a connection; when the last use ends, the connection is closed."""
-        connection = self._by_peer.get(peer)
-        if connection is None or connection.is_closing:
-            return  # it was closed although it had users
-        connection.users -= 1
-        if not connection.users:
-            self._close(connection)
+        # One that is not open was closed although it had users.
+        if (known := self._open(connection)) is not None:
+            known.users -= 1
+            if not known.users:
+                self._close(known)
 
-    def close(self, peer: PeerId) -> None:
+    def close(self, connection: PeerId) -> None:
         """Close a connection even if it has users; that ends its transfers."""
-        connection = self._by_peer.get(peer)
-        if connection is not None and not connection.is_closing:
-            self._close(connection)
+        if (known := self._open(connection)) is not None:
+            self._close(known)
 
     def progress(self, now: float) -> None:
         """Try again to close connections, where a try is due."""
         while self._retries and self._retries[0][0] <= now:
-            _, peer = heapq.heappop(self._retries)
-            self._close(self._by_peer[peer])
+            _, connection = heapq.heappop(self._retries)
+            self._close(self._by_id[connection])
+
+    def _open(self, connection: PeerId) -> _Connection | None:
+        known = self._by_id.get(connection)
+        return None if known is None or known.is_closing else known
 
     # Opening.
 
@@ -159,24 +160,20 @@ class Connections:
             if connection is None:
                 self._dial(one, address)
                 return
-            twin = next((r for r, peer in one.ids.items() if peer == connection.peer), None)
+            twin = next((r for r, each in one.ids.items() if each == connection.id), None)
             if twin is not None:  # two ranks cannot share a connection
                 one.fail(ConnectError(f"it is the transport of rank {twin}"))
             else:
                 one.left.popleft()
-                one.ids[rank] = connection.peer
+                one.ids[rank] = connection.id
                 connection.users += 1
-        self._end(one)
-
-    def _end(self, one: _Acquisition) -> None:
-        """Report an acquisition, failed if one of its connections was closed meanwhile."""
         if one.error is None and not all(map(self.is_open, one.ids.values())):
             one.error = ConnectError(
                 f"a connection to engine {one.engine} was lost while the next was made"
             )
         if one.error is not None:
-            for peer in one.ids.values():
-                self.release(peer)
+            for each in one.ids.values():
+                self.release(each)
         one.over(one.ids if one.error is None else one.error)
 
     def _dial(self, one: _Acquisition, address: bytes) -> None:
@@ -202,7 +199,7 @@ class Connections:
         if isinstance(outcome, KVFerryError):
             error = outcome
         else:
-            error = self._opened(_Connection(peer=outcome, address=address, engine=engine))
+            error = self._opened(_Connection(id=outcome, address=address, engine=engine))
         for one in waiting:
             if error is not None:
                 one.fail(error)
@@ -210,7 +207,7 @@ class Connections:
 
     def _opened(self, new: _Connection) -> ConnectError | None:
         """Record a connection whose id ``connect`` has returned, and that may exist already."""
-        connection = self._by_peer.setdefault(new.peer, new)
+        connection = self._by_id.setdefault(new.id, new)
         if connection.tries:
             return ConnectError("the last connection to it does not fall silent")
         if connection.is_closing:
@@ -229,48 +226,45 @@ class Connections:
     # Closing.
 
     def _close(self, connection: _Connection) -> None:
-        peer = connection.peer
         if not connection.is_closing:
             connection.is_closing = True
             self.closing += 1
             self._forget_address(connection)
-        self._transfers.begin_disconnect(peer)
+        self._transfers.begin_disconnect(connection.id)
         self._blocking_calls.run(
-            lambda: self._transport.disconnect(peer),
+            lambda: self._transport.disconnect(connection.id),
             lambda outcome: self._closed(connection, outcome),
         )
 
     def _closed(self, connection: _Connection, error: KVFerryError | None) -> None:
-        is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
-        self._transfers.end_disconnect(connection.peer, closed=is_closed)
-        if error is None or is_closed:
-            del self._by_peer[connection.peer]
+        if isinstance(error, TransportUsageError):
+            error = None  # it was closed before
+        self._transfers.end_disconnect(connection.id, closed=error is None)
+        if error is None:
+            del self._by_id[connection.id]
             self.closing -= 1
             self.not_quiesced -= connection.tries > 0
-        else:
-            self._on_not_quiesced(connection, error)
-
-    def _on_not_quiesced(self, connection: _Connection, error: KVFerryError) -> None:
+            return
         if not connection.tries:
             self.not_quiesced += 1
             logger.error(
                 "connection %d, to %s, did not fall silent (stage disconnect, cause %s): %s; the "
                 "pages that it may still write are quarantined until it does: restart the engine "
                 "if that lasts",
-                connection.peer,
+                connection.id,
                 on_one_line(connection.engine),
                 error.cause,
                 on_one_line(str(error)),
             )
         connection.tries += 1
         due = self._clock() + min(2.0**connection.tries, LONGEST_SECONDS)
-        heapq.heappush(self._retries, (due, connection.peer))
+        heapq.heappush(self._retries, (due, connection.id))
 
 
 class BlockingCalls:
     """Make calls that may take seconds, such as a driver's, on a thread each if ``threads`` is set.
 
-    Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``.
+    Used by the endpoint's thread only, except for ``problems`` and ``wait``.
     """
 
     def __init__(
@@ -291,15 +285,10 @@ class BlockingCalls:
         """Thread to when its call began. Replaced, never changed: others read it without a lock."""
 
     @property
-    def stuck(self) -> int:
-        """Return the number of calls that have run longer than ``STUCK_SECONDS``. Thread-safe."""
-        now = self._clock()
-        return sum(now - begun > STUCK_SECONDS for begun in self._running.values())
-
-    @property
     def problems(self) -> tuple[str, ...]:
-        """Return a text for a health check if calls are stuck. Thread-safe."""
-        if not (count := self.stuck):
+        """Return a text for a health check if calls take too long. Thread-safe."""
+        now = self._clock()
+        if not (count := sum(now - begun > STUCK_SECONDS for begun in self._running.values())):
             return ()
         return (
             f"{count} calls of the driver, to connect to a peer or to disconnect from one, have "
@@ -310,7 +299,7 @@ class BlockingCalls:
         """Make a call, and post a command that passes what it returned or raised to ``over``."""
 
         def make() -> None:
-            outcome = _outcome(call, self._enter)
+            outcome = self._outcome(call)
 
             def back() -> None:
                 self._remove(thread)
@@ -340,12 +329,11 @@ class BlockingCalls:
     def _remove(self, thread: threading.Thread) -> None:
         self._running = {each: begun for each, begun in self._running.items() if each != thread}
 
-
-def _outcome(call: Callable[[], T], enter: EnterThread) -> T | KVFerryError:
-    try:
-        enter()
-        return call()
-    except Exception as exc:
-        if not isinstance(exc, KVFerryError):
-            logger.error("a call failed unexpectedly (please report it)", exc_info=exc)
-        return as_ours(exc)
+    def _outcome(self, call: Callable[[], T]) -> T | KVFerryError:
+        try:
+            self._enter()
+            return call()
+        except Exception as exc:
+            if not isinstance(exc, KVFerryError):
+                logger.error("a call failed unexpectedly (please report it)", exc_info=exc)
+            return as_ours(exc)

@@ -76,12 +76,12 @@ class Grace:
     Attributes:
         escalate: called with those reads that were posted and have not ended, every
             ``CANCEL_SECONDS`` until all have ended or a call returns ``False``.
-        until, reads: when the time is over, and which have not ended; kept by ``Transfers``.
+        until, reads: when the time is over, and for which reads; kept by ``Transfers``.
     """
 
     escalate: Callable[[Sequence[Read]], bool]
     until: float = 0.0
-    reads: dict[Read, None] = field(default_factory=dict)
+    reads: list[Read] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -96,10 +96,10 @@ class Read:
         notify: payload of the notification that is bound to the read.
         urgent: post it before all others, whatever is under way; for reads of a few bytes.
         tags: what the read is for; it is cancelled when ``Transfers.cancel`` leaves none.
-        graces: those of ``Transfers.cancel``; empty once the read has ended.
         started, posted: when posting began and ended, by ``time.perf_counter``; 0 before.
         failure: the error with which the read will fail; ``None`` while none is known.
         is_quiesced: whether it can write no more, since its connection has been closed.
+        has_ended: whether ``finished`` was called.
     """
 
     peer: PeerId
@@ -110,13 +110,13 @@ class Read:
     urgent: bool = False
     tags: set[Hashable] = field(default_factory=set)
     throughput: Throughput | None = None
-    graces: list[Grace] = field(default_factory=list)
     started: float = 0.0
     posted: float = 0.0
     copies: int = 0
     nbytes: int = 0
     failure: KVFerryError | None = None
     is_quiesced: bool = False
+    has_ended: bool = False
 
 
 class Transfers:
@@ -177,25 +177,31 @@ class Transfers:
         """
         waiting = [read for read in self._waiting() if tag in read.tags]
         posted = [(each, read) for each, read in self._posted.items() if tag in read.tags]
-        for read in [*waiting, *(read for _, read in posted)]:
+        reads = [*waiting, *(read for _, read in posted)]
+        for read in reads:
             read.tags.discard(tag)
-            if grace is not None:
-                self._begin_grace(grace, read)
+        if grace is not None and reads:
+            if grace not in self._graces:
+                grace.until = self._clock() + CANCEL_SECONDS
+                self._graces[grace] = None
+            grace.reads += reads
         unwanted = [read for read in waiting if not read.tags]
         self._end(unwanted, TransferCancelledError("cancelled before it was posted"))
         for transfer, read in posted:
             if not read.tags and read.peer not in self._disconnecting:
-                cancel = partial(self._transport.cancel, transfer)
-                self._containment.run("the driver's cancel", cancel)
+                self._containment.run(
+                    "the driver's cancel", partial(self._transport.cancel, transfer)
+                )
 
     def escalate(self, now: float) -> None:
         """Call ``Grace.escalate`` for cancelled reads that were posted and did not end in time."""
         for grace in [each for each in self._graces if each.until <= now]:
             grace.until = now + CANCEL_SECONDS
-            reads = [read for read in grace.reads if read.posted]
-            escalate = partial(grace.escalate, reads)
-            if reads and self._containment.run("a read that was cancelled", escalate) is False:
-                self._graces.pop(grace, None)
+            grace.reads = [read for read in grace.reads if not read.has_ended]
+            posted = [read for read in grace.reads if read.posted]
+            escalate, what = partial(grace.escalate, posted), "a read that was cancelled"
+            if not grace.reads or (posted and self._containment.run(what, escalate) is False):
+                del self._graces[grace]
 
     def begin_disconnect(self, peer: PeerId) -> None:
         """Fail the reads queued for a connection. Called before the driver closes it."""
@@ -210,20 +216,6 @@ class Transfers:
         self._disconnecting.discard(peer)
         for read in self._posted.values():
             read.is_quiesced |= closed and read.peer == peer
-
-    def _begin_grace(self, grace: Grace, read: Read) -> None:
-        if grace not in self._graces:
-            grace.until = self._clock() + CANCEL_SECONDS
-            self._graces[grace] = None
-        grace.reads[read] = None
-        read.graces.append(grace)
-
-    def _end_graces(self, read: Read) -> None:
-        for grace in read.graces:
-            grace.reads.pop(read, None)
-            if not grace.reads:
-                self._graces.pop(grace, None)
-        read.graces.clear()
 
     def _end(self, reads: Sequence[Read], error: KVFerryError) -> None:
         for read in reads:
@@ -323,8 +315,7 @@ class Transfers:
         self._under_way[read.peer] -= read.nbytes
         if not self._under_way[read.peer]:
             del self._under_way[read.peer]
-        forget = partial(self._transport.forget, transfer)
-        self._containment.run("the driver's forget", forget)
+        self._containment.run("the driver's forget", partial(self._transport.forget, transfer))
         if read.throughput is not None:
             measure = partial(
                 read.throughput.end,
@@ -338,7 +329,7 @@ class Transfers:
         return True
 
     def _finish(self, read: Read, error: KVFerryError | None) -> None:
-        self._end_graces(read)
+        read.has_ended = True
         now = time.perf_counter()
         outcome = Outcome(
             error=error,

@@ -6,12 +6,4 @@ from kvferry.core.endpoint.page_copies import PageCopies
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.options import EndpointOptions
 
-__all__ = [
-    "Endpoint",
-    "EndpointOptions",
-    "Identity",
-    "Load",
-    "LoadRecord",
-    "PageCopies",
-    "Results",
-]
+__all__ = ["Endpoint", "EndpointOptions", "Identity", "Load", "LoadRecord", "PageCopies", "Results"]

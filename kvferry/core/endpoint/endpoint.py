@@ -69,16 +69,10 @@ WIND_DOWN_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The identity of one rank of an engine.
+    """The identity of one rank of an engine; the incarnation is the same on all ranks.
 
-    Attributes:
-        engine: the engine's id.
-        incarnation: the random number that identifies this start of the engine; the same on all
-            ranks.
-        rank: index of this rank among the engine's ranks.
-        coordinates: position in the engine's pipeline, tensor and context parallelism.
-        agreement: name to value, for everything that must be equal on two engines that exchange
-            pages (model, cache dtype, ...).
+    ``agreement`` is, name to value, everything that must be equal on two engines that exchange
+    pages (model, cache dtype, ...).
     """
 
     engine: str
@@ -97,12 +91,10 @@ class Results:
     with one request id, each has a call of its own, in the order in which they ended.
 
     Attributes:
-        sent: requests whose pages this rank no longer holds for other engines. The engine may free
-            them once all its ranks have returned the request here. Where the cache is staged, that
-            is when they were copied.
-        ended: how the hold of each of these requests ended on this rank. Where the cache is staged,
-            these are requests that are over, each once: their host pages, and the slot of their
-                hold, are free once all ranks have returned the request here.
+        sent: requests whose pages this rank no longer holds for other engines, or has copied where
+            the cache is staged. Free them once all ranks have returned the request here.
+        ended: how the holds of requests ended on this rank. Where the cache is staged, their host
+            pages, and the slot of the hold, are free once all ranks have returned the request here.
         received: requests whose load is over, successfully or not, or that ``Endpoint.refuse`` was
             called for: no byte lands in their pages any more.
         failed: request to the reason, for those of ``received`` whose pages must not be used.
@@ -127,22 +119,20 @@ class Endpoint:
     Args:
         identity: which rank of which engine this is.
         driver: name of the transport's driver; peers must use the same driver.
-        transport: the transport; the endpoint owns it from now on and closes it.
+        transport: the endpoint owns it from now on and closes it.
         layout: this rank's memory. The caller keeps the memory alive until ``close`` has returned.
         slots: number of requests whose pages can be held for other engines at once; pass the number
             of the engine's blocks.
         options: times, keys, and which differences from peers are accepted.
-        zero: called before a load's first read, with the address ranges in the load's pages that
-            its reads may leave unwritten. It must return only when these bytes are zero. The
-            default handles CPU memory only.
+        zero: zeroes the address ranges in a load's pages that its reads may leave unwritten, before
+            it returns; called before the first read. The default handles CPU memory only.
         enter: called first in every thread that uses the transport or the engine's memory: on a
             GPU, it chooses the thread's device. Pass the same to ``kvferry.create_transport``.
         clock: seconds, monotonic; says what is due, late or stuck. Handshakes, pings and the
             driver's own waits take real time, and ``time.perf_counter`` measures figures.
-        copies: where no driver can register the engine's memory: copies its blocks to and from host
-            pages. ``layout`` is then that of the host pages; the ids in tickets and in
-            ``Load.local`` are theirs, and orders and loads name the copies (docs/protocol.md,
-            "Staging").
+        copies: copies blocks to and from host pages where no driver can register the engine's
+            memory (docs/protocol.md, "Staging"). ``layout``, and the ids in tickets and in
+            ``Load.local``, are then those of the host pages; orders and loads name the copies.
 
     Attributes:
         payload: what the engine's handshake tells peers about this rank.
@@ -241,19 +231,15 @@ class Endpoint:
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
         """Begin, mark as ready, and end holds, as the engine's scheduler has decided in this step.
 
-        Args:
-            orders: the scheduler's decisions. All take effect before this method returns, except
-                ``ready`` and ``watermarks``, which take effect when ``passed`` has returned
-                ``True``.
-            passed: returns whether the device has finished the work that was enqueued before this
-                call; polled. ``None`` if it has, or if ``orders.needs_device`` is false.
-
-        Raises:
-            CopyError: the endpoint stages, and a copy is missing; or it does not, and has one.
+        All orders take effect before this method returns, except ``ready`` and ``watermarks``,
+        which do when ``passed`` has returned ``True``: it is polled for whether the device has
+        finished the work that was enqueued before this call. ``None`` if it has, or if
+        ``orders.needs_device`` is false. Raises ``CopyError`` if the endpoint stages, and a copy
+        is missing; or it does not, and has one.
         """
         if orders:
             self._check_open()
-            self._check_staged(bool(orders.copies))
+            self._check_copy(bool(orders.copies))
             self._hold_server.apply(orders, passed)
             self._next_listen = 0.0  # a hold may be the first
             self._wake.set()
@@ -279,7 +265,7 @@ class Endpoint:
 
     def join(self, payloads: Sequence[RankPayload]) -> None:
         """Set the ``payload`` of every rank's endpoint, in rank order, before the first load."""
-        self._command(lambda: self._load_manager.join(payloads))
+        self._command(lambda: self._load_manager.peers.join(payloads))
 
     def relay(self, news: ProducerNews) -> None:
         """Use what the engine's directory has learnt about producers.
@@ -288,14 +274,14 @@ class Endpoint:
         An endpoint asks nobody itself: a load whose producer it is not told of fails.
         """
         if news:
-            self._command(lambda: self._load_manager.relay(news))
+            self._command(lambda: self._load_manager.peers.relay(news))
 
     def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
         """Return the producers to pass to ``Directory.ask_again``: this rank lacks them.
 
         Call it in every step: it names each once.
         """
-        return self._load_manager.take_wanted()
+        return self._load_manager.peers.take_wanted()
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer, and renew the ticket's hold until the load begins.
@@ -308,19 +294,19 @@ class Endpoint:
     def load(self, load: Load, passed: Callable[[], bool] | None = None) -> None:
         """Start a load of a request's pages; ``results`` returns its outcome.
 
-        Args:
-            load: what to read, and the pages to fill. Nothing else may use the pages until the load
-                is reported.
-            passed: returns whether the device has finished all work on the load's pages that was
-                enqueued before this call; polled. Nothing is read before (with ``Load.copy``:
-                nothing is copied to the device). ``None`` if it has.
-
-        Raises:
-            CopyError: the load has a copy, and the endpoint does not stage; or it reads without a
-                copy, and the endpoint stages.
+        Nothing else may use the pages until the load is reported. ``passed`` is polled for whether
+        the device has finished all work on them that was enqueued before this call (``None`` if it
+        has). Before that, nothing is read, or with ``Load.copy``, nothing is copied to the device.
+        Raises ``CopyError`` if the load has a copy, and the endpoint does not stage; or it reads
+        without a copy, and the endpoint stages.
         """
         self._check_open()
-        self._check_staged(load.copy is not None, is_needed=load.reads)
+        self._check_copy(load.copy is not None)
+        if load.reads and load.copy is None and self._copies is not None:
+            raise CopyError(
+                "pages are to be loaded, and their copy to the device was not ordered: this "
+                "endpoint stages its cache, so set Load.copy"
+            )
         if load.report:
             self._results.expect()
         self._post(lambda: self._load_manager.begin(load, passed))
@@ -389,17 +375,15 @@ class Endpoint:
     def wait(self, timeout: float) -> bool:
         """Block until ``results`` has a request, or the endpoint has failed; return whether so.
 
-        Call it, with the most seconds to wait, in an engine's step that has nothing else to run, so
-        that this endpoint's thread gets the processor.
+        Call it in an engine's step that has nothing else to run: this endpoint's thread gets the
+        processor. ``timeout`` is in seconds.
         """
         return self._results.wait(timeout)
 
     def close(self, drain: float = 0.0) -> None:
         """End all loads and holds, and close the transport. A second call does nothing.
 
-        Args:
-            drain: the longest wait, in seconds, until no pages are held for other engines any more;
-                loads and holds are ended only after it.
+        Before that, wait up to ``drain`` seconds until no pages are held for other engines.
 
         Raises:
             TransportError: a call of the driver does not return, or the transport cannot end its
@@ -464,17 +448,11 @@ class Endpoint:
         self._check_open()
         self._post(command)
 
-    def _check_staged(self, has_copy: bool, *, is_needed: bool = False) -> None:
-        """Refuse a copy in an endpoint without ``PageCopies``, and in others its lack."""
+    def _check_copy(self, has_copy: bool) -> None:
         if has_copy and self._copies is None:
             raise CopyError(
                 "a copy between the device and host pages was ordered, and this endpoint has no "
                 "copies: pass it copies, or leave the copy out"
-            )
-        if is_needed and not has_copy and self._copies is not None:
-            raise CopyError(
-                "pages are to be loaded, and their copy to the device was not ordered: this "
-                "endpoint stages its cache, so set Load.copy"
             )
 
     def _check_open(self) -> None:
@@ -502,7 +480,7 @@ class Endpoint:
         until = self._clock() + WIND_DOWN_SECONDS
         while self._clock() < until:
             self._run_commands()
-            self._load_manager.abort_all()
+            self._load_manager.abort()
             busy = self._load_manager.progress()
             busy = self._copy_pages() or busy
             if not (busy or len(self._transfers) or self._unfinished_copies):
@@ -537,13 +515,6 @@ class Endpoint:
             self._next_listen = 0.0  # a hold may be ready, or may have ended
         return busy
 
-    @property
-    def _is_copying(self) -> bool:
-        """Return whether a copy to the host waits for the device, or any copy is under way."""
-        if self._copies is None:
-            return False
-        return self._hold_server.is_computing or self._copies.is_busy
-
     def _run_commands(self) -> bool:
         busy = False
         while self._commands:
@@ -568,35 +539,35 @@ class Endpoint:
     def _report_sent(self) -> None:
         self._results.add_ended(*self._hold_server.take_ended())
 
-    def _report_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        self._containment.run("counting a load", partial(self._count, load, error, record))
-        self._results.add_load(load, error, record)
+    def _report_load(self, load: Load, record: LoadRecord) -> None:
+        self._containment.run("counting a load", partial(self._count, load, record))
+        self._results.add_load(load, record)
 
-    def _count(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        _log(load, error, record)
+    def _count(self, load: Load, record: LoadRecord) -> None:
+        _log(load, record)
         self._metrics.count_load(record)
+        error = record.error
         if isinstance(error, TicketError) and self._identity.rank == 0:  # all ranks refuse alike
             self._metrics.add(REFUSED, reason=error.reason.value)
 
     def _pause(self, busy: bool) -> float:
         if busy:
             return 0.0
-        if self._load_manager.waits_for_device or self._is_copying:
-            return BUSY_SECONDS
-        if len(self._transfers) and not self._is_woken:
+        copies, holds, loads = self._copies, self._hold_server, self._load_manager
+        if loads.waits_for_device or (
+            copies is not None and (holds.waits_for_device or copies.is_busy)
+        ):
             return BUSY_SECONDS
         if len(self._transfers):
-            return WOKEN_SECONDS
-        if len(self._load_manager):
-            return HELD_SECONDS if self._load_manager.only_computing else LOADING_SECONDS
-        if self._connections.closing:
-            return HELD_SECONDS
-        return HELD_SECONDS if self._hold_server.is_awaited else IDLE_SECONDS
+            return WOKEN_SECONDS if self._is_woken else BUSY_SECONDS
+        if len(loads):
+            return HELD_SECONDS if loads.only_computing else LOADING_SECONDS
+        return HELD_SECONDS if self._connections.closing or holds.is_awaited else IDLE_SECONDS
 
 
-def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+def _log(load: Load, record: LoadRecord) -> None:
     """Log that a load is over, with its figures; a failure with its stage, cause and remedy."""
-    if error is not None:
+    if (error := record.error) is not None:
         logger.log(
             logging.DEBUG if error.cause is Cause.GIVEN_UP else logging.WARNING,
             "request %s: %s request %s of engine %s at %s (stage %s, cause %s): %s",
@@ -646,12 +617,12 @@ class _ResultQueue:
         with self._changed:
             self._expected += 1
 
-    def add_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+    def add_load(self, load: Load, record: LoadRecord) -> None:
         with self._changed:
             self._records.append(record)
             if load.report:
                 self._expected -= 1
-                self._received.append((load.request, error))
+                self._received.append((load.request, record.error))
                 self._changed.notify_all()
 
     def add_received(self, request: RequestId, error: KVFerryError) -> None:

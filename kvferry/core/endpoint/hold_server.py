@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # A consumer that waits for a hold is heard at least three times in a lease.
 SILENT_FRACTION = 0.5
-"""Where no consumer was heard for this part of a lease, consumers are missing, not time."""
+"""Where no consumer was heard for this part of a lease, a longer lease does not help."""
 
 BURST_SECONDS = 1.0
 """Requests whose leases expire within this time of a warning share the next warning."""
@@ -82,21 +82,6 @@ class _DeviceWork:
     marks: list[tuple[Hold, int | None]]
     has_failed: bool = False
 
-    def has_passed(self) -> bool:
-        """Return whether the device has finished; never, if it does not say so."""
-        try:
-            return self.passed()
-        except Exception:  # a device library may raise any type
-            if not self.has_failed:
-                logger.exception(
-                    "cannot tell whether the work for %d holds has passed, the first %s (stage "
-                    "held, cause device): nobody may read their pages, and their leases end them",
-                    len(self.marks),
-                    self.marks[0][0],
-                )
-            self.has_failed = True
-            return False
-
 
 class HoldServer:
     """Keep the holds of one rank, and let consumers renew and end them. Thread-safe.
@@ -116,14 +101,11 @@ class HoldServer:
         self._clock = clock
         self._metrics = metrics
         self._copies = copies
-        self._computing: list[_DeviceWork] = []
+        self._device_works: list[_DeviceWork] = []
         self._listened = clock()
         """All messages that had arrived from consumers by this time have been processed."""
         self._heard = clock()
         """When a message of a consumer was last processed; before the first, when this was made."""
-        self._gap = 0.0
-        """Seconds in which no consumer was heard before the last end of a long silence."""
-        self._gap_ended = -math.inf
         self._lease = 0.0
         self._lock = threading.Lock()
         self._expired = ExpiredHolds()
@@ -138,21 +120,19 @@ class HoldServer:
     def is_awaited(self) -> bool:
         """Return whether consumers may wait: a hold has a ticket, or pages wait for the device."""
         with self._lock:
-            return bool(self._holds.ticketed or self._computing)
+            return bool(self._holds.ticketed or self._device_works)
 
     @property
-    def is_computing(self) -> bool:
-        """Return whether pages wait for the device."""
-        return bool(self._computing)
+    def waits_for_device(self) -> bool:
+        """Return whether pages wait for the device's work of earlier steps."""
+        return bool(self._device_works)
 
     def apply(self, orders: HoldOrders, passed: Passed | None) -> None:
         """Begin, mark as ready, and end holds; the words of those that begin or end are written.
 
         ``passed`` is polled by ``progress``, and returns whether the device has filled the pages of
-        ``orders.ready`` and ``orders.watermarks``; ``None`` if it has.
-
-        Raises:
-            CopyError: the cache is staged, and a hold of ``ready`` has no copy.
+        ``orders.ready`` and ``orders.watermarks``; ``None`` if it has. Raises ``CopyError`` if the
+        cache is staged, and a hold of ``ready`` has no copy.
         """
         marks: list[tuple[Hold, int | None]] = [(hold, None) for hold, _ in orders.ready]
         if self._copies is None:
@@ -165,7 +145,7 @@ class HoldServer:
             if passed is None:
                 self._computed(marks)
             elif marks:
-                self._computing.append(_DeviceWork(passed=passed, marks=marks))
+                self._device_works.append(_DeviceWork(passed=passed, marks=marks))
 
     def _computed(self, marks: Iterable[tuple[Hold, int | None]]) -> None:
         """Write that holds' first tokens are computed, or all, so that they are ready."""
@@ -178,31 +158,38 @@ class HoldServer:
     def progress(self) -> bool:
         """Mark holds as ready whose pages are computed, or copy these; return whether any are."""
         with self._lock:
-            computing = [work for work in self._computing if not self._is_over(work)]
-            busy = len(computing) < len(self._computing)
-            self._computing = computing
-            copies = self._holds.take_copies()
-        for copy in copies:
-            self._begin(copy)
-        return busy or bool(copies)
+            waiting = [work for work in self._device_works if not self._is_over(work)]
+            busy = len(waiting) < len(self._device_works)
+            self._device_works = waiting
+            orders = self._holds.take_copies()
+        for order in orders:
+            if self._copies is not None:
+                what = f"pages of request {on_one_line(order.request)}"
+                ended = partial(self._on_copied, order)
+                self._copies.begin(what, CopyDirection.TO_HOST, order.copy, ended)
+        return busy or bool(orders)
 
     def _is_over(self, work: _DeviceWork) -> bool:
         """Return whether work has passed, and say so, or its holds have all ended."""
         if not any(hold in self._holds for hold, _ in work.marks):
             return True
-        if work.has_passed():
+        try:
+            has_passed = work.passed()
+        except Exception:  # a device library may raise any type
+            if not work.has_failed:
+                logger.exception(
+                    "cannot tell whether the work for %d holds has passed, the first %s (stage "
+                    "held, cause device): nobody may read their pages, and their leases end them",
+                    len(work.marks),
+                    work.marks[0][0],
+                )
+            has_passed, work.has_failed = False, True
+        if has_passed:
             self._computed(work.marks)
-            return True
-        if work.has_failed:
+        elif work.has_failed:
             for hold, _ in work.marks:
                 self._holds.failed(hold)  # of one with a copy, which does not begin
-        return False
-
-    def _begin(self, order: HoldCopy) -> None:
-        if self._copies is not None:
-            what = f"pages of request {on_one_line(order.request)}"
-            ended = partial(self._on_copied, order)
-            self._copies.begin(what, CopyDirection.TO_HOST, order.copy, ended)
+        return has_passed
 
     def _on_copied(self, order: HoldCopy, error: KVFerryError | None) -> None:
         if error is not None:
@@ -233,7 +220,7 @@ class HoldServer:
                 )
                 continue
             with self._lock:
-                self._note_gap(self._clock())
+                self._heard = self._clock()
                 for note in notes:
                     self._take(note)
 
@@ -248,14 +235,15 @@ class HoldServer:
         with self._lock:
             now = self._clock()
             expired = self._holds.expire(now)
-            silence = self._silence(now)
-        self._expired.add(expired, now, silence=silence)
+            silence = now - self._heard
+            is_long = silence >= SILENT_FRACTION * self._lease
+        self._expired.add(expired, now, silence=silence if is_long else None)
 
     def silent(self) -> list[Silence]:
-        """Return holds with a ticket whose consumers gave no sign of life for ``GONE_SECONDS``.
+        """Return at most ``MAX_SILENT`` holds that are silent for ``GONE_SECONDS``, longest first.
 
-        At most ``MAX_SILENT``, the longest silent first. The time since this rank last processed
-        messages does not count: a rank that hangs does not take its consumers for gone.
+        The time since this rank last processed messages does not count: a rank that hangs does not
+        take its consumers for gone.
         """
         with self._lock:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
@@ -273,21 +261,6 @@ class HoldServer:
         with self._lock:
             self._holds.end_all()
         self._expired.close()
-
-    def _note_gap(self, now: float) -> None:
-        silence, self._heard = now - self._heard, now
-        if silence >= SILENT_FRACTION * self._lease:
-            self._gap, self._gap_ended = silence, now
-
-    def _silence(self, now: float) -> float | None:
-        """Return how long no consumer was heard in leases that expire now; ``None`` if not long."""
-        silence = now - self._heard
-        if silence >= SILENT_FRACTION * self._lease:
-            return silence
-        # A silence that has ended counts, as a consumer that was gone may be back; but not if it
-        # ended when the leases had just begun, since consumers without requests are silent.
-        overlaps = self._gap_ended - (now - self._lease) >= GONE_SECONDS
-        return self._gap if overlaps else None
 
     def _take(self, note: Note) -> None:
         if isinstance(note, Renewal):
@@ -338,11 +311,8 @@ class ExpiredHolds:
         requests, self._waiting = self._waiting, []
         if not requests:
             return
-        whose, clients, them = (
-            ("its", "its client", "it")
-            if len(requests) == 1
-            else ("their", "their clients", "them")
-        )
+        one, several = ("its", "its client", "it"), ("their", "their clients", "them")
+        whose, clients, them = one if len(requests) == 1 else several
         advice = f"let decode take {them} sooner, or set a longer kv_lease_duration"
         if self._silence is not None:
             advice = (

@@ -67,17 +67,16 @@ class LoadState:
     """The endpoint's record of one load, kept until no action for the load is left to perform.
 
     Attributes:
-        machine: says how far the load is, and what is to be done next.
         load: what the engine has asked for, with the newest part of an early load.
         begun: when the load began, the device had finished with its pages, or an early load's last
             part came, whichever was last, by ``time.perf_counter``.
         grace: the time for the load's cancelled reads to end; ``None`` if none was cancelled.
         peer: the producer; ``None`` until the load's handshake has succeeded.
-        handshake_succeeded: when, by ``time.perf_counter``; 0 before.
+        handshake_succeeded, fenced: when, the latter of the last fence, by ``time.perf_counter``; 0
+            before.
         copies, nbytes: of the reads that have ended.
         early_nbytes: those read before an early load's last part, and used.
         early_groups: producer rank index to the local groups that are read early.
-        fenced: when the last fence was read, by ``time.perf_counter``; 0 before.
         wait_seconds: how long requests with the ticket had waited for pages before the load.
     """
 
@@ -99,16 +98,10 @@ class LoadState:
     fence_seconds: float = 0.0
     fenced: float = 0.0
     _request: ReadRequest | None = field(default=None, init=False)
-    _named: frozenset[int] | None = field(default=None, init=False)
+    _first_part: Ticket = field(init=False)
 
-    @property
-    def named_early(self) -> frozenset[int]:
-        """Return the producer's groups of which the first part of an early load names pages."""
-        # Not the ticket's: it names pages of all groups, and may come before the first early read.
-        if self._named is None:
-            pages = self.load.ticket.pages
-            self._named = frozenset(group for group, ids in enumerate(pages) if ids)
-        return self._named
+    def __post_init__(self) -> None:
+        self._first_part = self.load.ticket
 
     @property
     def request(self) -> ReadRequest:
@@ -126,7 +119,6 @@ class LoadState:
 
     def extend(self, part: Ticket, *, is_last: bool) -> None:
         """Replace the part of an early load by a newer one, or by the ticket."""
-        self._named = self.named_early
         if part.hold != self.load.ticket.hold:
             self.early_nbytes = 0  # all is read again
         self.load = replace(self.load, ticket=part)
@@ -144,7 +136,9 @@ class LoadState:
         if since == 0 and until is None:
             return request
         if since == 0:
-            self.early_groups[source.remote] = _early_groups(source, request, self.named_early)
+            # Not the ticket's: it names pages of all groups, and may come before the first read.
+            named = {group for group, ids in enumerate(self._first_part.pages) if ids}
+            self.early_groups[source.remote] = _early_groups(source, request, named)
         early = self.early_groups.get(source.remote, frozenset())
         ranges = [
             _clip(wanted, since, until) if group in early else wanted if until is None else None
@@ -189,7 +183,6 @@ class LoadState:
             request=self.load.request,
             engine=self.load.ticket.engine,
             reached=self.peer is not None,
-            path=(self.peer.path or "") if self.peer is not None else "",
             error=error,
             stage=stage,
             reads=self.load.reads,
@@ -222,7 +215,7 @@ def early_unit(plan: Plan) -> int:
     )
 
 
-def _early_groups(source: Source, request: ReadRequest, named: frozenset[int]) -> frozenset[int]:
+def _early_groups(source: Source, request: ReadRequest, named: set[int]) -> frozenset[int]:
     """Return the local groups that are read only from groups that a part names."""
     late = {
         match.local_group

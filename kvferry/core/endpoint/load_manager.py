@@ -10,16 +10,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvferry.core.directory.news import ProducerNews
 from kvferry.core.driver_calls.connections import Connections
 from kvferry.core.driver_calls.error_containment import ErrorContainment, as_ours
-from kvferry.core.driver_calls.slow_path import SlowPathWarnings, Throughput
+from kvferry.core.driver_calls.slow_path import SlowPathWarnings
 from kvferry.core.driver_calls.transfers import Grace, Outcome, Read, Transfers
-from kvferry.core.endpoint.lease_renewal import LeaseRenewal
+from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
-from kvferry.core.endpoint.pending_tickets import PendingTickets
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
     ScratchWords,
@@ -41,7 +39,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId, LoadMachine
-from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import RankPayload, Release
 from kvferry.core.metrics import (
     MAX_NAME,
@@ -68,8 +66,8 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.002
 """Seconds between two checks of deadlines, and of holds whose pages are not computed yet."""
 
-Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
-"""Called with a load that is over, its error or ``None``, and its figures."""
+Reported = Callable[[Load, LoadRecord], None]
+"""Called with a load that is over, and its figures."""
 
 
 class LoadManager:
@@ -109,14 +107,16 @@ class LoadManager:
         self._metrics = metrics
         self._reported = reported
         self._slot_reads = SlotReads(scratch, containment)
-        self._peers = Peers(
-            transport=transport,
-            fingerprints=FingerprintReads(
-                self._slot_reads,
-                clock=clock,
-                patience=options.handshake_timeout,
-                failing=self._on_peer_failing,
-            ),
+        self._fingerprint_reads = FingerprintReads(
+            self._slot_reads,
+            clock=clock,
+            patience=options.handshake_timeout,
+            failing=self._on_peer_failing,
+        )
+        self.peers = Peers(
+            rank=own.rank,
+            path_of=transport.path,
+            check=self._fingerprint_reads.check,
             connections=connections,
             containment=containment,
             post=post,
@@ -140,13 +140,12 @@ class LoadManager:
             lost=self._on_peer_error,
             failing=self._on_peer_failing,
         )
-        self._pending_tickets = PendingTickets(self._peers, self._lease_renewal, clock)
+        self._pending_tickets = PendingTickets(self.peers, self._lease_renewal, clock)
         self._waiting: deque[tuple[LoadState, Passed]] = deque()
         """The loads that wait for the device, in the order in which it works."""
         self._touched: set[LoadId] = set()
         """Loads that may be over since the last ``_drop_ended``."""
         self._next_tick = 0.0
-        self._quarantined = 0
 
     def __len__(self) -> int:
         """Return the number of loads that are not reported yet."""
@@ -164,18 +163,6 @@ class LoadManager:
         return bool(self._waiting)
 
     # What the integration asks for.
-
-    def join(self, own: Sequence[RankPayload]) -> None:
-        """Set what every rank of this engine publishes, in rank order; before any load."""
-        self._peers.join(own, self._own.rank)
-
-    def relay(self, news: ProducerNews) -> None:
-        """Use what the engine's directory has learnt about producers."""
-        self._peers.relay(news)
-
-    def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
-        """Return the producers of which a reply is lacking. Thread-safe."""
-        return self._peers.take_wanted()
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer and renew its hold until its load, which has any error."""
@@ -206,17 +193,15 @@ class LoadManager:
         state = LoadState(machine=machine, load=load, begun=time.perf_counter())
         self._states[load_id] = state
         if load.ticket.engine == self._own.engine:
-            reason = TicketReason.OWN
-            self._on_not_connected(
-                state, TicketError("the ticket is from this very engine", reason=reason)
-            )
+            text, reason = "the ticket is from this very engine", TicketReason.OWN
+            self._on_not_connected(state, TicketError(text, reason=reason))
             return
         state.wait_seconds, gone = self._pending_tickets.take(load.ticket)
         if gone is not None:
             machine.abort(gone, Stage.WAIT)
         elif passed is not None and load.reads:
             self._waiting.append((state, passed))
-        self._peers.connect(
+        self.peers.connect(
             load.ticket,
             partial(self._on_connected, state),
             partial(self._on_not_connected, state),
@@ -225,12 +210,12 @@ class LoadManager:
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
         """Use a newer part, or the ticket, of an early load, which fails if it does not fit."""
-        early = [state for state in self._loads_of(request) if state.machine.early]
-        if not early:
-            return
-        extend = partial(self._extend, early[-1], part, is_last=is_last)
-        # A load that misses its last part would never end.
-        self._containment.run("a part of a ticket", extend, early[-1].machine.abort)
+        for state in reversed(self._states.values()):
+            if state.load.request == request and state.machine.early:
+                extend = partial(self._extend, state, part, is_last=is_last)
+                # A load that misses its last part would never end.
+                self._containment.run("a part of a ticket", extend, state.machine.abort)
+                return
 
     def _extend(self, state: LoadState, part: Ticket, *, is_last: bool) -> None:
         peer = state.peer
@@ -246,22 +231,11 @@ class LoadManager:
         else:
             state.machine.extend(part.hold, part.tokens, deadline)
 
-    def abort(self, request: RequestId) -> None:
-        """Fail the loads of a request that read anything; "done" alone is still sent."""
-        for state in self._loads_of(request):
-            if state.load.reads:
-                self._abort(state)
-
-    def _loads_of(self, request: RequestId) -> list[LoadState]:
-        return [state for state in self._states.values() if state.load.request == request]
-
-    def abort_all(self) -> None:
-        """Fail all loads that are not over. Called when the endpoint closes."""
+    def abort(self, request: RequestId | None = None) -> None:
+        """Fail a request's loads that read anything ("done" alone is still sent), or all loads."""
         for state in self._states.values():
-            self._abort(state)
-
-    def _abort(self, state: LoadState) -> None:
-        state.machine.abort(EndpointClosedError("given up by this engine"))
+            if request is None or (state.load.request == request and state.load.reads):
+                state.machine.abort(EndpointClosedError("given up by this engine"))
 
     # What the thread drives.
 
@@ -271,7 +245,10 @@ class LoadManager:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick(now)
-        busy = self._look_at_device()
+        busy = False
+        while self._waiting and self._is_past(*self._waiting[0]):
+            self._waiting.popleft()
+            busy = True
         while self._actions:
             busy = True
             actions = self._actions.copy()
@@ -282,33 +259,31 @@ class LoadManager:
         self._slot_reads.post(self._transfers, self._capabilities.max_notification)
         return busy
 
-    def _look_at_device(self) -> bool:
-        """Go on with the loads that the device has finished its earlier work for."""
-        before = len(self._waiting)
-        while self._waiting and self._is_past(*self._waiting[0]):
-            self._waiting.popleft()
-        return len(self._waiting) < before
-
     def _is_past(self, state: LoadState, passed: Passed) -> bool:
         """Return whether a load waits for the device no more; then go on with it, or fail it."""
-        if not state.machine.awaits_device or state.machine.failure is not None:
+        load, machine = state.load, state.machine
+        if not machine.awaits_device or machine.failure is not None:
             return True
         try:
-            has_passed = passed()
+            if not passed():
+                return False
         except Exception as exc:  # a device library may raise any type
-            load = state.load
             logger.exception("cannot tell whether the work for %s has passed", load.request)
             kind = EndpointClosedError if load.copy is None else CopyError
-            error = kind(f"the device does not say when it is done: {exc}")
-            state.machine.abort(error)
+            machine.abort(kind(f"the device does not say when it is done: {exc}"))
             return True
-        if has_passed:
-            self._on_passed(state)
-        return has_passed
+        if load.copy is None:
+            state.begun = time.perf_counter()  # its figures do not count the device's time
+            if state.peer is not None:
+                zero = partial(self._zero_unwritten, state, state.peer)
+                self._containment.run("zeroing", zero, machine.abort)
+        machine.passed()
+        return True
 
     def _tick(self, now: float) -> None:
         self._end_early_loads()
-        self._peers.progress(now)
+        self._fingerprint_reads.progress(now)
+        self.peers.progress(now)
         self._connections.progress(now)
         self._pending_tickets.progress(now)
         self._lease_renewal.progress(now)
@@ -321,7 +296,7 @@ class LoadManager:
         """Fail the early loads that alone keep suspect peers from being connected anew."""
         # Loads that wait for the new connection have a deadline, and early loads have none while
         # the producer computes.
-        for peer in self._peers.awaited:
+        for peer in self.peers.awaited:
             machines = [state.machine for state in self._states.values() if state.peer is peer]
             if all(machine.awaits_parts for machine in machines):
                 error = PeerLostError(
@@ -346,7 +321,7 @@ class LoadManager:
 
     def _are_wanted(self, connections: Collection[PeerId]) -> bool:
         """Return whether a load uses these connections, but for failed and idle early ones."""
-        peers = {peer for each in connections for peer in self._peers.using(each)}
+        peers = {peer for each in connections for peer in self.peers.using(each)}
         return any(
             state.peer in peers and state.machine.is_wanted and not state.machine.is_idle
             for state in self._states.values()
@@ -354,16 +329,12 @@ class LoadManager:
 
     def _count_quarantined(self) -> None:
         """Count the pages that may still be written over connections that do not close."""
-        if not self._connections.not_quiesced and not self._quarantined:
-            return
-        self._quarantined = sum(
-            state.pages
-            for state in self._states.values()
-            if state.peer is not None
-            and state.machine.stage not in (None, Stage.COPY)
-            and any(map(self._connections.has_not_quiesced, state.peer.links.values()))
-        )
-        self._metrics.set(QUARANTINED, self._quarantined)
+        not_quiesced, count = self._connections.has_not_quiesced, 0
+        for state in self._states.values() if self._connections.not_quiesced else ():
+            is_reading = state.peer is not None and state.machine.stage not in (None, Stage.COPY)
+            if is_reading and any(map(not_quiesced, state.known_peer.connections.values())):
+                count += state.pages
+        self._metrics.set(QUARANTINED, count)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         releases: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
@@ -381,10 +352,7 @@ class LoadManager:
                 self._containment.run("reporting a load", report)
 
     def _do(
-        self,
-        action: Action,
-        state: LoadState,
-        releases: dict[tuple[Peer, int], list[Release]],
+        self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
         """Perform an action; ``DONE`` and ``ABANDON`` go to ``releases``, reports come later."""
         if action.op is LoadAction.READ:
@@ -426,22 +394,13 @@ class LoadManager:
             self._zero_unwritten(state, peer)
         if not machine.early:
             self._renew(state, peer)
-        unit = early_unit(peer.plan) if machine.early and peer.has_watermarks else 0
-        machine.handshake_succeeded(peer.parties, unit)
-
-    def _on_passed(self, state: LoadState) -> None:
-        """Go on with a load: the device has finished its earlier work on what the load writes."""
-        if state.load.copy is None:
-            state.begun = time.perf_counter()  # its figures do not count the device's time
-            if state.peer is not None:
-                zero = partial(self._zero_unwritten, state, state.peer)
-                self._containment.run("zeroing", zero, state.machine.abort)
-        state.machine.passed()
+        unit = early_unit(peer.handshake.plan) if machine.early and peer.has_watermarks else 0
+        machine.handshake_succeeded(peer.ranks, unit)
 
     def _zero_unwritten(self, state: LoadState, peer: Peer) -> None:
         """Zero what no read fills, before the first one: what it writes must not be zeroed."""
         if state.load.reads and state.machine.is_wanted:
-            self._zero(unwritten_spans(self._own.layout, peer.plan, state.request))
+            self._zero(unwritten_spans(self._own.layout, peer.handshake.plan, state.request))
 
     def _renew(self, state: LoadState, peer: Peer) -> None:
         if state.load.reads and state.machine.is_wanted:
@@ -464,61 +423,55 @@ class LoadManager:
     def _read_batch(
         self, action: Action, state: LoadState, batches: CopyBatches, before: Outcome | None
     ) -> None:
-        peer = state.known_peer
+        peer, rank = state.known_peer, action.rank
 
         # The next batch is queued only now: other loads are read in between, and a load that has
         # failed ends with the batch under way.
         def go_on(outcome: Outcome) -> None:
             whole = outcome if before is None else outcome.after(before)
-            if outcome.error or batches.complete or not state.machine.is_wanted:
-                self._on_read_ended(action, state, whole)
-            else:
+            if outcome.error is None and state.machine.is_wanted and not batches.complete:
                 self._read_batch(action, state, batches, whole)
+                return
+            is_early = action.until is not None
+            is_discarded = is_early and state.machine.is_outdated(rank)
+            state.add(whole, is_early=is_early, is_discarded=is_discarded)
+            if whole.error is None:
+                state.machine.pages_read(rank)
+            else:
+                self._on_lost(state, rank, whole.error)
 
         def finished(outcome: Outcome) -> None:
-            lost = partial(state.machine.lost, action.rank)
+            lost = partial(state.machine.lost, rank)
             self._containment.run("a read that has ended", partial(go_on, outcome), lost)
 
+        if rank not in peer.throughput:
+            path, measure = partial(self.peers.path, peer), self._slow_path_warnings.measure
+            peer.throughput[rank] = measure(peer.key.engine, peer.sources[rank], path)
         read = Read(
-            peer=peer.link(action.rank),
+            peer=peer.connection(rank),
             build=batches.build_paged if self._capabilities.paged_reads else batches.build,
             finished=finished,
-            failing=partial(self._on_failing, state, action.rank),
-            tags={(action.load, action.rank)},
-            throughput=self._throughput(peer, action.rank),
+            failing=partial(self._on_failing, state, rank),
+            tags={(action.load, rank)},
+            throughput=peer.throughput[rank],
         )
         self._transfers.add(read)
-
-    def _throughput(self, peer: Peer, rank: int) -> Throughput | None:
-        if rank not in peer.throughput:
-            path = partial(self._peers.path, peer)
-            peer.throughput[rank] = self._slow_path_warnings.measure(
-                peer.key.engine, peer.sources[rank], path
-            )
-        return peer.throughput[rank]
-
-    def _on_read_ended(self, action: Action, state: LoadState, outcome: Outcome) -> None:
-        is_early = action.until is not None
-        is_discarded = is_early and state.machine.is_outdated(action.rank)
-        state.add(outcome, is_early=is_early, is_discarded=is_discarded)
-        if outcome.error is None:
-            state.machine.pages_read(action.rank)
-        else:
-            self._on_lost(state, action.rank, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
         # "done" is bound to the fence, unless other requests share the hold.
         tells = action.op is LoadAction.FENCE and not state.load.shared
+        payload = state.known_peer.payloads[action.rank]
+        marks = payload.watermarks if action.op is LoadAction.WATERMARK else None
         return SlotRead(
             tag=(action.load, action.rank),
             peer=state.known_peer,
             rank=action.rank,
+            table=marks or payload.slots,
             slot=state.load.ticket.hold.slot,
             note=self._release(action, state) if tells else None,
             landed=partial(self._on_word, action, state),
             lost=partial(self._on_lost, state, action.rank),
             failing=partial(self._on_failing, state, action.rank),
-            is_watermark=action.op is LoadAction.WATERMARK,
         )
 
     def _on_lost(self, state: LoadState, rank: int, error: KVFerryError) -> None:
@@ -531,7 +484,7 @@ class LoadManager:
         if not peer.connected:
             return
         if isinstance(error, PeerLostError):
-            self._close_connection(peer.links[rank], error)
+            self._close_connection(peer.connections[rank], error)
         elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
             peer.suspect = True
 
@@ -549,11 +502,11 @@ class LoadManager:
             # Even if the peer was given up before: others that share the connection may keep it
             # open.
             lost = PeerLostError("disconnected, to end a read that had failed")
-            self._close_connection(peer.links[rank], lost)
+            self._close_connection(peer.connections[rank], lost)
 
     def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
         """Close a connection, and give up all peers that use it: their reads end."""
-        for peer in self._peers.using(connection):
+        for peer in self.peers.using(connection):
             self._give_up_peer(peer, error)
         # Also if no peer uses it: a peer that is being connected may have it.
         self._connections.close(connection)
@@ -562,7 +515,7 @@ class LoadManager:
         """Disconnect from a peer and fail all loads from it; nothing if it was given up before."""
         if not peer.connected:
             return
-        self._peers.lose(peer, error)
+        self.peers.give_up(peer, error)
         for state in self._states.values():
             if state.peer is peer:
                 state.machine.abort(error)
@@ -595,7 +548,7 @@ class LoadManager:
             generation=ticket.hold.generation,
             engine=self._own.engine,
             rank=self._own.rank,
-            expected=state.known_peer.plan.readers[action.rank],
+            expected=state.known_peer.handshake.plan.readers[action.rank],
             abandoned=action.op is LoadAction.ABANDON,
         )
 
@@ -603,8 +556,8 @@ class LoadManager:
         """Tell a producer rank "done" and "abandon"; if that fails, the leases end the holds."""
         for batch in fitting(releases, self._capabilities.max_notification):
             try:
-                if rank in peer.ids:
-                    self._transport.notify(peer.ids[rank], encode(batch))
+                if peer.connected:
+                    self._transport.notify(peer.connections[rank], encode(batch))
             except Exception as exc:  # noqa: BLE001  whatever it is: the lease ends the hold
                 self._metrics.add(UNTOLD, len(batch), peer=peer.key.engine[:MAX_NAME])
                 logger.warning(
@@ -632,10 +585,10 @@ class LoadManager:
         self._lease_renewal.end(state.renewal)
         record = state.record(action.error, action.stage)
         if action.error is None and state.peer is not None and load.reads:
-            written = first_written_tokens(self._own.layout, state.peer.plan, state.request)
-            path = self._peers.path(state.peer)
+            plan, path = state.peer.handshake.plan, self.peers.path(state.peer)
+            written = first_written_tokens(self._own.layout, plan, state.request)
             record = replace(record, path=path, first_tokens=written)
-        self._reported(load, action.error, record)
+        self._reported(load, record)
 
     def _drop_ended(self) -> None:
         """Forget the loads in ``_touched`` that are over, after all their actions."""
@@ -644,5 +597,5 @@ class LoadManager:
             if state.machine.is_over:
                 del self._states[load_id]
                 if state.peer is not None:
-                    self._peers.release(state.peer, PeerUse.LOAD)
+                    self.peers.release(state.peer, PeerUse.LOAD)
         self._touched.clear()

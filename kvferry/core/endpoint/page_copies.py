@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 Passed = Callable[[], bool]
 """Returns whether the device has finished some work; may raise any exception."""
+Ended = Callable[[KVFerryError | None], None]
 
 UNKNOWN_END = (
     "cannot tell whether the copy of the %s is over (stage copy, cause device): its blocks and "
@@ -43,33 +44,17 @@ class PageCopies(Protocol):
     """
 
     def out(self, blocks: Sequence[int], pages: Sequence[int]) -> Callable[[], bool]:
-        """Begin to copy blocks to host pages.
+        """Begin to copy blocks to as many host pages, until peers can read all of them there.
 
-        Args:
-            blocks: ids of the blocks, at least one, without holes.
-            pages: id of the host page for each.
-
-        Returns:
-            A function that returns whether all of it is in host memory, where peers can read it.
-
-        Raises:
-            CopyError: the copy cannot begin, and nothing of it has.
+        Ids are given, at least one, without holes. Raises ``CopyError`` if the copy cannot begin,
+        and nothing of it has.
         """
         ...
 
     def into(self, pages: Sequence[int], blocks: Sequence[int]) -> Callable[[], bool]:
-        """Begin to copy host pages to blocks.
+        """Begin to copy host pages to blocks, until work enqueued from then on has all of them.
 
-        Args:
-            pages: ids of the host pages, at least one.
-            blocks: id of the block for each, without holes.
-
-        Returns:
-            A function that returns whether all of it is on the device, for work enqueued from then
-            on.
-
-        Raises:
-            CopyError: the copy cannot begin, and nothing of it has.
+        Ids and errors are as for ``out``.
         """
         ...
 
@@ -82,7 +67,7 @@ class _Running:
     direction: CopyDirection
     begun: float
     passed: Passed | None
-    ended: Callable[[KVFerryError | None], None]
+    ended: Ended
 
 
 class RunningCopies:
@@ -130,20 +115,17 @@ class RunningCopies:
             ]
         return []
 
-    def begin(
-        self,
-        what: str,
-        direction: CopyDirection,
-        copy: PageCopy,
-        ended: Callable[[KVFerryError | None], None],
-    ) -> None:
+    def begin(self, what: str, direction: CopyDirection, copy: PageCopy, ended: Ended) -> None:
         """Begin a copy; ``ended`` is called, with its error, when it is known to be over."""
         if not copy.blocks:
             self._tell(ended, None)
             return
         begun, passed = self._clock(), None
         try:
-            passed = self._call(direction, copy)
+            if direction is CopyDirection.TO_HOST:
+                passed = self._copies.out(copy.blocks, copy.pages)
+            else:
+                passed = self._copies.into(copy.pages, copy.blocks)
         except CopyError as exc:
             self._tell(ended, exc)
             return
@@ -159,16 +141,9 @@ class RunningCopies:
         self._running = [each for each in self._running if not self._has_ended(each)]
         return len(self._running) < before
 
-    def _tell(
-        self, ended: Callable[[KVFerryError | None], None], error: KVFerryError | None
-    ) -> None:
+    def _tell(self, ended: Ended, error: KVFerryError | None) -> None:
         # Told of the exception instead: whoever waits for the copy would wait for ever.
         self._containment.run("a copy that has ended", partial(ended, error), ended)
-
-    def _call(self, direction: CopyDirection, copy: PageCopy) -> Passed:
-        if direction is CopyDirection.TO_HOST:
-            return self._copies.out(copy.blocks, copy.pages)
-        return self._copies.into(copy.pages, copy.blocks)
 
     def _has_ended(self, copy: _Running) -> bool:
         if copy.passed is None:

@@ -6,29 +6,26 @@ Engines share connections (``Connections``); what each engine is to this rank is
 from __future__ import annotations
 
 import enum
-import heapq
-import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Protocol
 
 from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS, backoff_seconds
 from kvferry.core.directory.news import EncodedReply, ProducerNews
 from kvferry.core.driver_calls.connections import BlockingCalls, Connections
 from kvferry.core.driver_calls.error_containment import ErrorContainment
 from kvferry.core.driver_calls.slow_path import Throughput
+from kvferry.core.endpoint.replies import HandshakeResult, PeerMemoryBudget, ReplyReader
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
     KVFerryError,
     PeerLostError,
-    PlanError,
     TicketError,
     TransportError,
     forget_frames,
@@ -40,21 +37,14 @@ from kvferry.core.lifecycle.ticket import (
     Ticket,
     check_against,
     check_producer,
-    page_limits,
 )
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage
 from kvferry.core.options import EndpointOptions
-from kvferry.core.planner.plan import Plan, Source
-from kvferry.core.planner.plan_cache import PlanCache
-from kvferry.core.security.proof import load_library
-from kvferry.core.side_channel import agree
-from kvferry.core.side_channel.compatibility import differing_software, engine_info
-from kvferry.core.side_channel.connection import explained
-from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.planner.plan import Source
 from kvferry.core.side_channel.sockets import port_at
-from kvferry.core.transport import PeerId, Transport
+from kvferry.core.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -67,29 +57,6 @@ WANTED_SECONDS, WANTED_AGAIN_SECONDS = 0.1, 1.0
 """How long a ticket waits for its producer's reply before the directory is told, and told again."""
 MAX_DOWN = 1 << 12
 """The most engines counted as down; there is a limit because clients choose what tickets name."""
-DECODED = 5
-"""Decoded fields take at most this many times the bytes of the encoded payload."""
-RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
-"""Estimated bytes of a payload's rest, a region, an ``agreement`` entry, a ``StripBatch`` cut."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandshakeResult:
-    """The result of a handshake that succeeded.
-
-    Attributes:
-        payloads: what the producer's ranks publish, in rank order.
-        plan: the plan of the reads.
-        page_limits: per cache group of the producer, the number that page ids must stay below.
-        ticket_key: the public key for the proofs of the producer's tickets; empty without proofs.
-        memory: what to keep for the producer, see ``memory_of``.
-    """
-
-    payloads: tuple[RankPayload, ...]
-    plan: Plan
-    page_limits: tuple[int, ...]
-    ticket_key: bytes = b""
-    memory: Mapping[int, int] = field(default_factory=dict)
 
 
 class PeerUse(enum.Enum):
@@ -107,11 +74,10 @@ class Peer:
 
     Attributes:
         key: the producer, with the side-channel address that answered.
-        payloads, plan, page_limits, ticket_key: those of the ``HandshakeResult``.
         begun: when its handshake began, or it began to be connected anew, by ``time.perf_counter``.
-        links: producer rank index to connection, where this rank reads or notifies; empty before
-            the producer is connected. Once it is given up, reads may still be under way there.
-        sources: producer rank index to that rank's part of ``plan``.
+        connections: by producer rank index, where this rank reads or notifies; empty before the
+            producer is connected. Once it is given up, reads may still be under way there.
+        sources: producer rank index to that rank's part of the plan.
         connected: ``False`` once the peer is given up.
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
@@ -121,14 +87,11 @@ class Peer:
     """
 
     key: PeerKey
-    payloads: tuple[RankPayload, ...]
-    plan: Plan
-    page_limits: tuple[int, ...]
-    ticket_key: bytes
+    handshake: HandshakeResult
     begun: float
     last_used: float
     sources: dict[int, Source] = field(init=False)
-    links: dict[int, PeerId] = field(default_factory=dict)
+    connections: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
     suspect: bool = False
     is_ending: bool = False
@@ -137,29 +100,35 @@ class Peer:
     uses: Counter[PeerUse] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.sources = {source.remote: source for source in self.plan.sources}
+        self.sources = {source.remote: source for source in self.handshake.plan.sources}
 
     def __repr__(self) -> str:
         state = "connected"
         if not self.connected:
             state = "given up"
-        elif not self.links:
+        elif not self.connections:
             state = "connecting"
         elif self.suspect or self.is_ending:
             state = "suspect" if self.suspect else "ending"
         uses = "".join(f", {n} {use.name.lower()}s" for use, n in self.uses.items() if n)
-        return f"<peer {self.key.engine} {self.incarnation:x}: {state}{uses}, links {self.links}>"
+        name = f"{self.key.engine} {self.incarnation:x}"
+        return f"<peer {name}: {state}{uses}, connections {self.connections}>"
 
     @property
-    def ids(self) -> dict[int, PeerId]:
-        """Return the connections to use, by producer rank index; none once the peer is given up."""
-        return self.links if self.connected else {}
+    def payloads(self) -> tuple[RankPayload, ...]:
+        """Return what the producer's ranks publish, in rank order."""
+        return self.handshake.payloads
 
-    def link(self, rank: int) -> PeerId:
+    @property
+    def ticket_key(self) -> bytes:
+        """Return the key that proves the producer's tickets; empty if it makes no proofs."""
+        return self.handshake.ticket_key
+
+    def connection(self, rank: int) -> PeerId:
         """Return the connection to a rank; raise ``PeerLostError`` once the peer is given up."""
         if not self.connected:
             raise self.gone()
-        return self.links[rank]
+        return self.connections[rank]
 
     def acquire(self, use: PeerUse) -> None:
         """Count one more use of the peer, which keeps it connected until ``Peers.release``."""
@@ -187,7 +156,8 @@ class Peer:
 
     def check(self, ticket: Ticket) -> None:
         """Refuse a ticket that is not this producer's or does not fit it; see ``check_against``."""
-        check_against(ticket, self.payloads, self.page_limits, ticket_key=self.ticket_key)
+        limits = self.handshake.page_limits
+        check_against(ticket, self.payloads, limits, ticket_key=self.ticket_key)
 
     @property
     def has_watermarks(self) -> bool:
@@ -207,12 +177,13 @@ class Peer:
     @property
     def heartbeats(self) -> dict[int, PeerId]:
         """Return the connections of the producer ranks that accept heartbeats, by rank index."""
-        return {rank: peer for rank, peer in self.ids.items() if self.payloads[rank].heartbeats}
+        found = self.connections.items() if self.connected else ()
+        return {rank: each for rank, each in found if self.payloads[rank].heartbeats}
 
     @property
-    def parties(self) -> tuple[RemoteRank, ...]:
+    def ranks(self) -> tuple[RemoteRank, ...]:
         """Return the producer ranks that this rank reads from or notifies, in rank order."""
-        return tuple(RemoteRank(rank=rank, reads=rank in self.sources) for rank in sorted(self.ids))
+        return tuple(RemoteRank(rank=r, reads=r in self.sources) for r in sorted(self.connections))
 
 
 Ready = Callable[[Peer], None]
@@ -223,14 +194,14 @@ Failed = Callable[[KVFerryError], None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Waiter:
-    """A call of ``connect`` that is not over; ``asked`` is when the directory is told next."""
+    """A call of ``connect`` that is not over; the directory is told at ``next_ask``."""
 
     ticket: Ticket
     ready: Ready
     failed: Failed
     loads: bool
     until: float
-    asked: float
+    next_ask: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -268,34 +239,22 @@ class _KnownProducer:
         is_used = self.peer is not None and self.peer.is_used
         return not (is_used or self.is_connecting or self.waiting or self.handshake is None)
 
-    @property
-    def last_used(self) -> float:
-        return 0.0 if self.peer is None else self.peer.last_used
-
-
-class FingerprintChecks(Protocol):
-    """Checks that the memory of a connected producer is its own; see ``FingerprintReads``."""
-
-    def check(self, peer: Peer, checked: Callable[[KVFerryError | None], None]) -> None:
-        """Begin to check a producer; ``checked`` is called once."""
-
-    def progress(self, now: float) -> None:
-        """Fail the checks that take too long."""
-
 
 class Peers:
     """Connect to the producers that tickets name, keep the connections, and release them.
 
     It asks nobody: replies come by ``relay``, and ``take_wanted`` says which ones are lacking. Used
-    by the endpoint's thread only, but for ``take_wanted``. ``transport`` is asked for
-    ``Transport.path`` only. ``lost`` must give up a peer that the directory says is lost.
+    by the endpoint's thread only, but for ``take_wanted``. ``rank`` is this rank's index,
+    ``path_of`` is ``Transport.path``, ``check`` is ``FingerprintReads.check``; ``lost`` must give
+    up a peer that the directory says is lost.
     """
 
     def __init__(
         self,
         *,
-        transport: Transport,
-        fingerprints: FingerprintChecks,
+        rank: int,
+        path_of: Callable[[PeerId], str],
+        check: Callable[[Peer, Callable[[KVFerryError | None], None]], None],
         connections: Connections,
         containment: ErrorContainment,
         post: Callable[[Callable[[], None]], None],
@@ -304,8 +263,8 @@ class Peers:
         metrics: Metrics,
         lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
-        self._transport = transport
-        self._fingerprints = fingerprints
+        self._path_of = path_of
+        self._check = check
         self._containment = containment
         self._clock = clock
         self._patience = options.handshake_timeout + LONGEST_BACKOFF_SECONDS
@@ -322,24 +281,24 @@ class Peers:
         self._by_use: dict[Peer, None] = {}
         """Those that are connected, in the order of ``Peer.last_used``."""
         self._memory = PeerMemoryBudget()
-        self._reader = ReplyReader(options)
+        self._reader = ReplyReader(options, rank)
         self._read_calls = BlockingCalls(
             threads=True, post=post, clock=clock, name="kvferry-handshake"
         )
         self._unread: deque[_KnownProducer] = deque()
         """Replies to read; the first is being read."""
         self._connections = connections
-        self._retries: list[tuple[float, int, _KnownProducer]] = []
-        self._numbers = itertools.count()
+        self._retries: set[_KnownProducer] = set()
+        """Those to connect to when that is due."""
         self._deferred: dict[Peer, list[_Waiter]] = {}
         """Loads that wait until a suspect peer has no others."""
 
-    def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Set what this engine's ranks publish, and this rank's index; before any ``connect``."""
-        self._reader.join(own, rank)
+    def join(self, own: Sequence[RankPayload]) -> None:
+        """Set what this engine's ranks publish, in rank order; before any ``connect``."""
+        self._reader.join(own)
 
     def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
-        """Return the producers of which a reply is lacking, with the tickets' incarnations."""
+        """Return once the producers of which a reply is lacking, with the tickets' incarnations."""
         return frozenset(self._wanted.popleft() for _ in range(len(self._wanted)))
 
     def relay(self, news: ProducerNews) -> None:
@@ -363,7 +322,7 @@ class Peers:
             failed=failed,
             loads=loads,
             until=now + self._patience,
-            asked=now + WANTED_SECONDS,
+            next_ask=now + WANTED_SECONDS,
         )
         self._connect_for(waiter)
 
@@ -374,14 +333,18 @@ class Peers:
             self._serve(producer, [waiter])
         else:
             self._unknown.setdefault(key, []).append(waiter)
-            self._next_look = min(self._next_look, waiter.asked)
+            self._next_look = min(self._next_look, waiter.next_ask)
 
     def _serve(self, producer: _KnownProducer, waiters: Sequence[_Waiter]) -> None:
         """Serve those that want a producer whose reply is here."""
         for waiter in waiters:
             peer = producer.connected
             if peer is not None and peer.suspect and not peer.loads:
-                self._forget_with_idle(peer)
+                # With the peers without loads that share its connections, to close those.
+                for connection in peer.connections.values():
+                    for other in self.using(connection):
+                        if not other.loads:
+                            self.give_up(other)
                 peer = None
             if producer.refusal is not None:
                 self._fail([waiter], producer.refusal)
@@ -404,7 +367,8 @@ class Peers:
             self._fail(waiters, outcome)
             return
         genuine = [each for each in waiters if self._is_made_by(outcome, each)]
-        if outcome.ranks and self._has_room_for(outcome):
+        unread = sum(producer.reply.nbytes for producer in self._unread)
+        if outcome.ranks and (outcome.name in self._producers or unread <= MAX_UNREAD_BYTES):
             self._add(key, outcome)
             for waiter in genuine:
                 self._connect_for(waiter)
@@ -444,11 +408,6 @@ class Peers:
             else:
                 self._connect_for(waiter)
 
-    def _has_room_for(self, reply: EncodedReply) -> bool:
-        """Return whether a reply may wait to be read, or its producer is known already."""
-        unread = sum(producer.reply.nbytes for producer in self._unread)
-        return reply.name in self._producers or unread <= MAX_UNREAD_BYTES
-
     def _add(self, key: PeerKey, reply: EncodedReply) -> None:
         """Keep and read a reply with payloads, unless its producer is known."""
         known = self._producers.get(reply.name)
@@ -484,18 +443,17 @@ class Peers:
         self._read_next()
         if not self._is_kept(producer):
             return
-        error: KVFerryError | None
         if isinstance(outcome, HandshakeResult):
             error = self._make_room(producer, outcome)
+            if error is None:
+                self._connect_if_due(producer)
+                return
         else:
             error = outcome
             forget_frames(error)
             # Another exception than the reader's own (no memory) may not come again.
             if self._reader.has_joined and not isinstance(error, TransportError):
                 producer.refusal = error
-        if error is None:
-            self._connect_if_due(producer)
-            return
         if producer.refusal is None:
             self._drop(producer)
         self._fail_waiting(producer, error)
@@ -518,20 +476,12 @@ class Peers:
         if handshake is None or producer.peer is not None or not producer.waiting:
             return
         if self._clock() < producer.due:
-            heapq.heappush(self._retries, (producer.due, next(self._numbers), producer))
+            self._retries.add(producer)
             return
         key, begun = producer.reply.address, producer.begun or time.perf_counter()
-        peer = Peer(
-            key=key,
-            payloads=handshake.payloads,
-            plan=handshake.plan,
-            page_limits=handshake.page_limits,
-            ticket_key=handshake.ticket_key,
-            begun=begun,
-            last_used=self._clock(),
-        )
+        peer = Peer(key=key, handshake=handshake, begun=begun, last_used=self._clock())
         producer.peer, producer.is_connecting, producer.begun = peer, True, 0.0
-        ranks = peer.sources.keys() | set(peer.plan.notified_ranks)
+        ranks = peer.sources.keys() | set(handshake.plan.notified_ranks)
         addresses = {rank: peer.payloads[rank].address for rank in ranks}
 
         def acquired(made: dict[int, PeerId] | KVFerryError) -> None:
@@ -547,20 +497,21 @@ class Peers:
         if isinstance(made, KVFerryError):
             connected(made)
         else:  # it is used only after its fingerprint was checked
-            peer.links = made
-            self._fingerprints.check(peer, connected)
+            peer.connections = made
+            self._check(peer, connected)
 
     def _on_connected(
         self, producer: _KnownProducer, peer: Peer, error: KVFerryError | None
     ) -> None:
         """Serve those that wait for a producer, which is connected, or fail them."""
         producer.is_connecting = False
-        if error is None and not all(map(self._connections.is_open, peer.ids.values())):
+        is_open = self._connections.is_open
+        if error is None and not (peer.connected and all(map(is_open, peer.connections.values()))):
             error = ConnectError(f"a connection to engine {peer.key.engine} was lost meanwhile")
         if not self._is_kept(producer):
-            self.forget(peer)
+            self.give_up(peer)
         elif error is not None:
-            self.forget(peer)
+            self.give_up(peer)
             producer.due = self._clock() + backoff_seconds(producer.failures)
             producer.failures += 1
             self._fail_waiting(producer, error)
@@ -574,19 +525,19 @@ class Peers:
         """Count a producer among those that can be used."""
         for other in list(self._by_use):
             if other.key.engine == peer.key.engine and not other.loads:  # an earlier incarnation
-                self.forget(other)
+                self.give_up(other)
         self._by_use[peer] = None
         self._down.pop(peer.key.engine, None)
         self._set_gauges()
         seconds = time.perf_counter() - peer.begun
         self._metrics.count_stage(Stage.HANDSHAKE, seconds, peer.key.engine)
 
-    def _make_room(self, wanted: _KnownProducer, handshake: HandshakeResult) -> ConnectError | None:
+    def _make_room(self, wanted: _KnownProducer, handshake: HandshakeResult) -> KVFerryError | None:
         """Let idle producers go, least recently used first, for one that was read; count it."""
         self._memory.add(handshake.memory)
         wanted.handshake = handshake
         idle = [each for each in self._producers.values() if each.is_idle and each is not wanted]
-        for each in sorted(idle, key=lambda each: each.last_used):
+        for each in sorted(idle, key=lambda one: one.peer.last_used if one.peer else 0.0):
             if self._memory.nbytes <= MAX_KEPT_BYTES:
                 break
             logger.info("engine %s: released to make room for another", each.name[0])
@@ -605,45 +556,40 @@ class Peers:
         if producer.handshake is not None:
             self._memory.remove(producer.handshake.memory)
         if producer.connected is not None and not producer.connected.is_used:
-            self.forget(producer.connected)
-
-    def _forget_with_idle(self, peer: Peer) -> None:
-        """Disconnect a suspect peer and the peers without loads that share its connections."""
-        for connection in peer.links.values():
-            for other in self.using(connection):
-                if not other.loads:
-                    self.forget(other)
+            self.give_up(producer.connected)
 
     def release(self, peer: Peer, use: PeerUse) -> None:
         """End one use of a peer that ``Peer.acquire`` has counted."""
         peer.uses[use] -= 1
         self._touch(peer)
         if peer.is_ending and not peer.is_used:
-            self.forget(peer)
+            self.give_up(peer)
 
     def _touch(self, peer: Peer) -> None:
         peer.last_used = self._clock()
         if self._by_use.pop(peer, peer) is None:
             self._by_use[peer] = None
 
-    def forget(self, peer: Peer) -> None:
-        """Give a peer up; end its connections that no other uses, and their transfers."""
+    def give_up(self, peer: Peer, error: KVFerryError | None = None) -> None:
+        """End a peer's connections that no other uses, and their transfers.
+
+        With an ``error``, the peer is logged and counted as lost.
+        """
         if not peer.connected:
             return
+        if error is not None:
+            self._count_lost(peer, error)
         peer.connected = False
         if self._by_use.pop(peer, peer) is None:
             self._set_gauges()
         producer = self._producers.get(peer.name)
         if producer is not None and producer.peer is peer:
             producer.peer = None
-        for connection in peer.links.values():
+        for connection in peer.connections.values():
             self._connections.release(connection)
 
-    def lose(self, peer: Peer, error: KVFerryError) -> None:
-        """Give a peer up for an error: log and count it as lost, then ``forget`` it.
-
-        The log line is a warning only if loads are lost with it.
-        """
+    def _count_lost(self, peer: Peer, error: KVFerryError) -> None:
+        """Log and count a peer as lost; the log line is a warning only if loads are lost too."""
         logger.log(
             logging.WARNING if peer.loads else logging.DEBUG,
             "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
@@ -655,7 +601,6 @@ class Peers:
         )
         self._metrics.add(LOST_PEERS, peer=peer.key.engine[:MAX_NAME])
         self._count_down(peer.key.engine)
-        self.forget(peer)
 
     def _count_down(self, engine: str) -> None:
         """Count an engine as down for ``engine_ttl`` seconds from now."""
@@ -671,7 +616,7 @@ class Peers:
 
     def using(self, connection: PeerId) -> list[Peer]:
         """Return the peers that use a connection; several engines may share it."""
-        return [peer for peer in self._by_use if connection in peer.links.values()]
+        return [peer for peer in self._by_use if connection in peer.connections.values()]
 
     @property
     def awaited(self) -> list[Peer]:
@@ -680,47 +625,44 @@ class Peers:
 
     def path(self, peer: Peer) -> str:
         """Return the driver's names for what carries a peer's bytes; empty if it cannot tell."""
-        if peer.path is None:
-            ids, path = peer.ids.values(), self._transport.path
-            paths = self._containment.run("the driver's path", lambda: set(map(path, ids)))
+        if peer.path is None and peer.connected:
+            found = map(self._path_of, peer.connections.values())
+            paths = self._containment.run("the driver's path", lambda: set(found))
             peer.path = "+".join(sorted(filter(None, paths or ())))[:MAX_NAME]
-        return peer.path
+        return peer.path or ""
 
     def progress(self, now: float) -> None:
         """Do what is due: connect anew, say what is lacking, disconnect what is idle."""
-        self._fingerprints.progress(now)
         for engine in [*takewhile(lambda each: self._down[each] <= now, self._down)]:
             del self._down[engine]
             self._set_gauges()
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
             for waiter in self._deferred.pop(peer):
                 self._connect_for(waiter)
-        while self._retries and self._retries[0][0] <= now:
-            _, _, producer = heapq.heappop(self._retries)
+        for producer in [each for each in self._retries if each.due <= now]:
+            self._retries.discard(producer)
             if self._is_kept(producer):
                 self._connect_if_due(producer)
         if self._unknown and now >= self._next_look:
             self._look_after_unknown(now)
-        for idle in list(
-            takewhile(lambda each: now - each.last_used > self._engine_ttl, self._by_use)
-        ):
+        since = now - self._engine_ttl
+        for idle in [*takewhile(lambda each: each.last_used < since, self._by_use)]:
             if idle.is_used:
                 self._touch(idle)
             else:  # its reply stays here until the directory lets the producer go
                 logger.info("engine %s: idle, disconnected", idle.key.engine)
-                self.forget(idle)
+                self.give_up(idle)
 
     def _look_after_unknown(self, now: float) -> None:
         """Tell the directory which replies are lacking, and fail who has waited for too long."""
         self._next_look = now + WANTED_SECONDS
         for key, waiters in list(self._unknown.items()):
             late = [each for each in waiters if each.until <= now]
-            if len(late) == len(waiters):
+            left = self._unknown[key] = [each for each in waiters if each.until > now]
+            if not left:
                 del self._unknown[key]
-            elif late:
-                self._unknown[key] = [each for each in waiters if each.until > now]
-            for waiter in (each for each in waiters if each.asked <= now < each.until):
-                waiter.asked = now + WANTED_AGAIN_SECONDS
+            for waiter in (each for each in left if each.next_ask <= now):
+                waiter.next_ask = now + WANTED_AGAIN_SECONDS
                 self._wanted.append((key, waiter.ticket.incarnation))
             self._fail(
                 late,
@@ -729,124 +671,3 @@ class Peers:
                     "engine's directory was not told of the ticket, or tells its ranks nothing"
                 ),
             )
-
-
-class ReplyReader:
-    """Read the replies of producers for one rank; one thread may be in ``read`` at a time."""
-
-    def __init__(self, options: EndpointOptions) -> None:
-        self._options = options
-        self._own: tuple[RankPayload, ...] = ()
-        self._rank = 0
-        self._planner = PlanCache((), 0)
-        self._warned: set[ProducerName] = set()
-
-    def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Set what this engine's ranks publish, and this rank's index; before any ``read``."""
-        self._planner, self._rank = PlanCache([payload.layout for payload in own], rank), rank
-        self._own = tuple(own)  # set last: the thread that reads uses the rest once it is set
-
-    @property
-    def has_joined(self) -> bool:
-        """Return whether ``join`` was called."""
-        return bool(self._own)
-
-    def read(self, reply: EncodedReply) -> HandshakeResult:
-        """Decode and check a reply, which is untrusted, and plan the reads.
-
-        Takes up to as long as ``work_budget`` allows.
-
-        Raises:
-            HandshakeError: what the producer publishes is invalid, or does not fit this engine.
-            KVFerryError: nothing can be planned from it.
-        """
-        if not self._own:
-            raise HandshakeError("this endpoint has not joined its engine: call join() first")
-        dialer = Dialer.to(reply.address, self._options.handshake_timeout, self._options.access)
-        dialer.numeric.append(reply.numeric)
-        with explained(reply.address.engine, dialer):
-            info = engine_info(reply.ranks, reply.ticket_key, engine=reply.address.engine)
-        if info.ticket_key:
-            load_library()
-        own, judgements = self._own[self._rank], self._options.judgements
-        overridden = [text for rank in info.ranks for text in agree(own, rank, judgements)]
-        self._warn(reply.name, dict.fromkeys(overridden))
-        try:
-            plan = self._planner.plan([payload.layout for payload in info.ranks])
-        except PlanError as exc:
-            told = differing_software(own, info.ranks[0], judgements)
-            raise PlanError(f"{exc}{told}") from exc
-        return HandshakeResult(
-            payloads=info.ranks,
-            plan=plan,
-            page_limits=page_limits(info.ranks),
-            ticket_key=info.ticket_key,
-            memory=memory_of(info.ranks, tuple(map(len, reply.ranks)), plan),
-        )
-
-    def _warn(self, name: ProducerName, overridden: Iterable[str]) -> None:
-        """Log the differences that the operator allows, once per incarnation, on rank 0 only."""
-        if overridden and self._rank == 0 and name not in self._warned:
-            self._warned.add(name)
-            logger.warning(
-                "reading from engine %s although it differs in %s: enforce_handshake_compat is "
-                "false, and if the pages do not mean the same, answers will be wrong",
-                name[0],
-                "; ".join(overridden),
-            )
-
-
-def memory_of(
-    payloads: Sequence[RankPayload], sizes: Sequence[int], plan: Plan
-) -> Mapping[int, int]:
-    """Estimate the bytes that payloads (``sizes`` when encoded) and a plan take, by object.
-
-    Keys are ``id(object)``, valid while the objects live: what producers share can be counted once.
-    """
-    memory = {id(plan): sum(map(_own_bytes, payloads))}
-    for payload, size in zip(payloads, sizes, strict=True):
-        memory[id(payload.layout.fields)] = DECODED * size
-    for source in plan.sources:
-        for batch in (batch for match in source.matches for batch in match.batches):
-            memory[id(batch.local)] = batch.local.nbytes
-            memory[id(batch.remote)] = batch.remote.nbytes
-            memory[id(plan)] += CUT_BYTES * (1 + len(batch.segments))
-    return memory
-
-
-def _own_bytes(payload: RankPayload) -> int:
-    """Estimate the bytes of a decoded payload without its fields, which payloads may share."""
-    texts = sum(len(name) + len(value) for name, value in payload.agreement.items())
-    return (
-        RANK_BYTES
-        + REGION_BYTES * len(payload.layout.regions)
-        + FACT_BYTES * len(payload.agreement)
-        + texts
-        + len(payload.address)
-    )
-
-
-class PeerMemoryBudget:
-    """Count the estimated bytes that are kept for peers, per object: peers share equal fields."""
-
-    def __init__(self) -> None:
-        # A producer chooses how much it publishes, so the total is limited.
-        self._users: Counter[int] = Counter()
-        self._sizes: dict[int, int] = {}
-        self.nbytes = 0
-
-    def add(self, memory: Mapping[int, int]) -> None:
-        """Count the objects of one more peer, from ``memory_of``."""
-        for key, nbytes in memory.items():
-            self._users[key] += 1
-            if self._users[key] == 1:
-                self._sizes[key] = nbytes
-                self.nbytes += nbytes
-
-    def remove(self, memory: Mapping[int, int]) -> None:
-        """Stop counting the objects of a peer, as passed to ``add``."""
-        for key in memory:
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-                self.nbytes -= self._sizes.pop(key)

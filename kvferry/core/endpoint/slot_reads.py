@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from kvferry.core.endpoint.peers import Peer
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region, region_of
-from kvferry.core.messages import FINGERPRINT_WORDS, WORD_BYTES, Note
+from kvferry.core.messages import WORD_BYTES, Note
 from kvferry.core.security.proof import fingerprint
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.copies import Copies, copies_between
@@ -34,38 +34,28 @@ SCRATCH_WORDS = 1 << 12
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotRead:
-    """A read of one 8-byte word: a slot word, a watermark, or a part of a producer's fingerprint.
+    """A read of one 8-byte word of a producer rank.
 
     Attributes:
         tag: for ``SlotReads.remove`` and ``Transfers.cancel``.
-        peer, rank, slot: the producer, the index of its rank, and the index of the slot.
+        table: the rank's memory with the word: slot words, watermarks, or its fingerprint.
+        slot: the index of the word in ``table``.
         note: the message that is bound to the read: a ``Renewal``; or "done" for a fence, unless
             the load shares its hold; otherwise ``None``.
         landed: called with the word and the seconds that the read took.
         lost: called instead of ``landed`` if the read failed; no more bytes land.
         failing: called before ``lost`` if the driver knows earlier; bytes may still land.
-        is_header: whether it is part of the fingerprint, and ``slot`` the index there.
-        is_watermark: whether it is the slot's watermark, which the rank must publish.
     """
 
     tag: Hashable
     peer: Peer
     rank: int
+    table: Region
     slot: int
     note: Note | None
     landed: Callable[[int, float], None]
     lost: Callable[[KVFerryError], None]
     failing: Callable[[KVFerryError], None]
-    is_header: bool = False
-    is_watermark: bool = False
-
-    @property
-    def region(self) -> Region:
-        """Return the region of the producer rank's memory that contains the word."""
-        payload = self.peer.payloads[self.rank]
-        if self.is_watermark:
-            return payload.watermarks or payload.slots
-        return payload.fingerprint or payload.slots if self.is_header else payload.slots
 
 
 class ScratchWords:
@@ -94,10 +84,6 @@ class ScratchWords:
         """Free a word whose read has ended, and return its value."""
         self._free.append(index)
         return int(self._words[index])
-
-    def address(self, index: int) -> int:
-        """Return the address of the word with this index."""
-        return self.region.address + index * WORD_BYTES
 
 
 class SlotReads:
@@ -130,10 +116,9 @@ class SlotReads:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        groups: dict[tuple[Peer, int, type, bool, bool], list[SlotRead]] = defaultdict(list)
+        groups: dict[tuple[Peer, int, Region, type], list[SlotRead]] = defaultdict(list)
         for read in waiting:
-            kind = type(read.note), read.is_header, read.is_watermark
-            groups[read.peer, read.rank, *kind].append(read)
+            groups[read.peer, read.rank, read.table, type(read.note)].append(read)
         for reads in groups.values():
             notes = [read.note for read in reads if read.note is not None]
             size = self._containment.run(
@@ -147,7 +132,7 @@ class SlotReads:
     def _post_batch(self, batch: list[SlotRead], transfers: Transfers) -> None:
         """Post a batch, if the scratch memory has room for it; fail it if the peer was given up."""
         first = batch[0]
-        if first.rank not in first.peer.ids:
+        if not first.peer.connected:
             self._lose(batch, first.peer.gone())
         elif len(batch) > self._scratch.free:
             self._waiting.extend(batch)
@@ -169,12 +154,12 @@ class SlotReads:
         notes = [read.note for read in batch if read.note is not None]
 
         def build() -> Copies:
-            table = first.region
+            near, far = self._scratch.region, first.table
             pairs = [
-                (self._scratch.address(word), table.address + read.slot * WORD_BYTES, WORD_BYTES)
+                (near.address + word * WORD_BYTES, far.address + read.slot * WORD_BYTES, WORD_BYTES)
                 for word, read in zip(words, batch, strict=True)
             ]
-            return copies_between(pairs, local=self._scratch.region, remote=table)
+            return copies_between(pairs, local=near, remote=far)
 
         def finished(outcome: Outcome) -> None:
             values = [self._scratch.give_back(word) for word in words]
@@ -190,7 +175,7 @@ class SlotReads:
                 self._containment.run("a slot word's read that is failing", tell)
 
         return Read(
-            peer=first.peer.ids[first.rank],
+            peer=first.peer.connections[first.rank],
             build=build,
             finished=finished,
             failing=failing,
@@ -217,13 +202,12 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Check:
-    """A check of a producer's fingerprint, which fails at ``deadline`` if it is not over."""
+    """A check of a producer's fingerprint: ``left`` words to read until ``deadline``."""
 
     peer: Peer
     checked: Checked
     deadline: float
-    words: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(producer rank index, index in the fingerprint) to the word, as they arrive."""
+    left: int
 
 
 class FingerprintReads:
@@ -256,43 +240,45 @@ class FingerprintReads:
         ``checked`` is called once, at once if the producer publishes no key. After an error, the
         caller must give the peer up, and reads of the check may still be under way.
         """
-        check = _Check(peer=peer, checked=checked, deadline=self._clock() + self._patience)
-        self._checks.add(check)
-        if not (peer.ids and peer.ticket_key):
-            self._end(check, None)
+        if not (peer.connections and peer.ticket_key):
+            checked(None)
             return
-        for rank in peer.ids:
-            for index in range(FINGERPRINT_WORDS):
+        words = np.frombuffer(fingerprint(peer.ticket_key), dtype="<u8").tolist()
+        deadline, left = self._clock() + self._patience, len(words) * len(peer.connections)
+        check = _Check(peer=peer, checked=checked, deadline=deadline, left=left)
+        self._checks.add(check)
+        for rank in peer.connections:
+            payload = peer.payloads[rank]
+            for index, word in enumerate(words):
                 read = SlotRead(
                     tag=check,
                     peer=peer,
                     rank=rank,
+                    table=payload.fingerprint or payload.slots,
                     slot=index,
                     note=None,
-                    landed=partial(self._landed, check, rank, index),
+                    landed=partial(self._landed, check, rank, word),
                     lost=partial(self._end, check),
                     failing=partial(self._on_failing, check, rank),
-                    is_header=True,
                 )
                 self._slot_reads.add(read)
 
     def progress(self, now: float) -> None:
         """Fail the checks that have taken longer than ``patience``."""
         for check in [each for each in self._checks if each.deadline <= now]:
-            engine = check.peer.key.engine
-            self._end(
-                check,
-                DeadlineError(
-                    f"the fingerprint of engine {engine!r} was not read within {self._patience:g} "
-                    "s: its host is down, or nothing passes between the two drivers"
-                ),
+            error = DeadlineError(
+                f"the fingerprint of engine {check.peer.key.engine!r} was not read within "
+                f"{self._patience:g} s: its host is down, or nothing passes between the two drivers"
             )
+            self._end(check, error)
 
-    def _landed(self, check: _Check, rank: int, index: int, word: int, seconds: float) -> None:
+    def _landed(self, check: _Check, rank: int, expected: int, word: int, seconds: float) -> None:
         del seconds
-        check.words[rank, index] = word
-        if len(check.words) == len(check.peer.ids) * FINGERPRINT_WORDS:
-            self._end(check, _problem(check.peer, check.words))
+        check.left -= 1
+        if word != expected:
+            self._end(check, _foreign(check.peer, rank))
+        elif not check.left:
+            self._end(check, None)
 
     def _on_failing(self, check: _Check, rank: int, error: KVFerryError) -> None:
         self._end(check, error)
@@ -306,17 +292,10 @@ class FingerprintReads:
             check.checked(error)
 
 
-def _problem(peer: Peer, words: dict[tuple[int, int], int]) -> HandshakeError | None:
-    expected = fingerprint(peer.ticket_key)
-    for rank in peer.ids:
-        actual = b"".join(
-            words[rank, index].to_bytes(WORD_BYTES, "little") for index in range(FINGERPRINT_WORDS)
-        )
-        if actual != expected:
-            return HandshakeError(
-                f"engine {peer.key.engine!r} at {peer.key.host} port {peer.key.port} answers with "
-                f"the payloads of another: the memory that rank {rank} names bears the fingerprint "
-                f"{actual.hex()}, and that of the key which it publishes is {expected.hex()}. It "
-                "relays another engine, or that engine has not run its first step"
-            )
-    return None
+def _foreign(peer: Peer, rank: int) -> HandshakeError:
+    return HandshakeError(
+        f"engine {peer.key.engine!r} at {peer.key.host} port {peer.key.port} answers with the "
+        f"payloads of another: the memory that rank {rank} names does not bear the fingerprint of "
+        f"the key which it publishes, {fingerprint(peer.ticket_key).hex()}. It relays another "
+        "engine, or that engine has not run its first step"
+    )

@@ -36,7 +36,7 @@ class PageWait:
 class _Wish:
     count: int
     since: float
-    pages: Sequence[int] = ()
+    pages: tuple[int, ...] = ()
     state: Reservation = Reservation.WAITING
 
 
@@ -58,7 +58,7 @@ class HostPages:
         if HOLE in ids:
             raise ValueError(f"host pages {ids}: {HOLE} is the hole, so begin with {HOLE + 1}")
         self.ranks = 1
-        self._total = len(ids)
+        self.total = len(ids)
         self._free = list(ids)
         """A heap: lowest ids first, so that a request's pages are neighbours, for few copies."""
         self.patience = patience
@@ -72,14 +72,9 @@ class HostPages:
         self._waits: list[PageWait] = []
 
     @property
-    def total(self) -> int:
-        """Number of pages."""
-        return self._total
-
-    @property
     def used(self) -> int:
         """Number of pages that are reserved or taken."""
-        return self._total - len(self._free)
+        return self.total - len(self._free)
 
     @property
     def taken(self) -> int:
@@ -134,7 +129,7 @@ class HostPages:
             return None
         wish = self._wishes.get(request, _Wish(count=0, since=0.0))
         if len(wish.pages) >= count:
-            pages, wish.pages = tuple(wish.pages[:count]), wish.pages[count:]
+            pages, wish.pages = wish.pages[:count], wish.pages[count:]
         # It has reserved too few, but nobody else waits for those that are free.
         elif self._waiting.keys() <= {request} and count <= len(self._free):
             pages = self._draw(count)
@@ -166,7 +161,7 @@ class HostPages:
         return waits
 
     def _is_hopeless(self, wish: _Wish) -> bool:
-        return wish.count > self._total or self._clock() >= wish.since + self.patience
+        return wish.count > self.total or self._clock() >= wish.since + self.patience
 
     def _grant(self, asked: RequestId | None = None) -> None:
         """Give pages to the requests that wait, until too few are left for the first of them."""

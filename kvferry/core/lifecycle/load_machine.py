@@ -102,23 +102,14 @@ class _At(enum.Enum):
     OVER = enum.auto()
 
     @property
-    def waits(self) -> bool:
-        return self in (_At.WATERMARK, _At.CHECKING, _At.READING, _At.FENCING)
+    def is_reading(self) -> bool:
+        """Whether a read, of pages or a word, is under way."""
+        return self not in (_At.IDLE, _At.RECHECK, _At.OVER)
 
     @property
     def stage(self) -> Stage | None:
-        return _STAGES[self]
-
-
-_STAGES = {
-    _At.IDLE: Stage.CHECK,
-    _At.WATERMARK: Stage.CHECK,
-    _At.CHECKING: Stage.CHECK,
-    _At.RECHECK: Stage.CHECK,
-    _At.READING: Stage.TRANSFER,
-    _At.FENCING: Stage.FENCE,
-    _At.OVER: None,
-}
+        after_check = {_At.READING: Stage.TRANSFER, _At.FENCING: Stage.FENCE, _At.OVER: None}
+        return after_check.get(self, Stage.CHECK)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +132,6 @@ class LoadMachine:
     over, or does not wait for that event.
 
     Attributes:
-        id: that of the load.
         actions: the queue to which the load adds what has to be done for it, in this order.
         hold: the hold that the newest part of the ticket names.
         computed: whether the ticket says that the pages are complete; then the slot word is not
@@ -154,8 +144,6 @@ class LoadMachine:
         early: whether the last part, which is the ticket, has yet to come.
         awaits_device: whether the device may still work on what the load writes, until ``passed``.
         needs_copy: whether the load reads into host pages that must yet be copied to the device.
-        failure: why the load has failed; ``None`` if it has not.
-        reported: whether a ``REPORT`` was queued.
     """
 
     id: LoadId
@@ -173,7 +161,7 @@ class LoadMachine:
     failed_at: Stage | None = field(default=None, init=False)
     reported: bool = field(default=False, init=False)
     # None until the handshake is over, empty if it failed.
-    parties: tuple[RemoteRank, ...] | None = field(default=None, init=False)
+    ranks: tuple[RemoteRank, ...] | None = field(default=None, init=False)
     at: dict[int, _At] = field(default_factory=dict, init=False)
     # Early reads end at multiples of this number of tokens; 0 if nothing is read early.
     unit: int = field(default=1, init=False)
@@ -193,7 +181,7 @@ class LoadMachine:
         """The stage on the first rank where the load is not over; ``None`` once it is reported."""
         if self.reported:
             return None
-        if self.parties is None:
+        if self.ranks is None:
             return Stage.HANDSHAKE
         if self.is_blocked:
             return Stage.WAIT
@@ -203,7 +191,7 @@ class LoadMachine:
     @property
     def is_over(self) -> bool:
         """Whether no action for the load will follow: it is reported, and its handshake is over."""
-        return self.reported and self.parties is not None
+        return self.reported and self.ranks is not None
 
     @property
     def is_wanted(self) -> bool:
@@ -216,7 +204,7 @@ class LoadMachine:
         return self.awaits_device and not self.needs_copy
 
     @property
-    def is_computing(self) -> bool:
+    def awaits_pages(self) -> bool:
         """Whether the load waits for its producer to compute pages, on some rank."""
         return not {_At.RECHECK, _At.IDLE}.isdisjoint(self.at.values())
 
@@ -228,7 +216,7 @@ class LoadMachine:
     @property
     def is_idle(self) -> bool:
         """Whether the load is an early one, and none of its reads is under way."""
-        connected = self.early and self.parties is not None and self.failure is None
+        connected = self.awaits_parts and self.ranks is not None
         return connected and all(at is _At.IDLE for at in self.at.values())
 
     def is_outdated(self, rank: int) -> bool:
@@ -262,28 +250,28 @@ class LoadMachine:
             self.is_copying = self.needs_copy = False
             self._advance_if_over()
 
-    def handshake_succeeded(self, parties: tuple[RemoteRank, ...], unit: int = 1) -> None:
+    def handshake_succeeded(self, ranks: tuple[RemoteRank, ...], unit: int = 1) -> None:
         """Queue the first read from each producer rank.
 
         Early reads end at multiples of ``unit`` tokens; with 0, there are none.
         """
-        if self.parties is not None:
+        if self.ranks is not None:
             return
-        self.parties, self.unit = parties, unit
+        self.ranks, self.unit = ranks, unit
         if self.reported:  # it failed during the handshake: the ranks can only be told now
             self._tell_abandon()
             return
-        for party in parties:
-            if self.reads and party.reads:
-                self._proceed(party.rank)
+        for each in ranks:
+            if self.reads and each.reads:
+                self._proceed(each.rank)
         self._advance_if_over()
 
     def handshake_failed(self, error: KVFerryError) -> None:
         """Fail a load whose handshake failed, or showed it impossible; nobody is notified."""
-        if self.parties is None:
+        if self.ranks is None:
             self.failed_at = self.failed_at or self.stage
             self.failure = self.failure or error
-            self.parties = ()
+            self.ranks = ()
             self._advance_if_over()
 
     def checked(self, rank: int, word: int) -> None:
@@ -303,7 +291,7 @@ class LoadMachine:
             self._early_reads(rank).stood = True
             self._do(rank, _At.WATERMARK, LoadAction.WATERMARK)
         elif word == self.hold.ready or self.computed:
-            self._step(rank)
+            self._read(rank)
         else:
             self.at[rank] = _At.RECHECK
 
@@ -345,12 +333,12 @@ class LoadMachine:
 
     def lost(self, rank: int, error: KVFerryError) -> None:
         """Fail the load after one of its reads has failed: no more bytes of that can arrive."""
-        if self.at.get(rank, _At.OVER).waits:
+        if self.at.get(rank, _At.OVER).is_reading:
             self._over(rank, error)
 
     def failing(self, rank: int, error: KVFerryError) -> None:
         """Fail the load when a read is about to fail; bytes may arrive until its end is heard."""
-        if self.at.get(rank, _At.OVER).waits:
+        if self.at.get(rank, _At.OVER).is_reading:
             self._fail(error)
 
     def abort(self, error: KVFerryError, stage: Stage | None = None) -> None:
@@ -367,15 +355,18 @@ class LoadMachine:
         if self.is_wanted and not self.early and now >= self.deadline:
             self._fail(self._late())
             return
-        for rank in [rank for rank, at in self.at.items() if at is _At.RECHECK]:
+        for rank in self._ranks_at(_At.RECHECK):
             self._do(rank, _At.CHECKING, LoadAction.CHECK)
         if self.early and self.unit and not self.is_blocked and now >= self.next_watermark:
             self.next_watermark = now + WATERMARK_SECONDS
             self._mark()
 
+    def _ranks_at(self, where: _At) -> list[int]:
+        return [rank for rank, at in self.at.items() if at is where]
+
     def _mark(self) -> None:
         """Queue the reads of an early load's watermarks, each after that of its slot word."""
-        for rank in [rank for rank, at in self.at.items() if at is _At.IDLE]:
+        for rank in self._ranks_at(_At.IDLE):
             progress = self._early_reads(rank)
             if not progress.stood:
                 self._do(rank, _At.CHECKING, LoadAction.CHECK)
@@ -391,25 +382,20 @@ class LoadMachine:
 
     def _go_on(self) -> None:
         """Do what the load has waited for, unless it still has to wait for something else."""
-        for rank in [rank for rank, at in self.at.items() if at is _At.IDLE]:
+        for rank in self._ranks_at(_At.IDLE):
             self._proceed(rank)
         self._advance_if_over()
-
-    def _step(self, rank: int, *, first: bool = False) -> None:
-        """Queue the read of a rank's pages, or the check that precedes the first one."""
-        if first and not self.computed:
-            if self.progress:  # the answer is no longer one that came too early
-                self._early_reads(rank).stood = True
-            self._do(rank, _At.CHECKING, LoadAction.CHECK)
-        else:
-            self._read(rank)
 
     def _proceed(self, rank: int) -> None:
         """Begin to read all from a rank, or what is left, unless that has to wait."""
         if self.early or self.is_blocked:
             self.at[rank] = _At.IDLE
+        elif self.computed:
+            self._read(rank)
         else:
-            self._step(rank, first=True)
+            if self.progress:  # the answer is no longer one that came too early
+                self._early_reads(rank).stood = True
+            self._do(rank, _At.CHECKING, LoadAction.CHECK)
 
     def _read(self, rank: int, until: int | None = None) -> None:
         since = self._early_reads(rank).until if self.progress else 0
@@ -427,13 +413,12 @@ class LoadMachine:
 
     def _over(self, rank: int, error: KVFerryError | None) -> None:
         """End the load on one producer rank; with an ``error``, fail the load as a whole."""
-        if error is not None:
-            self.failed_at = self.failed_at or self.at[rank].stage
-        self.at[rank] = _At.OVER
-        if error is not None:
-            self._fail(error)
-        else:
+        if error is None:
+            self.at[rank] = _At.OVER
             self._advance_if_over()
+        else:
+            self.failed_at, self.at[rank] = self.failed_at or self.at[rank].stage, _At.OVER
+            self._fail(error)
 
     def _fail(self, error: KVFerryError) -> None:
         """Fail the load and cancel its reads; report it if none of them is under way any more."""
@@ -444,7 +429,7 @@ class LoadMachine:
             for rank, at in self.at.items():
                 if at in (_At.RECHECK, _At.IDLE):
                     self.at[rank] = _At.OVER
-                elif at.waits:
+                elif at.is_reading:
                     self._queue(LoadAction.CANCEL, rank)
         self._advance_if_over()
 
@@ -453,7 +438,7 @@ class LoadMachine:
         has_failed = self.failure is not None
         if self.reported or any(at is not _At.OVER for at in self.at.values()):
             return
-        if (self.parties is None or self.early) and not has_failed:
+        if (self.ranks is None or self.early) and not has_failed:
             return
         if not self.told:
             self.told = True
@@ -469,17 +454,17 @@ class LoadMachine:
         )
 
     def _tell_abandon(self) -> None:
-        for party in () if self.shared else self.parties or ():
-            self._queue(LoadAction.ABANDON, party.rank)
+        for each in () if self.shared else self.ranks or ():
+            self._queue(LoadAction.ABANDON, each.rank)
 
     def _tell_done(self) -> None:
         """Queue "done" for ranks that were not read from; the others got "done" with the fence."""
-        for party in () if self.shared else self.parties or ():
-            if not (self.reads and party.reads):
-                self._queue(LoadAction.DONE, party.rank)
+        for each in () if self.shared else self.ranks or ():
+            if not (self.reads and each.reads):
+                self._queue(LoadAction.DONE, each.rank)
 
     def _late(self) -> DeadlineError:
-        why = ", the producer still computes the pages" if self.is_computing else ""
+        why = ", the producer still computes the pages" if self.awaits_pages else ""
         if self.awaits_device:
             why = ", the device was not done with the pages"
         return DeadlineError(

@@ -17,7 +17,7 @@ from kvferry.core.lifecycle.load_machine import RemoteRank
 RenewalId = NewType("RenewalId", int)
 """Identifies all renewals of one hold for one request or ticket of this rank."""
 
-LEASE_PART = 3
+RENEWALS_PER_LEASE = 3
 """A hold is renewed after each third of its lease, so that two renewals in a row may be lost."""
 FIRST_SECONDS = 1.0
 """A load's first renewal is due after this time, or a third of its lease if that is shorter."""
@@ -39,7 +39,7 @@ class _Renewed:
     interval: float
     due: float
     # Producer ranks on which the read of the last renewal has not ended yet.
-    asked: set[int] = field(default_factory=set)
+    unanswered: set[int] = field(default_factory=set)
 
 
 class Renewals:
@@ -55,14 +55,14 @@ class Renewals:
         return len(self._renewed)
 
     def begin(
-        self, parties: Iterable[RemoteRank], *, lease: float, now: float, at_once: bool
+        self, ranks: Iterable[RemoteRank], *, lease: float, now: float, at_once: bool
     ) -> RenewalId:
         """Start to renew a hold; the first renewal is due now, or as ``FIRST_SECONDS`` says."""
-        renewal, interval = RenewalId(next(self._ids)), lease / LEASE_PART
+        renewal, interval = RenewalId(next(self._ids)), lease / RENEWALS_PER_LEASE
         due = now if at_once else now + min(interval, FIRST_SECONDS)
         self._soonest = min(self._soonest, due)
         self._renewed[renewal] = _Renewed(
-            ranks={party.rank: party.reads for party in parties}, interval=interval, due=due
+            ranks={each.rank: each.reads for each in ranks}, interval=interval, due=due
         )
         return renewal
 
@@ -90,22 +90,20 @@ class Renewals:
                 continue
             found.due = now + found.interval
             for rank in sorted(found.ranks):
-                asks = overdue if rank in found.asked else due
-                asks.append(RenewalRequest(renewal=renewal, rank=rank))
-            found.asked.update(found.ranks)
+                requests = overdue if rank in found.unanswered else due
+                requests.append(RenewalRequest(renewal=renewal, rank=rank))
+            found.unanswered.update(found.ranks)
         self._soonest = min((each.due for each in self._renewed.values()), default=math.inf)
         return due, overdue
 
     def answered(self, request: RenewalRequest, *, stands: bool) -> bool:
         """Record that a renewal's read has ended; return whether this rank's pages are lost."""
+        self.unanswered(request)
         found = self._renewed.get(request.renewal)
-        if found is None:
-            return False
-        found.asked.discard(request.rank)
-        return found.ranks.get(request.rank, False) and not stands
+        return found is not None and found.ranks.get(request.rank, False) and not stands
 
     def unanswered(self, request: RenewalRequest) -> None:
         """Record that a renewal has failed, so that the next can be made when it is due."""
         found = self._renewed.get(request.renewal)
         if found is not None:
-            found.asked.discard(request.rank)
+            found.unanswered.discard(request.rank)

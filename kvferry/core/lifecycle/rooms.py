@@ -15,12 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvferry.core.side_channel_messages import (
-    MAX_PART_BYTES,
-    MAX_VERSION,
-    ROOM_BYTES,
-    RoomNews,
-)
+from kvferry.core.side_channel_messages import MAX_PART_BYTES, MAX_VERSION, ROOM_BYTES, RoomNews
 
 
 class RoomId(NamedTuple):

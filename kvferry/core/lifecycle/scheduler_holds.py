@@ -20,14 +20,15 @@ from kvferry.core.lifecycle.silent_holds import Silence
 class HoldOrders:
     """What the scheduler half tells every worker in one engine step, to be done in this sequence.
 
+    "Computed" means: once the device has finished all work that was enqueued before this step.
+
     Attributes:
         drops: holds to end that never got a ticket. Their requests are not reported as sent.
         take_ons: holds to start, for requests computed from this step on; may reuse slots of
             ``drops``.
-        watermarks: for requests still computed, how many first tokens' pages are computed once the
-            device has finished all work enqueued before this step.
-        ready: holds of new tickets, and leases in seconds. Their pages may be read once the device
-            has finished all work enqueued before this step.
+        watermarks: of requests that are not computed, the number of first tokens that are.
+        ready: holds of new tickets, whose pages may be read when they are computed, and leases in
+            seconds.
         ttls: for conversations among ``ready``, the seconds to keep the hold until a renewal claims
             it, and starts the lease.
         copies: where the cache is staged, the copy for each of ``ready`` that makes it readable.
@@ -94,17 +95,20 @@ class SchedulerHolds:
         self._free = deque(range(slots))
         self._draw = draw
         self._entries: dict[RequestId, _Entry] = {}
+        self._watermarks: dict[RequestId, int] = {}
+        self._ending: set[RequestId] = set()
+        """Requests whose tickets were given up and that are not reported as sent yet."""
+        self._begin_orders()
+
+    def _begin_orders(self) -> None:
         self._drops: list[Hold] = []
         self._replaced: list[Hold] = []
         """Holds to drop whose slot another hold of the same request has."""
         self._take_ons: list[tuple[RequestId, Hold]] = []
-        self._watermarks: dict[RequestId, int] = {}
         self._ready: list[tuple[Hold, float]] = []
         self._ttls: list[tuple[Hold, float]] = []
         self._copies: list[HoldCopy] = []
         self._ends: list[Hold] = []
-        self._ending: set[RequestId] = set()
-        """Requests whose tickets were given up and that are not reported as sent yet."""
 
     @property
     def held(self) -> int:
@@ -132,12 +136,12 @@ class SchedulerHolds:
         return len(self._oldest)
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether a request whose hold was ended early is not reported as sent yet."""
         return bool(self._ending)
 
     @property
-    def reclaiming(self) -> bool:
+    def is_reclaiming(self) -> bool:
         """Whether a request whose hold ``reclaim`` has ended is not reported as sent yet."""
         return any(self._entries[each].given_up is HoldEnd.RECLAIMED for each in self._ending)
 
@@ -149,24 +153,26 @@ class SchedulerHolds:
         reported as sent: serve the request without a ticket.
         """
         entry = self._entries.get(request)
-        if entry is not None:
-            return None if entry.ticketed else self._replace(request, entry)
-        if not self._free:
+        if entry is None and self._free:
+            slot = self._free.popleft()
+        elif entry is not None and not entry.ticketed:
+            slot = entry.hold.slot
+            if not self._take_back(request, entry.hold):
+                self._replaced.append(entry.hold)
+        else:
             return None
-        hold = Hold(slot=self._free.popleft(), generation=self._draw())
+        hold = Hold(slot=slot, generation=self._draw())
         self._entries[request] = _Entry(hold=hold)
         self._take_ons.append((request, hold))
         return hold
 
-    def _replace(self, request: RequestId, entry: _Entry) -> Hold:
-        old, entry.hold = entry.hold, Hold(slot=entry.hold.slot, generation=self._draw())
-        if (request, old) in self._take_ons:  # the workers never heard of it
-            self._take_ons.remove((request, old))
-        else:
-            self._replaced.append(old)
-        self._take_ons.append((request, entry.hold))
+    def _take_back(self, request: RequestId, hold: Hold) -> bool:
+        """Forget what was ordered for a hold; return whether the workers never heard of it."""
         self._watermarks.pop(request, None)
-        return entry.hold
+        if (request, hold) not in self._take_ons:
+            return False
+        self._take_ons.remove((request, hold))
+        return True
 
     def mark(self, request: RequestId, tokens: int) -> Hold | None:
         """Order a request's watermark; return its hold, ``None`` if it has none or has its ticket.
@@ -192,19 +198,15 @@ class SchedulerHolds:
     ) -> Hold | None:
         """Return the hold to put into the ticket of a computed request, and start its lease.
 
-        The pages must not be freed until ``sent``. Beyond ``max_pages``, older tickets are given
-        up, conversations first. ``None`` if the request has no hold or has its ticket, does not fit
-        (``fits``), or is a conversation without room (``has_room``).
+        The pages (ids; where the cache is staged, of host pages) must not be freed until ``sent``.
+        Beyond ``max_pages``, older tickets are given up, conversations first. ``None`` if the
+        request has no hold or has its ticket, does not fit (``fits``), or is a conversation without
+        room (``has_room``).
 
-        Args:
-            request: the request.
-            lease: in seconds.
-            pages: ids of its pages; where the cache is staged, of its host pages.
-            ttl: for a conversation's ticket, how many seconds to keep the hold until a consumer
-                claims it, which starts the lease; ``None`` for other tickets.
-            copy: where the cache is staged, the copy that fills the host pages. The blocks may be
-                freed when the request is sent; ``sent`` is called when it is over. The ticket must
-                not say ``computed``: a fence would accept host pages that are not copied yet.
+        A conversation's hold is kept for ``ttl`` seconds until a consumer claims it, which starts
+        the ``lease`` (in seconds). Where the cache is staged, ``copy`` fills the host pages: the
+        blocks may be freed when the request is sent, and ``sent`` is called when it is over. Such a
+        ticket must not say ``computed``: a fence would accept pages that are not copied yet.
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed or not self.fits(len(pages)):
@@ -212,7 +214,7 @@ class SchedulerHolds:
         if ttl is not None and not self.has_room(pages):
             return None
         self._watermarks.pop(request, None)
-        entry.ticketed, entry.pages = True, pages
+        entry.ticketed, entry.pages, entry.is_conversation = True, pages, ttl is not None
         self._ready.append((entry.hold, lease))
         if copy is not None:
             self._copies.append(HoldCopy(request=request, hold=entry.hold, copy=copy))
@@ -220,10 +222,8 @@ class SchedulerHolds:
         if ttl is not None:
             self._ttls.append((entry.hold, ttl))
             self._conversations[request] = None
-            entry.is_conversation = True
-        else:
-            self._firm_pages.update(pages)
-        self._pages.update(pages)
+        for counter in self._counters(entry):
+            counter.update(pages)
         self._make_room(request)
         return entry.hold
 
@@ -236,7 +236,7 @@ class SchedulerHolds:
         new = sum(page not in self._firm_pages for page in pages)
         return self._max_pages is None or len(self._firm_pages) + new <= self._max_pages
 
-    def stands(self, request: RequestId) -> bool:
+    def has_ticket(self, request: RequestId) -> bool:
         """Return whether a request has a ticket that was neither given up nor reported as sent."""
         return request in self._oldest
 
@@ -258,9 +258,7 @@ class SchedulerHolds:
         if entry is None or entry.ticketed:
             return False
         del self._entries[request]
-        self._watermarks.pop(request, None)
-        if (request, entry.hold) in self._take_ons:  # the workers never heard of it
-            self._take_ons.remove((request, entry.hold))
+        if self._take_back(request, entry.hold):
             self._free.append(entry.hold.slot)
         else:
             self._drops.append(entry.hold)
@@ -276,7 +274,7 @@ class SchedulerHolds:
             return None
         del self._entries[request]
         self._free.append(entry.hold.slot)
-        self._let_go(entry)
+        self._uncount(entry)
         self._oldest.pop(request, None)
         self._conversations.pop(request, None)
         self._ending.discard(request)
@@ -290,7 +288,7 @@ class SchedulerHolds:
         self._oldest.clear()
         self._conversations.clear()
         for entry in ticketed.values():
-            self._let_go(entry)
+            self._uncount(entry)
             entry.given_up = entry.given_up or HoldEnd.REVOKED
 
     def reclaim(self, pages: int) -> int:
@@ -331,10 +329,7 @@ class SchedulerHolds:
         # Free from now on: workers apply drops before take-ons.
         self._free.extend(hold.slot for hold in self._drops)
         self._watermarks.clear()
-        self._replaced.clear()
-        for pending in (self._drops, self._take_ons, self._ready, self._ttls, self._ends):
-            pending.clear()
-        self._copies.clear()
+        self._begin_orders()
         return orders
 
     def _make_room(self, newest: RequestId) -> None:
@@ -352,13 +347,16 @@ class SchedulerHolds:
         self._conversations.pop(request, None)
         entry = self._entries[request]
         entry.given_up = reason
-        self._let_go(entry)
+        self._uncount(entry)
         self._ends.append(entry.hold)
         self._ending.add(request)
 
-    def _let_go(self, entry: _Entry) -> None:
-        counters = (self._pages,) if entry.is_conversation else (self._pages, self._firm_pages)
-        for counter in counters:
+    def _counters(self, entry: _Entry) -> tuple[Counter[int], ...]:
+        return (self._pages,) if entry.is_conversation else (self._pages, self._firm_pages)
+
+    def _uncount(self, entry: _Entry) -> None:
+        """Stop counting the pages of a ticket that was given up, or is sent."""
+        for counter in self._counters(entry):
             counter.subtract(entry.pages)
             for page in entry.pages:
                 if not counter[page]:

@@ -19,7 +19,7 @@ ASK_SECONDS = 0.25
 """Time between two questions to the ranks for silent holds, while requests wait for blocks."""
 MAX_SILENT = 1024
 """The most silent holds that one rank reports: those that have been silent longest."""
-BATCH_PART = 16
+BATCHES_PER_CACHE = 16
 """A round frees at least 1/16 of the cache's pages, to make room for more than one request."""
 
 
@@ -61,7 +61,7 @@ class BlockPressure:
     """
 
     def __init__(self, pages: int, ranks: int = 0) -> None:
-        self._batch = -(-pages // BATCH_PART)
+        self._batch = -(-pages // BATCHES_PER_CACHE)
         self.ranks = ranks
         self._next_ask = -math.inf
         self._silent: list[Silence] = []
@@ -86,5 +86,5 @@ class BlockPressure:
         return silent
 
     def enough(self, wanted: int) -> int:
-        """Return how many pages to free for ``wanted``: at least a ``BATCH_PART`` of the cache."""
+        """Return how many pages to free for ``wanted``: at least a batch."""
         return max(wanted, self._batch)

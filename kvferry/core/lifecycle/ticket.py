@@ -113,14 +113,7 @@ ProducerName = tuple[str, int, bytes]
 
 
 class PeerKey(NamedTuple):
-    """The producer that a ticket names, and its address; identifies a handshake.
-
-    Attributes:
-        host, port: address of the producer's side channel.
-        key: public key that encrypts the side channel; empty without encryption.
-        routed: a second (host, port), to ask if the first does not answer; ``None`` without.
-        ticket_key: the public key that proves the ticket; empty if the ticket has no proof.
-    """
+    """The producer that a ticket names, and where to ask it; fields are those of ``Ticket``."""
 
     # With both keys, so that failed handshakes for a forged ticket do not delay a genuine one.
     engine: str

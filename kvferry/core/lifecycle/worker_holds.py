@@ -14,16 +14,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvferry.core.lifecycle.holds import (
-    NOTHING,
-    EndedHold,
-    Hold,
-    HoldEnd,
-    Incarnation,
-    RequestId,
-)
+from kvferry.core.lifecycle.holds import NOTHING, EndedHold, Hold, HoldEnd, Incarnation, RequestId
 from kvferry.core.lifecycle.page_copy import HoldCopy
-from kvferry.core.lifecycle.renewal_schedule import LEASE_PART
+from kvferry.core.lifecycle.renewal_schedule import RENEWALS_PER_LEASE
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.messages import Heartbeat, Release, Renewal
@@ -32,8 +25,6 @@ MAX_READERS = 64
 """The most consumer engines that may send "done" for one hold, and the most that may claim it."""
 MAX_CLAIMANTS = 1 << 12
 """The most engines that may claim holds; beyond, heartbeats are ignored, renewals still count."""
-ANONYMOUS_PART = LEASE_PART
-"""A renewal without a claim is a sign of life for a third of the lease: the next comes then."""
 
 
 class SlotWords(Protocol):
@@ -109,10 +100,6 @@ class _Held:
     def is_unclaimed(self) -> bool:
         """Whether the hold is a conversation's, and no consumer has renewed it yet."""
         return self.ttl is not None and not self.claimants and self.renewed == -math.inf
-
-    def term(self, lease: float) -> float:
-        """Return for how long the hold is kept from now on; ``lease`` is ``self.lease``."""
-        return self.ttl if self.ttl is not None and self.is_unclaimed else lease
 
 
 class WorkerHolds:
@@ -221,7 +208,7 @@ class WorkerHolds:
         held.state = HoldState.ORDERED
         self._ticketed.add(hold.slot)
         # For the case that ``ready`` is never called, because the device failed.
-        self._set_deadline(held, now + held.term(lease))
+        self._start_lease(held, now)
 
     def ready(self, hold: Hold, now: float) -> None:
         """Let a hold's pages be read, or copied first: the device has finished its work."""
@@ -270,8 +257,8 @@ class WorkerHolds:
             return
         if not self._claim(held, message, now):
             held.renewed = now
-        if held.lease is not None and held.state is HoldState.READY:
-            self._set_deadline(held, now + held.lease)
+        if held.state is HoldState.READY:
+            self._start_lease(held, now)
 
     def heartbeat(self, message: Heartbeat, now: float) -> None:
         """Record a sign of life of an engine for all holds that it claims."""
@@ -324,7 +311,9 @@ class WorkerHolds:
         """
         held = self._named(message)
         if held is None:
-            return ReleaseOutcome.LATE if self._is_late(message) else ReleaseOutcome.IGNORED
+            is_ours = not message.abandoned and message.incarnation == self._incarnation
+            is_late = is_ours and self._expired.get(message.slot) == message.generation
+            return ReleaseOutcome.LATE if is_late else ReleaseOutcome.IGNORED
         if message.engine not in held.readers and len(held.readers) >= MAX_READERS:
             return ReleaseOutcome.IGNORED
         ranks = held.readers.setdefault(message.engine, {})
@@ -359,9 +348,12 @@ class WorkerHolds:
         ended, self._ended = self._ended, []
         return ended
 
-    def _set_deadline(self, held: _Held, deadline: float) -> None:
-        held.deadline = deadline
-        self._soonest = min(self._soonest, deadline)
+    def _start_lease(self, held: _Held, now: float) -> None:
+        """Start the lease of a hold, or a conversation's time until it is first renewed."""
+        if held.lease is not None:
+            term = held.ttl if held.ttl is not None and held.is_unclaimed else held.lease
+            held.deadline = now + term
+            self._soonest = min(self._soonest, held.deadline)
 
     def _named(self, message: Release | Renewal) -> _Held | None:
         held = self._held.get(message.slot)
@@ -372,7 +364,9 @@ class WorkerHolds:
 
     def _age(self, held: _Held, lease: float, now: float) -> float:
         signs = max((self._heard[claimant] for claimant in held.claimants), default=-math.inf)
-        return max(0.0, now - max(signs, held.alive, held.renewed + lease / ANONYMOUS_PART))
+        # A renewal without a claim is a sign of life until the next one is due.
+        anonymous = held.renewed + lease / RENEWALS_PER_LEASE
+        return max(0.0, now - max(signs, held.alive, anonymous))
 
     def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
         """Record that a renewal claims a hold; not without an engine's id, or beyond the limits."""
@@ -394,12 +388,6 @@ class WorkerHolds:
             if not self._claims[claimant]:
                 del self._claims[claimant], self._heard[claimant]
 
-    def _is_late(self, message: Release) -> bool:
-        """Return whether a message is a "done" for a hold that ended when its lease expired."""
-        if message.abandoned or message.incarnation != self._incarnation:
-            return False
-        return self._expired.get(message.slot) == message.generation
-
     def _known(self, hold: Hold) -> _Held | None:
         held = self._held.get(hold.slot)
         return held if held is not None and held.hold == hold else None
@@ -412,8 +400,7 @@ class WorkerHolds:
     def _publish(self, held: _Held, now: float) -> None:
         """Let a hold's pages be read; its lease starts again."""
         held.state, held.alive = HoldState.READY, max(held.alive, now)
-        if held.lease is not None:
-            self._set_deadline(held, now + held.term(held.lease))
+        self._start_lease(held, now)
         self._words[held.hold.slot] = held.hold.ready
 
     def _end(self, held: _Held, end: HoldEnd | None = None, engine: str = "") -> None:

@@ -291,7 +291,7 @@ class Producer:
             return None
         sample, _, ticket = found
         held = self._held.get(sample)
-        if held is None or held.ended is not None or not self._holds.stands(RequestId(sample)):
+        if held is None or held.ended is not None or not self._holds.has_ticket(RequestId(sample)):
             return None
         return ticket if self._clock() < held.made + self._lease / 2 else None
 
@@ -510,9 +510,9 @@ class Producer:
         if self._pages.is_staged:
             return self._pages.frees_blocks_soon
         self._running_request_waits = True
-        if not self._holds.ending:
+        if not self._holds.is_ending:
             self._holds.reclaim(self._pressure.enough(0))
-        return self._holds.ending
+        return self._holds.is_ending
 
     def relieve_block_pressure(self, *, request_waits: bool = False) -> bool:
         """If requests wait for pages, end holds of conversations, and otherwise silent holds.
@@ -534,9 +534,9 @@ class Producer:
         silent = self._pressure.take_silent()
         if not (needed or reclaims):
             return False
-        if reclaims and not self._holds.reclaiming:
+        if reclaims and not self._holds.is_reclaiming:
             self._holds.reclaim(self._pressure.enough(needed))
-        if self._holds.conversations or self._holds.reclaiming:
+        if self._holds.conversations or self._holds.is_reclaiming:
             return False  # holds of prompts go only when none of conversations is left
         self._report_given_up(self._holds.give_up(silent, self._pressure.enough(needed)))
         return self._pressure.ask(self._clock(), held=self._holds.ticketed)

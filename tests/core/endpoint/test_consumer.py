@@ -86,7 +86,7 @@ class Manager:
             metrics=Metrics(driver=own.driver, rank="0"),
             reported=lambda *_: None,
         )
-        self.loads.join([own])
+        self.loads.peers.join([own])
 
     def meet(self, count: int, error: KVFerryError | None = None) -> None:
         """Connect to so many more producers; or fail, with an error."""
@@ -95,7 +95,7 @@ class Manager:
             ticket = replace(self.ticket, engine=f"prefill-{self.asked}")
             outcome = error or self.reply(ticket)
             self.loads.begin(nothing(ticket))
-            self.loads.relay(ProducerNews(outcomes=((PeerKey.of(ticket), outcome),)))
+            self.loads.peers.relay(ProducerNews(outcomes=((PeerKey.of(ticket), outcome),)))
             if index % AT_ONCE == AT_ONCE - 1 or index == count - 1:
                 eventually(self.is_at_rest, "all have answered")
 

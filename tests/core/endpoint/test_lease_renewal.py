@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry.core.driver_calls.transfers import Grace, Read
-from kvferry.core.endpoint.lease_renewal import LeaseRenewal
+from kvferry.core.endpoint.lease_renewal import SEARCH_SECONDS, LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.peers import PeerUse
-from kvferry.core.endpoint.pending_tickets import SEARCH_SECONDS, PendingTickets
 from kvferry.core.endpoint.slot_reads import SlotRead
 from kvferry.core.errors import (
     KVFerryError,
@@ -21,10 +21,12 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.samples import sample_ticket
 
 HOLD = Hold(slot=3, generation=7)
+SLOTS = Region(address=1 << 40, nbytes=1 << 10)
 
 
 class PeerStub:
@@ -32,12 +34,11 @@ class PeerStub:
 
     def __init__(self, lease: float | None = 30.0) -> None:
         self.lease = lease
-        self.parties = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=False))
+        self.ranks = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=False))
         self.incarnation = 5
         self.uses = 0
         self.connected = True
-        self.payloads = ()
-        self.page_limits = ()
+        self.payloads = [SimpleNamespace(slots=SLOTS)] * 3
         self.heartbeats: dict[int, Any] = {}
 
     def acquire(self, use: PeerUse) -> None:
@@ -279,7 +280,10 @@ def test_a_ticket_that_its_producer_denies_is_not_renewed(
     harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
     harness.check_error = TicketError("no")
     harness.pending_tickets.add(sample_ticket())
-    harness.reach_calls[0][0](peer)
+    ready, failed = harness.reach_calls[0]
+    with pytest.raises(TicketError) as refused:
+        ready(peer)
+    failed(refused.value)
     harness.pending_tickets.progress(1.0)
     assert (peer.uses, len(harness.renewals.renewal), len(harness.reach_calls)) == (0, 0, 1)
     assert harness.pending_tickets.take(sample_ticket())[1] is None, "the load will say so"

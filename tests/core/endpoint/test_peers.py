@@ -18,8 +18,9 @@ import pytest
 from kvferry.core import options
 from kvferry.core.directory import EncodedReply, ProducerNews, directory
 from kvferry.core.directory.liveness import start_pings
-from kvferry.core.endpoint import EndpointOptions, peers
-from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerUse, memory_of
+from kvferry.core.endpoint import EndpointOptions, peers, replies
+from kvferry.core.endpoint.peers import Peer, PeerUse
+from kvferry.core.endpoint.replies import HandshakeResult, PeerMemoryBudget, memory_of
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
@@ -48,24 +49,20 @@ def test_a_peer_shows_its_state() -> None:
     plan = make_plan([ranks[0].layout], [ranks[0].layout], 0)
     peer = Peer(
         key=PeerKey("prefill", "127.0.0.1", 1),
-        payloads=ranks,
-        plan=plan,
-        page_limits=(),
-        ticket_key=b"",
+        handshake=HandshakeResult(payloads=ranks, plan=plan, page_limits=()),
         begun=0.0,
         last_used=0.0,
     )
     start = f"<peer prefill {ranks[0].incarnation:x}: "
-    assert repr(peer) == start + "connecting, links {}>"
-    peer.links = {0: PeerId(7)}
+    assert repr(peer) == start + "connecting, connections {}>"
+    peer.connections = {0: PeerId(7)}
     peer.acquire(PeerUse.LOAD)
-    assert repr(peer) == start + "connected, 1 loads, links {0: 7}>"
+    assert repr(peer) == start + "connected, 1 loads, connections {0: 7}>"
     peer.suspect = True
-    assert repr(peer) == start + "suspect, 1 loads, links {0: 7}>"
+    assert repr(peer) == start + "suspect, 1 loads, connections {0: 7}>"
     peer.uses[PeerUse.LOAD] -= 1
     peer.connected = False
-    assert repr(peer) == start + "given up, links {0: 7}>"
-    assert not peer.ids
+    assert repr(peer) == start + "given up, connections {0: 7}>"
 
 
 def test_engines_that_are_down_are_counted_and_forgotten(
@@ -165,15 +162,15 @@ def test_replies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatc
     """Those dropped are asked for again; of those that were read, no encoded payload is kept."""
     monkeypatch.setattr(directory, "AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(peers, "MAX_UNREAD_BYTES", 0)
-    released, read = threading.Event(), peers.ReplyReader.read
+    released, read = threading.Event(), replies.ReplyReader.read
 
-    def slow(reader: peers.ReplyReader, reply: EncodedReply) -> peers.HandshakeResult:
+    def slow(reader: replies.ReplyReader, reply: EncodedReply) -> HandshakeResult:
         assert released.wait(60.0)
         return read(reader, reply)
 
-    monkeypatch.setattr(peers.ReplyReader, "read", slow)
+    monkeypatch.setattr(replies.ReplyReader, "read", slow)
     with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
-        known = decode.endpoint._load_manager._peers
+        known = decode.endpoint._load_manager.peers
         pull(one, decode, 1)
         eventually(lambda: bool(known._unread), "its reply is being read")
         pull(two, decode, 2)

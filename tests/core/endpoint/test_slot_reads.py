@@ -48,17 +48,8 @@ class PeerStub:
     """The attributes of a ``Peer`` that slot reads use."""
 
     def __init__(self, ids: dict[int, PeerId]) -> None:
-        self.ids = ids
-
-    @property
-    def payloads(self) -> Any:
-        peer = self
-
-        class Payload:
-            slots = TABLE
-
-        del peer
-        return [Payload()] * 4
+        self.connections = ids
+        self.connected = bool(ids)
 
     def gone(self) -> PeerLostError:
         return PeerLostError("gone")
@@ -97,6 +88,7 @@ class SlotReadsHarness:
             tag=tag,
             peer=peer,  # type: ignore[arg-type]
             rank=rank,
+            table=TABLE,
             slot=slot,
             note=note,
             landed=lambda value, seconds: self.landed.append((tag, value, seconds)),
@@ -215,8 +207,8 @@ def test_a_callback_that_raises_loses_only_its_own_read() -> None:
     harness.add("a", peer)
     harness.reads.add(
         SlotRead(
-            tag="b", peer=peer, rank=0, slot=1, note=None, landed=fails, lost=lost.append,  # type: ignore[arg-type]
-            failing=fails,
+            tag="b", peer=peer, rank=0, table=TABLE, slot=1, note=None,  # type: ignore[arg-type]
+            landed=fails, lost=lost.append, failing=fails,
         )
     )  # fmt: skip
     harness.add("c", peer)

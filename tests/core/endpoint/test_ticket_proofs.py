@@ -22,7 +22,7 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey
-from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
+from kvferry.core.security.proof import FINGERPRINT_BYTES
 from kvferry.core.side_channel import engine_info
 from kvferry.core.side_channel.dialer import Dialer
 from kvferry.core.side_channel.poller import Steps
@@ -203,7 +203,6 @@ def test_an_engine_that_relays_the_payloads_of_another_is_refused(
         error = failure(decode, "d-1", relayed(replace(ticket, pages=((2, 3),))))
         assert type(error) is HandshakeError
         assert "answers with the payloads of another" in str(error)
-        assert fingerprint(KEY.public).hex() in str(error)
         first_words = [fingerprint_address(prefill, rank) for rank in range(2)]
         headers = {address + word for address in first_words for word in (0, 8)}
         assert {address for read in driver.addresses for address in read} <= headers

@@ -372,7 +372,7 @@ class Producer(Scheduler):
         silent, waits = self.pressure.take_silent(), self.starved
         if waits is None:
             return False
-        if self.scheduler_holds.reclaiming or self._reclaim(self.pressure.enough(waits.size)):
+        if self.scheduler_holds.is_reclaiming or self._reclaim(self.pressure.enough(waits.size)):
             return False
         for each in self.scheduler_holds.give_up(silent, self.pressure.enough(waits.size)):
             youngest = min(ages.get(each.hold, 0.0) for ages in self._ages.values())

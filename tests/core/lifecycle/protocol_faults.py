@@ -50,8 +50,10 @@ class ReadyAtTakeOn(WorkerHolds):
 class NoCheckBeforeTheRead(LoadMachine):
     """Only the fence looks for ``ready``, which the word may become during the read."""
 
-    def _step(self, rank: int, *, first: bool = False) -> None:
-        super()._step(rank)
+    def _proceed(self, rank: int) -> None:
+        computed, self.computed = self.computed, True
+        super()._proceed(rank)
+        self.computed = computed
 
 
 @PLANTED.add("no check when a drafter runs")
@@ -261,10 +263,10 @@ class AbortedAtOnce(LoadMachine):
 class ReadsAfterTheReport(LoadMachine):
     """A handshake that ends late begins a load that was aborted."""
 
-    def handshake_succeeded(self, parties: tuple[RemoteRank, ...], unit: int = 1) -> None:
-        if self.parties is None:
+    def handshake_succeeded(self, ranks: tuple[RemoteRank, ...], unit: int = 1) -> None:
+        if self.ranks is None:
             self.reported, self.failure = False, None
-        super().handshake_succeeded(parties, unit)
+        super().handshake_succeeded(ranks, unit)
 
 
 @PLANTED.add("one fence for all ranks")
@@ -307,7 +309,7 @@ class RenewedOnce(Renewals):
     def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
         gone = super().answered(ask, stands=stands)
         if ask.renewal in self._renewed:
-            self._renewed[ask.renewal].asked.add(ask.rank)
+            self._renewed[ask.renewal].unanswered.add(ask.rank)
         return gone
 
 

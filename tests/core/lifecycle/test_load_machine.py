@@ -139,11 +139,11 @@ def test_a_check_that_reads_computing_is_repeated_once_at_each_tick() -> None:
     for now in (1.0, 2.0):
         load.checked(0, HOLD.computing)
         assert load.acts == []
-        assert load.is_computing
+        assert load.awaits_pages
         load.tick(now)
         load.tick(now)
         assert load.acts == [(CHECK, 0)]
-        assert not load.is_computing
+        assert not load.awaits_pages
     load.checked(0, HOLD.ready)
     assert load.acts == [(READ, 0)]
 

@@ -287,12 +287,12 @@ def test_as_many_answers_are_reclaimed_as_needed_the_oldest_first(six: Scheduler
     assert six.reclaimable_pages == 6
     assert six.reclaim(3) == 2
     assert six.drain().ends == tuple(holds[:2])
-    assert six.reclaiming
+    assert six.is_reclaiming
     assert (six.held_pages, six.ticketed) == (2, 1)
     assert (six.reclaim(99), six.reclaim(1)) == (1, 0)
     assert six.take_evicted() == []
     assert {six.sent(each) for each in (A, B, C)} == {HoldEnd.RECLAIMED}
-    assert not six.reclaiming
+    assert not six.is_reclaiming
 
 
 def test_a_page_of_several_answers_is_free_when_all_are_reclaimed(six: SchedulerHolds) -> None:
@@ -335,7 +335,7 @@ def test_answers_that_ended_otherwise_are_not_reclaimed(six: SchedulerHolds) -> 
     ticket(six, "d", 4, ttl=TTL)
     six.reset()
     assert six.reclaim(9) == 0
-    assert not six.reclaiming
+    assert not six.is_reclaiming
     assert six.sent(RequestId("d")) is HoldEnd.REVOKED
 
 
@@ -360,18 +360,18 @@ def silences(holds: SchedulerHolds, *numbers: int) -> list[Silence]:
 
 def test_as_many_silent_holds_are_given_up_as_needed(eight: SchedulerHolds) -> None:
     silent = silences(eight, 5, 3, 1, 0)
-    assert not eight.ending
+    assert not eight.is_ending
     assert eight.give_up(silent, 3) == silent[:2]
     assert eight.drain().ends == tuple(each.hold for each in silent[:2])
     assert (eight.held_pages, eight.ticketed, eight.held) == (12, 6, 8)
     assert eight.take_evicted() == []
     assert eight.sent(silent[2].request) is None
     assert eight.sent(silent[0].request) is HoldEnd.ORPHANED
-    assert eight.ending
+    assert eight.is_ending
     assert eight.sent(silent[1].request) is HoldEnd.ORPHANED
-    assert not eight.ending
+    assert not eight.is_ending
     eight.reset()
-    assert eight.ending
+    assert eight.is_ending
 
 
 def test_holds_that_were_given_up_sent_replaced_or_reset_are_not_given_up(

@@ -514,7 +514,7 @@ class Engine(Scheduler):
         if not waits:
             return False
         needed = self.pressure.enough(sum(waits))
-        if self.holds.reclaiming or self.reclaim(needed):
+        if self.holds.is_reclaiming or self.reclaim(needed):
             return False
         self.holds.give_up(silent, needed)
         return self.pressure.ask(self.world.now, held=self.holds.ticketed)
