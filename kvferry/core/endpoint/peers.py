@@ -46,8 +46,7 @@ from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage
 from kvferry.core.options import EndpointOptions
-from kvferry.core.planner.plan import Plan, Source
-from kvferry.core.planner.plan_cache import PlanCache
+from kvferry.core.planner.plan import Plan, PlanCache, Source
 from kvferry.core.security.proof import load_library
 from kvferry.core.side_channel import agree
 from kvferry.core.side_channel.compatibility import differing_software, engine_info

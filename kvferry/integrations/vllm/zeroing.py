@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.core.memory import CPU, I64Array, region_of
-from kvferry.core.planner.build_copies import Spans, SpanSegment
+from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.integrations.vllm.device import HighPriorityStream, storage_of
 
@@ -20,7 +20,7 @@ INDEX_ROWS = 1 << 20
 """How many rows one kernel launch zeroes at most, which bounds the memory of the rows' indices."""
 
 
-def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
+def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], None]:
     """Return a function that zeroes spans (ranges of addresses) of the caches' memory.
 
     Args:
@@ -38,7 +38,7 @@ def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
 def device_zero_function(
     caches: Iterable[torch.Tensor],
     stream_of: Callable[[torch.device], HighPriorityStream] = HighPriorityStream,
-) -> Callable[[Spans], None]:
+) -> Callable[[list[Spans]], None]:
     """Return a function that zeroes spans through torch, for the memory of any device.
 
     Args:
@@ -48,20 +48,14 @@ def device_zero_function(
     memory = {region_of(tensor): storage_of(tensor) for tensor in caches}
     streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
 
-    def zero(spans: Spans) -> None:
+    def zero(spans: list[Spans]) -> None:
         for device, stream in streams.items():
             with stream.awaited():
-                for segment in spans.segments:
-                    if memory[segment.region].device == device:
-                        _zero_segment(memory[segment.region], spans, segment)
+                for each in spans:
+                    if memory[each.region].device == device:
+                        _zero(memory[each.region], each.offsets, each.nbytes)
 
     return zero
-
-
-def _zero_segment(memory: torch.Tensor, spans: Spans, segment: SpanSegment) -> None:
-    here = slice(segment.start, segment.stop)
-    offsets = (spans.address[here] - np.uint64(segment.region.address)).astype(np.int64)
-    _zero(memory, offsets, spans.nbytes[here].astype(np.int64))
 
 
 def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
