@@ -7,8 +7,7 @@ import pytest
 
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import Region, U64Array
-from kvferry.core.transport.bounds import check_copies
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies, Segment, check_copies
 from kvferry.testing.contract.copy_batches import batch
 
 BASE, SIZE = 1 << 20, 4096
