@@ -1,8 +1,8 @@
 """Pin the bytes of samples that are new: ``python -m tests.pinned.write``.
 
 Samples that are pinned already stay as they are, even if this build makes other bytes. To pin those
-bytes, remove the sample from ``bytes.txt`` by hand first. The file has the name of each sample, then
-its bytes as Python literals.
+bytes, remove the sample from ``bytes.txt`` by hand first. That file has the name of each sample,
+and then its bytes as Python literals.
 """
 
 from __future__ import annotations
