@@ -18,8 +18,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.messages import decode_payload
-from kvferry.core.planner.plan import Plan, make_plan
-from kvferry.core.planner.plan_cache import MAX_PLANS, PlanCache
+from kvferry.core.planner.plan import MAX_PLANS, Plan, PlanCache, make_plan
 from kvferry.core.side_channel_messages import encode
 from tests.core import messages
 from tests.core.layouts import heads, layout, model, stacked

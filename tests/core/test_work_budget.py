@@ -15,8 +15,7 @@ from kvferry.core.errors import HandshakeError, LayoutError, PlanError, WireErro
 from kvferry.core.layout import ContextParallel, Field, Layout, axis
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload, decode_payload
-from kvferry.core.planner.plan import make_plan
-from kvferry.core.planner.plan_cache import PlanCache
+from kvferry.core.planner.plan import PlanCache, make_plan
 from kvferry.core.side_channel import engine_info
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.work_budget import MAX_STEPS

@@ -72,12 +72,12 @@ def test_sub_blocks_and_zeroed_tokens_are_those_of_the_picture() -> None:
     assert blocks == [
         str(token // SUB_BLOCK) if token < last else "-" for token in range(len(blocks))
     ]
-    left = unwritten_spans(ours, found, read_request(TOKENS))
+    [left] = unwritten_spans(ours, found, read_request(TOKENS))
     row = 2 * DIM  # bytes of two heads of one token
-    page = ours.regions[0].address + int(token_row("decode page")[-1]) * DECODE_BLOCK * row
-    [address], [nbytes] = left.address.tolist(), left.nbytes.tolist()
+    page = int(token_row("decode page")[-1]) * DECODE_BLOCK * row
+    [offset], [nbytes] = left.offsets.tolist(), left.nbytes.tolist()
     rows = blocks.count("-")
-    assert (address - page, nbytes) == ((DECODE_BLOCK - rows) * row, rows * row)
+    assert (offset - page, nbytes) == ((DECODE_BLOCK - rows) * row, rows * row)
 
 
 @pytest.mark.parametrize(("far", "near"), [("HND", "NHD"), ("HND", "HND"), ("NHD", "NHD")])

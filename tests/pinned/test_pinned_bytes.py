@@ -23,7 +23,7 @@ from kvferry.drivers.loopback import notifications
 from kvferry.drivers.nixl import address as nixl
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
-from tests.pinned import store
+from tests.pinned import write as store
 from tests.pinned.samples import SAMPLES
 
 PINNED = store.load()
@@ -78,46 +78,25 @@ def nodes(root: object) -> Iterator[object]:
     """Yield a message and all objects in it that have fields."""
     if isinstance(root, msgspec.Struct) or dataclasses.is_dataclass(root):
         yield root
-        names = [field.name for field in fields_of(type(root))]
-        for name in names:
+        for name, _ in fields_of(type(root)):
             yield from nodes(getattr(root, name))
     elif isinstance(root, list | tuple):
         for each in root:
             yield from nodes(each)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PinnedField:
-    """A field of a class; ``default`` is ``MISSING`` if the field is required."""
-
-    name: str
-    default: object
-
-
 MISSING = object()
 
 
-def fields_of(cls: Any) -> list[PinnedField]:
-    """Return the fields of a message class, or of a class in a message."""
+def fields_of(cls: Any) -> Iterator[tuple[str, object]]:
+    """Yield name and default (``MISSING`` if there is none) of each field of a class."""
     if issubclass(cls, msgspec.Struct):
-        return [
-            PinnedField(
-                name=field.name,
-                default=MISSING
-                if field.required
-                else field.default_factory()
-                if field.default is msgspec.NODEFAULT
-                else field.default,
-            )
-            for field in msgspec.structs.fields(cls)
-        ]
-    return [
-        PinnedField(
-            name=field.name,
-            default=MISSING if field.default is dataclasses.MISSING else field.default,
-        )
-        for field in dataclasses.fields(cls)
-    ]
+        for field in msgspec.structs.fields(cls):
+            made = field.default_factory() if callable(field.default_factory) else field.default
+            yield field.name, MISSING if field.required else made
+    else:
+        for each in dataclasses.fields(cls):
+            yield each.name, MISSING if each.default is dataclasses.MISSING else each.default
 
 
 ALL_NODES = [node for sample in SAMPLES.values() for each in sample.objects for node in nodes(each)]
@@ -135,9 +114,8 @@ def test_every_message_of_a_module_is_pinned(module: ModuleType) -> None:
 def test_every_optional_field_is_pinned_with_and_without_a_value() -> None:
     seen: dict[tuple[str, str], set[bool]] = defaultdict(set)
     for node in ALL_NODES:
-        for field in fields_of(type(node)):
-            if field.default is not MISSING and field.name not in HASHES | {"magic"}:
-                given = getattr(node, field.name) != field.default
-                seen[type(node).__name__, field.name].add(given)
+        for name, default in fields_of(type(node)):
+            if default is not MISSING and name not in HASHES | {"magic"}:
+                seen[type(node).__name__, name].add(getattr(node, name) != default)
     lacking = {field: given for field, given in seen.items() if given != {True, False}}
     assert not lacking, f"seen only with a value (True) or without: {lacking}"

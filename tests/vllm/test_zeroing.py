@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.memory import region_of
-from kvferry.core.planner.build_copies import Spans, SpanSegment
+from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.integrations.vllm.device import HighPriorityStream, device_zero_function, zero_function
 
@@ -24,19 +24,15 @@ def _memory() -> torch.Tensor:
     return torch.full((NBYTES,), POISON, dtype=torch.uint8)
 
 
-def _spans(memories: list[torch.Tensor], cuts: list[list[int]], unit: int) -> Spans:
+def _spans(memories: list[torch.Tensor], cuts: list[list[int]], unit: int) -> list[Spans]:
     """Every other stretch between the cuts of each memory, in multiples of ``unit``."""
-    pieces: list[tuple[int, int]] = []
-    segments: list[SpanSegment] = []
+    spans: list[Spans] = []
     for memory, places in zip(memories, cuts, strict=True):
-        start, region = len(pieces), region_of(memory)
         edges = [place * unit for place in sorted(set(places))]
-        found = [(region.address + a, b - a) for a, b in list(pairwise(edges))[::2]]
-        pieces += found
-        if found:
-            segments.append(SpanSegment(start=start, stop=len(pieces), region=region))
-    table = np.array(pieces, dtype=np.uint64).reshape(-1, 2)
-    return Spans(address=table[:, 0], nbytes=table[:, 1], segments=tuple(segments))
+        if found := [(a, b - a) for a, b in list(pairwise(edges))[::2]]:
+            table = np.array(found, dtype=np.int64)
+            spans.append(Spans(region=region_of(memory), offsets=table[:, 0], nbytes=table[:, 1]))
+    return spans
 
 
 @given(data=st.data(), unit=st.sampled_from([1, 2, 48, 256]))

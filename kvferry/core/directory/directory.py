@@ -7,19 +7,22 @@ replies they lack (``Endpoint.take_wanted``).
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS
 from kvferry.core.directory.handshake_queue import Asking, HandshakeQueue, fetched
 from kvferry.core.directory.liveness import start_pings
 from kvferry.core.directory.news import EncodedReply, Gone, Outcome, ProducerNews
 from kvferry.core.error_causes import RAISE_LIMITS
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
+from kvferry.core.errors import ConnectError, EndpointClosedError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.ticket import PeerKey, ProducerName, Ticket
 from kvferry.core.options import EndpointOptions, most_peers
 from kvferry.core.security.proof import verify
@@ -32,6 +35,8 @@ QUICK_SECONDS = 0.1
 """How long after a handshake's begin its reply may come within milliseconds, not after a pause."""
 AGAIN_SECONDS = 2.0
 """How long after a reply it may still be on its way to a rank that says that it lacks it."""
+STEP_SECONDS = 0.02
+"""The pause of ``LocalDirectory`` while a rank may lack a reply, or a handshake waits its turn."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -259,3 +264,69 @@ class Directory:
             if isinstance(outcome, EncodedReply) and outcome.name == name:
                 self._reply_limits.used(outcome.nbytes)
                 self._outcomes[index] = key, why
+
+
+class Rank(Protocol):
+    """What a directory needs of a rank's endpoint."""
+
+    def relay(self, news: ProducerNews) -> None:
+        """Use what the directory has learnt."""
+
+    def take_wanted(self) -> Iterable[tuple[PeerKey, int]]:
+        """Return the producers of which the rank lacks the reply."""
+
+
+class LocalDirectory:
+    """A ``Directory`` that tells the ranks what it learns by itself, on a thread of its own.
+
+    Any thread may use it. The thread sleeps while no request is between ``begin`` and ``end`` and
+    nothing is to be told.
+    """
+
+    def __init__(
+        self,
+        options: EndpointOptions,
+        ranks: Sequence[Rank],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._is_closed = False
+        self._directory = Directory(options, clock, self._changed.set)
+        self._thread = threading.Thread(target=self._run, name="kvferry-directory", daemon=True)
+        self._thread.start()
+
+    def begin(self, request: Hashable, ticket: Ticket) -> None:
+        """Count a request whose load has begun as a user of its producer, until ``end``."""
+        with self._lock:
+            self._directory.begin(request, ticket)
+        self._changed.set()
+
+    def end(self, request: Hashable) -> None:
+        """Count a request no longer as a user; ignored if it is none."""
+        with self._lock:
+            self._directory.end(request)
+
+    def close(self) -> None:
+        """Ask and ping nobody any more; call it before the endpoints are closed."""
+        self._is_closed = True
+        self._changed.set()
+        self._thread.join()
+        self._directory.close()
+
+    def step(self) -> bool:
+        """Tell the ranks what there is to tell; return whether there may be more before long."""
+        with self._lock:
+            for rank in self._ranks:
+                self._directory.ask_again(rank.take_wanted())
+            if news := self._directory.take():
+                for rank in self._ranks:
+                    with contextlib.suppress(EndpointClosedError):
+                        rank.relay(news)
+            return self._directory.is_used or self._directory.pending
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._changed.clear()
+            self._changed.wait(STEP_SECONDS if self.step() else None)

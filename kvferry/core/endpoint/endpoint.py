@@ -151,7 +151,7 @@ class Endpoint:
         layout: Layout,
         slots: int,
         options: EndpointOptions = DEFAULTS,
-        zero: Callable[[Spans], None] = zero_cpu,
+        zero: Callable[[list[Spans]], None] = zero_cpu,
         enter: EnterThread = enter_nothing,
         clock: Callable[[], float] = time.monotonic,
         copies: PageCopies | None = None,

@@ -86,7 +86,7 @@ class LoadManager:
         connections: Connections,
         containment: ErrorContainment,
         scratch: ScratchWords,
-        zero: Callable[[Spans], None],
+        zero: Callable[[list[Spans]], None],
         copies: RunningCopies | None = None,
         options: EndpointOptions,
         post: Callable[[Callable[[], None]], None],

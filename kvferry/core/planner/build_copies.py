@@ -15,7 +15,7 @@ import numpy as np
 
 from kvferry.core.errors import PageError
 from kvferry.core.layout import HOLE, Layout
-from kvferry.core.memory import I64Array, Region, U64Array
+from kvferry.core.memory import I64Array, Region
 from kvferry.core.planner.coalesce import (
     CoalescedRuns,
     coalesce,
@@ -91,25 +91,13 @@ class ReadRequest:
     remote: tuple[Pages, ...]  # the pages to read, per remote group in that engine's numbering
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanSegment:
-    """Consecutive spans, ``start`` up to ``stop``, that lie in one local region."""
-
-    start: int
-    stop: int
-    region: Region
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
-    """n ranges of bytes in local memory, for example those to zero, by region."""
+    """n ranges of bytes in a local region, for example those to zero; none overlap."""
 
-    address: U64Array  # (n,), ascending within a segment
-    nbytes: U64Array  # (n,)
-    segments: tuple[SpanSegment, ...]  # cover all
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
+    region: Region
+    offsets: I64Array  # (n,), from the region's start, ascending
+    nbytes: I64Array  # (n,)
 
 
 class Workspace:
@@ -442,8 +430,8 @@ def _part(batch: StripBatch, sub_blocks: _SubBlocks) -> _Part:
     return _Part(batch=batch, local=near, remote=far, nbytes=nbytes, sub_blocks=sub_blocks)
 
 
-def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
-    """Return the bytes in a request's local pages that reading all sources may leave unwritten.
+def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> list[Spans]:
+    """Return, by region, the bytes in local pages that reading all sources may leave unwritten.
 
     In every group whose range is not ``None``: the bytes before the first sub-block that is read
     and after the last, and all bytes of fields that are not read. The caller zeroes them before the
@@ -459,18 +447,14 @@ def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
         if len(ids)
     ]
     if not runs:
-        empty = np.empty(0, dtype=np.uint64)
-        return Spans(address=empty, nbytes=empty, segments=())
-    joined = coalesce(concatenate(runs))
-    numbered = list(regions)
-    return Spans(
-        address=joined.local.view(np.uint64),
-        nbytes=joined.nbytes.view(np.uint64),
-        segments=tuple(
-            SpanSegment(start=start, stop=stop, region=numbered[joined.pair[start]])
-            for start, stop in runs_of_equals(joined.pair)
-        ),
-    )
+        return []
+    joined, numbered = coalesce(concatenate(runs)), list(regions)
+    found = []
+    for start, stop in runs_of_equals(joined.pair):
+        region, nbytes = numbered[joined.pair[start]], joined.nbytes[start:stop]
+        offsets = joined.local[start:stop] - region.address
+        found.append(Spans(region=region, offsets=offsets, nbytes=nbytes))
+    return found
 
 
 def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tuple[int, int]]:

@@ -6,7 +6,8 @@ context parallelism, a share of the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -161,11 +162,26 @@ def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> li
 
 def _read(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list[Piece]]:
     """Return the pieces that each rank of ``reader`` reads, as ``assign_pieces`` does."""
-    turns: dict[int, list[tuple[int, Holding]]] = {}
+    turns = defaultdict[int, list[tuple[int, Holding]]](list)  # by context rank
     for index, holding in enumerate(holder.holdings[key]):
-        turns.setdefault(holder.group(holding).context.rank, []).append((index, holding))
-    count = len(reader.holdings[key])
-    return [list(_pieces(key, position, reader, holder, turns)) for position in range(count)]
+        turns[holder.group(holding).context.rank].append((index, holding))
+    lead = holder.group(holder.holdings[key][0]).context
+    readers = reader.holdings[key]
+    found: list[list[Piece]] = [[] for _ in readers]
+    for position, wanted in enumerate(readers):
+        context = reader.group(wanted).context
+        for turn in range(lead.size):
+            reader.budget.spend(2 * LOOP_STEPS, f"field {key!r} on many context ranks")
+            share = ContextParallel(size=lead.size, rank=turn, interleave=lead.interleave)
+            if share_tokens(context, share):
+                holders = turns.get(turn, [])
+                # Ranks with equal parts share the load: each reader begins at the holder whose
+                # position among the holders is, relative to their number, that of the reader among
+                # the readers.
+                begin = position * len(holders) // len(readers)
+                holders = holders[begin:] + holders[:begin]
+                found[position] += _covered(key, reader, holder, wanted, share, holders)
+    return found
 
 
 def _check_equal(key: str, local: EngineHoldings, remote: EngineHoldings) -> None:
@@ -190,29 +206,6 @@ def _compare(
                 f"field {key!r}: {name} is {one.get(name)!r} on {here} and {other.get(name)!r} "
                 f"on {there}"
             )
-
-
-def _pieces(
-    key: str,
-    position: int,
-    reader: EngineHoldings,
-    holder: EngineHoldings,
-    turns: Mapping[int, list[tuple[int, Holding]]],
-) -> Iterator[Piece]:
-    """Yield the pieces to read into one holding, for each context rank that has its tokens."""
-    wanted = reader.holdings[key][position]
-    context = reader.group(wanted).context
-    lead = holder.group(holder.holdings[key][0]).context
-    for turn in range(lead.size):
-        reader.budget.spend(2 * LOOP_STEPS, f"field {key!r} on many context ranks")
-        share = ContextParallel(size=lead.size, rank=turn, interleave=lead.interleave)
-        if not share_tokens(context, share):
-            continue
-        holders = turns.get(turn, [])
-        # Ranks with equal parts share the load: each reader begins at the holder whose position
-        # among the holders is, relative to their number, that of the reader among the readers.
-        begin = position * len(holders) // len(reader.holdings[key])
-        yield from _covered(key, reader, holder, wanted, share, holders[begin:] + holders[:begin])
 
 
 def _covered(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -16,21 +17,19 @@ INDEX_BYTES = 1 << 20
 """The most bytes that one indexed assignment zeroes."""
 
 
-def zero_cpu(spans: Spans) -> None:
+def zero_cpu(spans: Iterable[Spans]) -> None:
     """Zero spans of CPU memory, which the caller keeps alive and nothing else uses meanwhile.
 
     Raises ``LayoutError`` for memory that the CPU cannot write.
     """
-    for segment in spans.segments:
-        if segment.region.kind != CPU:
-            raise LayoutError(f"the CPU cannot zero memory of kind {segment.region.kind!r}")
-        here = slice(segment.start, segment.stop)
-        addresses = spans.address[here].astype(np.int64)
-        lengths = spans.nbytes[here].astype(np.int64)
-        long = lengths >= LONG_BYTES
-        for address, length in zip(addresses[long].tolist(), lengths[long].tolist(), strict=True):
-            ctypes.memset(address, 0, length)
-        _zero_short(segment.region, addresses[~long] - segment.region.address, lengths[~long])
+    for each in spans:
+        region, long = each.region, each.nbytes >= LONG_BYTES
+        if region.kind != CPU:
+            raise LayoutError(f"the CPU cannot zero memory of kind {region.kind!r}")
+        long_ones = zip(each.offsets[long].tolist(), each.nbytes[long].tolist(), strict=True)
+        for offset, length in long_ones:
+            ctypes.memset(region.address + offset, 0, length)
+        _zero_short(region, each.offsets[~long], each.nbytes[~long])
 
 
 def _zero_short(region: Region, offsets: I64Array, lengths: I64Array) -> None:

@@ -4,9 +4,8 @@ Values and checks, for the sockets in ``kvferry.core.side_channel``. The package
 standard library, msgspec, ZMQ (for key pairs) and ``cryptography`` (for proofs).
 """
 
-from kvferry.core.security.access import NEARBY, OPEN, Access
+from kvferry.core.security.access import NEARBY, OPEN, Access, Networks
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, PeerKeys, generate, public_keys
-from kvferry.core.security.networks import Networks
 from kvferry.core.security.proof import Proof, TicketKey
 from kvferry.core.security.secret_sources import FILE, Secret, is_source, listed_keys, read_secret
 from kvferry.core.security.signing import TicketSecrets

@@ -52,8 +52,7 @@ from kvferry.core.transport.api import (
     TransferId,
     Transport,
 )
-from kvferry.core.transport.bounds import check_copies
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies, Segment, check_copies
 from kvferry.core.transport.paged import PagedCopies, check_places
 
 _POLL_SECONDS = 0.0005
@@ -424,12 +423,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Implement ``Transport.read`` by ``_start``."""
-        self._check_usable()
-        connection = self._find_peer(peer)
-        if notify is not None:
-            self._check_payload(notify)
-        local = self._local_regions(copies.segments)
-        remote = _remote_regions(copies.segments, connection)
+        connection, local, remote = self._checked(peer, copies.segments, notify)
         if len(copies.nbytes) > len(self._ends):
             self._ends = np.empty(1 << (len(copies) - 1).bit_length(), np.uint64)
         check_copies(copies, self._ends)
@@ -443,13 +437,8 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Implement ``Transport.read_pages`` by ``_start_paged``."""
         if not self._capabilities.paged_reads:
             return super().read_pages(peer, pages, notify)
-        self._check_usable()
-        connection = self._find_peer(peer)
-        if notify is not None:
-            self._check_payload(notify)
         segments = [segment for part in pages.parts for segment in part.strips.segments]
-        local = self._local_regions(segments)
-        remote = _remote_regions(segments, connection)
+        connection, local, remote = self._checked(peer, segments, notify)
         check_places(pages)
         self._check_outstanding()
         request = PagedRequest(connection, pages, local, remote, notify)
@@ -526,14 +515,27 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             size = len(payload) if isinstance(payload, bytes) else type(payload).__name__
             raise TransportUsageError(f"a notification is 1 to {limit} bytes; this one: {size}")
 
-    def _local_regions(self, segments: Sequence[Segment]) -> frozenset[Region]:
-        """Return the distinct local regions of a batch; refuse one that is not registered."""
-        regions = frozenset(map(_local, segments))
-        for region in regions.difference(self._registered):
+    def _checked(
+        self, peer: PeerId, segments: Sequence[Segment], notify: bytes | None
+    ) -> tuple[ConnectionT, frozenset[Region], frozenset[Region]]:
+        """Return a peer's connection and a batch's local and remote regions, or refuse a read."""
+        self._check_usable()
+        connection = self._find_peer(peer)
+        if notify is not None:
+            self._check_payload(notify)
+        local, remote = frozenset(map(_local, segments)), frozenset(map(_remote, segments))
+        for region in local.difference(self._registered):
             raise TransportUsageError(
                 f"local {region} is not registered; {len(self._registered)} regions are"
             )
-        return regions
+        known = connection.regions
+        for region in remote.difference(known):
+            raise TransportUsageError(
+                f"remote {region} is not among the {len(known)} regions known of "
+                f"{connection.name}: if it was registered after its address was made, connect "
+                "again with a new one"
+            )
+        return connection, local, remote
 
     def _check_outstanding(self) -> None:
         limit = self._capabilities.max_outstanding
@@ -547,17 +549,6 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
                 f"{unfinished} transfers are unfinished, and {self.name} takes {limit} at once "
                 "(capabilities: max_outstanding): poll until one has ended"
             )
-
-
-def _remote_regions(segments: Sequence[Segment], connection: DriverConnection) -> frozenset[Region]:
-    """Return the distinct remote regions of a batch; refuse one that is not among the peer's."""
-    regions, known = frozenset(map(_remote, segments)), connection.regions
-    for region in regions.difference(known):
-        raise TransportUsageError(
-            f"remote {region} is not among the {len(known)} regions known of {connection.name}: if "
-            "it was registered after its address was made, connect again with a new one"
-        )
-    return regions
 
 
 def _all_final(transfers: Sequence[DriverTransfer]) -> bool:

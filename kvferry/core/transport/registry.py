@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import cast
 
 from stevedore import DriverManager
 
@@ -96,9 +97,45 @@ def load(name: str) -> type[Transport]:
     Raises ``DriverError`` as ``create`` does before it calls the class.
     """
     entry = _entry(name)
-    driver = _checked_class(entry, _import(entry))
-    _check_version(entry, driver)
-    return driver
+    info = _info(entry)
+    # stevedore would take its list from a file in the user's cache folder, which can be out of date
+    # and is written when it is missing. So it is given the entry point that was found here.
+    DriverManager.ENTRY_POINT_CACHE[GROUP] = [entry]
+    try:
+        driver: object = DriverManager(GROUP, name).driver
+    # A driver is foreign code; see ``create``.
+    except Exception as exc:
+        raise DriverError(
+            f"driver {name!r} ({info.entry_point}) cannot be imported: {type(exc).__name__}: "
+            f"{exc}; install what it needs, or reinstall {info.distribution} {info.version}"
+        ) from exc
+    if fault := _fault_of(driver, info):
+        raise DriverError(
+            f"driver {name!r}{fault}; that is a fault of {info.distribution} {info.version}: "
+            "report it there"
+        )
+    found = cast("type[Transport]", driver)
+    if (version := found.interface_version)[0] != INTERFACE_VERSION[0]:
+        theirs, ours = (".".join(map(str, each)) for each in (version, INTERFACE_VERSION))
+        raise DriverError(
+            f"driver {name!r} is written for version {theirs} of the transport interface, and this "
+            f"kvferry has {ours}: install versions of {info.distribution} and kvferry whose major "
+            "versions agree"
+        )
+    return found
+
+
+def _fault_of(driver: object, info: DriverInfo) -> str:
+    if not (isinstance(driver, type) and issubclass(driver, Transport)):
+        what = f"{info.entry_point} is {driver!r}"
+        return f": {what}, not a subclass of kvferry.core.transport.Transport"
+    if inspect.isabstract(driver):
+        return f" lacks {', '.join(sorted(driver.__abstractmethods__))}"
+    match driver.interface_version:
+        case (int(), int()):
+            return ""
+        case other:
+            return f" has interface_version {other!r}, not two numbers"
 
 
 def describe(info: DriverInfo) -> DriverReport:
@@ -150,55 +187,6 @@ def _entry(name: str) -> EntryPoint:
         owners = " and ".join(f"{i.distribution} {i.version}" for i in map(_info, found))
         raise DriverError(f"driver {name!r} is offered by {owners}: uninstall all but one of them")
     return found[0]
-
-
-def _import(entry: EntryPoint) -> object:
-    # stevedore would take its list from a file in the user's cache folder, which can be out of date
-    # and is written when it is missing. So it is given the entry point that was found here.
-    DriverManager.ENTRY_POINT_CACHE[GROUP] = [entry]
-    try:
-        return DriverManager(GROUP, entry.name).driver
-    # A driver is foreign code; see ``create``.
-    except Exception as exc:
-        info = _info(entry)
-        raise DriverError(
-            f"driver {entry.name!r} ({info.entry_point}) cannot be imported: "
-            f"{type(exc).__name__}: {exc}; install what it needs, or reinstall "
-            f"{info.distribution} {info.version}"
-        ) from exc
-
-
-def _checked_class(entry: EntryPoint, driver: object) -> type[Transport]:
-    if not (isinstance(driver, type) and issubclass(driver, Transport)):
-        what = f"{entry.value} is {driver!r}, not a subclass of kvferry.core.transport.Transport"
-        raise _fault(entry, f": {what}")
-    if inspect.isabstract(driver):
-        missing = ", ".join(sorted(driver.__abstractmethods__))
-        raise _fault(entry, f" lacks {missing}")
-    return driver
-
-
-def _check_version(entry: EntryPoint, driver: type[Transport]) -> None:
-    match driver.interface_version:
-        case (int(major), int(minor)):
-            theirs = f"{major}.{minor}"
-        case other:
-            raise _fault(entry, f" has interface_version {other!r}, not two numbers")
-    if major != INTERFACE_VERSION[0]:
-        ours = ".".join(map(str, INTERFACE_VERSION))
-        raise DriverError(
-            f"driver {entry.name!r} is written for version {theirs} of the transport interface, "
-            f"and this kvferry has {ours}: install versions of {_info(entry).distribution} and "
-            "kvferry whose major versions agree"
-        )
-
-
-def _fault(entry: EntryPoint, what: str) -> DriverError:
-    info = _info(entry)
-    return DriverError(
-        f"driver {entry.name!r}{what}; that is a fault of {info.distribution} {info.version}: "
-        "report it there"
-    )
 
 
 def _check_options(name: str, driver: type[Transport], options: dict[str, object]) -> None:

@@ -141,7 +141,7 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
+def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], None]:
     """Return a function that zeroes spans (ranges of addresses) of vLLM's cache tensors.
 
     It returns when the spans are zeroed, and keeps the tensors' memory alive.
@@ -155,7 +155,7 @@ def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
 def device_zero_function(
     caches: Iterable[torch.Tensor],
     stream_of: Callable[[torch.device], HighPriorityStream] = HighPriorityStream,
-) -> Callable[[Spans], None]:
+) -> Callable[[list[Spans]], None]:
     """Return a function that zeroes spans through torch, for the memory of any device.
 
     It keeps the caches' memory alive. ``stream_of`` makes the stream for a device's zeroing.
@@ -163,15 +163,12 @@ def device_zero_function(
     memory = {region_of(tensor): storage_of(tensor) for tensor in caches}
     streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
 
-    def zero(spans: Spans) -> None:
+    def zero(spans: list[Spans]) -> None:
         for device, stream in streams.items():
             with stream.awaited():
-                for segment in spans.segments:
-                    here, storage = slice(segment.start, segment.stop), memory[segment.region]
-                    if storage.device == device:
-                        start = np.uint64(segment.region.address)
-                        offsets = (spans.address[here] - start).astype(np.int64)
-                        _zero(storage, offsets, spans.nbytes[here].astype(np.int64))
+                for each in spans:
+                    if memory[each.region].device == device:
+                        _zero(memory[each.region], each.offsets, each.nbytes)
 
     return zero
 

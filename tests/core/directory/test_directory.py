@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -153,16 +152,6 @@ def test_a_load_fails_of_whose_producer_nothing_is_heard(channel: Channel, clock
         error = decode.error("d-1")
     assert isinstance(error, HandshakeError)
     assert "nothing was heard of engine 'prefill' for 15 s" in str(error)
-
-
-def test_all_ranks_get_the_error_of_a_failed_handshake(prefill: Engine) -> None:
-    with Engine("decode", CacheShape(tp=2)) as decode:
-        ticket = prefill.serve("p-1", [1], 4)
-        with socket.create_server(("127.0.0.1", 0)) as unused:
-            port = unused.getsockname()[1]
-        error = decode.load("d-1", replace(ticket, port=port), [2])
-        assert type(error) is HandshakeError
-        assert f"engine 'prefill' at 127.0.0.1 port {port}: nobody listens there" in str(error)
 
 
 def test_a_rank_that_could_not_connect_does_so_later_without_asking_anybody(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -311,23 +309,6 @@ def test_the_connection_is_made_anew_after_a_pause(
     with producer(rooms, port=key.port):
         following.follow("d-2", B, key)
         assert part(following, "d-2") == b"two"
-
-
-def test_more_open_files_than_select_takes(rooms: Rooms, key: PeerKey) -> None:
-    rooms.open(A)
-    with contextlib.ExitStack() as opened:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
-        first = os.open(os.devnull, os.O_RDONLY)
-        opened.callback(os.close, first)
-        while (last := os.dup(first)) < 1100:
-            opened.callback(os.close, last)
-        opened.callback(os.close, last)
-        following = opened.enter_context(follower())
-        following.follow("d", A, key)
-        rooms.finish(A, b"one")
-        assert part(following, "d") == b"one"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

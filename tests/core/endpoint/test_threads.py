@@ -51,7 +51,7 @@ def test_no_thread_uses_a_device_that_it_has_not_chosen() -> None:
     devices.set_device(1)  # this thread, as the engine's, has chosen
     enter = partial(devices.set_device, 1)
 
-    def zero(spans: Spans) -> None:
+    def zero(spans: list[Spans]) -> None:
         devices.use("zero")
         zero_cpu(spans)
 

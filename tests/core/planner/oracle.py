@@ -163,18 +163,15 @@ def run(
     return written
 
 
-def zero(spans: Spans, layout: Layout, memory: list[Labels]) -> None:
+def zero(spans: Sequence[Spans], layout: Layout, memory: list[Labels]) -> None:
     """Zero spans in ``memory`` with all checks."""
-    done = 0
-    for segment in spans.segments:
-        assert segment.start == done < segment.stop
-        done = segment.stop
-        here = layout.regions.index(segment.region)
-        for i in range(segment.start, segment.stop):
-            near, size = int(spans.address[i]) - segment.region.address, int(spans.nbytes[i])
-            assert 0 <= near < near + size <= segment.region.nbytes
-            memory[here][near : near + size] = ZERO
-    assert done == len(spans)
+    assert len({each.region for each in spans}) == len(spans)
+    for each in spans:
+        here, end = layout.regions.index(each.region), 0
+        for near, size in zip(each.offsets.tolist(), each.nbytes.tolist(), strict=True):
+            assert end <= near < near + size <= each.region.nbytes
+            end = near + size
+            memory[here][near:end] = ZERO
 
 
 def check_rank(pair: EnginePair, rank: int, workspace: Workspace | None = None) -> None:

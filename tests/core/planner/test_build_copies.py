@@ -53,40 +53,23 @@ def copies_of(local: Layout, remote: Layout, read_request: ReadRequest) -> Copie
     return build_copies(found.sources[0], read_request)
 
 
-def unwritten(local: Layout, remote: Layout, read_request: ReadRequest) -> Spans:
+def unwritten(local: Layout, remote: Layout, read_request: ReadRequest) -> list[Spans]:
     """Return the spans that those copies leave unwritten."""
     return unwritten_spans(local, make_plan([local], [remote], 0), read_request)
 
 
-def offsets_of(found: Spans, one: Layout) -> list[tuple[int, int]]:
+def offsets_of(found: Sequence[Spans]) -> list[tuple[int, int]]:
     """Return (offset in its region, length) of each span."""
     return [
-        (int(found.address[i]) - segment.region.address, int(found.nbytes[i]))
-        for segment in found.segments
-        for i in range(segment.start, segment.stop)
-        if segment.region in one.regions
+        span
+        for each in found
+        for span in zip(each.offsets.tolist(), each.nbytes.tolist(), strict=True)
     ]
 
 
 def blocks_of(tokens: int, order: str = "NHD") -> Layout:
     """Return an engine of one rank whose blocks have so many tokens."""
     return layout(heads(order=order, block=tokens), groups=[paged(tokens)])
-
-
-def test_adjacent_pages_are_one_copy() -> None:
-    found = copies_of(stacked(5), stacked(5), request((0, 80), [2, 3, 4, 6, 7], [5, 6, 7, 8, 9]))
-    assert found.nbytes.tolist() == [30 * PAGE, 20 * PAGE]
-
-
-def test_pages_that_are_adjacent_on_one_side_only_are_separate_copies() -> None:
-    assert len(copies_of(stacked(1), stacked(1), request((0, 32), [2, 3], [6, 5]))) == 2
-
-
-def test_blocks_of_different_sizes_are_copied_by_the_smaller_size() -> None:
-    small, large = blocks_of(16), blocks_of(32)
-    assert len(copies_of(large, small, request((0, 64), [1, 2], [4, 6, 1, 9]))) == 4
-    assert len(copies_of(small, large, request((0, 64), [4, 6, 1, 9], [1, 2]))) == 4
-    assert len(copies_of(large, small, request((0, 64), [1, 2], [4, 5, 6, 7]))) == 1
 
 
 @pytest.mark.parametrize(("block", "named"), [(4096, True), (32768, False)])
@@ -128,6 +111,31 @@ def test_the_first_token_that_is_written(
     assert first_written_tokens(near, make_plan([near], [far], 0), read_request) == (first,)
 
 
+@pytest.mark.parametrize(
+    ("local", "remote", "read_request", "lengths"),
+    [
+        # Adjacent pages are one copy, if they are adjacent on both sides.
+        (
+            stacked(5),
+            stacked(5),
+            request((0, 80), [2, 3, 4, 6, 7], [5, 6, 7, 8, 9]),
+            [30 * PAGE, 20 * PAGE],
+        ),
+        (stacked(1), stacked(1), request((0, 32), [2, 3], [6, 5]), [2 * PAGE] * 2),
+        # Blocks of different sizes are copied by the smaller one.
+        (blocks_of(32), blocks_of(16), request((0, 64), [1, 2], [4, 6, 1, 9]), [PAGE] * 4),
+        (blocks_of(16), blocks_of(32), request((0, 64), [4, 6, 1, 9], [1, 2]), [PAGE] * 4),
+        (blocks_of(32), blocks_of(16), request((0, 64), [1, 2], [4, 5, 6, 7]), [4 * PAGE]),
+        (stacked(2), stacked(2), request(None, [1], [2]), []),
+        (stacked(2), stacked(2), request((0, 0), [1], [2]), []),
+    ],
+)
+def test_the_lengths_of_copies(
+    local: Layout, remote: Layout, read_request: ReadRequest, lengths: list[int]
+) -> None:
+    assert copies_of(local, remote, read_request).nbytes.tolist() == lengths
+
+
 def test_tokens_that_the_remote_page_lacks_are_refused() -> None:
     one = blocks_of(32)
     remote = Pages(ids=np.array([4, 7], dtype=np.int64), first_index=1, missing=9)
@@ -154,26 +162,23 @@ def test_tiled_axes_with_incommensurable_dims_are_copied_right(
     check_rank(EnginePair(local=(tiled(3, 4),), remote=(tiled(4, 3),), request=read_request), 0)
 
 
-def test_an_empty_range_needs_no_copies() -> None:
-    one = stacked(2)
-    for read_request in (request(None, [1], [2]), request((0, 0), [1], [2])):
-        found = copies_of(one, one, read_request)
-        assert len(found) == found.total == 0
-        assert found.segments == ()
-
-
-def test_copies_are_valid_until_their_workspace_is_used_again() -> None:
-    one = stacked(2)
-    found = make_plan([one], [one], 0)
-    workspace = Workspace()
-    first = build_copies(found.sources[0], request((0, 32), [1, 5], [2, 7]), workspace)
-    kept = first.local.copy()
-    second = build_copies(found.sources[0], request((0, 32), [9, 5], [2, 7]), workspace)
-    assert np.shares_memory(first.local, second.local)
-    assert first.local.tolist() != kept.tolist()
-
-
 ONE_PAGE = pages([1])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *(
+            ({"ids": wrong}, r"pass an? .*int64 array")
+            for wrong in ([1], np.zeros(2), np.zeros((1, 2), np.int64), np.zeros(2, np.int32))
+        ),
+        *(({"first_index": wrong}, f"first block index {wrong}") for wrong in (-1, 1 << 40)),
+        *(({"missing": wrong}, f"{wrong} missing tokens") for wrong in (-1, 1 << 40)),
+    ],
+)
+def test_invalid_page_lists_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PageError, match=message):
+        Pages(**({"ids": ONE_PAGE.ids} | given))
 
 
 @pytest.mark.parametrize(
@@ -234,30 +239,13 @@ def test_page_lists_that_do_not_fit_the_request_are_refused(
         copies_of(blocks_of(16), blocks_of(16), read_request)
 
 
-def test_a_state_from_a_token_after_the_first_is_refused() -> None:
-    one = layout(plain_field(page_stride=64, pages=20, unit=64), groups=[STATE])
+def test_other_pages_that_cannot_be_are_refused() -> None:
+    state = layout(plain_field(page_stride=64, pages=20, unit=64), groups=[STATE])
     with pytest.raises(PageError, match="a state stands for all tokens from 0 on"):
-        copies_of(one, one, request((1, 16), [3], [7]))
-
-
-@pytest.mark.parametrize(
-    "wrong", [[1, 2], np.zeros(2), np.zeros((1, 2), np.int64), np.zeros(2, np.int32)]
-)
-def test_page_ids_that_are_not_an_array_of_int64_are_refused(wrong: Any) -> None:
-    with pytest.raises(PageError, match=r"pass an? .*int64 array"):
-        Pages(ids=wrong)
-
-
-@pytest.mark.parametrize("wrong", [-1, 1 << 40, 1 << 70])
-def test_a_first_block_index_out_of_bounds_is_refused(wrong: int) -> None:
-    with pytest.raises(PageError, match=f"first block index {wrong}"):
-        pages([1], wrong)
-
-
-@pytest.mark.parametrize("wrong", [-1, 1 << 40])
-def test_missing_tokens_out_of_bounds_are_refused(wrong: int) -> None:
-    with pytest.raises(PageError, match=f"{wrong} missing tokens"):
-        Pages(ids=ONE_PAGE.ids, missing=wrong)
+        copies_of(state, state, request((1, 16), [3], [7]))
+    one = layout(heads())
+    with pytest.raises(PageError, match="local group 0: page id 100 does not lie in 0 to 99"):
+        unwritten(one, one, request((0, 16), [3, 100], [4]))
 
 
 def with_draft() -> Layout:
@@ -311,19 +299,11 @@ ROW = 32 * DIM
 def test_the_spans_that_stay_unwritten(
     local: Layout, remote: Layout, read_request: ReadRequest, expected: list[tuple[int, int]]
 ) -> None:
-    assert offsets_of(unwritten(local, remote, read_request), local) == expected
+    assert offsets_of(unwritten(local, remote, read_request)) == expected
 
 
 def test_unwritten_spans_are_split_by_region() -> None:
     one = model(3)
     found = unwritten(one, one, request((0, 16), [3, 5], [4]))
-    assert [(s.start, s.stop, s.region) for s in found.segments] == [
-        (i, i + 1, region) for i, region in enumerate(one.regions)
-    ]
-    assert offsets_of(found, one) == [(5 * 2 * PAGE, 2 * PAGE)] * 3
-
-
-def test_an_unwritten_page_id_out_of_range_is_refused() -> None:
-    one = layout(heads())
-    with pytest.raises(PageError, match="local group 0: page id 100 does not lie in 0 to 99"):
-        unwritten(one, one, request((0, 16), [3, 100], [4]))
+    assert [each.region for each in found] == list(one.regions)
+    assert offsets_of(found) == [(5 * 2 * PAGE, 2 * PAGE)] * 3

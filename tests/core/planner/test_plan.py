@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis, axis_length
 from kvferry.core.planner.plan import Plan, make_plan
-from kvferry.core.planner.token_blocks import share_tokens
 from tests.core.layouts import STATE, heads, layout, model, paged, plain_field
 from tests.core.planner.properties import SEEDS, pair_of
 
@@ -73,63 +70,41 @@ def test_the_ranks_that_are_read_and_those_that_are_only_notified(
     assert {one.readers for one in found} == {readers}
 
 
-@given(
-    st.tuples(st.integers(1, 5), st.integers(1, 4)),
-    st.tuples(st.integers(1, 5), st.integers(1, 4)),
-)
-def test_share_tokens_is_true_exactly_if_both_ranks_hold_some_token(
-    one: tuple[int, int], other: tuple[int, int]
-) -> None:
-    for a in (ContextParallel(size=one[0], interleave=one[1], rank=r) for r in range(one[0])):
-        for b in (
-            ContextParallel(size=other[0], interleave=other[1], rank=r) for r in range(other[0])
-        ):
-            held = (t for t in range(400) if t // a.interleave % a.size == a.rank)
-            common = any(t // b.interleave % b.size == b.rank for t in held)
-            assert share_tokens(a, b) == common
-
-
 def count_strips(found: Plan) -> list[int]:
     """Return the number of strips per sub-block, of every batch of every source."""
     batches = [b for source in found.sources for match in source.matches for b in match.batches]
     return [len(batch.local) for batch in batches]
 
 
-def test_adjacent_heads_are_one_strip_in_hnd() -> None:
-    halves = [model(5, shard=(0, 2)), model(5, shard=(2, 4))]
-    assert count_strips(make_plan([model(5)], halves, 0)) == [10, 10]
-    assert count_strips(make_plan(halves, [model(5)], 1)) == [10]
+def tiled(coarse: int, fine: int) -> Layout:
+    """Return an engine with one axis of nested dims, and one whose dims swap places in memory."""
+    f = heads(shard=(0, 12), order="NHD", block=1)
+    shard = axis((coarse, fine * 8), (fine, 8))
+    swapped = replace_field(f, key="x", region=1, shard=axis((coarse, 8), (fine, coarse * 8)))
+    return layout(replace_field(f, shard=shard), swapped, groups=[paged(1)])
 
 
-def test_adjacent_tokens_are_one_strip_between_blocks_of_different_sizes() -> None:
-    small = layout(heads(order="NHD", block=16), groups=[paged(16)])
-    large = layout(heads(order="NHD", block=64), groups=[paged(64)])
-    assert (
-        count_strips(make_plan([small], [large], 0))
-        == count_strips(make_plan([large], [small], 0))
-        == [1]
-    )
+MODEL_HALVES = [model(5, shard=(0, 2)), model(5, shard=(2, 4))]
+SMALL, LARGE = (layout(heads(order="NHD", block=n), groups=[paged(n)]) for n in (16, 64))
+K, V = (replace_field(heads(name, packed=2), offset=i * 8) for i, name in enumerate("kv"))
 
 
-def test_rows_shared_by_k_and_v_are_one_strip_only_if_both_are_read() -> None:
-    both = [replace_field(heads(name, packed=2), offset=i * 8) for i, name in enumerate("kv")]
-    assert count_strips(make_plan([layout(*both)], [layout(*both)], 0)) == [1]
-    assert count_strips(make_plan([layout(both[0])], [layout(both[0])], 0)) == [4 * 16]
-
-
-def test_axes_with_incommensurable_dims_have_one_strip_per_entry() -> None:
-    def tiled(coarse: int, fine: int) -> Layout:
-        f = heads(shard=(0, 12), order="NHD", block=1)
-        shard = axis((coarse, fine * 8), (fine, 8))
-        swapped = axis((coarse, 8), (fine, coarse * 8))
-        return layout(
-            replace_field(f, shard=shard),
-            replace_field(f, key="x", region=1, shard=swapped),
-            groups=[paged(1)],
-        )
-
-    found = make_plan([tiled(3, 4)], [tiled(4, 3)], 0)
-    assert sum(count_strips(found)) == 1 + 12
+@pytest.mark.parametrize(
+    ("local", "remote", "strips"),
+    [
+        ([model(5)], MODEL_HALVES, [10, 10]),  # adjacent heads in HND
+        (MODEL_HALVES, [model(5)], [10]),
+        ([SMALL], [LARGE], [1]),  # adjacent tokens
+        ([LARGE], [SMALL], [1]),
+        ([layout(K, V)], [layout(K, V)], [1]),  # rows of both K and V, or of one
+        ([layout(K)], [layout(K)], [4 * 16]),
+        ([tiled(3, 4)], [tiled(4, 3)], [12, 1]),  # an entry each
+    ],
+)
+def test_what_is_contiguous_on_both_sides_is_one_strip(
+    local: list[Layout], remote: list[Layout], strips: list[int]
+) -> None:
+    assert count_strips(make_plan(local, remote, 0)) == strips
 
 
 def interleaved(size: int, *interleaves: int) -> list[Layout]:
@@ -142,13 +117,6 @@ def interleaved(size: int, *interleaves: int) -> list[Layout]:
 
 def draft(key: str, *, region: int = 0) -> Field:
     return replace_field(heads(key, region=region), draft=True)
-
-
-def test_draft_layers_of_only_one_engine_are_not_read() -> None:
-    plain, drafted = layout(heads("k")), layout(heads("k"), draft("d", region=1))
-    for local, remote in (([drafted], [plain]), ([plain], [drafted])):
-        [source] = make_plan(local, remote, 0).sources
-        assert [o.local.key for match in source.matches for o in match.overlaps] == ["k"]
 
 
 def opaque(shard: tuple[int, int] = (0, 4), block: int = 16, **changes: Any) -> list[Layout]:
@@ -297,19 +265,17 @@ def test_axes_without_common_runs_are_refused(where: str) -> None:
 
 def test_layouts_that_need_a_copy_per_byte_are_refused() -> None:
     size = 1 << 12
-    by_token, by_element = (
-        plain_field(page_stride=size**2, tokens=axis((size, token)), inner=(axis((size, element)),))
-        for token, element in ((size, 1), (1, size))
+    tokens, elements = axis((size, 1)), axis((size, size))
+    one, other = (
+        layout(
+            plain_field(page_stride=size**2, tokens=along, inner=(across,)), groups=[paged(size)]
+        )
+        for along, across in ((tokens, elements), (elements, tokens))
     )
     with pytest.raises(PlanError, match="field 'k': the two layouts share no runs longer"):
-        make_plan(
-            [layout(by_token, groups=[paged(size)])], [layout(by_element, groups=[paged(size)])], 0
-        )
-
-
-def test_an_unknown_local_rank_is_refused() -> None:
+        make_plan([one], [other], 0)
     with pytest.raises(PlanError, match="there is no local rank 1: there are 1"):
-        make_plan(ONE, ONE, 1)
+        make_plan([one], [one], 1)
 
 
 def test_strips_that_are_neighbours_on_both_sides_are_joined() -> None:

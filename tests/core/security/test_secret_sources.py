@@ -19,32 +19,27 @@ def path(tmp_path: Path) -> Path:
     return created
 
 
-def test_a_secret_is_read_from_a_file(path: Path) -> None:
-    path.chmod(0o600)
-    assert read_secret(f"file:{path}") == Secret(text=HIDDEN, source=f"file:{path}")
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
-def test_a_file_that_others_can_read_is_reported(path: Path, mode: int) -> None:
-    path.chmod(mode)
-    assert read_secret(f"file:{path}").exposed == (
-        f"file:{path} is open to others than its owner: chmod 600 it"
-    )
-
-
-@pytest.mark.parametrize(("mode", "is_open"), [(0o440, False), (0o460, True), (0o444, True)])
-def test_a_credential_of_systemd_may_show_the_mask_of_its_access_list(
-    path: Path, mode: int, is_open: bool
+@pytest.mark.parametrize(
+    ("mode", "credentials", "is_open"),
+    [
+        (0o600, "", False),
+        *((mode, "", True) for mode in (0o640, 0o604, 0o660)),
+        # A credential of systemd shows the mask of its access list as its group's permissions.
+        (0o440, ".", False),
+        (0o460, ".", True),
+        (0o444, ".", True),
+        (0o440, "beside", True),
+    ],
+)
+def test_a_file_that_others_can_read_is_reported(
+    path: Path, mode: int, credentials: str, is_open: bool
 ) -> None:
     path.chmod(mode)
-    secret = read_secret(f"file:{path}", {"CREDENTIALS_DIRECTORY": str(path.parent)})
-    assert bool(secret.exposed) == is_open
-
-
-def test_a_file_beside_the_credentials_of_systemd_is_for_its_owner_only(path: Path) -> None:
-    path.chmod(0o440)
-    environment = {"CREDENTIALS_DIRECTORY": str(path.parent / "credentials")}
-    assert read_secret(f"file:{path}", environment).exposed
+    folder = str(path.parent / credentials) if credentials else ""
+    why = f"file:{path} is open to others than its owner: chmod 600 it" if is_open else ""
+    assert read_secret(f"file:{path}", {"CREDENTIALS_DIRECTORY": folder}) == Secret(
+        text=HIDDEN, source=f"file:{path}", exposed=why
+    )
 
 
 def test_a_secret_is_read_from_the_environment() -> None:

@@ -23,7 +23,7 @@ RANKS = (payload(0), payload(1))
 def serve(*ranks: RankPayload, **options: Any) -> HandshakeServer:
     """Serve these ranks, or ``RANKS``."""
     data = encoded(*(ranks or RANKS))
-    return HandshakeServer(data, engine="prefill", incarnation=7, **options)
+    return HandshakeServer(data, **({"engine": "prefill", "incarnation": 7} | options))
 
 
 def fetched(server: HandshakeServer, **options: Any) -> EngineInfo:

@@ -84,19 +84,13 @@ def test_of_several_addresses_only_allowed_ones_are_tried(
 
 
 @pytest.mark.usefixtures("stuck_resolver")
-def test_a_resolver_that_hangs_times_out() -> None:
-    with pytest.raises(HandshakeError, match=r"no answer from the resolver within 0\.05 s"):
-        fetch("slow.test", 4242, "prefill", timeout=0.05)
-
-
-@pytest.mark.usefixtures("stuck_resolver")
 def test_the_number_of_hanging_resolvers_is_bounded(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the bound, names are refused at once; numeric addresses need no resolver."""
     monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(2))
     for _ in range(2):
-        with pytest.raises(HandshakeError, match="no answer"):
+        with pytest.raises(HandshakeError, match=r"no answer from the resolver within 0\.01 s"):
             fetch("slow.test", 4242, "prefill", timeout=0.01)
     with pytest.raises(HandshakeError, match="names are being looked up already"):
         fetch("slow.test", 4242, "prefill", timeout=LONG)

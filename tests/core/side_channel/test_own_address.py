@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import socket
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from kvferry.core.side_channel.sockets import is_loopback_host, own_address
 
 
-class StandInSocket:
-    """A UDP socket on a host with the given routes: family to local address. It cannot send."""
+def host_with(routes: dict[int, str]) -> Any:
+    """Return what makes UDP sockets on a host with these routes: family to local address."""
 
-    routes: dict[int, str]
-
-    def __init__(self, family: int, kind: int) -> None:
+    def make(family: int, kind: int) -> MagicMock:
         assert kind == socket.SOCK_DGRAM
-        self._family = family
+        made = MagicMock()
+        opened = made.__enter__.return_value
+        opened.getsockname.return_value = routes.get(family), 9
+        opened.connect.side_effect = None if family in routes else OSError("unreachable")
+        return made
 
-    def __enter__(self) -> StandInSocket:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def connect(self, address: tuple[str, int]) -> None:
-        if self._family not in self.routes:
-            raise OSError("Network is unreachable")
-
-    def getsockname(self) -> tuple[str, int]:
-        return self.routes[self._family], 9
+    return make
 
 
 @pytest.mark.parametrize(
@@ -46,8 +38,7 @@ class StandInSocket:
 def test_ipv4_is_preferred_and_loopback_is_none(
     monkeypatch: pytest.MonkeyPatch, routes: dict[int, str], address: str | None
 ) -> None:
-    stand_in: Any = type("Routed", (StandInSocket,), {"routes": routes})
-    monkeypatch.setattr(socket, "socket", stand_in)
+    monkeypatch.setattr(socket, "socket", host_with(routes))
     assert own_address() == address
 
 

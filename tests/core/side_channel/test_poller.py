@@ -77,17 +77,6 @@ def resting() -> Steps[str]:
     return "again"
 
 
-def test_a_task_goes_on_once_its_descriptor_is_ready() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.setblocking(False)
-        over = queue.SimpleQueue[bytes | Exception]()
-        for data in (b"one", b"two"):
-            start(received(theirs), over.put)
-            ours.send(data)
-            assert over.get(timeout=LONG) == data
-
-
 def test_a_descriptor_may_be_closed_and_its_number_used_again() -> None:
     """By a task that goes on in the same round as another one whose descriptor is ready."""
 
@@ -118,20 +107,15 @@ def test_a_cancelled_task_frees_what_it_has_and_is_not_over() -> None:
     assert waiting.over.empty()
 
 
-def test_an_error_ends_its_task_only() -> None:
-    other = Waiting()
-    with pytest.raises(ZeroDivisionError):
-        call(failing(ZeroDivisionError()))
-    assert other.wake() == "woken"
+def test_an_error_ends_no_other_task(caplog: pytest.LogCaptureFixture) -> None:
+    """Be it of a task, or of who hears its end."""
 
-
-def test_an_error_of_who_hears_the_end_ends_no_other_task(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
     def fail(_: object) -> None:
         raise ZeroDivisionError
 
     other = Waiting()
+    with pytest.raises(ZeroDivisionError):
+        call(failing(ZeroDivisionError()))
     start(resting(), fail)
     eventually(lambda: "ZeroDivisionError" in caplog.text, "it is logged")
     assert other.wake() == "woken"
@@ -166,9 +150,6 @@ def test_what_blocks_runs_on_a_thread_of_its_own() -> None:
         call(on_thread(lambda: 1 // 0, "kvferry-aside"))
     with no_threads("kvferry-aside"), pytest.raises(RuntimeError, match="can't start"):
         call(on_thread(lambda: None, "kvferry-aside"))
-
-
-def test_what_blocks_too_long_is_left_running() -> None:
     release = threading.Event()
     with pytest.raises(TimeoutError):
         call(on_thread(release.wait, "kvferry-aside", time.monotonic() + 0.01))

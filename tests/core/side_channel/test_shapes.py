@@ -105,26 +105,19 @@ def test_the_longest_request_is_taken() -> None:
     assert wire.decode_request(wire.encode(longest)) == longest
 
 
-def test_a_shape_that_was_not_named_is_refused_by_name_and_everything_is_asked_for(
+def test_a_shape_that_was_not_named_or_does_not_fit_is_refused_and_everything_asked_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     data = encoded(*ranks())
-    whole = wire.Payloads(ranks=data)
+    whole, shape = wire.Payloads(ranks=data), shape_of(data)
+    fewer = msgspec.structs.replace(shape.heads(whole), ranks=[b"one"])
     with (
-        scripted(shape_of(data).heads(whole), whole) as (port, requests),
+        scripted(shape.heads(whole), whole, fewer, whole) as (port, requests),
         caplog.at_level(logging.WARNING),
     ):
-        assert list(fetched(port).ranks) == ranks()
-    assert requests == [request(), request()]
+        assert list(fetched(port).ranks) == list(fetched(port).ranks) == ranks()
+    assert requests == [request(), request(), request(shape.digest), request()]
     assert f"engine prefill at 127.0.0.1 port {port} left the shape" in caplog.text
-
-
-def test_a_shape_of_another_number_of_ranks_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    data = encoded(*ranks())
-    whole = wire.Payloads(ranks=data)
-    fewer = msgspec.structs.replace(shape_of(data).heads(whole), ranks=[b"one"])
-    with scripted(whole, fewer, whole) as (port, _), caplog.at_level(logging.WARNING):
-        assert fetched(port) == fetched(port)
     assert "of 1 ranks out of its answer" in caplog.text
 
 

@@ -13,7 +13,6 @@ import pytest
 from kvferry.core.errors import (
     ConnectError,
     PeerLostError,
-    TransferCancelledError,
     TransportError,
     TransportUnsupportedError,
     TransportUsageError,
@@ -153,21 +152,6 @@ def _copies(nbytes: int = 8) -> Copies:
     return copies_between(pairs, local=HERE, remote=THERE)
 
 
-def test_a_region_that_an_unfinished_transfer_uses_is_not_deregistered() -> None:
-    transport = Connected()
-    transport.register(MORE)
-    transfer = transport.start()
-    with pytest.raises(TransportUsageError, match="an unfinished transfer uses"):
-        transport.deregister(HERE)
-    transport.deregister(MORE)
-    transport.cancel(transfer)
-    transport.poll([])  # one that it is not asked about
-    with pytest.raises(TransportUsageError, match="an unfinished transfer uses"):
-        transport.deregister(HERE)
-    transport.poll([transfer])
-    transport.deregister(HERE)
-
-
 # Connections.
 
 
@@ -183,16 +167,6 @@ def test_as_many_regions_are_registered_as_an_address_holds() -> None:
     books.deregister(HERE)
     books.register(MORE)
     assert books.of("register") == [(HERE,), (MORE,)]
-
-
-def test_addresses_of_equal_identity_are_one_peer() -> None:
-    transport = RecordingTransport()
-    first, other = transport.connect(b"a1"), transport.connect(b"b1")
-    assert (transport.connect(b"a2"), transport.connect(b"b2")) == (first, other)
-    assert transport.of("connect") == [("a1",), ("b1",)]
-    assert transport.of("refresh") == [("a2",), ("b2",)]
-    transport.disconnect(first)
-    assert transport.connect(b"a3") not in (first, other)
 
 
 def test_two_concurrent_connects_to_one_peer_share_a_connection() -> None:
@@ -244,22 +218,6 @@ def test_a_refused_address_leaves_nothing_behind() -> None:
     assert transport.of("refresh") == []
 
 
-def test_disconnect_ends_only_the_unfinished_transfers_of_that_peer() -> None:
-    transport = Connected()
-    other = transport.connect(b"other")
-    mine, theirs = transport.start(), transport.read(other, _copies())
-    transport.disconnect(transport.peer)
-    assert transport.of("disconnect") == [("peer", 1)]
-    ended, pending = transport.poll([mine, theirs])
-    assert ended.state is State.FAILED
-    assert isinstance(ended.error, PeerLostError)
-    assert pending.state is State.PENDING
-    with pytest.raises(
-        TransportUsageError, match=rf"no peer {transport.peer}; connected: \[{other}\]"
-    ):
-        transport.disconnect(transport.peer)
-
-
 def test_a_peer_whose_transfers_do_not_end_stays_connected() -> None:
     transport = Connected()
     transport.stuck = True
@@ -299,57 +257,12 @@ def test_failing_transfers_may_become_final_when_their_connection_ends(settles: 
 # Transfers.
 
 
-def test_the_scratch_memory_of_the_bounds_check_grows() -> None:
-    transport, n = Connected(), 10_000
-    pairs = [(HERE.address, THERE.address, 8)] * n
-    copies = copies_between(pairs, local=HERE, remote=THERE)
-    transport.read(transport.peer, copies)
-    copies.nbytes[-1] = 4097
-    with pytest.raises(TransportUsageError, match=f"copy {n - 1} leaves"):
-        transport.read(transport.peer, copies)
-
-
 def test_reads_by_pages_are_refused_without_the_capability_even_when_closed() -> None:
     transport = Connected()
     for _ in range(2):
         with pytest.raises(TransportUnsupportedError, match="Connected cannot read by pages"):
             transport.read_pages(transport.peer, PagedCopies(parts=()))
         transport.close()
-
-
-def test_a_transfer_may_fail_when_it_is_started() -> None:
-    transport = Connected()
-    transport.born = Status(state=State.FAILED, error=PeerLostError("gone"))
-    transfer = transport.start()
-    assert transport.poll([transfer, transfer]) == [transport.born] * 2
-    transport.forget(transfer)
-    with pytest.raises(TransportUsageError, match=f"no transfer {transfer}"):
-        transport.poll([transfer])
-    assert transport.start() != transfer
-
-
-@pytest.mark.parametrize("state", State)
-def test_only_final_transfers_are_forgotten(state: State) -> None:
-    transport = Connected()
-    transport.born, transport.stuck = Status(state=state), True
-    transfer = transport.start()
-    if state.final:
-        transport.forget(transfer)
-        return
-    with pytest.raises(TransportUsageError, match=f"transfer {transfer} is not final"):
-        transport.forget(transfer)
-
-
-def test_cancel_fails_unfinished_transfers_only() -> None:
-    transport = Connected()
-    transfer = transport.start()
-    transport.cancel(transfer)
-    (status,) = transport.poll([transfer])
-    assert isinstance(status.error, TransferCancelledError)
-    transport.cancel(transfer)
-    assert transport.poll([transfer]) == [status]
-    with pytest.raises(TransportUsageError, match="no transfer"):
-        transport.cancel(TransferId(99))
 
 
 def test_cancel_without_the_capability_changes_nothing() -> None:
@@ -379,19 +292,6 @@ def test_notifications_go_to_connected_peers_and_a_lost_peer_is_no_error() -> No
     assert transport.of("notify") == [("peer", b"one"), ("peer", b"two")]
     with pytest.raises(TransportUsageError, match="no peer"):
         transport.notify(PeerId(99), b"x")
-
-
-@pytest.mark.parametrize(("payload", "said"), [(b"", "0"), (b"123456789", "9"), ("text", "str")])
-def test_an_invalid_payload_is_refused(payload: bytes, said: str) -> None:
-    transport = Connected()
-    for send in (
-        lambda: transport.notify(transport.peer, payload),
-        lambda: transport.start(8, payload),
-    ):
-        with pytest.raises(TransportUsageError, match=f"is 1 to 8 bytes; this one: {said}"):
-            send()
-    transport.notify(transport.peer, b"12345678")
-    assert transport.of("notify") == [("peer", b"12345678")]
 
 
 def test_without_the_capability_no_notification_hook_is_called() -> None:

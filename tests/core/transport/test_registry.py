@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from kvferry.core.errors import DriverError
 from kvferry.core.transport.registry import DriverInfo, create, describe, installed, load
-from kvferry.drivers.loopback import LoopbackTransport
 
 Install = Callable[..., None]
 
@@ -99,32 +97,12 @@ def said_by(name: str, **options: object) -> str:
     return str(caught.value)
 
 
-def test_loopback_is_found() -> None:
-    (info,) = [one for one in installed() if one.name == "loopback"]
-    assert info.distribution == "kvferry"
-    assert info.entry_point == "kvferry.drivers.loopback:LoopbackTransport"
-    assert load("loopback") is LoopbackTransport
-
-
 def test_a_driver_is_created_with_its_options(install: Install) -> None:
     install("good", "fake_good:Good")
     for options, colour in (({"colour": "blue"}, "blue"), ({}, "red"), (None, "red")):
         transport = create("good", options)
         assert getattr(transport, "colour", None) == colour
         transport.close()
-
-
-def test_enter_is_passed_to_a_driver_that_takes_it(install: Install) -> None:
-    install("entering", "fake_good:Entering")
-    calls: list[str] = []
-
-    def enter() -> None:
-        calls.append(threading.current_thread().name)
-
-    transport = create("entering", {"size": 2}, enter=enter)
-    transport.close()
-    assert getattr(transport, "given", None) is enter
-    assert threading.current_thread().name not in calls
 
 
 def test_only_the_named_driver_is_imported(install: Install) -> None:
@@ -185,6 +163,12 @@ def test_two_distributions_with_one_driver_name_are_refused(install: Install) ->
         ("fake_good:Good", {"color": "red"}, None, "argument 'color'; its options are: colour"),
         ("fake_good:Picky", {}, None, "missing a required"),
         ("fake_good:Entering", {"enter": 1}, None, "enter is not an option, .* options are: size"),
+        (
+            "kvferry.drivers.loopback:LoopbackTransport",
+            {"threds": 3},
+            None,
+            "^driver_options of loopback: .* unknown field `threds`",
+        ),
     ],
 )
 def test_a_driver_that_cannot_be_created_is_refused_with_the_reason(
@@ -201,11 +185,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones(install: Install) -> Non
     said = said_by("goood")
     for part in ("'goood'", "good, loopback, nixl", "'kvferry.drivers'", "install"):
         assert part in said
-
-
-def test_invalid_options_of_loopback_are_refused() -> None:
-    assert "unknown field `threds`" in said_by("loopback", threds=3)
-    assert "enter is not an option" in said_by("loopback", enter=1)
 
 
 def test_drivers_are_described_with_the_reason_if_they_do_not_work(install: Install) -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.memory import region_of
-from kvferry.core.planner.build_copies import Spans, SpanSegment
+from kvferry.core.planner.build_copies import Spans
 from kvferry.integrations.vllm.device import device_zero_function
 from kvferry.integrations.vllm.host_pool import HostPool
 from tests.long.gpu.conftest import Table
@@ -65,8 +65,8 @@ def test_zeroing(device: Device, table: Table) -> None:
     table(
         "zeroing",
         {
-            "spans": len(spans),
-            "MiB": int(spans.nbytes.sum()) >> 20,
+            "spans": sum(len(each.nbytes) for each in spans),
+            "MiB": sum(int(each.nbytes.sum()) for each in spans) >> 20,
             "alone, first ms": round(alone[0] * 1e3, 3),
             "alone, median ms": round(median(alone) * 1e3, 3),
             "behind a kernel of 1 s, ms": round(behind * 1e3, 3),
@@ -75,10 +75,9 @@ def test_zeroing(device: Device, table: Table) -> None:
     assert behind < MOST_OF_KERNEL * KERNEL_SECONDS
 
 
-def spans_and_reference(device: Device, caches: list[Any]) -> tuple[Spans, list[Any]]:
+def spans_and_reference(device: Device, caches: list[Any]) -> tuple[list[Spans], list[Any]]:
     """Return spans of all caches, and the words that each cache must have afterwards."""
-    rng, addresses, lengths, segments, expected = np.random.default_rng(0), [], [], [], []
-    start = 0
+    rng, spans, expected = np.random.default_rng(0), [], []
     for cache in caches:
         region, words = region_of(cache), len(cache)
         # Each in a part of its own, so none overlap: 4 KiB of every 16 KiB, at an odd place.
@@ -87,16 +86,8 @@ def spans_and_reference(device: Device, caches: list[Any]) -> tuple[Spans, list[
         reference = np.full(words, POISON, np.int32)
         for at, n in zip(first, count, strict=True):
             reference[at : at + n] = 0
-        addresses.append(first * 4 + region.address)
-        lengths.append(count * 4)
-        segments.append(SpanSegment(start=start, stop=start + len(first), region=region))
+        spans.append(Spans(region=region, offsets=first * 4, nbytes=count * 4))
         expected.append(device.torch.from_numpy(reference).to(device.name))
-        start += len(first)
-    spans = Spans(
-        address=np.concatenate(addresses).astype(np.uint64),
-        nbytes=np.concatenate(lengths).astype(np.uint64),
-        segments=tuple(segments),
-    )
     return spans, expected
 
 
