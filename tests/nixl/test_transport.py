@@ -18,7 +18,6 @@ from kvferry.core.messages import Release
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, Quiescence, State, TransferId, registry
 from kvferry.drivers.nixl import NixlTransport
-from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import MIB, Pair, closed_at_end, notifications_of, paired, until
 from tests.nixl.test_contract import FACTORY
@@ -222,7 +221,7 @@ def _kill_peer_during_read(transport: NixlTransport) -> None:
     """Kill a peer during a read that is large enough for UCX's threads."""
     with Process(FACTORY, {}, "cpu", MIB) as process:
         pair = paired(transport, process)
-        with killed_soon(process):
+        with process.killed_soon():
             transfer = pair.read(times=4096)
         assert pair.known(transfer).state is State.FAILING
         transport.disconnect(pair.peer)

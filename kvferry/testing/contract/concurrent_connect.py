@@ -14,9 +14,7 @@ import numpy as np
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.transport import PeerId, State, TransferId
 from kvferry.testing.contract.copy_batches import batch
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import Workbench
+from kvferry.testing.contract.workbench import ContractSettings, Workbench
 from kvferry.testing.peers import Process
 
 _ATTEMPTS = 3
@@ -73,19 +71,17 @@ class ConcurrentConnectTests(ContractSettings):
     The tests pass without a check if the capabilities lack ``concurrent_connect``.
     """
 
-    def test_peers_come_and_go_beside_transfers(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_peers_come_and_go_beside_transfers(self, lab: Workbench, shared: Process) -> None:
         if not lab.capabilities.concurrent_connect:
             return
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
 
         def comes_and_goes(address: bytes) -> None:
             for _ in range(_ROUNDS):
                 lab.transport.disconnect(lab.transport.connect(address))
 
-        addresses = [LocalPeer(lab, lab.make()).address() for _ in range(2)]
-        copies = batch(lab.mine.region, shared_process.region, [0], [0], [_BYTES])
+        addresses = [lab.neighbour().address() for _ in range(2)]
+        copies = batch(lab.mine.region, shared.region, [0], [0], [_BYTES])
         others = [OtherThread(lambda at=at: comes_and_goes(at)) for at in addresses]  # type: ignore[misc]
         kept: deque[TransferId] = deque()
         while any(other.runs for other in others):
@@ -97,7 +93,7 @@ class ConcurrentConnectTests(ContractSettings):
                 lab.transport.notify(peer, lab.payload(1))
             lab.transport.notifications()
         assert not [error for other in others for error in other.wrong]
-        lab.works(shared_process)
+        lab.works(shared)
 
     def test_a_stopped_peer_that_is_disconnected_holds_nobody_up(
         self, lab: Workbench, process: Process
@@ -105,9 +101,9 @@ class ConcurrentConnectTests(ContractSettings):
         """While ``disconnect`` of a stopped peer lasts, transfers with other peers continue."""
         if not lab.capabilities.concurrent_connect:
             return
-        if (lab.capabilities.max_outstanding or 2) < 2:
+        if not lab.takes(2):
             return
-        there = LocalPeer(lab, lab.make())
+        there = lab.neighbour()
         other = lab.transport.connect(there.address())
         spare = lab.buffer(_BYTES, lab.transport)
         copies = batch(spare.region, there.region, [0], [0], [_BYTES])
@@ -180,7 +176,7 @@ class ConcurrentConnectTests(ContractSettings):
 
         Returns seconds: the longest in which none of those ended, and those of ``disconnect``.
         """
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         lab.transport.read(peer, lab.lasting(process))
         process.stop()
         try:

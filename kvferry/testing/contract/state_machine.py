@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 from kvferry.core.transport import PeerId, State, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import batch, joined
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import Workbench, refused
+from kvferry.testing.contract.workbench import ContractSettings, Workbench, refused
 from kvferry.testing.memory import Buffer, Bytes, pattern
 
 REGIONS, SLOTS, SLOT = 3, 16, 4096

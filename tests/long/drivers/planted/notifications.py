@@ -238,7 +238,7 @@ class FailureSendsBoundNotification(BindsItself):
         return statuses
 
 
-@caught_by("test_a_stopped_peer_does_not_keep_notify_waiting")
+@caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
 class NotifyWaitsForThePeer(LoopbackTransport):
     """``notify`` returns only when the socket of the peer has taken the notification."""
 
