@@ -190,9 +190,7 @@ class FaultyTransport(Transport):
     def deregister(self, region: Region) -> None:
         """Deregister memory, unless the transport has died.
 
-        Raises:
-            TransportUsageError: An unfinished transfer uses the region (a fault may keep a transfer
-                unfinished longer than in the wrapped transport), or the wrapped transport refuses.
+        A fault may keep a transfer that uses it unfinished longer than in the wrapped transport.
         """
         for transfer, one in self._transfers.items():
             if not one.status.state.final and region in one.regions and self._alive():
@@ -272,12 +270,7 @@ class FaultyTransport(Transport):
         return [transfer.status for transfer in records]
 
     def forget(self, transfer: TransferId) -> None:
-        """Forget a transfer that is DONE or FAILED.
-
-        Raises:
-            TransportUsageError: The transfer is neither (its fault may be the only reason), or the
-                transport has no transfer of this id.
-        """
+        """Forget a transfer that is DONE or FAILED, which its fault may be to decide."""
         record = self._record(transfer)
         if self._alive():
             self._update(record, count=False)
@@ -323,10 +316,7 @@ class FaultyTransport(Transport):
         return transfer.number
 
     def _update(self, transfer: _Transfer, *, count: bool, disconnected: bool = False) -> None:
-        """Update a transfer's status from the wrapped transfer's status and the transfer's fault.
-
-        ``count`` says whether that is a poll (see ``Schedule.polls``).
-        """
+        """Update a transfer's status; ``count`` if that is a poll (see ``Schedule.polls``)."""
         if transfer.status.state.final:
             return
         (status,) = self._inner.poll([transfer.inner])
@@ -366,18 +356,10 @@ class FaultyTransport(Transport):
         return fault
 
     def _alive(self) -> bool:
-        """Return whether to pass a call on to ``inner``: False if the transport has died.
-
-        After ``close`` all calls are passed on, so that ``inner`` refuses them.
-        """
+        # After ``close`` all calls are passed on, so that ``inner`` refuses them.
         return not self._dead or self._closed
 
     def _record(self, transfer: TransferId) -> _Transfer:
-        """Return the record of a transfer by the transfer's id.
-
-        Raises:
-            TransportUsageError: The transport is closed, or it has no transfer of this id.
-        """
         if self._closed:
             raise TransportUsageError(f"{self._name} is closed")
         if transfer not in self._transfers:
@@ -407,5 +389,4 @@ def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
 
 
 def _injected(fault: Fault) -> TransportError:
-    """Return the error of a transfer that fails because of a fault."""
     return TransportError(f"injected: {fault.value}")

@@ -122,11 +122,7 @@ class Process:
             self.started()
 
     def started(self) -> Self:
-        """Wait until the process has started, and return this peer.
-
-        Raises:
-            RuntimeError: The process ended at once.
-        """
+        """Wait until the process has started, and return this peer."""
         try:
             self.name, self.region = self._answer("start", _START_SECONDS)
         except BaseException:
@@ -223,19 +219,12 @@ class Process:
         return self._connection.poll(0)
 
     def ended(self) -> Status:
-        """Wait until the transfer of ``begin`` is no longer PENDING, and return its status.
-
-        The status is PENDING if the ``seconds`` given to ``begin`` were over before.
-        """
+        """Return the status of ``begin``'s transfer: PENDING only if its ``seconds`` are over."""
         status: Status = self._answer("read", 60.0)
         return status
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        """Let this peer's process fork; the child checks that the transport refuses its calls.
-
-        Only ``close`` must not be refused there, and must do nothing. Returns a line for each rule
-        that the transport broke.
-        """
+        """Execute ``PeerServer.fork``: return a line for each rule that the transport broke."""
         wrong: list[str] = self.ask("fork", peer, copies)
         return wrong
 
@@ -285,13 +274,10 @@ class Process:
 
 
 class Spares:
-    """A supply of peers' processes, each for one test.
+    """A supply of peers' processes, which ``make`` starts without waiting; each is for one test.
 
     From the second ``take`` on, each ``take`` also starts the process for the next one, so that the
     next test need not wait for its start.
-
-    Args:
-        make: Starts a process without waiting until it has started.
     """
 
     def __init__(self, make: Callable[[], Process]) -> None:

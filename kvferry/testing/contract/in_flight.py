@@ -10,7 +10,13 @@ import numpy as np
 from kvferry.core.errors import PeerLostError, TransferCancelledError
 from kvferry.core.transport import PeerId, Quiescence, State
 from kvferry.testing.contract.copy_batches import batch
-from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
+from kvferry.testing.contract.workbench import (
+    MIB,
+    ContractSettings,
+    OtherThread,
+    Workbench,
+    refused,
+)
 from kvferry.testing.peers import Process, TransportPeer
 
 _ATTEMPTS = 3
@@ -167,23 +173,16 @@ class InFlightTests(ContractSettings):
 
     def test_calls_may_come_from_different_threads(self, lab: Workbench, shared: Process) -> None:
         """Three threads, one after the other, connect to the same peer and run a transfer."""
-        wrong: list[BaseException] = []
         peers: list[PeerId] = []
 
         def elsewhere() -> None:
-            try:
-                peer = lab.connect(shared)
-                lab.finish(lab.transport.read(peer, lab.whole(shared)))
-                peers.append(peer)
-            # The test's own thread reports the exception.
-            except BaseException as exc:  # noqa: BLE001
-                wrong.append(exc)
+            peers.append(lab.connect(shared))
+            lab.finish(lab.transport.read(peers[-1], lab.whole(shared)))
 
         for _ in range(3):
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
+            thread = OtherThread(elsewhere)
             thread.join()
-        assert not wrong, wrong
+            assert not thread.wrong, thread.wrong
         assert len(set(peers)) == 1
         lab.works(shared)
         lab.transport.disconnect(peers[0])
@@ -246,8 +245,7 @@ class InFlightTests(ContractSettings):
             while not stop.wait(0.001):
                 beats.append(time.monotonic())
 
-        thread = threading.Thread(target=beat)
-        thread.start()
+        thread = OtherThread(beat)
         try:
             took = self._calls_that_may_block(lab, remote)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -504,6 +505,26 @@ class LocalPeer:
 
         self.lab.until(enough, seconds)
         return found
+
+
+class OtherThread(threading.Thread):
+    """Calls a function on a new thread, from now on; keeps what it raises, and when it ran."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__()
+        self._call = call
+        self.wrong: list[BaseException] = []
+        self.began = self.ended = 0.0  # by ``time.monotonic``
+        self.start()
+
+    def run(self) -> None:
+        self.began = time.monotonic()
+        try:
+            self._call()
+        # The test's own thread reports the exception.
+        except BaseException as exc:  # noqa: BLE001
+            self.wrong.append(exc)
+        self.ended = time.monotonic()
 
 
 def refused(call: Callable[..., object], *args: object, what: str = "") -> None:
