@@ -93,8 +93,10 @@ class QuiescenceTests(ContractSettings):
         lab.quiet(mine, process)
 
     def test_quiet_after_the_peer_was_killed(self, lab: Workbench, process: Process) -> None:
+        mine, peer = _mine(lab), lab.connect(process)
+        copies = lab.lasting(process, mine.region)
         with process.killed_soon():
-            mine, peer, transfer = _begin(lab, process)
+            transfer = lab.transport.read(peer, copies)
         lab.settled(transfer, peer)
         lab.quiet(mine)
 
