@@ -94,10 +94,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     **When a read is DONE.** Its bytes are visible to work that starts on the GPU from then on: the
     driver flushes what a NIC writes, where the GPU needs that.
 
-    Args:
-        enter: called first in every thread of the transport.
-        options: the ``driver_options``, as ``UcxOptions``.
-
     Raises:
         DriverError: there is no usable UCX, or UCX does not start; an option is unknown, of a wrong
             type or out of range, or UCX does not take its value.

@@ -51,9 +51,9 @@ class ProcessTests(ContractSettings):
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(2))  # likewise, now that the death is known
         for transfer in transfers:
-            assert lab.settled_or_gone(transfer, peer).state is State.FAILED
+            assert lab.settled(transfer, peer).state is State.FAILED
         assert not lab.mine.get().any()
-        # Here ``settled_or_gone`` has not disconnected the peer.
+        # Here ``settled`` has not disconnected the peer.
         if lab.capabilities.quiescence is Quiescence.ALWAYS:
             nothing = lab.transport.read(peer, batch(lab.mine.region, process.region, [], [], []))
             lab.known_in_time(nothing, time.monotonic())
@@ -70,7 +70,7 @@ class ProcessTests(ContractSettings):
         status = lab.known_in_time(transfer, process.killed_at)
         if running:
             assert status.state is not State.DONE, "it says that all bytes have arrived"
-        lab.settled_or_gone(transfer, peer)
+        lab.settled(transfer, peer)
         for other in (neighbour, lab.neighbour()):
             lab.works(other)
 
@@ -84,7 +84,7 @@ class ProcessTests(ContractSettings):
         for transfer in transfers:
             lab.known_in_time(transfer, process.killed_at)
         for transfer in transfers:
-            lab.settled_or_gone(transfer, peer)
+            lab.settled(transfer, peer)
             lab.transport.forget(transfer)
 
     def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process) -> None:
@@ -111,7 +111,7 @@ class ProcessTests(ContractSettings):
                 assert lab.known_in_time(later, time.monotonic()).state is not State.DONE
         finally:
             os.kill(fork, signal.SIGKILL)
-        lab.settled_or_gone(transfer, peer)
+        lab.settled(transfer, peer)
         lab.works(lab.neighbour())
 
     def test_killed_after_a_transfer(self, lab: Workbench, process: Process) -> None:

@@ -267,7 +267,7 @@ class Workbench:
         """Wait until a transfer is DONE or FAILED, and return its status.
 
         If the transfer is FAILING and the driver's ``quiescence`` is AFTER_DISCONNECT, this
-        disconnects the peer. Fails the test if the transfer becomes neither DONE nor FAILED.
+        disconnects the peer, which also ends its other transfers.
         """
         status = self.known(transfer)
         if status.state is State.FAILING:
@@ -282,15 +282,6 @@ class Workbench:
                 )
                 (status,) = self.poll([transfer])
         return status
-
-    def settled_or_gone(self, transfer: TransferId, peer: PeerId) -> Status:
-        """Return the status of a transfer that is DONE or FAILED, or call ``settled`` for another.
-
-        A test with several transfers with one peer can call this for each of them: the first call
-        may disconnect the peer, which also ends the other transfers.
-        """
-        (status,) = self.poll([transfer])
-        return status if status.state.final else self.settled(transfer, peer)
 
     def finish(self, transfer: TransferId, transport: Transport | None = None) -> None:
         """Wait until a transfer is DONE, and forget it; fail the test if the transfer fails."""
@@ -315,7 +306,7 @@ class Workbench:
     def fails_in_time(self, peer: PeerId, transfer: TransferId) -> None:
         """Assert that a transfer with a dead peer becomes FAILED; see ``known_in_time``."""
         self.known_in_time(transfer, time.monotonic())
-        assert self.settled_or_gone(transfer, peer).state is State.FAILED
+        assert self.settled(transfer, peer).state is State.FAILED
 
     # Transfers.
 
