@@ -2,16 +2,10 @@
 
     transport = FaultyTransport(LoopbackTransport(), Schedule(at={2: Fault.DOOM, 5: Fault.DIE}))
 
-The calls of ``read``, ``read_pages`` and ``notify`` are counted together, from 0. So the third
-call, if it starts a transfer, starts one that is FAILING for a while and then FAILED; at the sixth
-call the transport dies. Faults can also be random, by seed:
-
-    Schedule(seed=7, rate=0.1, faults=(Fault.DELAY, Fault.FAIL))
-
-Beside that, all reads can be kept to a rate, as on a slower network (``bytes_per_second``).
-
-All faults but ``LIE`` are within the contract of a transport: users of a transport have to cope
-with them.
+The third call of ``read``, ``read_pages`` or ``notify``, if it starts a transfer, starts one that
+is FAILING for a while and then FAILED; at the sixth, the transport dies. Faults can also be random,
+by seed: ``Schedule(seed=7, rate=0.1)``. All but ``LIE`` are within the contract of a transport:
+users of a transport have to cope with them.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies
 from kvferry.testing.pacer import ReadPacer
 
@@ -375,9 +369,7 @@ def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
         return copies
     half = len(copies) // 2
     segments = (
-        Segment(
-            start=min(cut.start, half), stop=min(cut.stop, half), local=cut.local, remote=cut.remote
-        )
+        replace(cut, start=min(cut.start, half), stop=min(cut.stop, half))
         for cut in copies.segments
     )
     return Copies(

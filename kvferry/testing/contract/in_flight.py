@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -79,8 +80,7 @@ class InFlightTests(ContractSettings):
     def test_cancel_leaves_other_transfers_alone(self, lab: Workbench, shared: Process) -> None:
         if not lab.takes(2):
             return
-        peer = lab.connect(shared)
-        lasting = lab.transport.read(peer, lab.lasting(shared))
+        peer, lasting = lab.begin(shared)
         spare = lab.buffer(4096, lab.transport)
         small = batch(spare.region, shared.region, [0], [8192], [4096])
         other = lab.transport.read(peer, small)
@@ -152,16 +152,14 @@ class InFlightTests(ContractSettings):
 
     def test_a_neighbour_may_close_while_it_is_read(self, lab: Workbench) -> None:
         neighbour = lab.neighbour()
-        peer = lab.connect(neighbour)
-        transfer = lab.transport.read(peer, lab.lasting(neighbour))
+        peer, transfer = lab.begin(neighbour)
         neighbour.transport.close()
         lab.known(transfer)
         lab.settled(transfer, peer)
         lab.works(lab.neighbour())
 
     def test_poll_does_not_block(self, lab: Workbench, shared: Process) -> None:
-        peer = lab.connect(shared)
-        transfer = lab.transport.read(peer, lab.lasting(shared))
+        _, transfer = lab.begin(shared)
         took = []
         for _ in range(20):
             before = time.monotonic()
@@ -207,8 +205,7 @@ class InFlightTests(ContractSettings):
 
         The calls connect, register memory, notify, and start a transfer with another peer.
         """
-        peer = lab.connect(shared)
-        lasting = lab.transport.read(peer, lab.lasting(shared))
+        peer, lasting = lab.begin(shared)
         spare = lab.buffer(MIB, lab.transport)
         other = lab.neighbour()
         third = lab.connect(other)
@@ -257,17 +254,15 @@ class InFlightTests(ContractSettings):
     def _calls_that_may_block(
         lab: Workbench, remote: TransportPeer
     ) -> dict[str, tuple[float, float]]:
-        took = {}
-        before = time.monotonic()
+        times = [time.monotonic()]
         peer = lab.connect(remote)
-        took["connect"] = (before, time.monotonic())
-        before = time.monotonic()
-        lab.transport.read(peer, lab.lasting(remote))
-        took["read"] = (before, time.monotonic())
-        before = time.monotonic()
+        times.append(time.monotonic())
+        copies = lab.lasting(remote)
+        lab.transport.read(peer, copies)
+        times.append(time.monotonic())
         lab.transport.disconnect(peer)
-        took["disconnect"] = (before, time.monotonic())
-        return took
+        times.append(time.monotonic())
+        return dict(zip(("connect", "read", "disconnect"), itertools.pairwise(times), strict=True))
 
 
 def _longest_gap(beats: list[float], began: float, ended: float) -> float:

@@ -96,7 +96,7 @@ class PagedReadTests(ContractSettings):
         peer = lab.connect(near)
         if refuses_pages(lab, peer, strips):
             return
-        pages = PagedCopies(parts=(placed(strips, [4], [2]),))
+        pages = paged(strips, [4], [2])
         lab.finish(lab.transport.read_pages(peer, pages, lab.payload(9)))
         (arrived,) = lab.receive(near.transport, 1)
         assert (arrived.sender, arrived.payload) == (lab.transport.name, lab.payload(9))
@@ -108,7 +108,7 @@ class PagedReadTests(ContractSettings):
             return
         before = lab.mine.get()
         for local, there in (([-1], [0]), ([0], [-1]), ([300], [0]), ([0], [240]), ([0, 1], [0])):
-            pages = PagedCopies(parts=(placed(strips, local, there),))
+            pages = paged(strips, local, there)
             refused(lab.transport.read_pages, peer, pages)
         np.testing.assert_array_equal(lab.mine.get(), before)
 
@@ -123,10 +123,8 @@ class PagedReadTests(ContractSettings):
             strips_between(lab.buffer(MIB).region, theirs),
             strips_between(mine, elsewhere),
         ):
-            refused(lab.transport.read_pages, peer, PagedCopies(parts=(placed(strips, [0], [0]),)))
-        refused(
-            lab.transport.read_pages, PeerId(1 << 40), PagedCopies(parts=(placed(known, [0], [0]),))
-        )
+            refused(lab.transport.read_pages, peer, paged(strips, [0], [0]))
+        refused(lab.transport.read_pages, PeerId(1 << 40), paged(known, [0], [0]))
 
     def test_strips_outlive_what_a_driver_prepared(self, lab: Workbench) -> None:
         """The same strips are read after new registrations, and over a new connection."""
@@ -136,7 +134,7 @@ class PagedReadTests(ContractSettings):
         if refuses_pages(lab, peer, strips):
             return
         read_pages(lab, peer, near, strips, SHUFFLED[:3], REMOTE_SHUFFLED[:3])
-        pages = PagedCopies(parts=(placed(strips, [0], [0]),))
+        pages = paged(strips, [0], [0])
         lab.transport.deregister(lab.mine.region)
         refused(lab.transport.read_pages, peer, pages)
         lab.transport.register(lab.mine.region)
@@ -159,14 +157,11 @@ class PagedReadTests(ContractSettings):
         read_pages(lab, peer, near, strips, SHUFFLED[:3], REMOTE_SHUFFLED[:3])
         near.transport.close()
         content = lab.mine.get()
-        transfer = lab.transport.read_pages(
-            peer, PagedCopies(parts=(placed(strips, SHUFFLED[:9], REMOTE_SHUFFLED[:9]),))
-        )
-        if lab.settled(transfer, peer).state is State.FAILED:
+        pages = paged(strips, SHUFFLED[:9], REMOTE_SHUFFLED[:9])
+        if lab.settled(lab.transport.read_pages(peer, pages), peer).state is State.FAILED:
             return
         # Memory that is still there may be read; then all of it was.
-        part = placed(strips, SHUFFLED[:9], REMOTE_SHUFFLED[:9])
-        np.testing.assert_array_equal(lab.mine.get(), expected(part, content, near.get()))
+        np.testing.assert_array_equal(lab.mine.get(), expected(pages.parts[0], content, near.get()))
 
 
 def strips_between(
@@ -203,6 +198,13 @@ def placed(
     )
 
 
+def paged(
+    strips: Strips, local: Sequence[int] | np.ndarray, remote: Sequence[int] | np.ndarray
+) -> PagedCopies:
+    """Return a batch of strips at places; see ``placed``."""
+    return PagedCopies(parts=(placed(strips, local, remote),))
+
+
 def expected(part: PlacedStrips, target: Bytes, source: Bytes) -> Bytes:
     """Return the target's bytes after a read by pages, computed place by place."""
     for local, remote in zip(part.local.tolist(), part.remote.tolist(), strict=True):
@@ -237,6 +239,6 @@ def refuses_pages(lab: Workbench, peer: PeerId, strips: Strips) -> bool:
         return False
     before = lab.mine.get()
     with pytest.raises(TransportUnsupportedError):
-        lab.transport.read_pages(peer, PagedCopies(parts=(placed(strips, [0], [0]),)))
+        lab.transport.read_pages(peer, paged(strips, [0], [0]))
     np.testing.assert_array_equal(lab.mine.get(), before)
     return True

@@ -116,8 +116,7 @@ class PeerTests(ContractSettings):
         In both cases transfers with other peers continue, and new transfers work.
         """
         neighbour = lab.neighbour()
-        peer = lab.connect(shared)
-        lasting = lab.transport.read(peer, lab.lasting(shared))
+        peer, lasting = lab.begin(shared)
         for wrong in flipped(neighbour.address(), _FLIPS):
             connect_and_part(lab, wrong, {peer})
         self._goes_on(lab, lasting, peer)

@@ -294,8 +294,7 @@ class RefusalTests(ContractSettings):
         lab.finish(transfer)
 
     def test_only_final_transfers_can_be_forgotten(self, lab: Workbench, shared: Process) -> None:
-        peer = lab.connect(shared)
-        transfer = lab.transport.read(peer, lab.lasting(shared))
+        peer, transfer = lab.begin(shared)
         if lab.state(transfer) is State.PENDING:
             refused(lab.transport.forget, transfer)
         lab.transport.cancel(transfer)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvferry.core.memory import U64Array
 from kvferry.core.transport import State, Status, Transport
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Segment
 from kvferry.testing.contract.copy_batches import batch, joined, moved, part_of
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.memory import Buffer, available, pattern
@@ -78,9 +79,8 @@ class TransferTests(ContractSettings):
     def test_no_copies_at_all(self, lab: Workbench, shared: Process) -> None:
         lab.moves([shared], [], [], [])
         peer = lab.connect(shared)
-        none = np.empty(0, np.uint64)
-        nothing = Copies(local=none, remote=none, nbytes=none, segments=())
-        lab.finish(lab.transport.read(peer, nothing))
+        empty = batch(lab.mine.region, shared.region, [], [], [])
+        lab.finish(lab.transport.read(peer, replace(empty, segments=())))
 
     def test_several_regions_in_one_transfer(self, lab: Workbench, shared: Process) -> None:
         buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
@@ -93,14 +93,8 @@ class TransferTests(ContractSettings):
         peer = lab.connect(shared)
         copies = joined(
             [
-                batch(
-                    buffer.region,
-                    part_of(shared.region, part, 2000),
-                    [3, 600],
-                    [7, 1000],
-                    [500, 400],
-                )
-                for buffer, part in zip(buffers, parts, strict=True)
+                batch(buffer.region, region, [3, 600], [7, 1000], [500, 400])
+                for buffer, region in zip(buffers, regions, strict=True)
             ]
         )
         lab.finish(lab.transport.read(peer, copies))
@@ -121,7 +115,7 @@ class TransferTests(ContractSettings):
             Segment(start=start, stop=stop, local=lab.mine.region, remote=shared.region)
             for start, stop in cuts
         )
-        copies = Copies(local=full.local, remote=full.remote, nbytes=full.nbytes, segments=segments)
+        copies = replace(full, segments=segments)
         theirs = shared.get()
         lab.finish(lab.transport.read(peer, copies))
         mine = moved(mine, [0, 5000], theirs, [9, 7000], [10, 2000])
@@ -217,12 +211,8 @@ class TransferTests(ContractSettings):
         peer = lab.connect(shared)
         starts = 3000 * np.arange(100)
         plain = batch(lab.mine.region, shared.region, starts, starts + 1, np.full(100, 999))
-        copies = Copies(
-            local=_strided(plain.local),
-            remote=_strided(plain.remote),
-            nbytes=_strided(plain.nbytes),
-            segments=plain.segments,
-        )
+        arrays = {name: _strided(getattr(plain, name)) for name in ("local", "remote", "nbytes")}
+        copies = replace(plain, **arrays)
         lab.finish(lab.transport.read(peer, copies))
         expected = moved(mine, starts, theirs, starts + 1, np.full(100, 999))
         np.testing.assert_array_equal(lab.mine.get(), expected)

@@ -359,6 +359,11 @@ class Workbench:
         zeros = np.zeros(n, np.uint64)
         return batch(local or self.mine.region, remote.region, zeros, zeros, zeros + np.uint64(MIB))
 
+    def begin(self, remote: TransportPeer) -> tuple[PeerId, TransferId]:
+        """Connect to a peer, and begin a read that takes long; see ``lasting``."""
+        peer = self.connect(remote)
+        return peer, self.transport.read(peer, self.lasting(remote))
+
     def works(self, remote: TransportPeer) -> None:
         """Assert that the transport under test can still read from a peer."""
         self.mine.put(np.zeros(MIB, np.uint8))

@@ -27,7 +27,7 @@ from kvferry.core.transport import (
     enter_nothing,
 )
 from kvferry.core.transport.base import TransferRequest
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer, LoopbackTransfer
@@ -229,8 +229,7 @@ def _plain(region: Region) -> Region:
 
 def _plain_copies(copies: Copies) -> Copies:
     segments = (
-        Segment(start=one.start, stop=one.stop, local=_plain(one.local), remote=_plain(one.remote))
-        for one in copies.segments
+        replace(one, local=_plain(one.local), remote=_plain(one.remote)) for one in copies.segments
     )
     return replace(copies, segments=tuple(segments))
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Capabilities, PeerId, State, Status, TransferId, Transport
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
 from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
@@ -93,8 +93,7 @@ def cut(copies: Copies, part: slice) -> Copies:
     local = copies.local[part]
     n = len(local)
     segments = (
-        Segment(start=min(one.start, n), stop=min(one.stop, n), local=one.local, remote=one.remote)
-        for one in copies.segments
+        replace(one, start=min(one.start, n), stop=min(one.stop, n)) for one in copies.segments
     )
     return Copies(
         local=local,
