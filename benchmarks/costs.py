@@ -162,8 +162,7 @@ def posting(quick: bool) -> Iterator[Row]:
     """CPU time of the compiled loop and of the one in Python, around UCX's calls in transfers."""
     if "ucx" not in harness.working_drivers():
         harness.nothing("the driver ucx does not work here")
-    from kvferry.drivers.ucx.compiled_loops import poster
-    from kvferry.drivers.ucx.posting import Poster
+    from kvferry.drivers.ucx.posting import Poster, poster
 
     options = {"transports": ["self", "sm", "tcp"]}
     case = Case(size=40_000 << 12, block=4 << 10, scattered=True)

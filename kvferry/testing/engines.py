@@ -69,12 +69,10 @@ class CacheShape:
         tp: Number of tensor-parallel ranks, which share out the heads.
         block: Tokens of a page.
         heads_first: Whether a page is (head, token, element) rather than (token, head, element).
-        pages: Pages of a rank, among them page 0, whose id stands for no page.
+        pages: Pages of a rank, among them page 0, whose id stands for none.
         replicated: Whether each rank has all heads.
         windowed: Whether the last layer is a group of its own, like one with a sliding window.
         memory: The kind of memory that the layout claims; the cache is a numpy array anyway.
-        layers: Layers of the model.
-        model_heads: Heads of each layer.
         dim: Elements of one head of one token.
         dtype: Type of an element, which both numpy and ``kvferry.Field`` know by this name.
     """
@@ -189,10 +187,7 @@ class EngineRank:
         self.cache[layer, pages] = blocks.swapaxes(1, 2) if self.shape.heads_first else blocks
 
     def values(self, layer: int, tokens: int, first_token: int = 0) -> Elements:
-        """Return what a request's pages must hold, as (token, head, element).
-
-        The ids of its tokens count up from ``first_token``.
-        """
+        """Return what the pages of tokens from ``first_token`` on must hold; see ``read``."""
         return self.shape.values(layer, range(first_token, first_token + tokens), self.heads)
 
     def compute(self, pages: list[int], tokens: int, first_token: int = 0) -> None:
@@ -214,14 +209,8 @@ class ModelFreeEngine(LocalEngine):
     """All ranks of an engine, its scheduler's holds and its side channel, in this process.
 
     Args:
-        name: The engine's id.
-        shape: How the engine keeps its cache.
-        driver: The name of an installed driver.
         transport: Makes the transport of each rank; by default, the driver's with its defaults.
-        options: The options of each rank's endpoint.
         agreement: What must be equal on engines that exchange pages; see ``kvferry.Identity``.
-        host: The address on which the side channel listens.
-        port: The port on which it listens; 0 for any free port.
         ticket_key: Proves the engine's tickets; without one, they have no proofs.
         clock: Seconds, for all that is due or late.
         copies: Makes, of a rank's cache, what copies between the device and the cache, whose pages
@@ -229,7 +218,6 @@ class ModelFreeEngine(LocalEngine):
         **endpoint: What else ``kvferry.Endpoint`` takes, such as ``zero``.
 
     Attributes:
-        ranks: The engine's ranks.
         rooms: The requests that other engines may follow; see ``kvferry.core.lifecycle.rooms``.
     """
 
@@ -299,11 +287,7 @@ class ModelFreeEngine(LocalEngine):
             raise ValueError(f"no hold is free for {request!r}, or it was taken on already")
 
     def compute(self, request: str, pages: list[int], tokens: int) -> None:
-        """Take a request on, and compute its pages on every rank.
-
-        Raises:
-            ValueError: No hold is free, or the request was taken on already.
-        """
+        """Take a request on, as ``take_on``, and compute its pages on every rank."""
         self.take_on(request)
         for rank in self.ranks:
             rank.compute(pages, tokens)
@@ -318,13 +302,10 @@ class ModelFreeEngine(LocalEngine):
         lease: float = LEASE_SECONDS,
         order: bool = True,
     ) -> Ticket:
-        """Make the ticket of a request that was computed, from when on its pages are held.
+        """Make the ticket of a request that was taken on, from when on its pages are held.
 
         The ticket says that they are complete, unless ``computed`` is False: then consumers wait
         until the ranks have passed the order, which ``order`` sends at once, or the next ``step``.
-
-        Raises:
-            ValueError: The request was not taken on, or has its ticket already.
         """
         hold = self.scheduler_holds.ticket(RequestId(request), lease, frozenset(pages))
         if hold is None:
@@ -396,13 +377,7 @@ class ModelFreeEngine(LocalEngine):
         self.directory.begin(ticket.request, ticket)
 
     def outcome(self, request: str, seconds: float = PATIENCE_SECONDS) -> Results:
-        """Wait until every rank has reported a load, and return what they have reported.
-
-        In ``failed`` is its error, if the load failed on any rank.
-
-        Raises:
-            TimeoutError: A rank has not reported the load in time.
-        """
+        """Wait until every rank has reported a load; in ``failed`` is the error of any rank."""
         name = RequestId(request)
         self._wait(request, self._failed, seconds)
         error = self._failed.pop(name)
@@ -413,11 +388,7 @@ class ModelFreeEngine(LocalEngine):
         )
 
     def released(self, request: str, seconds: float = PATIENCE_SECONDS) -> EndedHold:
-        """Wait until every rank has released a request's pages, which may be used again then.
-
-        Raises:
-            TimeoutError: A rank has not released the pages in time.
-        """
+        """Wait until every rank has released a request's pages, which may be used again then."""
         self._wait(request, self._ended, seconds)
         return self._ended.pop(request)
 

@@ -2,16 +2,10 @@
 
     transport = FaultyTransport(LoopbackTransport(), Schedule(at={2: Fault.DOOM, 5: Fault.DIE}))
 
-The calls of ``read``, ``read_pages`` and ``notify`` are counted together, from 0. So the third
-call, if it starts a transfer, starts one that is FAILING for a while and then FAILED; at the sixth
-call the transport dies. Faults can also be random, by seed:
-
-    Schedule(seed=7, rate=0.1, faults=(Fault.DELAY, Fault.FAIL))
-
-Beside that, all reads can be kept to a rate, as on a slower network (``bytes_per_second``).
-
-All faults but ``LIE`` are within the contract of a transport: users of a transport have to cope
-with them.
+The third call of ``read``, ``read_pages`` or ``notify``, if it starts a transfer, starts one that
+is FAILING for a while and then FAILED; at the sixth, the transport dies. Faults can also be random,
+by seed: ``Schedule(seed=7, rate=0.1)``. All but ``LIE`` are within the contract of a transport:
+users of a transport have to cope with them.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies
 from kvferry.testing.pacer import ReadPacer
 
@@ -190,9 +184,7 @@ class FaultyTransport(Transport):
     def deregister(self, region: Region) -> None:
         """Deregister memory, unless the transport has died.
 
-        Raises:
-            TransportUsageError: An unfinished transfer uses the region (a fault may keep a transfer
-                unfinished longer than in the wrapped transport), or the wrapped transport refuses.
+        A fault may keep a transfer that uses it unfinished longer than in the wrapped transport.
         """
         for transfer, one in self._transfers.items():
             if not one.status.state.final and region in one.regions and self._alive():
@@ -272,12 +264,7 @@ class FaultyTransport(Transport):
         return [transfer.status for transfer in records]
 
     def forget(self, transfer: TransferId) -> None:
-        """Forget a transfer that is DONE or FAILED.
-
-        Raises:
-            TransportUsageError: The transfer is neither (its fault may be the only reason), or the
-                transport has no transfer of this id.
-        """
+        """Forget a transfer that is DONE or FAILED, which its fault may be to decide."""
         record = self._record(transfer)
         if self._alive():
             self._update(record, count=False)
@@ -323,10 +310,7 @@ class FaultyTransport(Transport):
         return transfer.number
 
     def _update(self, transfer: _Transfer, *, count: bool, disconnected: bool = False) -> None:
-        """Update a transfer's status from the wrapped transfer's status and the transfer's fault.
-
-        ``count`` says whether that is a poll (see ``Schedule.polls``).
-        """
+        """Update a transfer's status; ``count`` if that is a poll (see ``Schedule.polls``)."""
         if transfer.status.state.final:
             return
         (status,) = self._inner.poll([transfer.inner])
@@ -366,18 +350,10 @@ class FaultyTransport(Transport):
         return fault
 
     def _alive(self) -> bool:
-        """Return whether to pass a call on to ``inner``: False if the transport has died.
-
-        After ``close`` all calls are passed on, so that ``inner`` refuses them.
-        """
+        # After ``close`` all calls are passed on, so that ``inner`` refuses them.
         return not self._dead or self._closed
 
     def _record(self, transfer: TransferId) -> _Transfer:
-        """Return the record of a transfer by the transfer's id.
-
-        Raises:
-            TransportUsageError: The transport is closed, or it has no transfer of this id.
-        """
         if self._closed:
             raise TransportUsageError(f"{self._name} is closed")
         if transfer not in self._transfers:
@@ -393,9 +369,7 @@ def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
         return copies
     half = len(copies) // 2
     segments = (
-        Segment(
-            start=min(cut.start, half), stop=min(cut.stop, half), local=cut.local, remote=cut.remote
-        )
+        replace(cut, start=min(cut.start, half), stop=min(cut.stop, half))
         for cut in copies.segments
     )
     return Copies(
@@ -407,5 +381,4 @@ def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
 
 
 def _injected(fault: Fault) -> TransportError:
-    """Return the error of a transfer that fails because of a fault."""
     return TransportError(f"injected: {fault.value}")

@@ -11,6 +11,7 @@ import importlib
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,19 +42,14 @@ class Buffer(ABC):
 
     def part(self, offset: int, nbytes: int) -> Region:
         """Return a part of the buffer as a region."""
-        whole = self.region
-        return Region(
-            address=whole.address + offset, nbytes=nbytes, kind=whole.kind, device=whole.device
-        )
+        return replace(self.region, address=self.region.address + offset, nbytes=nbytes)
 
 
 class CpuBuffer(Buffer):
     """Anonymous memory of this process, aligned to a page."""
 
     def __init__(self, nbytes: int) -> None:
-        self._map(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-    def _map(self, memory: mmap.mmap) -> None:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes: Bytes = np.frombuffer(memory, np.uint8)
         self._region = region_of(self._bytes)
 
@@ -72,11 +68,7 @@ class CpuBuffer(Buffer):
 
 
 class CudaBuffer(Buffer):
-    """Memory of a CUDA device, allocated by torch.
-
-    Raises:
-        RuntimeError: Torch is missing or does not see the device.
-    """
+    """Memory of a CUDA device, allocated by torch."""
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
         missing = _why_no_cuda(device)
@@ -109,12 +101,7 @@ class CudaBuffer(Buffer):
 
 
 def allocate(memory: str, nbytes: int) -> Buffer:
-    """Return a new buffer of zeros.
-
-    Raises:
-        ImportError: The function does not exist.
-        RuntimeError: The device is not available; the text says why.
-    """
+    """Return a new buffer of zeros; raise ``RuntimeError`` if the device is not available."""
     kind, _, rest = memory.partition(":")
     if kind == "cpu":
         return CpuBuffer(nbytes)
@@ -172,11 +159,7 @@ def _why_no_cuda(device: int) -> str:
 
 
 def imported(name: str) -> Any:  # noqa: ANN401 - the caller knows its type
-    """Return the object that ``package.module:attribute`` names.
-
-    Raises:
-        ImportError: The module cannot be imported, or does not have the attribute.
-    """
+    """Return the object that ``package.module:attribute`` names; raise ``ImportError``."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

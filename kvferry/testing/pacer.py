@@ -12,10 +12,6 @@ class ReadPacer:
 
     Reads that are under way at the same time get equal shares of the rate. So a small read ends
     soon beside a large one, as on a network. All methods may be called from any thread.
-
-    Args:
-        bytes_per_second: The rate, above 0.
-        clock: Returns the seconds since some fixed time.
     """
 
     def __init__(
@@ -25,10 +21,8 @@ class ReadPacer:
         self._clock = clock
         self._lock = threading.Lock()
         self._time = clock()
-        self._share = 0.0
-        """Bytes that a read which never ends would have been given."""
-        self._ends: dict[int, float] = {}
-        """For each read under way, the share at which the read ends."""
+        self._share = 0.0  # bytes that a read which never ends would have been given
+        self._ends: dict[int, float] = {}  # for each read under way, the share at which it ends
 
     def begin(self, read: int, nbytes: int) -> None:
         """Count a read as under way from now on."""

@@ -111,10 +111,9 @@ class PeerServer:
             time.sleep(0.0005)
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        """Fork, and call every method of the transport in the child.
+        """Fork, call every method of the transport in the child, and return what was wrong.
 
-        In the child, every method but ``close`` must raise ``TransportUsageError``, and ``close``
-        must do nothing.
+        Every method but ``close`` must raise ``TransportUsageError``, and ``close`` do nothing.
         """
         get, put = os.pipe()
         with warnings.catch_warnings():
@@ -130,10 +129,7 @@ class PeerServer:
         return [line for line in wrong.splitlines() if line] + [f"ended with {code}"] * bool(code)
 
     def fork_and_stay(self) -> int:
-        """Fork a child that keeps all inherited file descriptors and does nothing.
-
-        The test kills the child.
-        """
+        """Fork a child that keeps all inherited file descriptors until it is killed."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             child = os.fork()
@@ -239,10 +235,7 @@ def _answer(server: PeerServer, command: str, args: tuple[Any, ...]) -> tuple[bo
 
 
 def main() -> None:
-    """Serve the connection whose file descriptor is the first argument of the command line.
-
-    Ends the process, and never returns.
-    """
+    """Serve the connection whose file descriptor the command line names; end the process."""
     try:
         serve(Connection(int(sys.argv[1])))
     except BaseException:  # noqa: BLE001 - printed, and the process ends

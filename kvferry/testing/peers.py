@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvferry.testing.peer_process import PeerSetup
 
 _START_SECONDS = 60.0
 _TURN_SECONDS = 0.002
+_KILL_SECONDS = 0.1
 _MAIN = "from kvferry.testing.peer_process import main; main()"
 
 
@@ -66,19 +67,14 @@ class Process:
     Most methods send a command to that process and wait for its answer.
 
     Args:
-        factory: The class or function that makes the peer's transport, as ``package.module:name``.
-        options: The keyword arguments of the factory.
+        factory: What makes the peer's transport with ``options``, as ``package.module:name``.
         memory: The kind of memory of the peer's buffer, as for ``kvferry.testing.memory.allocate``.
-        nbytes: The size of the buffer in bytes.
         seed: The seed of the buffer's content, for ``kvferry.testing.memory.pattern``.
         server: The class that executes the commands, a ``PeerServer``.
         wait: Whether to wait until the process has started; if not, call ``started``.
 
     Attributes:
-        process: The ``subprocess.Popen`` of the process.
-        content: The buffer's initial content.
-        name: The name of the peer's transport; set once the process has started.
-        region: The whole buffer, as a region; set once the process has started.
+        killed_at: When ``kill`` was called, by ``time.monotonic``.
         meanwhile: If set, called repeatedly while a command runs, to poll the transports of this
             process that make progress only when polled.
         patience: How many seconds to wait for notifications by default.
@@ -105,6 +101,7 @@ class Process:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
+        self.killed_at = 0.0
         self.meanwhile: Callable[[], object] | None = None
         self.patience = 20.0
         self._connection = Connection(ours.detach())
@@ -125,11 +122,7 @@ class Process:
             self.started()
 
     def started(self) -> Self:
-        """Wait until the process has started, and return this peer.
-
-        Raises:
-            RuntimeError: The process ended at once.
-        """
+        """Wait until the process has started, and return this peer."""
         try:
             self.name, self.region = self._answer("start", _START_SECONDS)
         except BaseException:
@@ -140,12 +133,7 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:
@@ -157,7 +145,21 @@ class Process:
     def kill(self) -> None:
         """Send SIGKILL and wait for the end of the process."""
         self.process.kill()
+        self.killed_at = time.monotonic()
         self.process.wait()
+
+    @contextlib.contextmanager
+    def killed_soon(self) -> Iterator[None]:
+        """Kill the process 0.1 s after the context has begun, or else when it ends.
+
+        So the process dies while a call in the context lasts.
+        """
+        timer = threading.Timer(_KILL_SECONDS, self.kill)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.join()
 
     def stop(self) -> None:
         """Send SIGSTOP, and wait until the process is stopped (suspended) or has ended."""
@@ -217,19 +219,12 @@ class Process:
         return self._connection.poll(0)
 
     def ended(self) -> Status:
-        """Wait until the transfer of ``begin`` is no longer PENDING, and return its status.
-
-        The status is PENDING if the ``seconds`` given to ``begin`` were over before.
-        """
+        """Return the status of ``begin``'s transfer: PENDING only if its ``seconds`` are over."""
         status: Status = self._answer("read", 60.0)
         return status
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        """Let this peer's process fork; the child checks that the transport refuses its calls.
-
-        Only ``close`` must not be refused there, and must do nothing. Returns a line for each rule
-        that the transport broke.
-        """
+        """Execute ``PeerServer.fork``: return a line for each rule that the transport broke."""
         wrong: list[str] = self.ask("fork", peer, copies)
         return wrong
 
@@ -279,13 +274,10 @@ class Process:
 
 
 class Spares:
-    """A supply of peers' processes, each for one test.
+    """A supply of peers' processes, which ``make`` starts without waiting; each is for one test.
 
     From the second ``take`` on, each ``take`` also starts the process for the next one, so that the
     next test need not wait for its start.
-
-    Args:
-        make: Starts a process without waiting until it has started.
     """
 
     def __init__(self, make: Callable[[], Process]) -> None:

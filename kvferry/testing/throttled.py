@@ -16,13 +16,7 @@ from kvferry.testing.faulty import FaultyTransport
 
 
 class ThrottledTransport(FaultyTransport):
-    """Another driver's transport, whose reads keep to a rate.
-
-    Args:
-        driver: The name of the other driver.
-        driver_options: The options of the other driver.
-        bytes_per_second: What all reads together may move in a second; ``None`` for no limit.
-        enter: What the caller does first in every thread that uses its memory.
+    """Another driver's transport, whose reads together keep to ``bytes_per_second``.
 
     Raises:
         DriverError: The other driver does not start, or the rate is not above 0.

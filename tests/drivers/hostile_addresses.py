@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import msgspec
@@ -65,70 +64,33 @@ WORDS = (0, 1, 0xFFFF, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, 
 # Hostile addresses.
 
 
-class BlobMutator:
+class BlobMutator(Mutator):
     """Makes malformed blobs from valid ones. Only the C library reads the contents of a blob."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
-        self._changes: list[Callable[[bytearray], None]] = [
-            self._flip,
-            self._flip,
-            self._extreme,
-            self._extreme,
-            self._word,
-            self._cut,
-            self._remove,
-            self._insert,
-            self._repeat,
-        ]
-
     def changed(self, right: bytes, check: Callable[[bytes], object]) -> bytes:
-        """Change a blob in one to four places; half of the time, so that it passes a check."""
-        wanted = self.random.random() < 0.5
-        wrong = bytearray(right)
+        """Change a blob; half of the time, so that it passes a check."""
+        wanted, wrong = self.random.random() < 0.5, right
         for _ in range(MAX_DRAWS):
-            wrong = bytearray(right)
-            for _ in range(self.random.choice([1, 1, 1, 2, 4])):
-                self.random.choice(self._changes)(wrong)
+            wrong = self.random.choice([self.raw, self._extreme, self._extreme])(right)
             if not wanted or (wrong != right and _passes(wrong, check)):
                 break
-        return bytes(wrong) or b"\0"
+        return wrong or b"\0"
 
-    def _at(self, wrong: bytearray) -> int:
-        return self.random.randrange(len(wrong)) if wrong else 0
-
-    def _flip(self, wrong: bytearray) -> None:
-        if wrong:
-            wrong[self._at(wrong)] ^= 1 << self.random.randrange(8)
-
-    def _extreme(self, wrong: bytearray) -> None:
-        if wrong:
-            wrong[self._at(wrong)] = self.random.choice(EXTREMES)
-
-    def _word(self, wrong: bytearray) -> None:
-        at, size = self._at(wrong), self.random.choice([2, 4, 8])
-        word = struct.pack("<Q", self.random.choice(WORDS))[:size]
-        wrong[at : at + size] = word[: len(wrong) - at]
-
-    def _cut(self, wrong: bytearray) -> None:
-        del wrong[self._at(wrong) :]
-
-    def _remove(self, wrong: bytearray) -> None:
-        at = self._at(wrong)
-        del wrong[at : at + self.random.randrange(1, 17)]
-
-    def _insert(self, wrong: bytearray) -> None:
-        at = self._at(wrong)
-        wrong[at:at] = self.random.randbytes(self.random.randrange(1, 17))
-
-    def _repeat(self, wrong: bytearray) -> None:
-        at, size = self._at(wrong), self.random.randrange(1, 65)
-        wrong[at:at] = wrong[at : at + size]
+    def _extreme(self, right: bytes) -> bytes:
+        """Return the blob with an extreme byte or number, or a flipped bit, in some places."""
+        wrong = bytearray(right)
+        for _ in range(self.random.choice([1, 1, 1, 2, 4])):
+            at = self.random.randrange(len(wrong))
+            flipped = bytes([wrong[at] ^ 1 << self.random.randrange(8)])
+            word = struct.pack("<Q", self.random.choice(WORDS))[: self.random.choice([2, 4, 8])]
+            new = self.random.choice([flipped, bytes([self.random.choice(EXTREMES)]), word])
+            wrong[at : at + len(new)] = new[: len(wrong) - at]
+        return bytes(wrong)
 
 
-def _passes(wrong: bytearray, check: Callable[[bytes], object]) -> bool:
+def _passes(wrong: bytes, check: Callable[[bytes], object]) -> bool:
     try:
-        check(bytes(wrong))
+        check(wrong)
     except FormatError:
         return False
     return True
@@ -178,7 +140,7 @@ def of_nixl(right: bytes, blobs: BlobMutator) -> bytes:
 
 def of_loopback(right: bytes, blobs: BlobMutator) -> bytes:
     """Return an address of the loopback driver with changed values."""
-    return Mutator(blobs.random.randrange(1 << 32)).packed(right)
+    return blobs.packed(right)
 
 
 MUTATIONS: dict[str, Callable[[bytes, BlobMutator], bytes]] = {
@@ -265,14 +227,10 @@ def try_hello(transport: Any, worker: bytes, local: Region) -> str:
 
 @dataclass(slots=True)
 class TargetProcess:
-    """A process that addresses are tried on; it is replaced when it ends.
+    """A process that addresses are tried on; it is replaced when it ends."""
 
-    Attributes:
-        side: a key of ``MUTATIONS``.
-        deaths: the exit status of every process that ended, and the address that ended it.
-    """
-
-    side: str
+    side: str  # a key of ``MUTATIONS``
+    # The exit status of every process that ended, and the address that ended it.
     deaths: list[tuple[str, bytes]] = field(default_factory=list)
     _tried: int = 0
     _process: subprocess.Popen[bytes] | None = None

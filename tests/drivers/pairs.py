@@ -108,19 +108,13 @@ def copies_of(local: Region, remote: Region, rows: Sequence[Row] = (), times: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Generic[T, P]):
-    """A transport that reads and a connected peer, each with registered memory.
-
-    Attributes:
-        peer: The peer, as the reader knows it.
-        mine: The reader's memory, registered as ``local``.
-        theirs: The peer's memory, registered as ``remote``; of a process, a copy.
-    """
+    """A transport that reads and a connected peer, each with registered memory."""
 
     reader: T
     other: P
     peer: PeerId
-    mine: Bytes
-    theirs: Bytes
+    mine: Bytes  # registered as ``local``
+    theirs: Bytes  # registered as ``remote``; of a process, a copy
     local: Region
     remote: Region
 

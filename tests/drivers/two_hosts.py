@@ -15,8 +15,7 @@ import pytest
 
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.transport import PeerId, State, TransferId
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench
 from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Process, Spares, TransportPeer
 from tests.drivers.network_namespaces import Networks, Side, two_networks
@@ -45,13 +44,13 @@ class PeersOnOtherHost(ContractSettings):
         spares.end()
 
     @pytest.fixture
-    def remote(self, shared_process: Process) -> TransportPeer:
+    def remote(self, shared: Process) -> TransportPeer:
         """Only the peer on the other host: peers on this host do not use the link."""
-        return shared_process
+        return shared
 
     @pytest.fixture
-    def everywhere(self, shared_process: Process) -> list[TransportPeer]:
-        return [shared_process]
+    def everywhere(self, shared: Process) -> list[TransportPeer]:
+        return [shared]
 
 
 def _process_on_other_host(
@@ -72,9 +71,7 @@ class CutLinkTests(PeersOnOtherHost):
     @pytest.fixture
     def process(self, lab: Workbench, networks: Networks) -> Iterator[Process]:
         """Start the process now, not ahead of time: it cannot start while the link is down."""
-        with _process_on_other_host(type(self), networks) as process:
-            process.meanwhile = lab.turn
-            process.patience = lab.settings.patience
+        with _process_on_other_host(type(self), networks) as process, lab.turning_for(process):
             yield process
 
     @pytest.fixture(params=["near", "far"])
@@ -86,7 +83,7 @@ class CutLinkTests(PeersOnOtherHost):
 
     def test_reads_arrive_with_their_notifications(self, lab: Workbench, process: Process) -> None:
         lab.works(process)
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         transfer = lab.transport.read(peer, lab.whole(process), b"arrived")
         lab.finish(transfer)
         assert [seen.payload for seen in process.notifications(1)] == [b"arrived"]
@@ -95,7 +92,7 @@ class CutLinkTests(PeersOnOtherHost):
     def test_transfer_fails_when_link_is_cut_during_it(
         self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         copies = lab.lasting(process)
         transfer = lab.transport.read(peer, copies)
         assert lab.until(lambda: lab.mine.get(0, 8).any()), "no byte has arrived"
@@ -107,7 +104,7 @@ class CutLinkTests(PeersOnOtherHost):
     def test_transfer_fails_when_link_was_cut_before_it(
         self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         lab.works(process)
         networks.cut(side)
         transfer = lab.transport.read(peer, lab.whole(process), b"x" if lab.notifies else None)
@@ -119,7 +116,7 @@ class CutLinkTests(PeersOnOtherHost):
         self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
         """Transfers that start after the failure is known fail by their state, too."""
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         lab.works(process)
         networks.cut(side)
         transfers = []

@@ -29,6 +29,10 @@ def test_drivers_and_their_ucx_are_reported(tmp_path: Path) -> None:
     assert libraries["ucx"].startswith(str(taken))
     assert "tcp (" in libraries["ucx"]
     assert libraries["nixl"].endswith(", UCX")
+    for driver in listed:
+        if driver["name"] in ("nixl", "ucx"):
+            assert "cpu" in driver["capabilities"]["memory"]
+            assert driver["capabilities"]["quiescence"] == "after_disconnect"
 
 
 def test_bench_over_nixl(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from kvferry.core.transport import State, TransferId
 from kvferry.drivers.cuda import CudaDriver
 from kvferry.drivers.nixl import NixlTransport, agent
 from kvferry.drivers.nixl import transport as module
-from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.memory import Bytes
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import MIB, Pair, closed_at_end, paired
@@ -68,7 +67,7 @@ def fail_read(transport: CudaTransport, local: AsRegion = on_gpu) -> FailedRead:
     """Read from a process that is killed meanwhile; the transfer is FAILING."""
     with Process(FACTORY, {}, "cpu", MIB) as process:
         pair = paired(transport, process, local=local)
-        with killed_soon(process):
+        with process.killed_soon():
             transfer = pair.read(times=4096)
         assert pair.known(transfer).state is State.FAILING
     return pair, transfer

@@ -16,9 +16,8 @@ from kvferry.core.endpoint.slot_reads import fitting
 from kvferry.core.errors import DriverError, TransportUsageError
 from kvferry.core.messages import Release
 from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import Notification, Quiescence, State, TransferId, registry
+from kvferry.core.transport import Notification, State, TransferId, registry
 from kvferry.drivers.nixl import NixlTransport
-from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import MIB, Pair, closed_at_end, notifications_of, paired, until
 from tests.nixl.test_contract import FACTORY
@@ -31,15 +30,6 @@ NixlPair = Pair[NixlTransport, NixlTransport]
 def make() -> Iterator[Make]:
     with closed_at_end(NixlTransport) as make_one:
         yield make_one
-
-
-def test_registry_finds_driver() -> None:
-    [info] = [one for one in registry.installed() if one.name == "nixl"]
-    report = registry.describe(info)
-    assert report.reason is None
-    assert report.capabilities is not None
-    assert "cpu" in report.capabilities.memory
-    assert report.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
 
 
 @pytest.mark.parametrize("name", ["x" * 100, "x" * 200])
@@ -93,9 +83,6 @@ def test_telemetry_of_finished_transfer(make: Make) -> None:
     pair.reader.forget(transfer)
     with pytest.raises(TransportUsageError, match="never started, or forgotten"):
         pair.reader.telemetry(transfer)
-
-
-def test_path_and_telemetry_are_not_known_by_default(make: Make) -> None:
     pair = paired(make(), make())
     assert pair.reader.path(pair.peer) == "UCX (transport not reported)"
     with pytest.raises(TransportUsageError, match="set driver_options: telemetry"):
@@ -222,7 +209,7 @@ def _kill_peer_during_read(transport: NixlTransport) -> None:
     """Kill a peer during a read that is large enough for UCX's threads."""
     with Process(FACTORY, {}, "cpu", MIB) as process:
         pair = paired(transport, process)
-        with killed_soon(process):
+        with process.killed_soon():
             transfer = pair.read(times=4096)
         assert pair.known(transfer).state is State.FAILING
         transport.disconnect(pair.peer)

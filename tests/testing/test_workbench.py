@@ -8,10 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.core.transport import PeerId, TransferId
-from kvferry.testing.contract.killed_peers import known_in_time
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import Workbench
+from kvferry.testing.contract.workbench import ContractSettings, LocalPeer, Workbench
 
 
 class Impatient(ContractSettings):
@@ -29,12 +26,12 @@ def lab() -> Iterator[Workbench]:
 
 @pytest.fixture
 def remote(lab: Workbench) -> LocalPeer:
-    return LocalPeer(lab, lab.make())
+    return lab.neighbour()
 
 
 @pytest.fixture
 def peer(lab: Workbench, remote: LocalPeer) -> PeerId:
-    return lab.transport.connect(remote.address())
+    return lab.connect(remote)
 
 
 @pytest.fixture
@@ -53,7 +50,7 @@ def test_a_transfer_that_does_not_end(lab: Workbench, peer: PeerId, endless: Tra
 def test_a_death_that_is_not_noticed(lab: Workbench, endless: TransferId) -> None:
     said = r"is still PENDING after 0\.04 s \(the setting known_within\)"
     with pytest.raises(AssertionError, match=said):
-        known_in_time(lab, endless, time.monotonic())
+        lab.known_in_time(endless, time.monotonic())
 
 
 def test_notifications_that_do_not_arrive(lab: Workbench, remote: LocalPeer) -> None:

@@ -16,7 +16,6 @@ from kvferry.drivers.cuda import CudaDriver
 from kvferry.drivers.ucx import (
     UcxTransport,
     client,
-    device_memory,
     library,
     merged_copies,
     transport,
@@ -218,7 +217,7 @@ def test_cancelled_transfer_of_cpu_memory_does_not_wait_for_a_gpu(
 @pytest.fixture
 def nic_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the transports of this machine for those of a NIC."""
-    monkeypatch.setattr(device_memory, "WITHOUT_NIC", frozenset())
+    monkeypatch.setattr(transfer_module, "WITHOUT_NIC", frozenset())
 
 
 @pytest.mark.usefixtures("nic_writes")

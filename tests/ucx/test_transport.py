@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.core.errors import ConnectError, DriverError, TransportUsageError
 from kvferry.core.memory import Region, region_of
-from kvferry.core.transport import Quiescence, State, registry
+from kvferry.core.transport import State, registry
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.ucx import UcxTransport, client, server, transport
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
@@ -50,15 +50,6 @@ def make() -> Iterator[Make]:
 
 
 # Options.
-
-
-def test_the_registry_finds_it() -> None:
-    [info] = [one for one in registry.installed() if one.name == "ucx"]
-    report = registry.describe(info)
-    assert report.reason is None
-    assert report.capabilities is not None
-    assert "cpu" in report.capabilities.memory
-    assert report.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
 
 
 @pytest.mark.parametrize(

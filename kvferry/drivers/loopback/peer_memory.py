@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,24 +26,6 @@ from kvferry.drivers.loopback.registry import (
 # A copy within these limits takes microseconds, so it keeps the interpreter's lock; see vm_read.
 _BRIEF_BYTES = 32 << 10
 _BRIEF_RUNS = 16
-
-
-class PeerMemory(ABC):
-    """Access to the memory of one peer. Several threads may use one object at once."""
-
-    path: ClassVar[str]
-    """What ``Transport.path`` returns for a peer that is reached this way."""
-
-    @abstractmethod
-    def move(self, chunk: Chunk, claims: Claims) -> None:
-        """Read the bytes of a chunk, if the peer lives and has the regions registered.
-
-        Raises ``PeerLostError`` if it has died, restarted or closed, else ``TransportError``.
-        """
-
-    def check(self, claims: Claims) -> None:
-        """Raise what ``move`` raises, and read no bytes."""
-        self.move(NOTHING, claims)
 
 
 def open_memory(address: LoopbackAddress) -> PeerMemory:
@@ -79,7 +60,7 @@ def open_memory(address: LoopbackAddress) -> PeerMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SameProcess(PeerMemory):
+class SameProcess:
     """The memory of a peer that is in this process; the peer may be the transport itself."""
 
     path: ClassVar[str] = "memcpy"
@@ -88,14 +69,18 @@ class SameProcess(PeerMemory):
     target: RegionRegistry
 
     def move(self, chunk: Chunk, claims: Claims) -> None:
-        """As ``PeerMemory.move``. No byte moves if the peer lacks a region."""
+        """As ``OtherProcess.move``. No byte moves if the peer lacks a region."""
         with self.target.lock:
             claims.check(self.target.read(claims), self.owner)
             read_in_process(chunk)
 
+    def check(self, claims: Claims) -> None:
+        """Raise what ``move`` raises, and read no bytes."""
+        self.move(NOTHING, claims)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OtherProcess(PeerMemory):
+class OtherProcess:
     """The memory of a peer in another process of this host; ``registry`` is an address there."""
 
     path: ClassVar[str] = "process_vm"
@@ -105,7 +90,11 @@ class OtherProcess(PeerMemory):
     registry: int
 
     def move(self, chunk: Chunk, claims: Claims) -> None:
-        """As ``PeerMemory.move``. Bytes may have moved if it raises."""
+        """Read the bytes of a chunk, if the peer lives and has the regions registered.
+
+        Raises ``PeerLostError`` if it has died, restarted or closed, else ``TransportError``. Bytes
+        may have moved then.
+        """
         # One call reads the bytes, and then the registry. If the instance is there, the pid was the
         # peer's throughout: no other process ever has these bytes at this address.
         found = ctypes.create_string_buffer(INSTANCE_BYTES + claims.nbytes)
@@ -129,6 +118,10 @@ class OtherProcess(PeerMemory):
         self.check(claims)
         raise self._faulted(chunk, moved)
 
+    def check(self, claims: Claims) -> None:
+        """Raise what ``move`` raises, and read no bytes."""
+        self.move(NOTHING, claims)
+
     def _lost(self) -> PeerLostError:
         return PeerLostError(f"{self.owner} is gone: process {self.pid} has ended or restarted")
 
@@ -143,3 +136,7 @@ class OtherProcess(PeerMemory):
             f"{self.owner}: one of them is registered but not mapped any more, or read-only; keep "
             "memory mapped until it is deregistered"
         )
+
+
+PeerMemory = SameProcess | OtherProcess
+"""Access to the memory of one peer. Several threads may use one object at once."""

@@ -84,10 +84,6 @@ class LoopbackTransport(
     moved. So if it fails, bytes may have arrived, even of memory that was deregistered before. Not
     usable in a forked child.
 
-    Args:
-        enter: called first in every thread of the transport.
-        options: the ``driver_options``, as ``LoopbackOptions``.
-
     Raises:
         DriverError: an option is unknown or out of range, or this is not Linux.
     """

@@ -73,10 +73,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     A read into CUDA memory is DONE after the GPU was told to flush, where it needs that. Not usable
     in a forked child.
 
-    Args:
-        enter: called first in each thread that waits for GPUs.
-        options: the options of ``NixlOptions``.
-
     Raises:
         DriverError: NIXL is not installed or does not load; an option is unknown or of a wrong
             type; the backend is unknown, does not start, or reaches no other process.

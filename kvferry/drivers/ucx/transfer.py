@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.core.errors import TransportError
+from kvferry.core.errors import TransportError, TransportUnsupportedError
 from kvferry.core.memory import CPU, U64Array
-from kvferry.core.transport import State, Status
+from kvferry.core.transport import EnterThread, State, Status
+from kvferry.drivers.cuda import CudaDriver, DeviceWait
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, UcxRegion
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, Window
-from kvferry.drivers.ucx.device_memory import NO_TRANSPORT, LocalDevices, unreachable_memory_error
 from kvferry.drivers.ucx.fetch_rows import build_rows
 from kvferry.drivers.ucx.merged_copies import NO_RUNS, MergedCopies
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
@@ -38,6 +39,45 @@ _NO_REQUESTS: U64Array = np.empty(0, np.uint64)
 _ONLY_CPU = frozenset({CPU})
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
+
+
+# Statuses of a read that no transport of the connection can carry out. If UCX (1.21 and
+# 1.22) has no protocol for a read, it reports ``CANCELED`` at once; the connection stays usable.
+_NO_TRANSPORT = frozenset(
+    {Code.CANCELED, Code.UNSUPPORTED, Code.UNREACHABLE, Code.INVALID_ADDR, Code.NO_DEVICE}
+)
+
+WITHOUT_NIC = frozenset(
+    ("self", "tcp", "sysv", "posix", "cma", "knem", "xpmem", "cuda_copy", "cuda_ipc", "gdr_copy")
+)
+"""The UCX transports by which no NIC writes into a GPU's memory."""
+
+
+class LocalDevices:
+    """The GPUs whose memory a transfer reads into.
+
+    UCX reports the end of its requests. But copies may still wait in a GPU's queues, and the GPU
+    may not see yet what a NIC has written. CUDA's driver API knows both.
+    """
+
+    def __init__(self, cuda: CudaDriver, devices: Iterable[int], enter: EnterThread) -> None:
+        self._cuda = cuda
+        self._devices = sorted(set(devices))
+        self._enter = enter
+        self._wait: DeviceWait | None = None
+
+    def are_quiet(self) -> bool:
+        """Return whether all that was enqueued before the first call is done. Never block."""
+        if self._wait is None:
+            self._wait = DeviceWait(self._cuda, self._devices, self._enter)
+        return self._wait.quiet
+
+    def flush(self, transports: frozenset[str]) -> None:
+        """Make what ``transports`` (empty: unknown) have moved visible to new work on the GPUs."""
+        if transports and transports <= WITHOUT_NIC:
+            return
+        for device in self._devices:
+            self._cuda.flush(device)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -162,7 +202,7 @@ class UcxTransfer:
                 keys[index] = connection.remote_key(region)
         except TransportError as exc:
             if not self._in_cpu_memory:
-                exc = unreachable_memory_error(self.memory_kinds, connection, exc)
+                exc = _unreachable_memory_error(self.memory_kinds, connection, exc)
             self.fail(exc)
             return
         requests = connection.worker.poster.post(
@@ -220,8 +260,8 @@ class UcxTransfer:
         if connection.state is ConnectionState.BROKEN:
             # The reason why the connection broke says more than the status of its requests.
             self.fail(connection.error or ucp.error(window.code, trouble))
-        elif window.code in NO_TRANSPORT and not self._in_cpu_memory:
-            self.fail(unreachable_memory_error(self.memory_kinds, connection, reason))
+        elif window.code in _NO_TRANSPORT and not self._in_cpu_memory:
+            self.fail(_unreachable_memory_error(self.memory_kinds, connection, reason))
         else:
             self.fail(ucp.error(window.code, trouble))
 
@@ -248,3 +288,17 @@ class UcxTransfer:
         if self.notify is not None:
             self.connection.notify(self.notify)
         self.status = _DONE
+
+
+def _unreachable_memory_error(
+    kinds: Iterable[str], connection: UcxConnection, reason: object
+) -> TransportUnsupportedError:
+    """Return the error for a transfer that UCX cannot carry out, with what to look at."""
+    return TransportUnsupportedError(
+        f"UCX cannot move {' and '.join(sorted(kinds))} memory from or to "
+        f"{connection.server.name} over {', '.join(sorted(connection.transports))}: {reason}. "
+        "Between hosts, this needs RDMA, and nvidia_peermem or dmabuf on both, so that the NIC "
+        "reaches the GPU's memory; on one host RDMA or cuda_ipc, for which containers must share "
+        "their IPC and PID namespaces. Both sides must allow these transports (driver_options: "
+        "transports); UCX_PROTO_INFO=y prints which ones UCX uses"
+    )

@@ -38,16 +38,15 @@ from kvferry.drivers.ucx import library
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.address import KeyId, ProcessIdentity, UcxAddress, UcxRegion
 from kvferry.drivers.ucx.client import Client
-from kvferry.drivers.ucx.compiled_loops import poster
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer
-from kvferry.drivers.ucx.device_memory import LocalDevices
 from kvferry.drivers.ucx.library import UcxLibrary
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
 from kvferry.drivers.ucx.options import UcxOptions, default_settings, user_settings
+from kvferry.drivers.ucx.posting import poster
 from kvferry.drivers.ucx.progress import ProgressDriver, ProgressTarget, ProgressThread
 from kvferry.drivers.ucx.server import Server
-from kvferry.drivers.ucx.transfer import UcxTransfer
+from kvferry.drivers.ucx.transfer import LocalDevices, UcxTransfer
 from kvferry.drivers.ucx.ucp import BRIEF_BYTES, Memory, Ucp
 from kvferry.drivers.ucx.worker import Worker, finish
 
@@ -94,10 +93,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
 
     **When a read is DONE.** Its bytes are visible to work that starts on the GPU from then on: the
     driver flushes what a NIC writes, where the GPU needs that.
-
-    Args:
-        enter: called first in every thread of the transport.
-        options: the ``driver_options``, as ``UcxOptions``.
 
     Raises:
         DriverError: there is no usable UCX, or UCX does not start; an option is unknown, of a wrong

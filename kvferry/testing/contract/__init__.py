@@ -11,11 +11,11 @@ from kvferry.testing.contract.peers import PeerTests
 from kvferry.testing.contract.processes import ProcessTests
 from kvferry.testing.contract.quiescence import QuiescenceTests
 from kvferry.testing.contract.refusals import RefusalTests
-from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.contract.state_machine import StateMachineTests
 from kvferry.testing.contract.stopped_peers import StoppedPeerTests
 from kvferry.testing.contract.threads import ThreadTests
 from kvferry.testing.contract.transfers import TransferTests
+from kvferry.testing.contract.workbench import ContractSettings
 
 __all__ = [
     "ClosingTests",

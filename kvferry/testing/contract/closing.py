@@ -9,9 +9,7 @@ import numpy as np
 from kvferry.core.errors import ConnectError
 from kvferry.core.transport import PeerId, State
 from kvferry.testing.contract.copy_batches import batch
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.peer_process import calls
 from kvferry.testing.peers import Process
 
@@ -26,26 +24,13 @@ class ClosingTests(ContractSettings):
         transport.close()
         transport.close()
 
-    def test_close_right_after_it_was_made_and_with_everything(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        transport = lab.make()
-        buffer = lab.buffer(MIB, transport)
-        transport.connect(shared_process.address())
-        peer = transport.connect(shared_process.address())
-        copies = batch(buffer.region, shared_process.region, [0], [0], [MIB])
-        lab.finish(transport.read(peer, copies), transport)
-        transport.close()
-        transport.close()
-        lab.works(shared_process)
-
     def test_after_close_every_method_but_close_refuses(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
         transport = lab.make()
         region = lab.buffer(MIB, transport).region
-        peer = transport.connect(shared_process.address())
-        copies = batch(region, shared_process.region, [0], [0], [MIB])
+        peer = transport.connect(shared.address())
+        copies = batch(region, shared.region, [0], [0], [MIB])
         transfer = transport.read(peer, copies)
         lab.wait_for(lambda: transport.poll([transfer])[0].state.final, "a transfer has not ended")
         transport.close()
@@ -84,17 +69,17 @@ class ClosingTests(ContractSettings):
             f"from {counts} descriptors and threads to {_held()}, {_MORE} transports and 5 s later"
         )
 
-    def test_closing_one_leaves_others_alone(self, lab: Workbench, shared_process: Process) -> None:
+    def test_closing_one_leaves_others_alone(self, lab: Workbench, shared: Process) -> None:
         other = lab.make()
-        other.connect(shared_process.address())
+        other.connect(shared.address())
         other.connect(lab.transport.address())
-        lab.transport.connect(other.address())
+        lab.connect(other)
         other.close()
-        lab.works(shared_process)
+        lab.works(shared)
 
     def test_a_transport_that_was_closed_is_not_connected_to(self, lab: Workbench) -> None:
         """With a closed transport's address, ``connect`` raises, or the first transfer fails."""
-        neighbour = LocalPeer(lab, lab.make())
+        neighbour = lab.neighbour()
         address, region = neighbour.address(), neighbour.region
         neighbour.transport.close()
         try:
@@ -108,40 +93,34 @@ class ClosingTests(ContractSettings):
     def test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed(
         self, lab: Workbench
     ) -> None:
-        """A read of a closed transport's memory fails, and no byte of its target changes."""
-        neighbour = LocalPeer(lab, lab.make())
-        peer = lab.transport.connect(neighbour.address())
+        """A read of a closed transport's memory fails, and no byte of its target changes.
+
+        What was DONE before stays DONE.
+        """
+        neighbour = lab.neighbour()
+        peer = lab.connect(neighbour)
         copies = lab.whole(neighbour)
-        lab.finish(lab.transport.read(peer, copies))
+        done = lab.transport.read(peer, copies)
+        assert lab.known(done).state is State.DONE
         neighbour.transport.close()
+        assert lab.state(done) is State.DONE
         before = lab.mine.get()
         neighbour.put(lab.fresh())
         status = lab.settled(lab.transport.read(peer, copies), peer)
         assert status.state is State.FAILED, "it has reached memory of a closed transport"
         np.testing.assert_array_equal(lab.mine.get(), before)
 
-    def test_what_arrived_before_the_peer_closed_stays_done(self, lab: Workbench) -> None:
-        neighbour = LocalPeer(lab, lab.make())
-        peer = lab.transport.connect(neighbour.address())
-        content = neighbour.get()
-        transfer = lab.transport.read(peer, lab.whole(neighbour))
-        assert lab.known(transfer).state is State.DONE
-        neighbour.transport.close()
-        assert lab.state(transfer) is State.DONE
-        np.testing.assert_array_equal(lab.mine.get(), content)
-        lab.transport.disconnect(peer)
-
     def test_its_memory_can_be_registered_again_elsewhere(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
         one, other = lab.make(), lab.make()
         buffer = lab.buffer(MIB, one)
         one.close()
         other.register(buffer.region)
-        peer = other.connect(shared_process.address())
-        copies = batch(buffer.region, shared_process.region, [0], [0], [MIB])
+        peer = other.connect(shared.address())
+        copies = batch(buffer.region, shared.region, [0], [0], [MIB])
         lab.finish(other.read(peer, copies), other)
-        np.testing.assert_array_equal(buffer.get(), shared_process.get())
+        np.testing.assert_array_equal(buffer.get(), shared.get())
 
     def test_a_forked_child_is_refused_and_harms_nothing(
         self, lab: Workbench, process: Process
@@ -152,7 +131,7 @@ class ClosingTests(ContractSettings):
         """
         peer = process.connect(lab.transport.address())
         copies = batch(process.region, lab.mine.region, [0], [0], [MIB])
-        back = lab.transport.connect(process.address())
+        back = lab.connect(process)
         self._moves_and_notifies(lab, process, peer, back)
         assert process.fork(peer, copies) == []
         self._moves_and_notifies(lab, process, peer, back)

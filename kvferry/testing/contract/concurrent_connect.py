@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.transport import PeerId, State, TransferId
 from kvferry.testing.contract.copy_batches import batch
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import Workbench
+from kvferry.testing.contract.workbench import ContractSettings, OtherThread, Workbench
 from kvferry.testing.peers import Process
 
 _ATTEMPTS = 3
@@ -31,64 +27,26 @@ _LONG_SECONDS = 1.0
 """A ``disconnect`` that takes fewer seconds cannot show whether it blocks other calls."""
 
 
-@dataclass(slots=True, eq=False)
-class OtherThread:
-    """Call a function on a new thread, which starts when this object is made.
-
-    Attributes:
-        call: The function to call.
-        wrong: A list with the exception that the function raised; empty if it raised none.
-        began: When the call began, by ``time.monotonic``.
-        ended: When the call ended, by ``time.monotonic``; 0 until then.
-    """
-
-    call: Callable[[], None]
-    wrong: list[BaseException] = field(default_factory=list)
-    began: float = 0.0
-    ended: float = 0.0
-    _thread: threading.Thread = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self.began = time.monotonic()
-        try:
-            self.call()
-        # The test's own thread reports the exception.
-        except BaseException as exc:  # noqa: BLE001
-            self.wrong.append(exc)
-        self.ended = time.monotonic()
-
-    @property
-    def runs(self) -> bool:
-        """Whether the call is still running."""
-        return self._thread.is_alive()
-
-
 class ConcurrentConnectTests(ContractSettings):
     """One thread connects and disconnects while another makes all other calls.
 
     The tests pass without a check if the capabilities lack ``concurrent_connect``.
     """
 
-    def test_peers_come_and_go_beside_transfers(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_peers_come_and_go_beside_transfers(self, lab: Workbench, shared: Process) -> None:
         if not lab.capabilities.concurrent_connect:
             return
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
 
         def comes_and_goes(address: bytes) -> None:
             for _ in range(_ROUNDS):
                 lab.transport.disconnect(lab.transport.connect(address))
 
-        addresses = [LocalPeer(lab, lab.make()).address() for _ in range(2)]
-        copies = batch(lab.mine.region, shared_process.region, [0], [0], [_BYTES])
+        addresses = [lab.neighbour().address() for _ in range(2)]
+        copies = batch(lab.mine.region, shared.region, [0], [0], [_BYTES])
         others = [OtherThread(lambda at=at: comes_and_goes(at)) for at in addresses]  # type: ignore[misc]
         kept: deque[TransferId] = deque()
-        while any(other.runs for other in others):
+        while any(other.is_alive() for other in others):
             kept.append(lab.transport.read(peer, copies))
             assert lab.known(kept[-1]).state is State.DONE
             if len(kept) > _KEPT:
@@ -97,7 +55,7 @@ class ConcurrentConnectTests(ContractSettings):
                 lab.transport.notify(peer, lab.payload(1))
             lab.transport.notifications()
         assert not [error for other in others for error in other.wrong]
-        lab.works(shared_process)
+        lab.works(shared)
 
     def test_a_stopped_peer_that_is_disconnected_holds_nobody_up(
         self, lab: Workbench, process: Process
@@ -105,9 +63,9 @@ class ConcurrentConnectTests(ContractSettings):
         """While ``disconnect`` of a stopped peer lasts, transfers with other peers continue."""
         if not lab.capabilities.concurrent_connect:
             return
-        if (lab.capabilities.max_outstanding or 2) < 2:
+        if not lab.takes(2):
             return
-        there = LocalPeer(lab, lab.make())
+        there = lab.neighbour()
         other = lab.transport.connect(there.address())
         spare = lab.buffer(_BYTES, lab.transport)
         copies = batch(spare.region, there.region, [0], [0], [_BYTES])
@@ -161,10 +119,10 @@ class ConcurrentConnectTests(ContractSettings):
             leaving = OtherThread(lambda: lab.transport.disconnect(peer))
             lab.until(lambda: leaving.began)
             arriving = OtherThread(lambda: found.append(lab.transport.connect(address)))
-            lab.wait_for(lambda: not leaving.runs, "disconnect has not ended")
+            lab.wait_for(lambda: not leaving.is_alive(), "disconnect has not ended")
         finally:
             process.go_on()
-        lab.wait_for(lambda: not arriving.runs, "connect has not ended")
+        lab.wait_for(lambda: not arriving.is_alive(), "connect has not ended")
         if leaving.wrong:  # the transfer has not ended in time, and the peer stayed connected
             assert all(isinstance(error, TransportError) for error in leaving.wrong), leaving.wrong
             lab.transport.disconnect(peer)
@@ -180,13 +138,13 @@ class ConcurrentConnectTests(ContractSettings):
 
         Returns seconds: the longest in which none of those ended, and those of ``disconnect``.
         """
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         lab.transport.read(peer, lab.lasting(process))
         process.stop()
         try:
             leaving = OtherThread(lambda: lab.transport.disconnect(peer))
             moments = []
-            while leaving.runs:
+            while leaving.is_alive():
                 others()
                 moments.append(time.monotonic())
         finally:

@@ -39,17 +39,12 @@ def batch(
 
 def joined(batches: Sequence[Copies]) -> Copies:
     """Return one batch with the copies and the segments of several batches, in their order."""
-    segments, start = [], 0
+    segments: list[Segment] = []
+    start = 0
     for copies in batches:
-        for cut in copies.segments:
-            segments.append(
-                Segment(
-                    start=start + cut.start,
-                    stop=start + cut.stop,
-                    local=cut.local,
-                    remote=cut.remote,
-                )
-            )
+        segments += [
+            replace(cut, start=start + cut.start, stop=start + cut.stop) for cut in copies.segments
+        ]
         start += len(copies)
     return Copies(
         local=np.concatenate([copies.local for copies in batches]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -10,9 +11,13 @@ import numpy as np
 from kvferry.core.errors import PeerLostError, TransferCancelledError
 from kvferry.core.transport import PeerId, Quiescence, State
 from kvferry.testing.contract.copy_batches import batch
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused
+from kvferry.testing.contract.workbench import (
+    MIB,
+    ContractSettings,
+    OtherThread,
+    Workbench,
+    refused,
+)
 from kvferry.testing.peers import Process, TransportPeer
 
 _ATTEMPTS = 3
@@ -28,7 +33,7 @@ class InFlightTests(ContractSettings):
 
         A driver that cannot cancel accepts the call, and the transfer continues to its end.
         """
-        peer = lab.transport.connect(remote.address())
+        peer = lab.connect(remote)
         if not lab.capabilities.cancel:
             self._cancel_does_nothing(lab, remote, peer)
             return
@@ -55,59 +60,43 @@ class InFlightTests(ContractSettings):
         assert lab.settled(transfer, peer).state is State.DONE
         np.testing.assert_array_equal(lab.mine.get(), remote.get())
 
-    def test_cancel_does_not_wait_for_the_end(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_cancel_does_not_wait_for_the_end(self, lab: Workbench, shared: Process) -> None:
         """Neither ``cancel`` nor ``notify`` waits until a running transfer has ended."""
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         took = []
         for _ in range(_ATTEMPTS):
-            transfer = lab.transport.read(peer, lab.lasting(shared_process))
+            transfer = lab.transport.read(peer, lab.lasting(shared))
             before = time.monotonic()
             lab.transport.cancel(transfer)
             if lab.notifies:
                 lab.transport.notify(peer, lab.payload(1))
             took.append(time.monotonic() - before)
             lab.settled(transfer, peer)
-            peer = lab.transport.connect(shared_process.address())
+            peer = lab.connect(shared)
             if min(took) < _A_WHILE:  # a busy machine may hold one call up, but not all
                 return
         raise AssertionError(f"cancel takes {took} s")
 
-    def test_cancel_after_the_end_changes_nothing(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        transfer = lab.transport.read(peer, lab.whole(shared_process))
-        assert lab.known(transfer).state is State.DONE
-        lab.transport.cancel(transfer)
-        assert lab.state(transfer) is State.DONE
-
-    def test_cancel_leaves_other_transfers_alone(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        if (lab.capabilities.max_outstanding or 2) < 2:
+    def test_cancel_leaves_other_transfers_alone(self, lab: Workbench, shared: Process) -> None:
+        if not lab.takes(2):
             return
-        peer = lab.transport.connect(shared_process.address())
-        lasting = lab.transport.read(peer, lab.lasting(shared_process))
+        peer, lasting = lab.begin(shared)
         spare = lab.buffer(4096, lab.transport)
-        small = batch(spare.region, shared_process.region, [0], [8192], [4096])
+        small = batch(spare.region, shared.region, [0], [8192], [4096])
         other = lab.transport.read(peer, small)
         lab.transport.cancel(lasting)
         lab.finish(other)
-        np.testing.assert_array_equal(spare.get(), shared_process.get()[8192:12_288])
+        np.testing.assert_array_equal(spare.get(), shared.get()[8192:12_288])
         lab.settled(lasting, peer)
 
-    def test_the_end_of_a_transfer_wakes_the_caller(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_the_end_of_a_transfer_wakes_the_caller(self, lab: Workbench, shared: Process) -> None:
         """A driver that says that it calls ``wake`` does so after a transfer has become final."""
         woken = threading.Event()
         if not lab.transport.wake_when_ended(woken.set):
             return
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         zeros, sizes = [0] * _MANY, [MIB] * _MANY
-        copies = batch(lab.mine.region, shared_process.region, zeros, zeros, sizes)
+        copies = batch(lab.mine.region, shared.region, zeros, zeros, sizes)
         for _ in range(_ATTEMPTS):  # a busy machine may hold this side up until one has ended
             transfer = lab.transport.read(peer, copies)
             while True:
@@ -120,9 +109,9 @@ class InFlightTests(ContractSettings):
     def test_disconnect_fails_what_is_in_flight(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        peer = lab.transport.connect(remote.address())
+        peer = lab.connect(remote)
         copies = lab.lasting(remote)
-        two = (lab.capabilities.max_outstanding or 2) >= 2
+        two = lab.takes(2)
         transfers = [lab.transport.read(peer, copies, lab.bound()) for _ in range(1 + two)]
         running = [lab.state(transfer) is State.PENDING for transfer in transfers]
         lab.transport.disconnect(peer)
@@ -143,36 +132,34 @@ class InFlightTests(ContractSettings):
             lab.transport.forget(transfer)
         lab.works(remote)
 
-    def test_close_with_work_in_flight(self, lab: Workbench, shared_process: Process) -> None:
+    def test_close_with_work_in_flight(self, lab: Workbench, shared: Process) -> None:
         """``close`` ends a running transfer, whose notification is then not sent.
 
         A driver that cannot cancel may let the transfer run to its end first.
         """
         transport = lab.make()
         mine = lab.buffer(MIB, transport)
-        peer = transport.connect(shared_process.address())
-        transfer = transport.read(peer, lab.lasting(shared_process, mine.region), lab.bound())
+        peer = transport.connect(shared.address())
+        transfer = transport.read(peer, lab.lasting(shared, mine.region), lab.bound())
         ended = transport.poll([transfer])[0].state.final
         transport.close()
         # A driver that cannot end a transfer early may have let it run to its end.
         if lab.notifies and lab.capabilities.cancel and not ended:
-            assert shared_process.notifications(1, 0.05) == []
+            assert shared.notifications(1, 0.05) == []
         transport.close()
         refused(transport.poll, [transfer])
-        lab.works(shared_process)
+        lab.works(shared)
 
     def test_a_neighbour_may_close_while_it_is_read(self, lab: Workbench) -> None:
-        neighbour = LocalPeer(lab, lab.make())
-        peer = lab.transport.connect(neighbour.address())
-        transfer = lab.transport.read(peer, lab.lasting(neighbour))
+        neighbour = lab.neighbour()
+        peer, transfer = lab.begin(neighbour)
         neighbour.transport.close()
         lab.known(transfer)
         lab.settled(transfer, peer)
-        lab.works(LocalPeer(lab, lab.make()))
+        lab.works(lab.neighbour())
 
-    def test_poll_does_not_block(self, lab: Workbench, shared_process: Process) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        transfer = lab.transport.read(peer, lab.lasting(shared_process))
+    def test_poll_does_not_block(self, lab: Workbench, shared: Process) -> None:
+        _, transfer = lab.begin(shared)
         took = []
         for _ in range(20):
             before = time.monotonic()
@@ -182,29 +169,20 @@ class InFlightTests(ContractSettings):
         assert sorted(took)[2] < 0.05, took
         lab.transport.cancel(transfer)
 
-    def test_calls_may_come_from_different_threads(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_calls_may_come_from_different_threads(self, lab: Workbench, shared: Process) -> None:
         """Three threads, one after the other, connect to the same peer and run a transfer."""
-        wrong: list[BaseException] = []
         peers: list[PeerId] = []
 
         def elsewhere() -> None:
-            try:
-                peer = lab.transport.connect(shared_process.address())
-                lab.finish(lab.transport.read(peer, lab.whole(shared_process)))
-                peers.append(peer)
-            # The test's own thread reports the exception.
-            except BaseException as exc:  # noqa: BLE001
-                wrong.append(exc)
+            peers.append(lab.connect(shared))
+            lab.finish(lab.transport.read(peers[-1], lab.whole(shared)))
 
         for _ in range(3):
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
+            thread = OtherThread(elsewhere)
             thread.join()
-        assert not wrong, wrong
+            assert not thread.wrong, thread.wrong
         assert len(set(peers)) == 1
-        lab.works(shared_process)
+        lab.works(shared)
         lab.transport.disconnect(peers[0])
 
     def test_transfers_go_on_without_calls(self, lab: Workbench, remote: TransportPeer) -> None:
@@ -212,7 +190,7 @@ class InFlightTests(ContractSettings):
         if not lab.capabilities.background_progress:
             return  # then every other test polls
         content = remote.get()
-        peer = lab.transport.connect(remote.address())
+        peer = lab.connect(remote)
         transfer = lab.transport.read(peer, lab.whole(remote))
         lab.wait_for(
             lambda: bool((lab.mine.get() == content).all()),
@@ -221,40 +199,37 @@ class InFlightTests(ContractSettings):
         lab.finish(transfer)
 
     def test_other_calls_change_nothing_for_a_transfer(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
         """A running transfer is not disturbed by other calls.
 
         The calls connect, register memory, notify, and start a transfer with another peer.
         """
-        peer = lab.transport.connect(shared_process.address())
-        lasting = lab.transport.read(peer, lab.lasting(shared_process))
+        peer, lasting = lab.begin(shared)
         spare = lab.buffer(MIB, lab.transport)
-        other = LocalPeer(lab, lab.make())
-        third = lab.transport.connect(other.address())
-        assert lab.transport.connect(shared_process.address()) == peer
+        other = lab.neighbour()
+        third = lab.connect(other)
+        assert lab.connect(shared) == peer
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(1))
             lab.transport.notify(third, lab.payload(2))
         copies = batch(spare.region, other.region, [0], [0], [MIB])
         waiting = None
-        if (lab.capabilities.max_outstanding or 2) >= 2:
+        if lab.takes(2):
             waiting = lab.transport.read(third, copies)
         if lab.notifies:
-            assert [one.payload for one in lab.received_by(shared_process, 1)] == [lab.payload(1)]
+            assert [one.payload for one in lab.received_by(shared, 1)] == [lab.payload(1)]
         assert lab.state(lasting) in (State.PENDING, State.DONE)
         lab.transport.cancel(lasting)
         if waiting is not None:
             lab.finish(waiting)
         lab.settled(lasting, peer)
 
-    def test_long_calls_release_the_interpreter(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_long_calls_release_the_interpreter(self, lab: Workbench, shared: Process) -> None:
         """While ``connect``, ``read`` or ``disconnect`` lasts, other threads can run."""
         kept: list[str] = []
         for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
-            kept = self._calls_that_keep_the_lock(lab, shared_process)
+            kept = self._calls_that_keep_the_lock(lab, shared)
             if not kept:
                 return
         raise AssertionError(f"no other thread runs during {kept}")
@@ -267,8 +242,7 @@ class InFlightTests(ContractSettings):
             while not stop.wait(0.001):
                 beats.append(time.monotonic())
 
-        thread = threading.Thread(target=beat)
-        thread.start()
+        thread = OtherThread(beat)
         try:
             took = self._calls_that_may_block(lab, remote)
         finally:
@@ -280,17 +254,15 @@ class InFlightTests(ContractSettings):
     def _calls_that_may_block(
         lab: Workbench, remote: TransportPeer
     ) -> dict[str, tuple[float, float]]:
-        took = {}
-        before = time.monotonic()
-        peer = lab.transport.connect(remote.address())
-        took["connect"] = (before, time.monotonic())
-        before = time.monotonic()
-        lab.transport.read(peer, lab.lasting(remote))
-        took["read"] = (before, time.monotonic())
-        before = time.monotonic()
+        times = [time.monotonic()]
+        peer = lab.connect(remote)
+        times.append(time.monotonic())
+        copies = lab.lasting(remote)
+        lab.transport.read(peer, copies)
+        times.append(time.monotonic())
         lab.transport.disconnect(peer)
-        took["disconnect"] = (before, time.monotonic())
-        return took
+        times.append(time.monotonic())
+        return dict(zip(("connect", "read", "disconnect"), itertools.pairwise(times), strict=True))
 
 
 def _longest_gap(beats: list[float], began: float, ended: float) -> float:

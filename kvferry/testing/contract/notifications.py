@@ -14,9 +14,7 @@ import pytest
 from kvferry.core.errors import TransportUnsupportedError, TransportUsageError
 from kvferry.core.transport import Notification, PeerId, State
 from kvferry.testing.contract.copy_batches import batch, joined
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Process, TransportPeer
 
@@ -30,7 +28,7 @@ class NotificationTests(ContractSettings):
     def test_each_arrives_once_in_order_and_says_from_whom(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        peer = lab.transport.connect(remote.address())
+        peer = lab.connect(remote)
         if _refuses(lab, peer, remote):
             return
         payloads = [lab.payload(number) for number in range(2000)]
@@ -41,19 +39,19 @@ class NotificationTests(ContractSettings):
         assert {one.sender for one in found} == {lab.transport.name}
         assert remote.notifications(1, 0.05) == []
 
-    def test_from_another_process(self, lab: Workbench, shared_process: Process) -> None:
+    def test_from_another_process(self, lab: Workbench, shared: Process) -> None:
         if not lab.notifies:
             return
-        peer = shared_process.connect(lab.transport.address())
+        peer = shared.connect(lab.transport.address())
         payloads = [lab.payload(number) for number in range(2000)]
-        shared_process.notify(peer, payloads)
+        shared.notify(peer, payloads)
         found = lab.receive(lab.transport, len(payloads))
         assert [one.payload for one in found] == payloads
-        assert {one.sender for one in found} == {shared_process.name}
+        assert {one.sender for one in found} == {shared.name}
         assert lab.transport.notifications() == []
 
     def test_only_the_peer_that_is_named_gets_it(self, lab: Workbench) -> None:
-        one, other, stranger = (LocalPeer(lab, lab.make(), seed) for seed in range(3))
+        one, other, stranger = (lab.neighbour(seed) for seed in range(3))
         to_one, to_other = (lab.transport.connect(peer.address()) for peer in (one, other))
         if _refuses(lab, to_one, one):
             return
@@ -84,7 +82,7 @@ class NotificationTests(ContractSettings):
         self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
         for remote in everywhere:
-            peer = lab.transport.connect(remote.address())
+            peer = lab.connect(remote)
             if _refuses(lab, peer, remote):
                 return
             limit = lab.capabilities.max_notification
@@ -98,36 +96,27 @@ class NotificationTests(ContractSettings):
             assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
 
     def test_other_lengths_are_refused_and_nothing_has_moved(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        if _refuses(lab, peer, shared_process):
+        peer = lab.connect(shared)
+        if _refuses(lab, peer, shared):
             return
-        copies = batch(lab.mine.region, shared_process.region, [0], [0], [8])
-        mine, theirs = lab.mine.get(), shared_process.get()
+        copies = batch(lab.mine.region, shared.region, [0], [0], [8])
+        mine, theirs = lab.mine.get(), shared.get()
         for payload in (b"", bytes(lab.capabilities.max_notification + 1)):
             refused(lab.transport.notify, peer, payload)
             refused(lab.transport.read, peer, copies, payload)
         lab.stays(lab.mine, mine)
-        lab.stays(shared_process, theirs, 0)
-        assert shared_process.notifications(1, 0.05) == []
-
-    def test_a_peer_that_was_never_connected_is_refused(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        refused(lab.transport.notify, PeerId(peer + 1000), b"x")
-        lab.transport.disconnect(peer)
-        refused(lab.transport.notify, peer, b"x")
-        assert shared_process.notifications(1, 0.05) == []
+        lab.stays(shared, theirs, 0)
+        assert shared.notifications(1, 0.05) == []
 
     def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench) -> None:
         """A notification does not arrive before the long transfer that it is bound to is DONE.
 
         The notification never arrives if the transfer fails.
         """
-        neighbour = LocalPeer(lab, lab.make())
-        peer = lab.transport.connect(neighbour.address())
+        neighbour = lab.neighbour()
+        peer = lab.connect(neighbour)
         short = batch(lab.mine.region, neighbour.region, [0], [0], [8])
         copies = joined([short, lab.lasting(neighbour), short])
         if not lab.notifies:
@@ -148,7 +137,7 @@ class NotificationTests(ContractSettings):
     def test_a_bound_one_comes_with_every_transfer(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        peer = lab.transport.connect(remote.address())
+        peer = lab.connect(remote)
         if not lab.notifies:
             return
         sizes = [[8], [], [0], [MIB], [4096] * 20, [0, 0]]
@@ -162,22 +151,22 @@ class NotificationTests(ContractSettings):
         assert remote.notifications(1, 0.05) == []
 
     def test_bound_and_free_ones_each_keep_their_order(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
         """Free notifications arrive in the order of their calls, and so do bound notifications.
 
         A free notification may arrive before or after any bound notification.
         """
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         if not lab.notifies:
             return
         for number in range(60):
             if number % 2:
                 lab.transport.notify(peer, lab.payload(number))
             else:
-                copies = batch(lab.mine.region, shared_process.region, [0], [0], [8])
+                copies = batch(lab.mine.region, shared.region, [0], [0], [8])
                 lab.finish(lab.transport.read(peer, copies, lab.payload(number)))
-        found = [one.payload for one in lab.received_by(shared_process, 60)]
+        found = [one.payload for one in lab.received_by(shared, 60)]
         for sort in (0, 1):
             wanted = [lab.payload(number) for number in range(sort, 60, 2)]
             assert [one for one in found if one[-1] % 2 == sort] == wanted
@@ -193,7 +182,7 @@ class NotificationTests(ContractSettings):
         copies = joined(
             [batch(a.region, b.region, [0], [0], [MIB]) for a, b in zip(here, there, strict=True)]
         )
-        peer = lab.transport.connect(other.address())
+        peer = lab.connect(other)
         if not lab.notifies:
             return
         transfer = lab.transport.read(peer, copies, lab.bound())
@@ -213,17 +202,17 @@ class NotificationTests(ContractSettings):
         lab.finish(transfer)
 
     def test_what_a_transfer_that_was_refused_was_to_say_is_not_said(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         if not lab.notifies:
             return
-        outside = batch(lab.mine.region, shared_process.region, [0], [MIB - 4], [8])
+        outside = batch(lab.mine.region, shared.region, [0], [MIB - 4], [8])
         refused(lab.transport.read, peer, outside, lab.bound())
-        assert shared_process.notifications(1, 0.1) == []
+        assert shared.notifications(1, 0.1) == []
 
-    def test_notifications_does_not_block(self, lab: Workbench, shared_process: Process) -> None:
-        lab.transport.connect(shared_process.address())
+    def test_notifications_does_not_block(self, lab: Workbench, shared: Process) -> None:
+        lab.connect(shared)
         took = []
         for _ in range(20):
             before = time.monotonic()

@@ -20,9 +20,7 @@ from kvferry.core.transport import (
     StripSide,
 )
 from kvferry.testing.contract.copy_batches import moved
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.memory import Bytes, pattern
 from kvferry.testing.peers import Process, TransportPeer
 
@@ -44,22 +42,20 @@ class PagedReadTests(ContractSettings):
     ) -> None:
         for remote in everywhere:
             strips = strips_between(lab.mine.region, remote.region)
-            peer = lab.transport.connect(remote.address())
+            peer = lab.connect(remote)
             if refuses_pages(lab, peer, strips):
                 return
             # The same strips with other places: what a driver has prepared must still be right.
             for count in (1, 2, 200):
                 read_pages(lab, peer, remote, strips, SHUFFLED[:count], REMOTE_SHUFFLED[-count:])
 
-    def test_strips_of_two_objects_in_one_read(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        mine, theirs = lab.mine.region, shared_process.region
+    def test_strips_of_two_objects_in_one_read(self, lab: Workbench, shared: Process) -> None:
+        mine, theirs = lab.mine.region, shared.region
         first, second = (
             strips_between(mine, theirs, nbytes=nbytes, shift=shift)
             for nbytes, shift in ((NBYTES, 0), (7, NBYTES))
         )
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         if refuses_pages(lab, peer, first):
             return
         parts = (placed(first, [3, 1], [0, 9]), placed(second, [1, 0], [9, 0]))
@@ -67,24 +63,24 @@ class PagedReadTests(ContractSettings):
         lab.mine.put(content)
         lab.finish(lab.transport.read_pages(peer, PagedCopies(parts=parts)))
         for part in parts:
-            content = expected(part, content, shared_process.get())
+            content = expected(part, content, shared.get())
         np.testing.assert_array_equal(lab.mine.get(), content)
 
-    def test_strips_of_one_page(self, lab: Workbench, shared_process: Process) -> None:
+    def test_strips_of_one_page(self, lab: Workbench, shared: Process) -> None:
         """Of one page, the distance to the next means nothing."""
-        many = strips_between(lab.mine.region, shared_process.region)
+        many = strips_between(lab.mine.region, shared.region)
         one, other = (
             replace(side, within=np.zeros(1, np.int64), stride=0, pages=1)
             for side in (many.local, many.remote)
         )
         strips = replace(many, local=one, remote=other)
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         if not refuses_pages(lab, peer, strips):
-            read_pages(lab, peer, shared_process, strips, np.zeros(1), np.zeros(1))
+            read_pages(lab, peer, shared, strips, np.zeros(1), np.zeros(1))
 
-    def test_empty_paged_read_is_done(self, lab: Workbench, shared_process: Process) -> None:
-        strips = strips_between(lab.mine.region, shared_process.region)
-        peer = lab.transport.connect(shared_process.address())
+    def test_empty_paged_read_is_done(self, lab: Workbench, shared: Process) -> None:
+        strips = strips_between(lab.mine.region, shared.region)
+        peer = lab.connect(shared)
         if refuses_pages(lab, peer, strips):
             return
         before = lab.mine.get()
@@ -95,32 +91,30 @@ class PagedReadTests(ContractSettings):
     def test_notification_bound_to_a_paged_read(self, lab: Workbench) -> None:
         if not lab.notifies:
             pytest.skip("the driver carries no notifications")
-        near = LocalPeer(lab, lab.make())
+        near = lab.neighbour()
         strips = strips_between(lab.mine.region, near.region)
-        peer = lab.transport.connect(near.address())
+        peer = lab.connect(near)
         if refuses_pages(lab, peer, strips):
             return
-        pages = PagedCopies(parts=(placed(strips, [4], [2]),))
+        pages = paged(strips, [4], [2])
         lab.finish(lab.transport.read_pages(peer, pages, lab.payload(9)))
         (arrived,) = lab.receive(near.transport, 1)
         assert (arrived.sender, arrived.payload) == (lab.transport.name, lab.payload(9))
 
-    def test_places_that_do_not_exist_are_refused(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        strips = strips_between(lab.mine.region, shared_process.region)
-        peer = lab.transport.connect(shared_process.address())
+    def test_places_that_do_not_exist_are_refused(self, lab: Workbench, shared: Process) -> None:
+        strips = strips_between(lab.mine.region, shared.region)
+        peer = lab.connect(shared)
         if refuses_pages(lab, peer, strips):
             return
         before = lab.mine.get()
         for local, there in (([-1], [0]), ([0], [-1]), ([300], [0]), ([0], [240]), ([0, 1], [0])):
-            pages = PagedCopies(parts=(placed(strips, local, there),))
+            pages = paged(strips, local, there)
             refused(lab.transport.read_pages, peer, pages)
         np.testing.assert_array_equal(lab.mine.get(), before)
 
-    def test_paged_read_needs_known_regions(self, lab: Workbench, shared_process: Process) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        mine, theirs = lab.mine.region, shared_process.region
+    def test_paged_read_needs_known_regions(self, lab: Workbench, shared: Process) -> None:
+        peer = lab.connect(shared)
+        mine, theirs = lab.mine.region, shared.region
         known = strips_between(mine, theirs)
         if refuses_pages(lab, peer, known):
             return
@@ -129,50 +123,45 @@ class PagedReadTests(ContractSettings):
             strips_between(lab.buffer(MIB).region, theirs),
             strips_between(mine, elsewhere),
         ):
-            refused(lab.transport.read_pages, peer, PagedCopies(parts=(placed(strips, [0], [0]),)))
-        refused(
-            lab.transport.read_pages, PeerId(1 << 40), PagedCopies(parts=(placed(known, [0], [0]),))
-        )
+            refused(lab.transport.read_pages, peer, paged(strips, [0], [0]))
+        refused(lab.transport.read_pages, PeerId(1 << 40), paged(known, [0], [0]))
 
     def test_strips_outlive_what_a_driver_prepared(self, lab: Workbench) -> None:
         """The same strips are read after new registrations, and over a new connection."""
-        near = LocalPeer(lab, lab.make())
+        near = lab.neighbour()
         strips = strips_between(lab.mine.region, near.region)
-        peer = lab.transport.connect(near.address())
+        peer = lab.connect(near)
         if refuses_pages(lab, peer, strips):
             return
         read_pages(lab, peer, near, strips, SHUFFLED[:3], REMOTE_SHUFFLED[:3])
-        pages = PagedCopies(parts=(placed(strips, [0], [0]),))
+        pages = paged(strips, [0], [0])
         lab.transport.deregister(lab.mine.region)
         refused(lab.transport.read_pages, peer, pages)
         lab.transport.register(lab.mine.region)
         read_pages(lab, peer, near, strips, SHUFFLED[3:6], REMOTE_SHUFFLED[3:6])
         near.transport.deregister(near.region)
         near.transport.register(near.region)
-        assert lab.transport.connect(near.address()) == peer
+        assert lab.connect(near) == peer
         read_pages(lab, peer, near, strips, SHUFFLED[6:9], REMOTE_SHUFFLED[6:9])
         lab.transport.disconnect(peer)
         refused(lab.transport.read_pages, peer, pages)
-        again = lab.transport.connect(near.address())
+        again = lab.connect(near)
         read_pages(lab, again, near, strips, SHUFFLED[9:12], REMOTE_SHUFFLED[9:12])
 
     def test_paged_read_from_a_closed_peer_is_no_success(self, lab: Workbench) -> None:
-        near = LocalPeer(lab, lab.make())
+        near = lab.neighbour()
         strips = strips_between(lab.mine.region, near.region)
-        peer = lab.transport.connect(near.address())
+        peer = lab.connect(near)
         if refuses_pages(lab, peer, strips):
             return
         read_pages(lab, peer, near, strips, SHUFFLED[:3], REMOTE_SHUFFLED[:3])
         near.transport.close()
         content = lab.mine.get()
-        transfer = lab.transport.read_pages(
-            peer, PagedCopies(parts=(placed(strips, SHUFFLED[:9], REMOTE_SHUFFLED[:9]),))
-        )
-        if lab.settled(transfer, peer).state is State.FAILED:
+        pages = paged(strips, SHUFFLED[:9], REMOTE_SHUFFLED[:9])
+        if lab.settled(lab.transport.read_pages(peer, pages), peer).state is State.FAILED:
             return
         # Memory that is still there may be read; then all of it was.
-        part = placed(strips, SHUFFLED[:9], REMOTE_SHUFFLED[:9])
-        np.testing.assert_array_equal(lab.mine.get(), expected(part, content, near.get()))
+        np.testing.assert_array_equal(lab.mine.get(), expected(pages.parts[0], content, near.get()))
 
 
 def strips_between(
@@ -209,6 +198,13 @@ def placed(
     )
 
 
+def paged(
+    strips: Strips, local: Sequence[int] | np.ndarray, remote: Sequence[int] | np.ndarray
+) -> PagedCopies:
+    """Return a batch of strips at places; see ``placed``."""
+    return PagedCopies(parts=(placed(strips, local, remote),))
+
+
 def expected(part: PlacedStrips, target: Bytes, source: Bytes) -> Bytes:
     """Return the target's bytes after a read by pages, computed place by place."""
     for local, remote in zip(part.local.tolist(), part.remote.tolist(), strict=True):
@@ -243,6 +239,6 @@ def refuses_pages(lab: Workbench, peer: PeerId, strips: Strips) -> bool:
         return False
     before = lab.mine.get()
     with pytest.raises(TransportUnsupportedError):
-        lab.transport.read_pages(peer, PagedCopies(parts=(placed(strips, [0], [0]),)))
+        lab.transport.read_pages(peer, paged(strips, [0], [0]))
     np.testing.assert_array_equal(lab.mine.get(), before)
     return True

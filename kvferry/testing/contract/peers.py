@@ -17,9 +17,7 @@ from kvferry.core.transport import (
     Transport,
 )
 from kvferry.testing.contract.copy_batches import batch
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.memory import imported, pattern
 from kvferry.testing.peers import Process, TransportPeer
 
@@ -85,8 +83,8 @@ class PeerTests(ContractSettings):
         assert lab.capabilities == can
         assert lab.make().capabilities == can
 
-    def test_names_are_unique(self, lab: Workbench, shared_process: Process) -> None:
-        names = [lab.transport.name, lab.make().name, lab.make().name, shared_process.name]
+    def test_names_are_unique(self, lab: Workbench, shared: Process) -> None:
+        names = [lab.transport.name, lab.make().name, lab.make().name, shared.name]
         assert len(set(names)) == len(names)
         assert lab.transport.name == names[0]
         assert all(names), "a name is empty"
@@ -100,57 +98,46 @@ class PeerTests(ContractSettings):
 
     # Addresses.
 
-    def test_bytes_that_are_no_address_are_refused(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        good = shared_process.address()
+    def test_bytes_that_are_no_address_are_refused(self, lab: Workbench, shared: Process) -> None:
+        good = shared.address()
         assert isinstance(good, bytes)
         parts = [good[: len(good) * part // 16] for part in range(1, 16)]
         halves = [good[:-1], good[1:], good[len(good) // 2 :], *parts]
         for garbage in (b"", b"\0", b"garbage", b"\xc1" * 1000, bytes(1 << 20), *halves):
             with pytest.raises(ConnectError):
                 lab.transport.connect(garbage)
-        lab.works(shared_process)
-
-    def test_an_address_may_be_used_by_many_and_for_long(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        address = shared_process.address()
-        for transport in (lab.transport, lab.make()):
-            assert isinstance(transport.connect(address), int)
-        lab.works(shared_process)
+        lab.works(shared)
 
     def test_an_address_that_was_changed_on_its_way_harms_nobody(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
         """With a damaged address, ``connect`` succeeds or raises ``ConnectError``.
 
         In both cases transfers with other peers continue, and new transfers work.
         """
-        neighbour = LocalPeer(lab, lab.make())
-        peer = lab.transport.connect(shared_process.address())
-        lasting = lab.transport.read(peer, lab.lasting(shared_process))
+        neighbour = lab.neighbour()
+        peer, lasting = lab.begin(shared)
         for wrong in flipped(neighbour.address(), _FLIPS):
             connect_and_part(lab, wrong, {peer})
         self._goes_on(lab, lasting, peer)
         lab.works(neighbour)
-        lab.works(shared_process)
+        lab.works(shared)
 
     def test_an_address_under_another_name_takes_no_connection_away(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
         """``connect`` with a changed name in a connected peer's address does not affect that peer.
 
         Transfers with the peer continue, and ``connect`` to its own address returns the same id.
         """
-        address = shared_process.address()
+        address = shared.address()
         peer = lab.transport.connect(address)
-        lasting = lab.transport.read(peer, lab.lasting(shared_process))
-        for wrong in renamed(address, shared_process.name):
+        lasting = lab.transport.read(peer, lab.lasting(shared))
+        for wrong in renamed(address, shared.name):
             connect_and_part(lab, wrong, {peer})
             assert lab.transport.connect(address) == peer, "the peer has been taken away"
         self._goes_on(lab, lasting, peer)
-        lab.works(shared_process)
+        lab.works(shared)
 
     @staticmethod
     def _goes_on(lab: Workbench, transfer: TransferId, peer: PeerId) -> None:
@@ -168,7 +155,7 @@ class PeerTests(ContractSettings):
             address = remote.address()
             peer = lab.transport.connect(address)
             assert lab.transport.connect(address) == peer
-            assert lab.transport.connect(remote.address()) == peer
+            assert lab.connect(remote) == peer
             lab.works(remote)
 
     def test_after_disconnect_it_is_another_peer(
@@ -176,7 +163,7 @@ class PeerTests(ContractSettings):
     ) -> None:
         seen = set()
         for remote in everywhere * 3:
-            peer = lab.transport.connect(remote.address())
+            peer = lab.connect(remote)
             assert peer not in seen, "an id of a peer was used again"
             seen.add(peer)
             lab.works(remote)
@@ -187,7 +174,7 @@ class PeerTests(ContractSettings):
     ) -> None:
         """``path`` returns the same text while a peer is connected, and "" after ``disconnect``."""
         for remote in everywhere:
-            peer = lab.transport.connect(remote.address())
+            peer = lab.connect(remote)
             lab.works(remote)
             path = lab.transport.path(peer)
             assert isinstance(path, str)
@@ -210,15 +197,15 @@ class PeerTests(ContractSettings):
             assert (note.sender, note.payload) == (lab.transport.name, lab.bound())
 
     def test_several_peers_at_once(self, lab: Workbench) -> None:
-        neighbours = [LocalPeer(lab, lab.make(), seed) for seed in range(3)]
-        peers = [lab.transport.connect(one.address()) for one in neighbours]
+        neighbours = [lab.neighbour(seed) for seed in range(3)]
+        peers = [lab.connect(one) for one in neighbours]
         assert len(set(peers)) == len(peers)
         size = MIB // len(peers)
         transfers = []
         for index, (one, peer) in enumerate(zip(neighbours, peers, strict=True)):
             at = index * size
             copies = batch(lab.mine.region, one.region, [at], [5], [size])
-            if (lab.capabilities.max_outstanding or 3) < 3:
+            if not lab.takes(3):
                 lab.finish(lab.transport.read(peer, copies))
             else:
                 transfers.append(lab.transport.read(peer, copies))
@@ -229,57 +216,51 @@ class PeerTests(ContractSettings):
             np.testing.assert_array_equal(near, far)
             np.testing.assert_array_equal(near, pattern(MIB, index)[5:][:size])
 
-    def test_several_transports_have_one_peer(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_several_transports_have_one_peer(self, lab: Workbench, shared: Process) -> None:
         """Three transports each read a quarter of a peer's buffer, and all bytes arrive."""
-        size, theirs = MIB // 4, shared_process.get()
+        size, theirs = MIB // 4, shared.get()
         started = []
         for index in range(3):
             transport, at = lab.make(), index * size
             buffer = lab.buffer(MIB, transport)
             buffer.put(pattern(MIB, 30 + index))
-            peer = transport.connect(shared_process.address())
-            copies = batch(buffer.region, shared_process.region, [at], [at], [size])
+            peer = transport.connect(shared.address())
+            copies = batch(buffer.region, shared.region, [at], [at], [size])
             started.append((transport, transport.read(peer, copies), buffer))
         for index, (transport, transfer, buffer) in enumerate(started):
             lab.finish(transfer, transport)
             part = slice(index * size, (index + 1) * size)
             np.testing.assert_array_equal(buffer.get()[part], theirs[part])
-        np.testing.assert_array_equal(shared_process.get(), theirs)
+        np.testing.assert_array_equal(shared.get(), theirs)
 
-    def test_both_sides_at_once(self, lab: Workbench, shared_process: Process) -> None:
+    def test_both_sides_at_once(self, lab: Workbench, shared: Process) -> None:
         """Two transports run a transfer with each other at the same time, and all bytes arrive.
 
         The transport under test moves the lower half of the buffers, its peer the upper half.
         """
         half = MIB // 2
-        mine, theirs = pattern(MIB, 6), shared_process.get()
+        mine, theirs = pattern(MIB, 6), shared.get()
         lab.mine.put(mine)
-        peer = lab.transport.connect(shared_process.address())
-        back = shared_process.connect(lab.transport.address())
-        ours = batch(lab.mine.region, shared_process.region, [0], [0], [half])
-        shared_process.begin(
-            back, batch(shared_process.region, lab.mine.region, [half], [half], [half])
-        )
+        peer = lab.connect(shared)
+        back = shared.connect(lab.transport.address())
+        ours = batch(lab.mine.region, shared.region, [0], [0], [half])
+        shared.begin(back, batch(shared.region, lab.mine.region, [half], [half], [half]))
         transfer = lab.transport.read(peer, ours)
         lab.finish(transfer)
-        lab.done_there(shared_process)
-        for side in (lab.mine.get(), shared_process.get()):
+        lab.done_there(shared)
+        for side in (lab.mine.get(), shared.get()):
             np.testing.assert_array_equal(side[:half], theirs[:half])
             np.testing.assert_array_equal(side[half:], mine[half:])
 
-    def test_disconnect_leaves_other_peers_alone(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        neighbour = LocalPeer(lab, lab.make())
-        peer = lab.transport.connect(shared_process.address())
-        other = lab.transport.connect(neighbour.address())
-        lasting = lab.transport.read(peer, lab.lasting(shared_process))
+    def test_disconnect_leaves_other_peers_alone(self, lab: Workbench, shared: Process) -> None:
+        neighbour = lab.neighbour()
+        peer = lab.connect(shared)
+        other = lab.connect(neighbour)
+        lasting = lab.transport.read(peer, lab.lasting(shared))
         spare = lab.buffer(MIB, lab.transport)
         whole = batch(spare.region, neighbour.region, [0], [0], [MIB])
         waiting = None
-        if (lab.capabilities.max_outstanding or 2) >= 2:
+        if lab.takes(2):
             waiting = lab.transport.read(other, whole)
         lab.transport.disconnect(peer)
         assert lab.state(lasting).final
@@ -287,29 +268,27 @@ class PeerTests(ContractSettings):
             lab.finish(waiting)
         lab.finish(lab.transport.read(other, whole))
 
-    def test_a_limit_of_unfinished_transfers_is_kept(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_a_limit_of_unfinished_transfers_is_kept(self, lab: Workbench, shared: Process) -> None:
         """While ``max_outstanding`` transfers are unfinished, another transfer is refused.
 
         Transfers that have ended and transfers that were refused do not count as unfinished.
         """
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         limit = lab.capabilities.max_outstanding
-        outside = batch(lab.mine.region, shared_process.region, [0], [MIB], [8])
+        outside = batch(lab.mine.region, shared.region, [0], [MIB], [8])
         for _ in range(2 if limit is None else min(limit, 64) + 1):
             refused(lab.transport.read, peer, outside)
-            transfer = lab.transport.read(peer, lab.whole(shared_process))
+            transfer = lab.transport.read(peer, lab.whole(shared))
             assert lab.known(transfer).state is State.DONE
         if limit is None or limit > 64:
             return  # nothing to refuse; test_many_transfers_at_once has more
-        lasting = lab.lasting(shared_process)
+        lasting = lab.lasting(shared)
         transfers = [lab.transport.read(peer, lasting) for _ in range(limit)]
         if not any(status.state.final for status in lab.poll(transfers)):
             with pytest.raises(TransportError):
-                lab.transport.read(peer, lab.whole(shared_process))
+                lab.transport.read(peer, lab.whole(shared))
         for transfer in transfers:
             lab.transport.cancel(transfer)
         lab.transport.disconnect(peer)
         assert all(status.state.final for status in lab.poll(transfers))
-        lab.works(shared_process)
+        lab.works(shared)

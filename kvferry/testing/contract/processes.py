@@ -13,13 +13,8 @@ import pytest
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.transport import PeerId, Quiescence, State, TransferId
 from kvferry.testing.contract.copy_batches import batch
-from kvferry.testing.contract.killed_peers import fails_in_time, killed_soon, known_in_time
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.peers import Process
-
-_MANY = 5000
 
 
 class ProcessTests(ContractSettings):
@@ -33,7 +28,7 @@ class ProcessTests(ContractSettings):
             peer = lab.transport.connect(address)
         except ConnectError:
             return
-        fails_in_time(lab, peer, lab.transport.read(peer, lab.whole(process)))
+        lab.fails_in_time(peer, lab.transport.read(peer, lab.whole(process)))
 
     def test_killed_before_a_transfer(self, lab: Workbench, process: Process) -> None:
         """Transfers that start after the peer's death fail in ``known_within`` s; no byte moves.
@@ -41,55 +36,55 @@ class ProcessTests(ContractSettings):
         The test starts a small transfer, and a large one with a notification. An empty transfer
         may be DONE instead.
         """
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         copies = lab.whole(process)
         process.kill()
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(1))  # is dropped, without an error
         small = batch(lab.mine.region, process.region, [0], [0], [8])
         transfers = [lab.transport.read(peer, small)]
-        if (lab.capabilities.max_outstanding or 2) >= 2:
+        if lab.takes(2):
             transfers.append(lab.transport.read(peer, copies, lab.bound()))
         for transfer in transfers:
-            known_in_time(lab, transfer, time.monotonic())
+            lab.known_in_time(transfer, time.monotonic())
         _in_use_until_final(lab, transfers[0])
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(2))  # likewise, now that the death is known
         for transfer in transfers:
-            assert lab.settled_or_gone(transfer, peer).state is State.FAILED
+            assert lab.settled(transfer, peer).state is State.FAILED
         assert not lab.mine.get().any()
-        # Here ``settled_or_gone`` has not disconnected the peer.
+        # Here ``settled`` has not disconnected the peer.
         if lab.capabilities.quiescence is Quiescence.ALWAYS:
             nothing = lab.transport.read(peer, batch(lab.mine.region, process.region, [], [], []))
-            known_in_time(lab, nothing, time.monotonic())
+            lab.known_in_time(nothing, time.monotonic())
 
     def test_killed_during_a_transfer(self, lab: Workbench, process: Process) -> None:
         """The transfer fails in time; peers that were connected before, or are new, still work."""
-        neighbour = LocalPeer(lab, lab.make())
+        neighbour = lab.neighbour()
         lab.works(neighbour)
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         copies = lab.lasting(process)
-        with killed_soon(process) as killed:
+        with process.killed_soon():
             transfer = lab.transport.read(peer, copies, lab.bound())
         running = lab.state(transfer) is State.PENDING  # it may have ended before the kill
-        status = known_in_time(lab, transfer, killed())
+        status = lab.known_in_time(transfer, process.killed_at)
         if running:
             assert status.state is not State.DONE, "it says that all bytes have arrived"
-        lab.settled_or_gone(transfer, peer)
-        for other in (neighbour, LocalPeer(lab, lab.make())):
+        lab.settled(transfer, peer)
+        for other in (neighbour, lab.neighbour()):
             lab.works(other)
 
     def test_killed_with_many_transfers_in_flight(self, lab: Workbench, process: Process) -> None:
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         copies, limit = lab.lasting(process), lab.capabilities.max_outstanding or 4
         if not lab.capabilities.cancel:
             limit = 1  # each of several may have to run to its end first
-        with killed_soon(process) as killed:
+        with process.killed_soon():
             transfers = [lab.transport.read(peer, copies) for _ in range(min(4, limit))]
         for transfer in transfers:
-            known_in_time(lab, transfer, killed())
+            lab.known_in_time(transfer, process.killed_at)
         for transfer in transfers:
-            lab.settled_or_gone(transfer, peer)
+            lab.settled(transfer, peer)
             lab.transport.forget(transfer)
 
     def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process) -> None:
@@ -97,7 +92,7 @@ class ProcessTests(ContractSettings):
 
         The child keeps the inherited sockets open, so the kernel closes no connection of the peer.
         """
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         copies = lab.lasting(process)
         # The child inherits only what the peer has already accepted: use the connection first.
         lab.finish(lab.transport.read(peer, lab.whole(process)))
@@ -106,22 +101,22 @@ class ProcessTests(ContractSettings):
             assert len(lab.received_by(process, 1)) == 1
         fork = process.fork_and_stay()
         try:
-            with killed_soon(process) as killed:
+            with process.killed_soon():
                 transfer = lab.transport.read(peer, copies)
             running = lab.state(transfer) is State.PENDING  # it may have ended before the kill
-            status = known_in_time(lab, transfer, killed())
+            status = lab.known_in_time(transfer, process.killed_at)
             assert not (running and status.state is State.DONE), "it says that all has arrived"
-            if (lab.capabilities.max_outstanding or 2) >= 2:
+            if lab.takes(2):
                 later = lab.transport.read(peer, lab.whole(process))
-                assert known_in_time(lab, later, time.monotonic()).state is not State.DONE
+                assert lab.known_in_time(later, time.monotonic()).state is not State.DONE
         finally:
             os.kill(fork, signal.SIGKILL)
-        lab.settled_or_gone(transfer, peer)
-        lab.works(LocalPeer(lab, lab.make()))
+        lab.settled(transfer, peer)
+        lab.works(lab.neighbour())
 
     def test_killed_after_a_transfer(self, lab: Workbench, process: Process) -> None:
         content = process.get()
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         transfer = lab.transport.read(peer, lab.whole(process))
         assert lab.known(transfer).state is State.DONE
         process.kill()
@@ -131,7 +126,7 @@ class ProcessTests(ContractSettings):
             lab.transport.disconnect(peer)
         assert lab.state(transfer) is State.DONE
         lab.transport.forget(transfer)
-        lab.works(LocalPeer(lab, lab.make()))
+        lab.works(lab.neighbour())
 
     def test_a_dead_peer_does_not_keep_close_waiting(
         self, lab: Workbench, process: Process
@@ -139,13 +134,13 @@ class ProcessTests(ContractSettings):
         transport = lab.make()
         buffer = lab.buffer(MIB, transport)
         peer = transport.connect(process.address())
-        with killed_soon(process):
+        with process.killed_soon():
             transport.read(peer, lab.lasting(process, buffer.region))
         with lab.within_patience("close"), contextlib.suppress(TransportError):
             transport.close()
 
     def test_gone_and_back_is_another_peer(self, lab: Workbench, process: Process) -> None:
-        old = lab.transport.connect(process.address())
+        old = lab.connect(process)
         lab.works(process)
         process.kill()
         with Process(self.factory, self.options, self.memory, MIB, seed=2) as again:
@@ -155,7 +150,7 @@ class ProcessTests(ContractSettings):
             lab.mine.put(np.zeros(MIB, np.uint8))
             copies = lab.whole(process)
             transfer = lab.transport.read(old, copies)
-            fails_in_time(lab, old, transfer)
+            lab.fails_in_time(old, transfer)
             assert not lab.mine.get().any(), "bytes of a process that is not the peer"
             lab.works(again)
 
@@ -170,7 +165,7 @@ class ProcessTests(ContractSettings):
         peer is stopped.
         """
         content = process.get()
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         copies = lab.whole(process) if when == "before" else lab.lasting(process)
         if when == "before":
             process.stop()
@@ -203,39 +198,6 @@ class ProcessTests(ContractSettings):
         assert status.state in (State.FAILED, State.FAILING), status
         if status.state is State.FAILED:
             lab.quiet(lab.mine)
-
-    def test_a_stopped_peer_that_goes_on_works_again(
-        self, lab: Workbench, process: Process
-    ) -> None:
-        peer = lab.transport.connect(process.address())
-        process.stop()
-        if lab.notifies:
-            lab.transport.notify(peer, lab.payload(3))
-        process.go_on()
-        if lab.notifies:
-            assert [one.payload for one in lab.received_by(process, 1)] == [lab.payload(3)]
-        lab.works(process)
-
-    def test_a_stopped_peer_does_not_keep_notify_waiting(
-        self, lab: Workbench, process: Process
-    ) -> None:
-        """``notify`` to a stopped peer does not block; it may raise once a queue is full.
-
-        The notifications that ``notify`` accepted arrive in order when the peer continues.
-        """
-        if not lab.notifies:
-            return
-        peer = lab.transport.connect(process.address())
-        process.stop()
-        taken: list[bytes] = []
-        before = time.monotonic()
-        with lab.within_patience("notify"), contextlib.suppress(TransportError):
-            while len(taken) < _MANY and time.monotonic() - before < lab.settings.patience:
-                lab.transport.notify(peer, lab.payload(len(taken)))
-                taken.append(lab.payload(len(taken)))
-        process.go_on()
-        assert [one.payload for one in lab.received_by(process, len(taken))] == taken
-        lab.works(process)
 
 
 def _in_use_until_final(lab: Workbench, transfer: TransferId) -> None:

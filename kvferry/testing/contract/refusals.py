@@ -14,9 +14,7 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import batch, joined, part_of
-from kvferry.testing.contract.local_peer import LocalPeer
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Process, TransportPeer
 
@@ -47,13 +45,13 @@ class RefusalTests(ContractSettings):
                 lab.transport.register(region)
             refused(lab.transport.deregister, region)
 
-    def test_registering_again_has_no_effect(self, lab: Workbench, shared_process: Process) -> None:
+    def test_registering_again_has_no_effect(self, lab: Workbench, shared: Process) -> None:
         whole = lab.mine.region
         again = Region(
             address=whole.address, nbytes=whole.nbytes, kind=whole.kind, device=whole.device
         )
         lab.transport.register(again)
-        lab.works(shared_process)
+        lab.works(shared)
         lab.transport.deregister(whole)
         refused(lab.transport.deregister, whole)
 
@@ -62,37 +60,37 @@ class RefusalTests(ContractSettings):
         refused(lab.transport.deregister, lab.buffer(4096).region)
 
     def test_local_memory_that_is_not_registered_is_refused(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         unknown = lab.buffer(MIB)
         unknown.put(pattern(MIB, 5))
-        theirs = shared_process.get()
+        theirs = shared.get()
         shifted = lab.mine.part(0, MIB - 1)
         elsewhere = replace(lab.mine.region, device=1 + lab.mine.region.device)
         for region in (unknown.region, shifted, elsewhere):
-            copies = batch(region, shared_process.region, [0], [0], [4096])
+            copies = batch(region, shared.region, [0], [0], [4096])
             refused(lab.transport.read, peer, copies)
         lab.stays(unknown, pattern(MIB, 5))
-        lab.stays(shared_process, theirs, 0)
+        lab.stays(shared, theirs, 0)
 
     def test_local_memory_that_was_deregistered_is_refused(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
-        lab.works(shared_process)
-        peer = lab.transport.connect(shared_process.address())
-        mine, theirs, copies = lab.mine.get(), shared_process.get(), lab.whole(shared_process)
+        lab.works(shared)
+        peer = lab.connect(shared)
+        mine, theirs, copies = lab.mine.get(), shared.get(), lab.whole(shared)
         lab.transport.deregister(lab.mine.region)
         refused(lab.transport.read, peer, copies)
         lab.stays(lab.mine, mine)
-        lab.stays(shared_process, theirs, 0)
+        lab.stays(shared, theirs, 0)
         lab.transport.register(lab.mine.region)
-        lab.works(shared_process)
+        lab.works(shared)
 
     def test_remote_memory_that_the_peer_did_not_register_is_refused(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        peer = lab.transport.connect(remote.address())
+        peer = lab.connect(remote)
         mine, theirs, whole = lab.mine.get(), remote.get(), remote.region
         parts = [part_of(whole, *cut) for cut in ((0, MIB - 1), (4096, 4096), (8, MIB))]
         for region in (*parts, replace(whole, device=1 + whole.device)):
@@ -103,17 +101,15 @@ class RefusalTests(ContractSettings):
         # A refused transfer keeps no region in use.
         lab.transport.deregister(lab.mine.region)
 
-    def test_regions_of_another_peer_are_refused(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_regions_of_another_peer_are_refused(self, lab: Workbench, shared: Process) -> None:
         """A remote range must lie in a region of that peer, a local range in one of this side."""
-        local_peer = LocalPeer(lab, lab.make())
-        other = LocalPeer(lab, lab.make(), seed=2)
+        local_peer = lab.neighbour()
+        other = lab.neighbour(2)
         lab.transport.connect(lab.transport.address())
-        lab.transport.connect(local_peer.address())
+        lab.connect(local_peer)
         content = local_peer.get()
-        for remote in (other, shared_process):
-            peer = lab.transport.connect(remote.address())
+        for remote in (other, shared):
+            peer = lab.connect(remote)
             spare = lab.buffer(MIB, lab.transport)
             for region in (local_peer.region, spare.region):
                 copies = batch(lab.mine.region, region, [0], [0], [8])
@@ -124,14 +120,14 @@ class RefusalTests(ContractSettings):
         lab.stays(local_peer, content)
 
     def test_segments_without_copies_must_name_known_regions_too(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         for here, there in (
-            (lab.mine.part(0, 8), shared_process.region),
-            (lab.mine.region, part_of(shared_process.region, 0, 8)),
+            (lab.mine.part(0, 8), shared.region),
+            (lab.mine.region, part_of(shared.region, 0, 8)),
         ):
-            full = batch(lab.mine.region, shared_process.region, [0], [0], [8])
+            full = batch(lab.mine.region, shared.region, [0], [0], [8])
             copies = joined([batch(here, there, [], [], []), full])
             refused(lab.transport.read, peer, copies)
 
@@ -139,16 +135,16 @@ class RefusalTests(ContractSettings):
         self, lab: Workbench, process: Process
     ) -> None:
         """Only then are later regions known, and deregistered ones refused."""
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         whole, later = lab.whole(process), part_of(process.region, 8192, 4096)
         copies = batch(lab.mine.region, later, [0], [0], [4096])
         process.register(later)
         refused(lab.transport.read, peer, copies)
-        assert lab.transport.connect(process.address()) == peer
+        assert lab.connect(process) == peer
         lab.finish(lab.transport.read(peer, copies))
         assert (lab.mine.get()[:4096] == process.get()[8192:12_288]).all()
         process.deregister(process.region)
-        assert lab.transport.connect(process.address()) == peer
+        assert lab.connect(process) == peer
         mine, theirs = lab.mine.get(), process.get()
         refused(lab.transport.read, peer, whole)
         lab.stays(lab.mine, mine)
@@ -163,7 +159,7 @@ class RefusalTests(ContractSettings):
         Not every network reports the access as an error. If the transfer is FAILED, its
         notification is not sent.
         """
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         copies = lab.whole(process)
         process.deregister(process.region)
         transfer = lab.transport.read(peer, copies, lab.bound())
@@ -173,14 +169,12 @@ class RefusalTests(ContractSettings):
             )
         lab.transport.forget(transfer)
 
-    def test_a_region_in_use_is_not_deregistered(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_a_region_in_use_is_not_deregistered(self, lab: Workbench, shared: Process) -> None:
         """During a transfer, the regions of all its segments cannot be deregistered; others can."""
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         other, spare = (lab.buffer(MIB, lab.transport) for _ in range(2))
-        small = batch(other.region, shared_process.region, [0], [0], [8])
-        copies = joined([lab.lasting(shared_process), small])
+        small = batch(other.region, shared.region, [0], [0], [8])
+        copies = joined([lab.lasting(shared), small])
         transfer = lab.transport.read(peer, copies)
         for region in (lab.mine.region, other.region):
             if not lab.state(transfer).final:
@@ -191,24 +185,22 @@ class RefusalTests(ContractSettings):
         for region in (lab.mine.region, other.region):
             lab.transport.deregister(region)
 
-    def test_overlapping_regions_are_separate(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_overlapping_regions_are_separate(self, lab: Workbench, shared: Process) -> None:
         half = lab.mine.part(0, MIB // 2)
         lab.transport.register(half)
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         lab.transport.deregister(lab.mine.region)
-        small = batch(half, shared_process.region, [0], [0], [MIB // 2])
-        refused(lab.transport.read, peer, lab.whole(shared_process))
+        small = batch(half, shared.region, [0], [0], [MIB // 2])
+        refused(lab.transport.read, peer, lab.whole(shared))
         lab.finish(lab.transport.read(peer, small))
 
-    def test_many_regions(self, lab: Workbench, shared_process: Process) -> None:
+    def test_many_regions(self, lab: Workbench, shared: Process) -> None:
         parts = [lab.mine.part(4096 * index, 4096) for index in range(256)]
         for part in parts:
             lab.transport.register(part)
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         for index in (0, 100, 255):
-            copies = batch(parts[index], shared_process.region, [0], [4096 * index], [4096])
+            copies = batch(parts[index], shared.region, [0], [4096 * index], [4096])
             lab.finish(lab.transport.read(peer, copies))
         lab.transport.connect(lab.transport.address())
 
@@ -231,38 +223,36 @@ class RefusalTests(ContractSettings):
                     )
                 _assert_batch_is_refused(lab, remote, copies, where)
 
-    def test_one_copy_outside_among_many_is_refused(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_one_copy_outside_among_many_is_refused(self, lab: Workbench, shared: Process) -> None:
         for side, at in itertools.product((0, 1), (0, 500, 999)):
             offsets = 512 * np.arange(1000), 512 * np.arange(1000)
             offsets[side][at] = MIB - 100
-            copies = batch(lab.mine.region, shared_process.region, *offsets, np.full(1000, 101))
-            _assert_batch_is_refused(lab, shared_process, copies, f"copy {at}, side {side}")
+            copies = batch(lab.mine.region, shared.region, *offsets, np.full(1000, 101))
+            _assert_batch_is_refused(lab, shared, copies, f"copy {at}, side {side}")
 
     def test_each_copy_must_lie_in_its_own_segments_regions(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
         """A copy is refused if its range lies in a registered region, but not in its segment's."""
-        mine, theirs = lab.mine.region, shared_process.region
+        mine, theirs = lab.mine.region, shared.region
         for start in (0, 4096):
             here, there = part_of(mine, start, 4096), part_of(theirs, start, 4096)
             lab.transport.register(here)
-            shared_process.register(there)
+            shared.register(there)
             inside = batch(here, there, [0], [0], [4096])
             try:
                 for regions in ((here, theirs), (mine, there)):
                     copies = joined([inside, batch(*regions, [4096], [4096], [8])])
-                    _assert_batch_is_refused(lab, shared_process, copies, f"from byte {start} on")
+                    _assert_batch_is_refused(lab, shared, copies, f"from byte {start} on")
             finally:
-                shared_process.deregister(there)
+                shared.deregister(there)
 
     # Form.
 
     def test_segments_that_do_not_cover_the_copies_are_refused(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
-        good = batch(lab.mine.region, shared_process.region, [0, 64], [0, 64], [8, 8])
+        good = batch(lab.mine.region, shared.region, [0, 64], [0, 64], [8, 8])
         [whole] = good.segments
         for cuts in (
             [(0, 1)],
@@ -274,29 +264,28 @@ class RefusalTests(ContractSettings):
         ):
             segments = tuple(replace(whole, start=start, stop=stop) for start, stop in cuts)
             _assert_batch_is_refused(
-                lab, shared_process, replace(good, segments=segments), f"segments {cuts}"
+                lab, shared, replace(good, segments=segments), f"segments {cuts}"
             )
 
-    def test_arrays_of_unequal_length_are_refused(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        good = batch(lab.mine.region, shared_process.region, [0, 64], [0, 64], [8, 8])
+    def test_arrays_of_unequal_length_are_refused(self, lab: Workbench, shared: Process) -> None:
+        good = batch(lab.mine.region, shared.region, [0, 64], [0, 64], [8, 8])
         for name in ("local", "remote", "nbytes"):
             copies = replace(good, **{name: getattr(good, name)[:1]})
-            _assert_batch_is_refused(lab, shared_process, copies, name)
+            _assert_batch_is_refused(lab, shared, copies, name)
 
     # Ids.
 
-    def test_unknown_peers_are_refused(self, lab: Workbench, shared_process: Process) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        copies = lab.whole(shared_process)
+    def test_unknown_peers_are_refused(self, lab: Workbench, shared: Process) -> None:
+        peer = lab.connect(shared)
+        copies = lab.whole(shared)
         for unknown in (PeerId(peer + 1000), PeerId(-1)):
             refused(lab.transport.read, unknown, copies)
             refused(lab.transport.disconnect, unknown)
+            refused(lab.transport.notify, unknown, b"x")
 
-    def test_unknown_transfers_are_refused(self, lab: Workbench, shared_process: Process) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        transfer = lab.transport.read(peer, lab.whole(shared_process))
+    def test_unknown_transfers_are_refused(self, lab: Workbench, shared: Process) -> None:
+        peer = lab.connect(shared)
+        transfer = lab.transport.read(peer, lab.whole(shared))
         unknown = TransferId(transfer + 1000)
         calls: list[Callable[[TransferId], object]] = [lab.transport.cancel, lab.transport.forget]
         for call in calls:
@@ -304,11 +293,8 @@ class RefusalTests(ContractSettings):
         refused(lab.transport.poll, [transfer, unknown])
         lab.finish(transfer)
 
-    def test_only_final_transfers_can_be_forgotten(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        transfer = lab.transport.read(peer, lab.lasting(shared_process))
+    def test_only_final_transfers_can_be_forgotten(self, lab: Workbench, shared: Process) -> None:
+        peer, transfer = lab.begin(shared)
         if lab.state(transfer) is State.PENDING:
             refused(lab.transport.forget, transfer)
         lab.transport.cancel(transfer)
@@ -320,7 +306,7 @@ def _assert_batch_is_refused(
     lab: Workbench, remote: TransportPeer, copies: Copies, what: str
 ) -> None:
     """Assert that a batch is refused, and that no byte of either side changes."""
-    peer = lab.transport.connect(remote.address())
+    peer = lab.connect(remote)
     lab.mine.put(pattern(MIB, 77))
     theirs = remote.get()
     refused(lab.transport.read, peer, copies, what=what)

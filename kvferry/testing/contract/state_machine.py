@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 from kvferry.core.transport import PeerId, State, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import batch, joined
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import Workbench, refused
+from kvferry.testing.contract.workbench import ContractSettings, Workbench, refused
 from kvferry.testing.memory import Buffer, Bytes, pattern
 
 REGIONS, SLOTS, SLOT = 3, 16, 4096
@@ -68,20 +67,12 @@ class StateMachineTests(ContractSettings):
 
 @dataclass(slots=True, eq=False)
 class ModelledTransport:
-    """A transport with its buffers, and what the model knows of them.
-
-    Attributes:
-        transport: The transport.
-        buffers: The memory of each region.
-        model: The bytes that each region must contain, except in slots that unfinished transfers
-            use.
-        registered: The indices of the regions that are registered.
-    """
+    """A transport with its buffers, and what the model knows of them."""
 
     transport: Transport
-    buffers: list[Buffer]
-    model: list[Bytes]
-    registered: set[int] = field(default_factory=set)
+    buffers: list[Buffer]  # of each region
+    model: list[Bytes]  # what they contain, except in slots that unfinished transfers use
+    registered: set[int] = field(default_factory=set)  # indices of regions
 
     def put(self, slot: Slot, content: Bytes) -> None:
         """Overwrite a slot, in memory and in the model."""
@@ -92,23 +83,13 @@ class ModelledTransport:
 
 @dataclass(slots=True, eq=False)
 class ModelledTransfer:
-    """A transfer that is unfinished in the model: no poll has shown a final status yet.
+    """A transfer that is unfinished in the model: no poll has shown a final status yet."""
 
-    Attributes:
-        pairs: The local and the remote slot of each copy.
-        shift: The offset in bytes of each copy within its local slot; in its remote slot the offset
-            is 64 minus ``shift``.
-        nbytes: The length of each copy in bytes.
-        notify: The payload of the notification that is bound to the transfer, or ``None``.
-        cancelled: Whether the transfer was cancelled or its peer disconnected, so that the transfer
-            may be FAILED.
-    """
-
-    pairs: list[tuple[Slot, Slot]]
-    shift: int
-    nbytes: int
+    pairs: list[tuple[Slot, Slot]]  # the local and the remote slot of each copy
+    shift: int  # the offset of each copy in its local slot; in its remote slot it is 64 - shift
+    nbytes: int  # of each copy
     notify: bytes | None
-    cancelled: bool = False
+    cancelled: bool = False  # or its peer was disconnected: it may be FAILED
 
     def touches(self, local: set[Slot], remote: set[Slot]) -> bool:
         """Return whether the transfer uses one of the ``local`` or one of the ``remote`` slots."""
@@ -116,42 +97,24 @@ class ModelledTransfer:
 
 
 class DriverMachine(RuleBasedStateMachine):
-    """The calls from which Hypothesis chooses, each with the check of its outcome.
-
-    Attributes:
-        lab: The workbench.
-        seeds: Yields numbers that were not used before, for patterns and payloads.
-        here: The transport under test, which starts all transfers.
-        there: The other transport.
-        peer: The id of ``there`` at ``here``; ``None`` while it is not connected.
-        gone: The ids that ``there`` had at ``here`` in earlier connections.
-        known: The indices of the regions of ``there`` that ``here`` may access: those that were
-            registered at the last ``connect``, and were not deregistered since.
-        moving: The transfers that are unfinished in the model, by id.
-        ended: The final states (DONE or FAILED) of the transfers that are not forgotten, by id.
-        forgotten: The ids of the forgotten transfers.
-        free: The payloads of the notifications that were sent with ``notify``, in order.
-        bound: The payloads bound to transfers that are DONE.
-        perhaps: The payloads bound to transfers that ``disconnect`` ended: the notifications of
-            these may arrive or not.
-        received: All payloads that ``there`` has received, in order.
-    """
+    """The calls from which Hypothesis chooses, each with the check of its outcome."""
 
     def __init__(self, lab: Workbench) -> None:
         super().__init__()
         self.lab = lab
-        self.seeds = itertools.count(1)
+        self.seeds = itertools.count(1)  # of patterns and payloads
         self.here = self._side(lab.transport)
         self.there = self._side(lab.make())
-        self.peer: PeerId | None = None
-        self.gone: list[PeerId] = []
+        self.peer: PeerId | None = None  # ``there``, as ``here`` knows it
+        self.gone: list[PeerId] = []  # what it was before
+        # The regions of ``there`` that ``here`` may read: those registered at the last ``connect``
+        # and not deregistered since.
         self.known: set[int] = set()
         self.moving: dict[TransferId, ModelledTransfer] = {}
-        self.ended: dict[TransferId, State] = {}
-        self.forgotten: list[TransferId] = []
-        self.free: list[bytes] = []
-        self.bound: list[bytes] = []
-        self.perhaps: set[bytes] = set()
+        self.ended: dict[TransferId, State] = {}  # and not forgotten
+        self.free: list[bytes] = []  # payloads sent with ``notify``, in order
+        self.bound: list[bytes] = []  # to transfers that are DONE
+        self.perhaps: set[bytes] = set()  # bound to what ``disconnect`` ended: may arrive or not
         self.received: list[bytes] = []
 
     def _side(self, transport: Transport) -> ModelledTransport:
@@ -327,7 +290,6 @@ class DriverMachine(RuleBasedStateMachine):
         transfer = data.draw(st.sampled_from(sorted(self.ended)))
         self.here.transport.forget(transfer)
         del self.ended[transfer]
-        self.forgotten.append(transfer)
         refused(self.here.transport.poll, [transfer])
         refused(self.here.transport.forget, transfer)
 

@@ -8,22 +8,19 @@ FAILED.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import PeerId, State, TransferId, Transport
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, MemoryWatch, Workbench
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench
 from kvferry.testing.memory import Buffer
 from kvferry.testing.peers import Process
 
-_UNDER_WAY_SECONDS = 0.5
-"""How long to wait until some bytes of a transfer have arrived."""
 _PILES_UP_SECONDS = 0.1
 """How long a transfer sends to its stopped peer before the test continues."""
 _SOON_SECONDS = 1.0
@@ -36,18 +33,7 @@ _MOST_MESSAGES = 5000
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Caught:
-    """A transfer whose peer is stopped while the transfer runs.
-
-    Making the object starts the transfer, waits until some bytes have arrived, and stops the peer.
-
-    Attributes:
-        lab: The workbench of the test.
-        there: The peer.
-        transport: The transport that starts the transfer.
-        mine: The transfer's local buffer, registered with ``transport``.
-        peer: The id of the peer.
-        transfer: The id of the transfer.
-    """
+    """A transfer of which some bytes have arrived, and whose peer was stopped then."""
 
     lab: Workbench
     there: Process
@@ -62,10 +48,7 @@ class Caught:
         self.peer = self.transport.connect(self.there.address())
         copies = self.lab.lasting(self.there, self.mine.region)
         self.transfer = self.transport.read(self.peer, copies)
-        before = self.mine.get()
-        self.lab.until(
-            lambda: self.final or not np.array_equal(self.mine.get(), before), _UNDER_WAY_SECONDS
-        )
+        self.lab.await_some(self.transfer, self.mine, self.transport)
         self.there.stop()
         # What is asked for now reaches the peer's kernel, but not its process.
         self.lab.until(lambda: self.final, _PILES_UP_SECONDS)
@@ -85,10 +68,9 @@ class Caught:
 
     def quiet(self) -> None:
         """Overwrite the buffer, let the stopped peer go on, and assert that no byte changes."""
-        watch = MemoryWatch(self.lab)
-        watch.overwrite(self.mine)
+        contents = self.lab.overwrite(self.mine)
         self.there.go_on()
-        watch.see()
+        self.lab.stay_quiet(contents)
 
 
 class StoppedPeerTests(ContractSettings):
@@ -99,9 +81,7 @@ class StoppedPeerTests(ContractSettings):
         """A peer with CPU memory for one test, which stops it."""
         if CPU not in lab.capabilities.memory:
             pytest.skip("a GPU may go on for a stopped process")
-        with Process(self.factory, self.options, CPU, MIB) as process:
-            process.meanwhile = lab.turn
-            process.patience = lab.settings.patience
+        with Process(self.factory, self.options, CPU, MIB) as process, lab.turning_for(process):
             yield process
 
     def test_a_stopped_peer_keeps_what_was_cancelled_in_use(
@@ -159,19 +139,23 @@ class StoppedPeerTests(ContractSettings):
     def test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order(
         self, lab: Workbench, process: Process
     ) -> None:
-        """All notifications that ``notify`` accepted for a stopped peer arrive, in order.
+        """``notify`` to a stopped peer does not block; it may raise once a queue is full.
 
-        Long and short notifications are sent in turn, until the driver accepts no more.
+        All notifications that it accepted arrive in order when the peer continues. Long and short
+        ones are sent in turn.
         """
         if not lab.notifies:
             return
-        peer = lab.transport.connect(process.address())
+        peer = lab.connect(process)
         process.stop()
         taken: list[bytes] = []
-        with contextlib.suppress(TransportError):
+        end = time.monotonic() + lab.settings.patience
+        with lab.within_patience("notify"), contextlib.suppress(TransportError):
             for payload in _long_and_short(lab):
                 lab.transport.notify(peer, payload)
                 taken.append(payload)
+                if time.monotonic() > end:
+                    break
         process.go_on()
         found = [one.payload for one in process.notifications(len(taken))]
         lost = len(taken) - len(found)

@@ -10,8 +10,7 @@ import pytest
 from kvferry.core.transport import Transport
 from kvferry.core.transport.threads import takes_enter
 from kvferry.testing.contract.copy_batches import batch
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench
 from kvferry.testing.memory import imported, thread_setup
 from kvferry.testing.peers import Process
 
@@ -22,7 +21,7 @@ class ThreadTests(ContractSettings):
     """Tests of the threads that a transport makes in Python."""
 
     def test_every_thread_enters(
-        self, lab: Workbench, shared_process: Process, monkeypatch: pytest.MonkeyPatch
+        self, lab: Workbench, shared: Process, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Every thread that the transport makes in Python calls ``enter``, and does so once.
 
@@ -41,7 +40,7 @@ class ThreadTests(ContractSettings):
         given = {"enter": enter} if takes else {}
         transport: Transport = make(**lab.settings.options, **given)
         try:
-            _use(lab, transport, shared_process)
+            _use(lab, transport, shared)
             if not takes:
                 names = [one.name for one in started]
                 assert not started, f"threads {names}, and no enter to call in them"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvferry.core.memory import U64Array
 from kvferry.core.transport import State, Status, Transport
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Segment
 from kvferry.testing.contract.copy_batches import batch, joined, moved, part_of
-from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, Workbench, refused
+from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.memory import Buffer, available, pattern
 from kvferry.testing.peers import Process, TransportPeer
 
@@ -72,36 +72,29 @@ class TransferTests(ContractSettings):
         here, there = [0, 1000, 2000, 5000], [5, 7, 5, 500]
         lab.moves(everywhere, here, there, [1000, 1000, 1000, 2000])
 
-    def test_copies_of_no_bytes(self, lab: Workbench, shared_process: Process) -> None:
-        lab.moves([shared_process], np.zeros(5000), np.zeros(5000), np.zeros(5000))
-        lab.moves([shared_process], [MIB, 0], [MIB, 100], [0, 0])
+    def test_copies_of_no_bytes(self, lab: Workbench, shared: Process) -> None:
+        lab.moves([shared], np.zeros(5000), np.zeros(5000), np.zeros(5000))
+        lab.moves([shared], [MIB, 0], [MIB, 100], [0, 0])
 
-    def test_no_copies_at_all(self, lab: Workbench, shared_process: Process) -> None:
-        lab.moves([shared_process], [], [], [])
-        peer = lab.transport.connect(shared_process.address())
-        none = np.empty(0, np.uint64)
-        nothing = Copies(local=none, remote=none, nbytes=none, segments=())
-        lab.finish(lab.transport.read(peer, nothing))
+    def test_no_copies_at_all(self, lab: Workbench, shared: Process) -> None:
+        lab.moves([shared], [], [], [])
+        peer = lab.connect(shared)
+        empty = batch(lab.mine.region, shared.region, [], [], [])
+        lab.finish(lab.transport.read(peer, replace(empty, segments=())))
 
-    def test_several_regions_in_one_transfer(self, lab: Workbench, shared_process: Process) -> None:
+    def test_several_regions_in_one_transfer(self, lab: Workbench, shared: Process) -> None:
         buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
         parts = [index * 8192 + 5 for index in range(30)]
-        content = shared_process.get()
-        regions = [part_of(shared_process.region, part, 2000) for part in parts]
+        content = shared.get()
+        regions = [part_of(shared.region, part, 2000) for part in parts]
         for index, buffer in enumerate(buffers):
             buffer.put(pattern(1024, 100 + index))
-            shared_process.register(regions[index])
-        peer = lab.transport.connect(shared_process.address())
+            shared.register(regions[index])
+        peer = lab.connect(shared)
         copies = joined(
             [
-                batch(
-                    buffer.region,
-                    part_of(shared_process.region, part, 2000),
-                    [3, 600],
-                    [7, 1000],
-                    [500, 400],
-                )
-                for buffer, part in zip(buffers, parts, strict=True)
+                batch(buffer.region, region, [3, 600], [7, 1000], [500, 400])
+                for buffer, region in zip(buffers, regions, strict=True)
             ]
         )
         lab.finish(lab.transport.read(peer, copies))
@@ -109,27 +102,25 @@ class TransferTests(ContractSettings):
             mine, near, far = pattern(1024, 100 + index), [3, 600], [part + 7, part + 1000]
             mine = moved(mine, near, content, far, [500, 400])
             np.testing.assert_array_equal(buffer.get(), mine)
-            shared_process.deregister(regions[index])
-        np.testing.assert_array_equal(shared_process.get(), content)
+            shared.deregister(regions[index])
+        np.testing.assert_array_equal(shared.get(), content)
 
-    def test_empty_segments_between_full_ones(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
+    def test_empty_segments_between_full_ones(self, lab: Workbench, shared: Process) -> None:
         mine = pattern(MIB, 9)
         lab.mine.put(mine)
-        peer = lab.transport.connect(shared_process.address())
-        full = batch(lab.mine.region, shared_process.region, [0, 5000], [9, 7000], [10, 2000])
+        peer = lab.connect(shared)
+        full = batch(lab.mine.region, shared.region, [0, 5000], [9, 7000], [10, 2000])
         cuts = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2)]
         segments = tuple(
-            Segment(start=start, stop=stop, local=lab.mine.region, remote=shared_process.region)
+            Segment(start=start, stop=stop, local=lab.mine.region, remote=shared.region)
             for start, stop in cuts
         )
-        copies = Copies(local=full.local, remote=full.remote, nbytes=full.nbytes, segments=segments)
-        theirs = shared_process.get()
+        copies = replace(full, segments=segments)
+        theirs = shared.get()
         lab.finish(lab.transport.read(peer, copies))
         mine = moved(mine, [0, 5000], theirs, [9, 7000], [10, 2000])
         np.testing.assert_array_equal(lab.mine.get(), mine)
-        np.testing.assert_array_equal(shared_process.get(), theirs)
+        np.testing.assert_array_equal(shared.get(), theirs)
 
     def test_two_memory_kinds_in_one_transfer(self, lab: Workbench) -> None:
         """One transfer moves bytes of every memory kind that driver and machine have.
@@ -146,7 +137,7 @@ class TransferTests(ContractSettings):
         ]
         pairs = list(zip(here, there, strict=True))
         copies = joined([batch(one.region, far.region, [0], [0], [MIB]) for one, far in pairs])
-        peer = lab.transport.connect(other.address())
+        peer = lab.connect(other)
         lab.finish(lab.transport.read(peer, copies, lab.bound()))
         for i, (one, far) in enumerate(pairs):
             content = pattern(MIB, 20 + i)
@@ -165,7 +156,7 @@ class TransferTests(ContractSettings):
             content[::4096] = at >> 22
             theirs.put(content, at)
         starts = (1 << 16) * np.random.default_rng(6).permutation(GIB >> 16)
-        peer = lab.transport.connect(other.address())
+        peer = lab.connect(other)
         many = batch(mine.region, theirs.region, starts, starts, np.full(len(starts), 1 << 16))
         one = batch(mine.region, theirs.region, [1], [0], [GIB])
         for copies, shift in ((many, 0), (one, 1)):
@@ -180,7 +171,7 @@ class TransferTests(ContractSettings):
         mine, theirs = lab.buffer(_LARGE, lab.transport), lab.buffer(_LARGE, other)
         content = pattern(_LARGE, 8)
         theirs.put(content)
-        peer = lab.transport.connect(other.address())
+        peer = lab.connect(other)
         starts = np.arange(0, _LARGE, 1 << 16)
         copies = batch(
             mine.region, theirs.region, starts, starts[::-1], np.full(len(starts), 1 << 16)
@@ -194,17 +185,17 @@ class TransferTests(ContractSettings):
         assert not wrong.any(), f"{wrong.sum()} copies of {len(wrong)} have not arrived"
 
     def test_arrays_of_copies_may_be_reused_after_the_call(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
         """The caller may change the arrays of a batch once ``read`` has returned."""
-        peer = lab.transport.connect(shared_process.address())
-        shared_process.put(content := lab.fresh())
+        peer = lab.connect(shared)
+        shared.put(content := lab.fresh())
         few = itertools.product((100, 1 << 16), (1, 2, 7) * _TIMES)
         for size, count in (*few, (2048, 256)):
             lab.mine.put(before := lab.fresh())
             starts = 2 * size * np.arange(count)
             sizes = np.full(count, size)
-            copies = batch(lab.mine.region, shared_process.region, starts, starts, sizes)
+            copies = batch(lab.mine.region, shared.region, starts, starts, sizes)
             transfer = lab.transport.read(peer, copies)
             for array in (copies.local, copies.remote):
                 array[:] = array[0] + np.uint64(MIB - size)
@@ -213,33 +204,27 @@ class TransferTests(ContractSettings):
             np.testing.assert_array_equal(lab.mine.get(), expected)
 
     def test_arrays_of_copies_may_be_strided_and_read_only(
-        self, lab: Workbench, shared_process: Process
+        self, lab: Workbench, shared: Process
     ) -> None:
-        theirs, mine = shared_process.get(), pattern(MIB, 77)
+        theirs, mine = shared.get(), pattern(MIB, 77)
         lab.mine.put(mine)
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         starts = 3000 * np.arange(100)
-        plain = batch(lab.mine.region, shared_process.region, starts, starts + 1, np.full(100, 999))
-        copies = Copies(
-            local=_strided(plain.local),
-            remote=_strided(plain.remote),
-            nbytes=_strided(plain.nbytes),
-            segments=plain.segments,
-        )
+        plain = batch(lab.mine.region, shared.region, starts, starts + 1, np.full(100, 999))
+        arrays = {name: _strided(getattr(plain, name)) for name in ("local", "remote", "nbytes")}
+        copies = replace(plain, **arrays)
         lab.finish(lab.transport.read(peer, copies))
         expected = moved(mine, starts, theirs, starts + 1, np.full(100, 999))
         np.testing.assert_array_equal(lab.mine.get(), expected)
 
-    def test_many_transfers_at_once(self, lab: Workbench, shared_process: Process) -> None:
-        mine, theirs = pattern(MIB, 77), shared_process.get()
+    def test_many_transfers_at_once(self, lab: Workbench, shared: Process) -> None:
+        mine, theirs = pattern(MIB, 77), shared.get()
         lab.mine.put(mine)
-        peer = lab.transport.connect(shared_process.address())
+        peer = lab.connect(shared)
         starts = np.arange(0, MIB, MIB // min(_MANY, lab.capabilities.max_outstanding or _MANY))
         size = int(starts[1]) if len(starts) > 1 else MIB
         transfers = [
-            lab.transport.read(
-                peer, batch(lab.mine.region, shared_process.region, [at], [at], [size])
-            )
+            lab.transport.read(peer, batch(lab.mine.region, shared.region, [at], [at], [size]))
             for at in starts
         ]
         assert len(set(transfers)) == len(transfers), "two transfers have one id"
@@ -249,26 +234,22 @@ class TransferTests(ContractSettings):
         )
         assert {status.state for status in lab.poll(transfers)} == {State.DONE}
         np.testing.assert_array_equal(lab.mine.get(), theirs)
-        np.testing.assert_array_equal(shared_process.get(), theirs)
+        np.testing.assert_array_equal(shared.get(), theirs)
 
-    def test_poll_answers_in_the_order_of_the_ids(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        small = lab.transport.read(peer, lab.whole(shared_process))
+    def test_poll_answers_in_the_order_of_the_ids(self, lab: Workbench, shared: Process) -> None:
+        peer = lab.connect(shared)
+        small = lab.transport.read(peer, lab.whole(shared))
         assert lab.known(small).state is State.DONE
-        lasting = lab.transport.read(peer, lab.lasting(shared_process))
+        lasting = lab.transport.read(peer, lab.lasting(shared))
         after = lab.state(lasting)
         first, second, third = lab.poll((small, lasting, small))
         assert first == third == Status(state=State.DONE)
         assert second.state is after or second.state.final
         assert lab.poll([]) == []
 
-    def test_done_stays_until_it_is_forgotten(
-        self, lab: Workbench, shared_process: Process
-    ) -> None:
-        peer = lab.transport.connect(shared_process.address())
-        transfer = lab.transport.read(peer, lab.whole(shared_process))
+    def test_done_stays_until_it_is_forgotten(self, lab: Workbench, shared: Process) -> None:
+        peer = lab.connect(shared)
+        transfer = lab.transport.read(peer, lab.whole(shared))
         assert lab.known(transfer).state is State.DONE
         lab.transport.disconnect(peer)
         assert lab.poll([transfer]) == [Status(state=State.DONE)]
@@ -279,11 +260,11 @@ class TransferTests(ContractSettings):
             refused(call, transfer)
         refused(lab.transport.poll, [transfer])
 
-    def test_ids_are_not_used_again(self, lab: Workbench, shared_process: Process) -> None:
-        peer = lab.transport.connect(shared_process.address())
+    def test_ids_are_not_used_again(self, lab: Workbench, shared: Process) -> None:
+        peer = lab.connect(shared)
         seen = set()
         for _ in range(20):
-            transfer = lab.transport.read(peer, lab.whole(shared_process))
+            transfer = lab.transport.read(peer, lab.whole(shared))
             assert transfer not in seen
             seen.add(transfer)
             lab.finish(transfer)

@@ -1,16 +1,17 @@
-"""``Workbench``: the transport under test, its buffers, and helpers to move and watch bytes."""
+"""The settings of the conformance suite, its fixtures, and ``Workbench``, which its tests use."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import ClassVar, Self
 
 import numpy as np
+import pytest
 
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import Region
@@ -27,30 +28,103 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import Offsets, batch, moved
 from kvferry.testing.memory import Buffer, Bytes, allocate, make_transport, pattern
-from kvferry.testing.peers import Process, TransportPeer
-
-if TYPE_CHECKING:
-    from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.peers import Process, Spares, TransportPeer
 
 MIB = 1 << 20
+PEER_KINDS = ("itself", "neighbour", "other process")
 _TURN_SECONDS = 0.0005
+_SOME_SECONDS = 0.5
+
+
+class ContractSettings:
+    """The settings of a driver's tests; the base of every class of tests.
+
+    Attributes:
+        factory: What makes a transport, as ``package.module:name``: a class, or a function that
+            takes its options. It must be importable, because the peers' processes import it.
+        options: The keyword arguments of the factory.
+        memory: Which memory is tested: ``cpu``, ``cuda``, ``cuda:INDEX``, or
+            ``package.module:function``, a function that takes a number of bytes and returns a
+            ``kvferry.testing.Buffer``.
+        lasting_bytes: How many bytes a transfer has to move to take some seconds. A large number
+            does not slow down the suite if the driver can cancel. With a number that is too small,
+            the tests of transfers in flight still pass, but show less.
+        known_within: Within how many seconds the death of a peer's process has to be reported.
+        patience: After how many seconds a transfer counts as hanging.
+        quiet_seconds: For how many seconds memory is watched after a transfer is DONE or FAILED.
+            Bytes that arrive later are not noticed.
+    """
+
+    factory: ClassVar[str]
+    options: ClassVar[Mapping[str, object]] = {}
+    memory: ClassVar[str] = "cpu"
+    lasting_bytes: ClassVar[int] = 16 << 30
+    known_within: ClassVar[float] = 1.0
+    patience: ClassVar[float] = 30.0
+    quiet_seconds: ClassVar[float] = 0.5
+
+    @pytest.fixture
+    def lab(self) -> Iterator[Workbench]:
+        """A ``Workbench``: the transport under test with a registered buffer, and helpers."""
+        with Workbench(self) as lab:
+            yield lab
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def lasting_process(cls) -> Iterator[Process]:
+        """The process of the fixture ``shared``."""
+        with Process(cls.factory, cls.options, cls.memory, MIB) as process:
+            yield process
+
+    @pytest.fixture
+    def shared(self, lab: Workbench, lasting_process: Process) -> Iterator[Process]:
+        """A peer in a process of its own, for tests that neither kill nor stop the process.
+
+        The tests of a class share the process; the buffer is filled anew before each test.
+        """
+        with lab.turning_for(lasting_process):
+            lasting_process.reset()
+            yield lasting_process
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spares(cls) -> Iterator[Spares]:
+        """The supply of processes for the fixture ``process``, started before a test needs them."""
+        spares = Spares(lambda: Process(cls.factory, cls.options, cls.memory, MIB, wait=False))
+        yield spares
+        spares.end()
+
+    @pytest.fixture
+    def process(self, lab: Workbench, spares: Spares) -> Iterator[Process]:
+        """A peer in a process of its own, for one test, which may kill or stop the process."""
+        with spares.take() as process, lab.turning_for(process):
+            yield process
+
+    @pytest.fixture(params=PEER_KINDS)
+    def remote(self, request: pytest.FixtureRequest, lab: Workbench) -> TransportPeer:
+        """A peer with a buffer of 1 MiB: the transport under test, another one, another process."""
+        if request.param == "other process":
+            process: Process = request.getfixturevalue("shared")
+            return process
+        return lab.neighbour() if request.param == "neighbour" else LocalPeer(lab, lab.transport)
+
+    @pytest.fixture
+    def everywhere(self, lab: Workbench, shared: Process) -> list[TransportPeer]:
+        """A list with one peer of each kind that the fixture ``remote`` has."""
+        return [LocalPeer(lab, lab.transport), lab.neighbour(), shared]
+
+
+Content = tuple[Buffer | TransportPeer, Bytes]
+"""Memory, and the bytes that it must have."""
 
 
 @dataclass(slots=True, eq=False)
 class Workbench:
-    """The transport under test with a registered buffer, and the test's other transports.
-
-    The workbench owns all of them, and closes the transports when its ``with`` block ends.
-
-    Attributes:
-        settings: The class of tests, or one of its instances.
-        transport: The transport under test.
-        mine: A buffer of 1 MiB of zeros, registered with ``transport``.
-    """
+    """The transport under test and the test's other transports, which it closes at its end."""
 
     settings: ContractSettings | type[ContractSettings]
     transport: Transport = field(init=False)
-    mine: Buffer = field(init=False)
+    mine: Buffer = field(init=False)  # 1 MiB of zeros, registered with ``transport``
     _made: list[Transport] = field(default_factory=list)
     _buffers: list[Buffer] = field(default_factory=list)
     _last: dict[tuple[int, TransferId], Status] = field(default_factory=dict)
@@ -63,12 +137,7 @@ class Workbench:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for transport in self._made:
             transport.close()
 
@@ -95,6 +164,14 @@ class Workbench:
             transport.register(made.region)
         return made
 
+    def neighbour(self, seed: int = 1) -> LocalPeer:
+        """Return another transport of this process with a buffer of 1 MiB, filled by the seed."""
+        return LocalPeer(self, self.make(), seed)
+
+    def connect(self, remote: TransportPeer) -> PeerId:
+        """Connect the transport under test to a peer."""
+        return self.transport.connect(remote.address())
+
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities of the transport under test."""
@@ -109,6 +186,13 @@ class Workbench:
                 with contextlib.suppress(TransportUsageError):  # the test has closed it
                     transport.poll([])
         time.sleep(_TURN_SECONDS)
+
+    @contextlib.contextmanager
+    def turning_for(self, process: Process) -> Iterator[None]:
+        """Within the context, while a process executes a command, do what ``turn`` does."""
+        process.meanwhile, process.patience = self.turn, self.settings.patience
+        yield
+        process.meanwhile = None
 
     def until(self, holds: Callable[[], object], seconds: float | None = None) -> bool:
         """Wait, by default for ``patience``, until a condition holds; return whether it does."""
@@ -183,7 +267,7 @@ class Workbench:
         """Wait until a transfer is DONE or FAILED, and return its status.
 
         If the transfer is FAILING and the driver's ``quiescence`` is AFTER_DISCONNECT, this
-        disconnects the peer. Fails the test if the transfer becomes neither DONE nor FAILED.
+        disconnects the peer, which also ends its other transfers.
         """
         status = self.known(transfer)
         if status.state is State.FAILING:
@@ -199,22 +283,36 @@ class Workbench:
                 (status,) = self.poll([transfer])
         return status
 
-    def settled_or_gone(self, transfer: TransferId, peer: PeerId) -> Status:
-        """Return the status of a transfer that is DONE or FAILED, or call ``settled`` for another.
-
-        A test with several transfers with one peer can call this for each of them: the first call
-        may disconnect the peer, which also ends the other transfers.
-        """
-        (status,) = self.poll([transfer])
-        return status if status.state.final else self.settled(transfer, peer)
-
     def finish(self, transfer: TransferId, transport: Transport | None = None) -> None:
         """Wait until a transfer is DONE, and forget it; fail the test if the transfer fails."""
         status = self.known(transfer, transport)
         assert status.state is State.DONE, f"it failed: {status}"
         (transport or self.transport).forget(transfer)
 
+    def known_in_time(self, transfer: TransferId, since: float) -> Status:
+        """Wait until a transfer with a peer that died at ``since`` is not PENDING any more.
+
+        Fail the test if it still is ``known_within`` seconds after that.
+        """
+        limit = self.settings.known_within
+        remaining = since + limit - time.monotonic()
+        known = self.until(lambda: self.state(transfer) is not State.PENDING, max(remaining, 0.05))
+        assert known, (
+            f"transfer {transfer} with a dead peer is still PENDING after {limit:g} s (the setting "
+            "known_within)"
+        )
+        return self.known(transfer)
+
+    def fails_in_time(self, peer: PeerId, transfer: TransferId) -> None:
+        """Assert that a transfer with a dead peer becomes FAILED; see ``known_in_time``."""
+        self.known_in_time(transfer, time.monotonic())
+        assert self.settled(transfer, peer).state is State.FAILED
+
     # Transfers.
+
+    def takes(self, count: int) -> bool:
+        """Return whether the driver takes so many unfinished transfers at once."""
+        return (self.capabilities.max_outstanding or count) >= count
 
     @property
     def notifies(self) -> bool:
@@ -243,7 +341,7 @@ class Workbench:
         for remote in remotes:
             mine, theirs = self.fresh(), remote.get()
             self.mine.put(mine)
-            peer = self.transport.connect(remote.address())
+            peer = self.connect(remote)
             copies = batch(self.mine.region, remote.region, here, there, sizes)
             self.finish(self.transport.read(peer, copies))
             mine = moved(mine, here, theirs, there, sizes)
@@ -261,12 +359,29 @@ class Workbench:
         zeros = np.zeros(n, np.uint64)
         return batch(local or self.mine.region, remote.region, zeros, zeros, zeros + np.uint64(MIB))
 
+    def begin(self, remote: TransportPeer) -> tuple[PeerId, TransferId]:
+        """Connect to a peer, and begin a read that takes long; see ``lasting``."""
+        peer = self.connect(remote)
+        return peer, self.transport.read(peer, self.lasting(remote))
+
     def works(self, remote: TransportPeer) -> None:
         """Assert that the transport under test can still read from a peer."""
         self.mine.put(np.zeros(MIB, np.uint8))
-        peer = self.transport.connect(remote.address())
+        peer = self.connect(remote)
         self.finish(self.transport.read(peer, self.whole(remote)))
         np.testing.assert_array_equal(self.mine.get(), remote.get())
+
+    def await_some(
+        self, transfer: TransferId, target: Buffer, transport: Transport | None = None
+    ) -> None:
+        """Wait until a transfer has moved some bytes or has ended, at most half a second."""
+        before = target.get()
+        self.until(
+            lambda: (
+                self.state(transfer, transport).final or not np.array_equal(target.get(), before)
+            ),
+            _SOME_SECONDS,
+        )
 
     def receive(self, transport: Transport, count: int) -> list[Notification]:
         """Wait for notifications, assert that exactly ``count`` arrive, and return them."""
@@ -306,13 +421,27 @@ class Workbench:
         np.testing.assert_array_equal(buffer.get(), content, "memory has changed")
 
     def quiet(self, *sides: Buffer | TransportPeer) -> None:
-        """Assert that no byte of memory changes after the end of the transfer that used it.
+        """Assert that no byte of memory changes after the end of the transfer that used it."""
+        self.stay_quiet(self.overwrite(*sides))
 
-        Overwrites the memory with new bytes, polls for ``quiet_seconds``, and compares.
+    def overwrite(self, *sides: Buffer | TransportPeer) -> list[Content]:
+        """Overwrite memory with new bytes, and return what ``stay_quiet`` expects there.
+
+        Bytes of a transfer that arrive later differ from the new bytes.
         """
-        watch = MemoryWatch(self)
-        watch.overwrite(*sides)
-        watch.see()
+        contents = [(side, self.fresh()) for side in sides]
+        for side, content in contents:
+            side.put(content)
+        return contents
+
+    def stay_quiet(self, contents: Sequence[Content]) -> None:
+        """Poll everything for ``quiet_seconds``, then assert that memory has these contents."""
+        deadline = time.monotonic() + self.settings.quiet_seconds
+        while time.monotonic() < deadline:
+            self.poll_all()
+            self.turn()
+        for side, content in contents:
+            np.testing.assert_array_equal(side.get(), content, "memory changed after a final state")
 
     def poll_all(self) -> None:
         """Poll every transport that is not closed, with every transfer that is not forgotten."""
@@ -328,40 +457,70 @@ class Workbench:
 
 
 @dataclass(slots=True, eq=False)
-class MemoryWatch:
-    """Check that memory of transfers that are DONE or FAILED does not change any more.
-
-    Call ``overwrite`` or ``expect`` for each buffer, then ``see``, which watches all at once.
-
-    Attributes:
-        lab: The workbench of the test.
-    """
+class LocalPeer:
+    """A ``TransportPeer`` in this process, with 1 MiB; perhaps the transport under test itself."""
 
     lab: Workbench
-    _wanted: list[tuple[Buffer | TransportPeer, Bytes]] = field(default_factory=list)
+    transport: Transport
+    seed: int = 1
+    buffer: Buffer = field(init=False)
 
-    def overwrite(self, *sides: Buffer | TransportPeer) -> None:
-        """Overwrite memory with new bytes, which ``see`` will expect there.
+    def __post_init__(self) -> None:
+        self.buffer = self.lab.buffer(MIB, self.transport)
+        self.buffer.put(pattern(MIB, self.seed))
 
-        Bytes of a transfer that arrive later differ from the new bytes.
-        """
-        for side in sides:
-            content = self.lab.fresh()
-            side.put(content)
-            self.expect(side, content)
+    @property
+    def name(self) -> str:
+        return self.transport.name
 
-    def expect(self, side: Buffer | TransportPeer, content: Bytes) -> None:
-        """Set the content that ``see`` will expect in memory."""
-        self._wanted.append((side, content))
+    @property
+    def region(self) -> Region:
+        return self.buffer.region
 
-    def see(self) -> None:
-        """Poll for ``quiet_seconds``, then assert that all memory has its expected content."""
-        deadline = time.monotonic() + self.lab.settings.quiet_seconds
-        while time.monotonic() < deadline:
-            self.lab.poll_all()
-            self.lab.turn()
-        for side, content in self._wanted:
-            np.testing.assert_array_equal(side.get(), content, "memory changed after a final state")
+    def address(self) -> bytes:
+        return self.transport.address()
+
+    def get(self) -> Bytes:
+        return self.buffer.get()
+
+    def put(self, data: Bytes) -> None:
+        self.buffer.put(data)
+
+    def register(self, region: Region) -> None:
+        self.transport.register(region)
+
+    def deregister(self, region: Region) -> None:
+        self.transport.deregister(region)
+
+    def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
+        found: list[Notification] = []
+
+        def enough() -> bool:
+            found.extend(self.transport.notifications())
+            return len(found) >= count
+
+        self.lab.until(enough, seconds)
+        return found
+
+
+class OtherThread(threading.Thread):
+    """Calls a function on a new thread, from now on; keeps what it raises, and when it ran."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__()
+        self._call = call
+        self.wrong: list[BaseException] = []
+        self.began = self.ended = 0.0  # by ``time.monotonic``
+        self.start()
+
+    def run(self) -> None:
+        self.began = time.monotonic()
+        try:
+            self._call()
+        # The test's own thread reports the exception.
+        except BaseException as exc:  # noqa: BLE001
+            self.wrong.append(exc)
+        self.ended = time.monotonic()
 
 
 def refused(call: Callable[..., object], *args: object, what: str = "") -> None:

@@ -6,17 +6,21 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import TransportError
-from kvferry.core.memory import region_of
+from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import State
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.chunked_copy import CopyRuns
+from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.memory import pattern
 from tests.drivers.loopback.conftest import Make
 from tests.drivers.loopback.peer import Peer
 from tests.drivers.pairs import MIB, Pair, copies_of, paired, until
 
 
-def test_copy_may_be_larger_than_a_chunk(make: Make, remote: LoopbackTransport | Peer) -> None:
-    assert paired(make(chunk_bytes=4096, inline_bytes=1 << 30), remote).works()
+def test_adjacent_copies_are_merged_in_any_order() -> None:
+    near, far = (Region(address=address, nbytes=4096) for address in (1 << 20, 1 << 30))
+    order = np.random.default_rng(5).permutation(4096 // 32) * 32
+    assert CopyRuns(batch(near, far, order, order, np.full(len(order), 32))).count == 1
 
 
 def test_source_and_target_may_overlap_in_one_buffer(transport: LoopbackTransport) -> None:

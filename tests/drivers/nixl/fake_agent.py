@@ -11,37 +11,25 @@ from kvferry.drivers.nixl.descriptor_lists import PagedChunk
 
 
 class FakeAgent(Agent):
-    """An agent that records calls and fails on request.
-
-    Attributes:
-        registered: the registered ranges, by registration.
-        refused: ranges that ``register`` refuses.
-        answers: for each chunk, what ``post`` and then each ``check`` returns (whether the chunk
-            has ended) or raises. By default, a chunk ends when it is posted.
-        posted: the chunks that were posted.
-        gone: what ``prepare`` raises.
-        held: the handles that were not released.
-        sent: the notifications, each with the name of its recipient.
-        must_not_post: see ``Agent``.
-        known: the metadata that was added and not removed.
-        refuses_metadata: whether ``add`` raises.
-    """
+    """An agent that records calls and fails on request."""
 
     must_not_post = False
 
     def __init__(self, name: str = "fake") -> None:
         self.name = name
-        self.known: list[bytes] = []
+        self.known: list[bytes] = []  # metadata that was added and not removed
         self.refuses_metadata = False
         self.closed = False
         self.memory = frozenset({"cpu", "cuda"})
         self.notifies = True
         self.registered: dict[Registration, Region] = {}
         self.refused: set[Region] = set()
+        # For each chunk, what ``post`` and then each ``check`` returns (whether the chunk has
+        # ended) or raises. By default, a chunk ends when it is posted.
         self.answers: dict[object, list[bool | TransportError]] = {}
         self.posted: list[object] = []
-        self.gone: TransportError | None = None
-        self.held: set[Handle] = set()
+        self.gone: TransportError | None = None  # what ``prepare`` raises
+        self.held: set[Handle] = set()  # that were not released
         self.sent: list[tuple[str, bytes]] = []
         self._ids = itertools.count(1)
 

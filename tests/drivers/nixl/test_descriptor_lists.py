@@ -75,15 +75,10 @@ def test_every_nonempty_copy_is_in_a_chunk_of_its_memory_kinds(copies: Copies, m
 
 def test_large_batches_are_cut_into_as_few_chunks_as_can_be() -> None:
     n = 2 * CHUNK_ROWS + 3
-    copies = Copies(
-        local=np.full(n, LOCAL[0].address, np.uint64),
-        remote=np.arange(n, dtype=np.uint64) % 4000 + np.uint64(REMOTE[1].address),
-        nbytes=np.full(n, 7, np.uint64),
-        segments=(
-            Segment(start=0, stop=9, local=LOCAL[0], remote=REMOTE[1]),
-            Segment(start=9, stop=n, local=LOCAL[0], remote=REMOTE[1]),
-        ),
-    )
+    rows = np.arange(n, dtype=np.uint64)
+    cuts = (Segment(start=0, stop=9, local=LOCAL[0], remote=REMOTE[1]),)
+    cuts += (Segment(start=9, stop=n, local=LOCAL[0], remote=REMOTE[1]),)
+    copies = Copies(local=rows + 1, remote=rows + 2, nbytes=np.full_like(rows, 7), segments=cuts)
     lists = DescriptorLists()
     for _ in range(2):  # in arrays that are used again
         near: list[U64Array] = []

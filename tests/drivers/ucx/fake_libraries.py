@@ -27,23 +27,9 @@ DEPENDENCY_CODE = "void ucs_here(void) {}"
 def compile_library(path: Path, code: str, *arguments: str) -> Path:
     """Compile C code into a shared library whose soname is its file name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(
-        [
-            "cc",
-            "-shared",
-            "-fPIC",
-            f"-Wl,-soname,{path.name}",
-            "-o",
-            path,
-            "-xc",
-            "-",
-            "-xnone",
-            *arguments,
-        ],
-        input=code,
-        text=True,
-        check=True,
-    )
+    command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path)]
+    command += ["-xc", "-", "-xnone", *arguments]
+    subprocess.run(command, input=code, text=True, check=True)
     return path
 
 

@@ -19,20 +19,14 @@ FLUSH = 1 << 20
 
 
 class FakeUcp:
-    """The calls of libucp that a worker makes.
-
-    Attributes:
-        names: the transports of the endpoint, joined by "+".
-        flushed: what a flush returns; ``status`` is then its status.
-        destroyed: for each destroyed worker, the endpoints that were closed before.
-    """
+    """The calls of libucp that a worker makes."""
 
     def __init__(self) -> None:
-        self.names = "tcp/eth0"
-        self.flushed = FLUSH
-        self.status: int = Code.IN_PROGRESS
+        self.names = "tcp/eth0"  # the transports of the endpoint, joined by "+"
+        self.flushed = FLUSH  # what a flush returns
+        self.status: int = Code.IN_PROGRESS  # of that flush
         self.closed: list[Endpoint] = []
-        self.destroyed: list[list[Endpoint]] = []
+        self.destroyed: list[list[Endpoint]] = []  # what was closed before each worker's end
 
     def create_worker(self, context: Context, on_message: object) -> tuple[int, bytes, int]:
         return context, b"address", 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from kvferry.core.errors import (
 )
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
-    Capabilities,
     EnterThread,
     Notification,
     PeerId,
@@ -29,7 +27,7 @@ from kvferry.core.transport import (
     enter_nothing,
 )
 from kvferry.core.transport.base import TransferRequest
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer, LoopbackTransfer
@@ -168,90 +166,27 @@ class Minimal(FailingUntilDisconnect, OnlyReads):
     max_outstanding = 1
 
 
-class Delegating(Transport):
-    """Implements ``Transport`` without ``BaseTransport``, by delegating to loopback."""
-
-    def __init__(self, **options: Any) -> None:
-        self._inner = LoopbackTransport(**options)
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def register(self, region: Region) -> None:
-        self._inner.register(region)
-
-    def deregister(self, region: Region) -> None:
-        self._inner.deregister(region)
-
-    def address(self) -> bytes:
-        return self._inner.address()
-
-    def connect(self, address: bytes) -> PeerId:
-        return self._inner.connect(address)
-
-    def disconnect(self, peer: PeerId) -> None:
-        self._inner.disconnect(peer)
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return self._inner.read(peer, copies, notify)
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        return self._inner.poll(transfers)
-
-    def forget(self, transfer: TransferId) -> None:
-        self._inner.forget(transfer)
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        self._inner.notify(peer, payload)
-
-    def notifications(self) -> list[Notification]:
-        return self._inner.notifications()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class WithoutBase(Delegating):
+class WithoutBase(FaultyTransport):
     """The smallest driver without ``BaseTransport``: one read at a time, and nothing else.
 
-    It does its own bookkeeping, limits and refusals, and inherits only defaults of ``Transport``.
+    It does its own bookkeeping, limits and refusals, and passes the calls on to loopback.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (2, 0)
     cancel = Transport.cancel
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._ids = itertools.count(1)
-        self._own: dict[TransferId, TransferId] = {}
+        super().__init__(LoopbackTransport(**options))
+        self._capabilities = replace(
+            self._capabilities, cancel=False, max_notification=0, max_outstanding=1
+        )
         self._connected: set[PeerId] = set()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, cancel=False, max_notification=0, max_outstanding=1)
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         if notify is not None:
             raise TransportUnsupportedError("it carries no notifications")
-        unfinished = self.poll(list(self._own))
-        if any(not status.state.final for status in unfinished):
+        if any(not status.state.final for status in self.poll(list(self._transfers))):
             raise TransportError("a transfer is unfinished")
-        inner = super().read(peer, copies)
-        transfer = TransferId(next(self._ids))
-        self._own[transfer] = inner
-        return transfer
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        return super().poll([self._known(transfer) for transfer in transfers])
-
-    def forget(self, transfer: TransferId) -> None:
-        super().forget(self._known(transfer))
-        del self._own[transfer]
+        return super().read(peer, copies)
 
     def connect(self, address: bytes) -> PeerId:
         peer = super().connect(address)
@@ -263,15 +198,10 @@ class WithoutBase(Delegating):
         self._connected.discard(peer)
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        self._inner.notifications()  # refuses after close
+        self.notifications()  # refuses after close
         if peer not in self._connected:
             raise TransportUsageError(f"no peer {peer}")
         raise TransportUnsupportedError("it carries no notifications")
-
-    def _known(self, transfer: TransferId) -> TransferId:
-        if transfer not in self._own:
-            raise TransportUsageError(f"no transfer {transfer}")
-        return self._own[transfer]
 
 
 class TwoMemoryKinds(LoopbackTransport):
@@ -299,8 +229,7 @@ def _plain(region: Region) -> Region:
 
 def _plain_copies(copies: Copies) -> Copies:
     segments = (
-        Segment(start=one.start, stop=one.stop, local=_plain(one.local), remote=_plain(one.remote))
-        for one in copies.segments
+        replace(one, local=_plain(one.local), remote=_plain(one.remote)) for one in copies.segments
     )
     return replace(copies, segments=tuple(segments))
 

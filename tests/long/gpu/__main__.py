@@ -53,24 +53,15 @@ TAIL_BYTES = 3000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A run of pytest.
+    """A run of pytest."""
 
-    Attributes:
-        name: the name for ``--only``; and ``title``: what the step shows.
-        tests: arguments of pytest that choose tests of this folder.
-        needs: how many seconds it may take if nothing hangs; with less time left it is skipped.
-        limit: after how many seconds it is ended.
-        environment: variables for its processes.
-        processes: among how many the tests are shared out.
-    """
-
-    name: str
-    title: str
-    tests: tuple[str, ...]
-    needs: float
-    limit: float
+    name: str  # for ``--only``
+    title: str  # what it shows
+    tests: tuple[str, ...]  # arguments of pytest that choose tests of this folder
+    needs: float  # seconds if nothing hangs; with less time left it is skipped
+    limit: float  # the seconds after which it is ended
     environment: Mapping[str, str] = field(default_factory=dict)
-    processes: int = 1
+    processes: int = 1  # among which the tests are shared out
 
 
 @dataclass(slots=True, kw_only=True)

@@ -64,15 +64,7 @@ UCX_FILES = (
 
 
 def main(folder: Path, nixl_version: str) -> None:
-    """Make the bundle, check it, and print its size.
-
-    Args:
-        folder: where it goes.
-        nixl_version: the version of NIXL.
-
-    Raises:
-        SystemExit: something cannot be downloaded, is missing, or is too large; the text says what.
-    """
+    """Make the bundle, check it, and print its size; ``SystemExit`` says what is wrong."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "site.zip"
     with tempfile.TemporaryDirectory() as temporary:

@@ -40,9 +40,6 @@ class Device:
     """A GPU, or the CPU in a rehearsal.
 
     On the CPU, work is done when a call returns: streams do nothing, and events have passed.
-
-    Args:
-        name: ``cpu``, ``cuda`` or ``cuda:INDEX``.
     """
 
     def __init__(self, name: str) -> None:
@@ -147,32 +144,22 @@ class BusyDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """The shape of a cache.
-
-    Attributes:
-        pages: how many pages the cache has.
-        layers: how many pieces a page has, and ``piece_bytes``: the size of each.
-        by_page: whether all layers of a page lie together (the order BLHNC), rather than all pages
-            of a layer (LBHNC).
-    """
+    """The shape of a cache, each of whose pages has a piece in each layer."""
 
     pages: int
     layers: int
     piece_bytes: int
+    # Whether all layers of a page lie together (BLHNC), rather than all pages of a layer (LBHNC).
     by_page: bool = False
 
 
 class Cache:
-    """A paged cache on a device whose every byte follows from the page and a seed.
-
-    Attributes:
-        tensor: all words of the cache, as one tensor.
-        words: the words as (page, layer, word), whatever their order in memory.
-    """
+    """A paged cache on a device whose every byte follows from the page and a seed."""
 
     def __init__(self, device: Device, shape: CacheShape) -> None:
         self.device, self.shape = device, shape
         self.tensor = device.zeros(shape.pages * shape.layers * shape.piece_bytes)
+        # ``self.words`` are (page, layer, word), whatever their order in memory.
         words = shape.piece_bytes // 4
         if shape.by_page:
             self.words = self.tensor.view(shape.pages, shape.layers, words)
@@ -234,19 +221,12 @@ class Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextReport:
-    """The state of a process at one moment.
+    """The state of a process at one moment."""
 
-    Attributes:
-        entered: thread to the device that the thread has chosen.
-        contexts: thread to the CUDA context that it had then; 0 for none.
-        not_entered: Python's threads that have chosen none, without those of ``WITHOUT_MEMORY``.
-        active: the GPUs on which this process has a primary context.
-    """
-
-    entered: dict[str, int]
-    contexts: dict[str, int]
-    not_entered: list[str]
-    active: list[int]
+    entered: dict[str, int]  # thread to the device that it has chosen
+    contexts: dict[str, int]  # thread to the CUDA context that it had then; 0 for none
+    not_entered: list[str]  # Python's threads that have chosen none, but for ``WITHOUT_MEMORY``
+    active: list[int]  # the GPUs on which this process has a primary context
 
     def problems(self, device: int) -> list[str]:
         """Return what is wrong in a process that should use this GPU only."""

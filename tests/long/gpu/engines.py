@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +21,10 @@ from kvferry.integrations.vllm.device import device_zero_function
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.testing import CacheShape as ModelShape
 from kvferry.testing import ModelFreeEngine
+from kvferry.testing.peer_process import PeerServer, PeerSetup
+from kvferry.testing.peers import Process
+from tests.long.gpu.device import Cache, CacheShape, ContextReport, Device, EnterLog
 
-from .device import Cache, CacheShape, ContextReport, Device, EnterLog
-
-START_SECONDS = 120.0
-"""How long a process may take to import torch and to make its context."""
-ANSWER_SECONDS = 60.0
 LOAD_SECONDS = 30.0
 OPTIONS = EndpointOptions(load_timeout=LOAD_SECONDS, liveness_interval=1.0)
 
@@ -179,94 +175,53 @@ class Engine(ModelFreeEngine):
             self._host_pages.give_back(each.request)
 
 
-class Producer:
+class Producer(Process):
     """An ``Engine`` on a device, in a process of its own, which a test can kill."""
 
     def __init__(self, device: str) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_serve, args=(theirs, device), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def __enter__(self) -> Self:
-        self._answer(START_SECONDS)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.join()
-        self._pipe.close()
+        self._device = device
+        super().__init__(
+            "kvferry.drivers.loopback:LoopbackTransport",
+            {},
+            "cpu",
+            4096,
+            server=f"{__name__}:ProducerCommands",
+        )
 
     def open(self, driver: str, shape: CacheShape, *, staged: bool = False) -> None:
         """Make the engine; an earlier one is closed first."""
-        self._ask("open", driver, shape, staged)
+        self.ask("open", self._device, driver, shape, staged)
 
     def prefill(
         self, request: str, pages: Sequence[int], seed: int, tokens: int, *, wait: bool = False
     ) -> Ticket:
         """See ``Engine.prefill``."""
-        ticket: Ticket = self._ask("prefill", request, list(pages), seed, tokens, wait)
+        ticket: Ticket = self.ask("prefill", request, list(pages), seed, tokens, wait)
         return ticket
 
     def contexts(self) -> ContextReport:
         """Return the threads and contexts of the process."""
-        report: ContextReport = self._ask("contexts")
+        report: ContextReport = self.ask("contexts")
         return report
 
-    def _ask(self, command: str, *arguments: object) -> Any:
-        self._pipe.send((command, arguments))
-        return self._answer(ANSWER_SECONDS)
 
-    def _answer(self, seconds: float) -> Any:
-        if not self._pipe.poll(seconds):
-            raise TimeoutError(f"the producer's process has not answered in {seconds:g} s")
-        try:
-            done, answer = self._pipe.recv()
-        except EOFError:
-            self.process.join()
-            status = self.process.exitcode
-            raise RuntimeError(f"the producer's process ended with status {status}") from None
-        if not done:
-            raise RuntimeError(f"in the producer's process: {answer}")
-        return answer
+class ProducerCommands(PeerServer):
+    """The commands of the producer's process, whose own transport nobody uses."""
 
-
-class _Commands:
-    """The commands of the producer's process."""
-
-    def __init__(self, device: str) -> None:
-        self._device = Device(device)
+    def __init__(self, setup: PeerSetup) -> None:
+        super().__init__(setup)
         self._engines: list[Engine] = []
         self._count = 0
 
-    def open(self, driver: str, shape: CacheShape, staged: bool) -> None:
+    def open(self, device: str, driver: str, shape: CacheShape, staged: bool) -> None:
         while self._engines:
             self._engines.pop().close()
         self._count += 1
         name = f"producer-{os.getpid()}-{self._count}"
-        self._engines.append(Engine(driver, self._device, shape, name, staged=staged))
+        self._engines.append(Engine(driver, Device(device), shape, name, staged=staged))
 
     def prefill(self, request: str, pages: list[int], seed: int, tokens: int, wait: bool) -> Ticket:
         return self._engines[0].prefill(request, pages, seed, tokens, wait=wait)
 
     def contexts(self) -> ContextReport:
         return self._engines[0].entered.report()
-
-
-def _serve(pipe: Any, device: str) -> None:
-    """Execute commands until the other end of the pipe is closed, and end the process."""
-    commands = _Commands(device)
-    pipe.send((True, None))
-    while True:
-        try:
-            command, arguments = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            break
-        try:
-            answer = True, getattr(commands, command)(*arguments)
-        except Exception as exc:  # noqa: BLE001 - the other process raises it
-            traceback.print_exc()
-            answer = False, f"{type(exc).__name__}: {exc}"
-        pipe.send(answer)
-    os._exit(0)  # some transport libraries crash in their exit handlers

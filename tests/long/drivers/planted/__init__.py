@@ -4,37 +4,12 @@ The docstring of each class states its fault; ``CAUGHT_BY`` names the test of th
 that has to find the fault. The modules are named as those of ``kvferry.testing.contract``.
 """
 
-from tests.long.drivers.planted import (
-    closing,
-    concurrent_connect,
-    in_flight,
-    notifications,
-    outcomes,
-    paged_reads,
-    peers,
-    processes,
-    quiescence,
-    refusals,
-    state_machine,
-    stopped_peers,
-    transfers,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from tests.long.drivers.planted.base import CAUGHT_BY, FACTORIES
 
-TOPICS = (
-    closing,
-    concurrent_connect,
-    in_flight,
-    notifications,
-    outcomes,
-    paged_reads,
-    peers,
-    processes,
-    quiescence,
-    refusals,
-    state_machine,
-    stopped_peers,
-    transfers,
-)
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["CAUGHT_BY", "FACTORIES", "TOPICS"]
+__all__ = ["CAUGHT_BY", "FACTORIES"]

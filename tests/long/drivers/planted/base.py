@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport import Capabilities, PeerId, State, Status, TransferId, Transport
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
 from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
@@ -35,18 +36,23 @@ def caught_by(test: str) -> Callable[[type[T]], type[T]]:
 
 
 class AlteredTransfers(LoopbackTransport):
-    """Base class: a subclass alters the arguments of ``read``."""
+    """Base class: a subclass alters the copies of ``read``."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().read(*self.alter(peer, copies, notify))
-
-    def alter(
-        self, peer: PeerId, copies: Copies, notify: bytes | None
-    ) -> tuple[PeerId, Copies, bytes | None]:
-        return peer, self.copies(copies), notify
+        return super().read(peer, self.copies(copies), notify)
 
     def copies(self, copies: Copies) -> Copies:
         return copies
+
+
+class Claims(LoopbackTransport):
+    """Base class: a subclass has other capabilities than loopback has."""
+
+    claims: ClassVar[Mapping[str, Any]]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, **self.claims)
 
 
 class Watched(LoopbackTransport):
@@ -58,6 +64,18 @@ class Watched(LoopbackTransport):
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         return status
+
+
+class KnowsCancelled(Watched):
+    """Base class: records which transfers were cancelled."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._cancelled: set[TransferId] = set()
+
+    def cancel(self, transfer: TransferId) -> None:
+        super().cancel(transfer)
+        self._cancelled.add(transfer)
 
 
 def transfer_of(driver: LoopbackTransport, transfer: TransferId) -> LoopbackTransfer:
@@ -75,8 +93,7 @@ def cut(copies: Copies, part: slice) -> Copies:
     local = copies.local[part]
     n = len(local)
     segments = (
-        Segment(start=min(one.start, n), stop=min(one.stop, n), local=one.local, remote=one.remote)
-        for one in copies.segments
+        replace(one, start=min(one.start, n), stop=min(one.stop, n)) for one in copies.segments
     )
     return Copies(
         local=local,

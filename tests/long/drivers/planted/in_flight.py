@@ -15,7 +15,14 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.long.drivers.correct_drivers import FailingUntilDisconnect
-from tests.long.drivers.planted.base import Watched, caught_by, connection_of, failed, transfer_of
+from tests.long.drivers.planted.base import (
+    KnowsCancelled,
+    Watched,
+    caught_by,
+    connection_of,
+    failed,
+    transfer_of,
+)
 
 
 @caught_by("test_cancel_ends_a_transfer_early")
@@ -35,12 +42,8 @@ class ClaimsToWake(LoopbackTransport):
 
 
 @caught_by("test_quiet_after_a_cancel")
-class CancelledIsFinalBeforeQuiet(Watched):
+class CancelledIsFinalBeforeQuiet(KnowsCancelled):
     """A cancelled transfer is FAILED at once and still moves bytes."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._cancelled: set[TransferId] = set()
 
     def cancel(self, transfer: TransferId) -> None:
         transfer_of(self, transfer)

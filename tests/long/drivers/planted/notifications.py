@@ -5,18 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-from kvferry.core.transport import Capabilities, Notification, PeerId, State, Status, TransferId
+from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.long.drivers.planted.base import (
-    AlteredTransfers,
-    caught_by,
-    connection_of,
-    cut,
-    transfer_of,
-)
+from tests.long.drivers.planted.base import Claims, caught_by, connection_of, cut, transfer_of
 
 
 @caught_by("test_a_bound_one_does_not_overtake_a_long_transfer")
@@ -42,33 +36,11 @@ class NotifiesWithTheFirstPart(LoopbackTransport):
 
 
 @caught_by("test_a_bound_one_comes_with_every_transfer")
-class DropsNotificationOfEmptyTransfer(AlteredTransfers):
+class DropsNotificationOfEmptyTransfer(LoopbackTransport):
     """The notification of a transfer without bytes is not sent."""
 
-    def alter(
-        self, peer: PeerId, copies: Copies, notify: bytes | None
-    ) -> tuple[PeerId, Copies, bytes | None]:
-        return peer, copies, notify if copies.total else None
-
-
-@caught_by("test_cancel_ends_a_transfer_early")
-class NotifiesWhenTheTransferFails(LoopbackTransport):
-    """A bound notification is sent at the end, even if the transfer failed."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._bound: dict[TransferId, tuple[PeerId, bytes]] = {}
-
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer = super().read(peer, copies, notify)
-        if notify is not None:
-            self._bound[transfer] = (peer, notify)
-        return transfer
-
-    def cancel(self, transfer: TransferId) -> None:
-        super().cancel(transfer)
-        if transfer in self._bound:
-            self.notify(*self._bound.pop(transfer))
+        return super().read(peer, copies, notify if copies.total else None)
 
 
 @caught_by("test_only_the_peer_that_is_named_gets_it")
@@ -118,13 +90,11 @@ class CutsPayloadsAtAZero(LoopbackTransport):
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
-class DropsEmptyNotifications(AlteredTransfers):
+class DropsEmptyNotifications(LoopbackTransport):
     """An empty notification is accepted and not sent."""
 
-    def alter(
-        self, peer: PeerId, copies: Copies, notify: bytes | None
-    ) -> tuple[PeerId, Copies, bytes | None]:
-        return peer, copies, notify or None
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return super().read(peer, copies, notify or None)
 
 
 @caught_by("test_from_1_byte_to_the_limit")
@@ -137,12 +107,10 @@ class CutsTheLongestPayload(LoopbackTransport):
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
-class ExceedsMaxNotification(LoopbackTransport):
+class ExceedsMaxNotification(Claims):
     """A payload one byte longer than ``max_notification`` is sent."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, max_notification=100)
+    claims: ClassVar = {"max_notification": 100}
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
@@ -202,6 +170,16 @@ class BindsItself(LoopbackTransport):
         return transfer
 
 
+@caught_by("test_cancel_ends_a_transfer_early")
+class NotifiesWhenTheTransferFails(BindsItself):
+    """A bound notification is sent at the end, even if the transfer failed."""
+
+    def cancel(self, transfer: TransferId) -> None:
+        super().cancel(transfer)
+        if transfer in self._unsaid:
+            self.notify(*self._unsaid.pop(transfer))
+
+
 @caught_by("test_disconnect_fails_what_is_in_flight")
 class DisconnectSendsBoundNotifications(BindsItself):
     """``disconnect`` sends the notifications of unfinished transfers."""
@@ -238,7 +216,7 @@ class FailureSendsBoundNotification(BindsItself):
         return statuses
 
 
-@caught_by("test_a_stopped_peer_does_not_keep_notify_waiting")
+@caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
 class NotifyWaitsForThePeer(LoopbackTransport):
     """``notify`` returns only when the socket of the peer has taken the notification."""
 

@@ -13,7 +13,14 @@ from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.long.drivers.planted.base import PENDING, Watched, caught_by, failed, transfer_of
+from tests.long.drivers.planted.base import (
+    PENDING,
+    KnowsCancelled,
+    Watched,
+    caught_by,
+    failed,
+    transfer_of,
+)
 from tests.long.drivers.planted.transfers import KeepsArraysUntilPoll
 
 
@@ -134,16 +141,8 @@ class PollAcceptsListsOnly(LoopbackTransport):
 
 
 @caught_by("test_done_stays_until_it_is_forgotten")
-class CancelFailsDoneTransfers(Watched):
+class CancelFailsDoneTransfers(KnowsCancelled):
     """A transfer that is cancelled after it was DONE is FAILED."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._cancelled: set[TransferId] = set()
-
-    def cancel(self, transfer: TransferId) -> None:
-        super().cancel(transfer)
-        self._cancelled.add(transfer)
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         undone = transfer in self._cancelled and status.state is State.DONE

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvferry.core.transport import (
-    Capabilities,
     PagedCopies,
     PagedRequest,
     PeerId,
@@ -21,13 +20,11 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
 from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
-from tests.long.drivers.planted.base import caught_by
+from tests.long.drivers.planted.base import Claims, caught_by
 
 
 class ReadsPages(LoopbackTransport):
     """Base class: loopback with reads by pages, whose copies a subclass alters."""
-
-    interface_version = (2, 0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -54,12 +51,10 @@ class IgnoresPlacesWithinPages(ReadsPages):
 
 
 @caught_by("test_paged_read_moves_the_right_bytes")
-class ExceedsCapabilities(ReadsPages):
+class ExceedsCapabilities(Claims, ReadsPages):
     """It can do what its capabilities deny."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, paged_reads=False)
+    claims: ClassVar = {"paged_reads": False}
 
 
 @caught_by("test_paged_read_moves_the_right_bytes")

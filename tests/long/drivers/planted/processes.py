@@ -7,14 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from kvferry.core.errors import TransportError
-from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
+from kvferry.core.transport import PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.peer_memory import OtherProcess
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
-from tests.long.drivers.planted.base import DONE, PENDING, Watched, caught_by
+from tests.long.drivers.planted.base import DONE, PENDING, Claims, Watched, caught_by
 
 
 @caught_by("test_killed_before_a_transfer")
@@ -108,12 +109,10 @@ class FailingForEver(Watched):
 
 
 @caught_by("test_killed_during_a_transfer")
-class FailingAfterDisconnect(FailingForEver):
+class FailingAfterDisconnect(Claims, FailingForEver):
     """A failing transfer does not become FAILED after ``disconnect``, as promised."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
+    claims: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
 
 
 @caught_by("test_gone_and_back_is_another_peer")

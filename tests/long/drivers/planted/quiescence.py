@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from kvferry.core.errors import (
     PeerLostError,
@@ -19,11 +19,18 @@ from kvferry.core.errors import (
     TransportError,
     TransportUsageError,
 )
-from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
+from kvferry.core.transport import PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
-from tests.long.drivers.planted.base import Watched, caught_by, connection_of, cut, transfer_of
+from tests.long.drivers.planted.base import (
+    Claims,
+    Watched,
+    caught_by,
+    connection_of,
+    cut,
+    transfer_of,
+)
 
 _LATE_SECONDS = 0.1
 _TIMES = 6
@@ -104,18 +111,14 @@ class LateBytes(Watched):
             thread.join()
 
 
-class LateAfterCancel(LateBytes):
-    """Base class: bytes land after ``cancel``."""
+@caught_by("test_quiet_after_a_cancel")
+class LandsAReadAfterCancel(LateBytes):
+    """A read that is FAILED by ``cancel`` still moves a copy."""
 
     def cancel(self, transfer: TransferId) -> None:
         if not transfer_of(self, transfer).final:
             self.land_repeatedly(transfer)
         super().cancel(transfer)
-
-
-@caught_by("test_quiet_after_a_cancel")
-class LandsAReadAfterCancel(LateAfterCancel):
-    """A read that is FAILED by ``cancel`` still moves a copy."""
 
 
 @caught_by("test_quiet_after_a_cancel")
@@ -131,8 +134,9 @@ class LandsOnlyWhatHadBegun(LateBytes):
         super().cancel(transfer)
 
 
-class LateAfterDisconnect(LateBytes):
-    """Base class: bytes land after ``disconnect``."""
+@caught_by("test_quiet_after_disconnect")
+class LandsAReadAfterDisconnect(LateBytes):
+    """``disconnect`` returns while a read goes on."""
 
     def disconnect(self, peer: PeerId) -> None:
         connection_of(self, peer)
@@ -140,13 +144,9 @@ class LateAfterDisconnect(LateBytes):
         super().disconnect(peer)
 
 
-@caught_by("test_quiet_after_disconnect")
-class LandsAReadAfterDisconnect(LateAfterDisconnect):
-    """``disconnect`` returns while a read goes on."""
-
-
-class LateAfterClose(LateBytes):
-    """Base class: the first ``close`` does not wait for its threads, the second does."""
+@caught_by("test_quiet_after_close")
+class LandsAReadAfterClose(LateBytes):
+    """The first ``close`` returns while a read goes on; the second waits for the threads."""
 
     def close(self) -> None:
         if self._peers:
@@ -156,13 +156,9 @@ class LateAfterClose(LateBytes):
             super().close()
 
 
-@caught_by("test_quiet_after_close")
-class LandsAReadAfterClose(LateAfterClose):
-    """``close`` returns while a read goes on."""
-
-
-class LateAfterDone(LateBytes):
-    """Base class: bytes land after DONE."""
+@caught_by("test_quiet_after_done")
+class LandsAReadAgainAfterDone(LateBytes):
+    """A part whose acknowledgement was late is sent again and lands after DONE."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         if status.state is State.DONE:
@@ -170,13 +166,9 @@ class LateAfterDone(LateBytes):
         return status
 
 
-@caught_by("test_quiet_after_done")
-class LandsAReadAgainAfterDone(LateAfterDone):
-    """A part whose acknowledgement was late is sent again and lands after DONE."""
-
-
-class LateAfterFailure(LateBytes):
-    """Base class: bytes land after a failure."""
+@caught_by("test_quiet_after_a_failure")
+class LandsAReadAfterAFailure(LateBytes):
+    """One part fails, which ends the transfer, and another part still lands."""
 
     kinds: tuple[type[TransportError], ...] = (TransportError,)
 
@@ -186,32 +178,25 @@ class LateAfterFailure(LateBytes):
         return status
 
 
-@caught_by("test_quiet_after_a_failure")
-class LandsAReadAfterAFailure(LateAfterFailure):
-    """One part fails, which ends the transfer, and another part still lands."""
-
-
 @caught_by("test_quiet_after_the_peer_was_killed")
-class LandsBytesOfADeadPeer(LateAfterFailure):
+class LandsBytesOfADeadPeer(LandsAReadAfterAFailure):
     """Bytes that arrived from a dead peer are copied to the target after FAILED."""
 
     kinds = (PeerLostError,)
 
 
 @caught_by("test_quiet_after_the_peer_has_closed")
-class LandsBytesOfAClosedPeer(LateAfterFailure):
+class LandsBytesOfAClosedPeer(LandsAReadAfterAFailure):
     """Bytes that arrived from a peer that closed are copied to the target after FAILED."""
 
     kinds = (PeerLostError,)
 
 
 @caught_by("test_quiet_after_a_cancel")
-class LandsAfterDisconnectOfFailing(LateBytes):
+class LandsAfterDisconnectOfFailing(Claims, LateBytes):
     """A failing transfer is FAILED after ``disconnect``, as promised, but not quiet."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
+    claims: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         failing = transfer in self._batches and isinstance(status.error, TransferCancelledError)

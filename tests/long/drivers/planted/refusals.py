@@ -12,7 +12,7 @@ import numpy as np
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, TransferId
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.long.drivers.planted.base import (
     AlteredTransfers,
@@ -44,12 +44,10 @@ class ClipsCopiesToTheRegion(AlteredTransfers):
 
 
 @caught_by("test_each_copy_must_lie_in_its_own_segments_regions")
-class TakesAnyRegion(AlteredTransfers):
+class TakesAnyRegion(LoopbackTransport):
     """A copy need only lie in the largest registered region around its own."""
 
-    def alter(
-        self, peer: PeerId, copies: Copies, notify: bytes | None
-    ) -> tuple[PeerId, Copies, bytes | None]:
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         known = self._peers[peer].regions if peer in self._peers else {}
 
         def widest(region: Region, among: Sequence[Region]) -> Region:
@@ -57,15 +55,14 @@ class TakesAnyRegion(AlteredTransfers):
             return max(around, key=lambda one: one.nbytes, default=region)
 
         segments = tuple(
-            Segment(
-                start=one.start,
-                stop=one.stop,
+            replace(
+                one,
                 local=widest(one.local, list(self._registered)),
                 remote=widest(one.remote, list(known)),
             )
             for one in copies.segments
         )
-        return peer, replace(copies, segments=segments), notify
+        return super().read(peer, replace(copies, segments=segments), notify)
 
 
 @caught_by("test_each_copy_must_lie_in_its_own_segments_regions")

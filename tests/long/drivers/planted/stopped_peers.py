@@ -6,13 +6,12 @@ import contextlib
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.peer_memory import OtherProcess
-from tests.long.drivers.planted.base import Watched, caught_by
+from tests.long.drivers.planted.base import KnowsCancelled, caught_by
 from tests.long.drivers.planted.quiescence import LateBytes
 
 _SHORT = 80
@@ -87,16 +86,8 @@ class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
 
 
 @caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
-class DeregistersMemoryOfCancelledTransfer(Watched):
+class DeregistersMemoryOfCancelledTransfer(KnowsCancelled):
     """Memory of a transfer that fails until its peer continues can be deregistered."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._cancelled: set[TransferId] = set()
-
-    def cancel(self, transfer: TransferId) -> None:
-        super().cancel(transfer)
-        self._cancelled.add(transfer)
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         failing = transfer in self._cancelled and process_of(self, self._transfers[transfer].peer)

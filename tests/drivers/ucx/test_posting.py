@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.memory import U64Array
-from kvferry.drivers.ucx.compiled_loops import WORTH_CALLING, compiled_loops, poster
-from kvferry.drivers.ucx.posting import Poster
+from kvferry.drivers.ucx.posting import WORTH_CALLING, Poster, compiled_loops, poster
 from kvferry.drivers.ucx.ucp import Endpoint, Ucp, WorkerHandle
 from kvferry.drivers.ucx.ucp_structs import Code
 
