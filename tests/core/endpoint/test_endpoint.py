@@ -25,8 +25,7 @@ from kvferry.core.side_channel import Judgements
 from kvferry.core.transport import State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Clock, Engine, eventually, until
-from tests.core.endpoint.loads import load, outcomes
+from tests.core.endpoint.engines import Clock, Engine, eventually, load, until
 from tests.core.endpoint.transports import ScriptedTransport
 
 LONG = 60.0
@@ -99,16 +98,6 @@ def test_replicated_ranks_that_nobody_reads_are_notified() -> None:
         prefill.released("p-1")
 
 
-def test_a_load_that_begins_before_the_producers_order_succeeds(
-    prefill: Engine, decode: Engine
-) -> None:
-    prefill.compute("p-1", [1], 4)
-    ticket = prefill.finish("p-1", [1], 4, order=False)
-    assert decode.load("d-1", ticket, [2]) is None
-    prefill.step()
-    prefill.released("p-1")
-
-
 def test_the_read_waits_for_the_producers_device(prefill: Engine, decode: Engine) -> None:
     drafter_is_done = threading.Event()
     ticket = prefill.serve_later("p-1", [1])
@@ -132,32 +121,6 @@ def test_nothing_is_read_before_the_consumers_device_has_finished_with_the_pages
     zeroing_is_done.set()
     assert decode.error("d-1") is None
     assert not decode.wrong_bytes([2], 4)
-
-
-@pytest.mark.parametrize("cause", ["aborted", "too late"])
-def test_a_load_that_waits_for_the_device_can_be_aborted_or_time_out(
-    prefill: Engine, clock: Clock, cause: str
-) -> None:
-    """Its hold is released, and its pages stay untouched: the device may still use them."""
-    options, asked = EndpointOptions(load_timeout=LONG), threading.Event()
-
-    def never() -> bool:
-        asked.set()
-        return False
-
-    with Engine("decode", options=options, clock=clock) as decode:
-        assert load(prefill, decode, 2) is None  # connects the engines
-        prefill.released("p-2")
-        decode.pull("d-1", prefill.serve("p-1", [3], 3), [4, 5], passed=never)
-        assert asked.wait(20)
-        if cause == "aborted":
-            decode.endpoint.abort(RequestId("d-1"))
-        else:
-            clock.skip(LONG + 1.0)
-        wanted = EndpointClosedError if cause == "aborted" else DeadlineError
-        assert isinstance(decode.error("d-1"), wanted)
-        assert np.isnan(decode.ranks[0].cache[:, [4, 5]]).all()
-        prefill.released("p-1")
 
 
 def test_closing_the_endpoint_releases_loads_that_wait_for_the_device(prefill: Engine) -> None:
@@ -277,19 +240,6 @@ def test_an_overridden_judgement_is_logged_once(caplog: pytest.LogCaptureFixture
     [warning] = [r.getMessage() for r in caplog.records if "although" in r.getMessage()]
     assert "engine prefill" in warning
     assert "model: 'its copy' here, 'llama' there" in warning
-
-
-def test_many_loads_at_once_succeed() -> None:
-    with (
-        Engine("prefill", CacheShape(pages=64)) as prefill,
-        Engine("decode", CacheShape(pages=64)) as decode,
-    ):
-        tickets = [prefill.serve(f"p-{i}", [1 + 2 * i, 2 + 2 * i], 8) for i in range(30)]
-        for i, ticket in enumerate(tickets):
-            decode.pull(f"d-{i}", ticket, [2 + 2 * i, 1 + 2 * i])
-        assert not any(outcomes(decode, *range(30)))
-        for i in range(30):
-            assert not decode.wrong_bytes([2 + 2 * i, 1 + 2 * i], 8)
 
 
 def test_a_closed_endpoint_refuses_loads(prefill: Engine, decode: Engine) -> None:

@@ -40,16 +40,6 @@ def test_a_closed_side_channel_fails_loads_and_releases_the_connection(
         eventually(lambda: driver.open_connections == 0, "the connection is released")
 
 
-def test_a_live_producer_stays_connected(prefill: Engine, driver: RecordingTransport) -> None:
-    options = EndpointOptions(liveness_interval=0.02, liveness_misses=500)
-    with Engine("decode", options=options, transport=lambda: driver) as decode:
-        start_load_waiting_for_device(prefill, decode)
-        assert not decode.endpoint.wait(0.2)
-        prefill.step()
-        assert decode.error("d-1") is None
-        assert driver.open_connections == 1
-
-
 def test_the_thread_that_pings_ends_with_the_endpoint() -> None:
     def threads() -> set[threading.Thread]:
         return {

@@ -31,8 +31,14 @@ from kvferry.core.metrics import (
 )
 from kvferry.core.transport import Quiescence
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
-from tests.core.endpoint.metric_totals import MetricTotals
+from tests.core.endpoint.engines import (
+    Clock,
+    Engine,
+    MetricTotals,
+    RecordingTransport,
+    eventually,
+    until,
+)
 from tests.core.endpoint.transports import ScriptedTransport, failing
 
 PAGE_BYTES = 4 * 4 * 8 * 4  # tokens, heads, elements, bytes of each
@@ -143,17 +149,6 @@ def test_a_producer_that_dies_is_down_until_it_is_forgotten(
         eventually(lambda: totals.of(PEERS_DOWN) == {("0",): 0}, "it is forgotten")
     [found] = [r for r in caplog.records if "given up with 1 loads" in r.getMessage()]
     assert found.levelno == logging.WARNING
-
-
-def test_a_producer_that_is_idle_is_neither_up_nor_down(prefill: Engine, clock: Clock) -> None:
-    options = EndpointOptions(liveness_interval=0, engine_ttl=600.0)
-    with Engine("decode", options=options, clock=clock) as decode:
-        totals = MetricTotals(decode)
-        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
-        clock.skip(601.0)
-        eventually(lambda: totals.of(PEERS_UP) == {("0",): 0}, "it is released")
-        assert not totals.of(PEERS_DOWN)
-        assert not totals.of(LOST_PEERS)
 
 
 def test_pages_that_may_still_be_written_are_quarantined(

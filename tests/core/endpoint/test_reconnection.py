@@ -11,9 +11,17 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import DeadlineError, TransportError, TransportUsageError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.aliases import alias_engine
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
-from tests.core.endpoint.loads import TOKENS, load, outcomes, pull
+from tests.core.endpoint.engines import (
+    TOKENS,
+    Clock,
+    Engine,
+    RecordingTransport,
+    alias_engine,
+    eventually,
+    load,
+    outcomes,
+    pull,
+)
 from tests.core.endpoint.transports import DONE, PENDING, ScriptedTransport, failed
 
 LOAD_TIMEOUT = 100.0

@@ -20,10 +20,17 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.metrics import LOST_PEERS, PEERS_UP
 from kvferry.core.transport import Quiescence
-from tests.core.endpoint.aliases import AliasEngine, alias_engine
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
-from tests.core.endpoint.loads import TOKENS, outcomes
-from tests.core.endpoint.metric_totals import MetricTotals
+from tests.core.endpoint.engines import (
+    TOKENS,
+    AliasEngine,
+    Clock,
+    Engine,
+    MetricTotals,
+    RecordingTransport,
+    alias_engine,
+    eventually,
+    outcomes,
+)
 from tests.core.endpoint.transports import DONE, PENDING, ScriptedTransport, failed, failing
 
 LOAD_TIMEOUT = 100.0
@@ -130,20 +137,6 @@ def test_a_lost_connection_fails_the_loads_of_both_engines_and_both_can_reconnec
         assert len(driver.connected) == 2
 
 
-def test_an_engine_that_is_not_read_is_given_up_with_a_lost_connection(
-    driver: ScriptedTransport,
-) -> None:
-    with real_and_alias(driver) as (real, alias, decode):
-        for other in (None, alias):
-            assert load_by_name(decode, real, other) is None
-        driver.default = failed(PeerLostError("its process has ended"))
-        assert isinstance(load_by_name(decode, real), PeerLostError)
-        driver.default = None
-        for other in (None, alias):
-            assert load_by_name(decode, real, other) is None
-        assert len(driver.connected) == 2
-
-
 def test_a_read_that_only_a_disconnect_ends_also_ends_the_other_engines_loads(
     driver: ScriptedTransport,
 ) -> None:
@@ -155,18 +148,6 @@ def test_a_read_that_only_a_disconnect_ends_also_ends_the_other_engines_loads(
         assert "the cable is out" in str(first)
         assert isinstance(second, PeerLostError)
         assert len(driver.disconnected) == 1
-
-
-def test_a_failed_read_of_one_engine_fails_alone(
-    driver: ScriptedTransport,
-) -> None:
-    with real_and_alias(driver) as (real, alias, decode):
-        start_both_reads(driver, real, alias, decode)
-        driver.statuses[0] = failed(TransportError("out of range"))
-        assert "out of range" in str(decode.error("d-1"))
-        driver.statuses[1] = DONE
-        assert decode.error("d-2") is None
-        assert driver.disconnected == set()
 
 
 @pytest.mark.parametrize("ended_by", ["itself", "deadline", "abort"])

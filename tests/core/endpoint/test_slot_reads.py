@@ -240,14 +240,6 @@ def test_a_batch_whose_notes_cannot_be_encoded_is_lost_alone() -> None:
 # Notifications.
 
 
-def test_a_notification_holds_as_many_notes_as_fit() -> None:
-    """Eight bytes are reserved for the encoding of the list."""
-    notes = [release(1)] * 5
-    full = 5 * len(encode(notes[:1])) + 8
-    assert [len(part) for part in fitting(notes, full)] == [5]
-    assert [len(part) for part in fitting(notes, full - 1)] == [4, 1]
-
-
 def test_a_note_too_large_for_a_notification_is_sent_alone() -> None:
     """The driver refuses it, and the hold ends with its lease."""
     notes = [release(1, "x" * 500), release(2, "y" * 500)]

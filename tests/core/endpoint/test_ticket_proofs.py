@@ -232,17 +232,6 @@ def test_a_fingerprint_read_that_times_out_fails_only_that_load(
     loads(decode, "d-2", prefill.serve("p-2", [1, 2], 8))
 
 
-def test_a_fingerprint_read_that_raises_fails_only_that_load(
-    prefill: Engine, decode: Engine, driver: ScriptedTransport, clock: Clock
-) -> None:
-    driver.raises["read"] = RuntimeError("a bug of the driver's")
-    ticket = prefill.serve("p-1", [1, 2], 8)
-    assert "a bug of the driver's" in str(failure(decode, "d-1", ticket))
-    driver.raises.clear()
-    clock.skip(1.0)
-    loads(decode, "d-2", ticket)
-
-
 def test_a_failing_fingerprint_read_is_ended_by_a_disconnect(prefill: Engine, clock: Clock) -> None:
     """Otherwise it would be polled forever, and keep its scratch word."""
     driver = ScriptedTransport(quiescence=Quiescence.AFTER_DISCONNECT)
