@@ -135,7 +135,6 @@ class Conversations(Model):
         seconds: int = 0,
         picks: bytes = b"",
     ) -> None:
-        """Fill both engines, and let some time pass."""
         self.fill(indices, rounds, leaves)
         self.simulation.now += seconds
         self.drift(picks)
@@ -193,7 +192,6 @@ class Conversations(Model):
         picks=PICKS,
     )
     def wait(self, seconds: float = 1.0, settles: bool = False, picks: bytes = b"") -> None:
-        """Let time pass, or let everything proceed for a while."""
         if settles:
             self.simulation.settle(2)
         else:
@@ -202,7 +200,6 @@ class Conversations(Model):
 
     @rule(index=st.integers(0, 7), loses=st.booleans(), picks=PICKS)
     def harm(self, index: int = 0, loses: bool = False, picks: bytes = b"") -> None:
-        """Lose a message, or let a transfer fail."""
         fabric = self.simulation.fabric
         if loses and fabric.messages:
             del fabric.messages[index % len(fabric.messages)]

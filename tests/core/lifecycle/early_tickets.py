@@ -31,8 +31,6 @@ PLANTED.add("no fence")(protocol_faults.PLANTED["the fence ignored"])
 
 
 class EarlyTickets(Model):
-    """Any order of requests, steps, deliveries, preemptions and failures."""
-
     simulation: EarlySimulation
 
     @initialize(plan=st.sampled_from(range(len(PLANS))), slots=st.integers(1, 2))

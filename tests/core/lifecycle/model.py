@@ -100,7 +100,6 @@ def call(rule: str, **arguments: Any) -> Call:
 
 
 def replay(machine: type[Model], calls: Iterable[Call]) -> ProtocolViolation | None:
-    """Run a fixed sequence of rules, and return how it breaks the protocol, if it does."""
     model = machine()
     try:
         for rule, arguments in calls:

@@ -33,8 +33,6 @@ PLANTED = Faults()
 
 
 class Staging(Model):
-    """Any order of requests, steps, copies, deliveries and failures."""
-
     simulation: StagedSimulation
 
     @initialize(

@@ -11,8 +11,8 @@ import pytest
 
 from tests.core.lifecycle.model import replay
 from tests.core.lifecycle.planted import MODELS, PLANTED, plant
-from tests.core.lifecycle.searches import search
-from tests.core.lifecycle.sequences import load
+from tests.core.lifecycle.planted import search
+from tests.core.lifecycle.planted import load
 
 SEQUENCES = load()
 
