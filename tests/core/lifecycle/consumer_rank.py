@@ -43,8 +43,8 @@ from tests.core.lifecycle.fabric import (
     require,
 )
 from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer, skewed
-from tests.core.lifecycle.schedulers import RankLoads
 from tests.core.lifecycle.rank_renewals import RankRenewals
+from tests.core.lifecycle.schedulers import RankLoads
 
 if TYPE_CHECKING:
     from tests.core.lifecycle.consumer import Consumer

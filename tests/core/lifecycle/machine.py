@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from kvferry.core.errors import HandshakeError, TransportError
-from tests.core.lifecycle.simulation import check_scheduler_holds
 from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PAGES, TTL, PrefillState
-from tests.core.lifecycle.simulation import PLANS, Simulation
+from tests.core.lifecycle.simulation import PLANS, Simulation, check_scheduler_holds
 
 T = TypeVar("T")
 

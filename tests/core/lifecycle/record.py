@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tests.core.lifecycle.model import Call, Sequence, call, replay
-from tests.core.lifecycle.planted import MODELS, PLANTED, plant
-from tests.core.lifecycle.planted import catch
-from tests.core.lifecycle.planted import load, save
+from tests.core.lifecycle.planted import MODELS, PLANTED, catch, load, plant, save
 from tests.core.lifecycle.two_engines import Leaves
 
 
