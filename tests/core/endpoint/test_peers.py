@@ -53,15 +53,8 @@ from tests.core.messages import payload
 def test_a_peer_shows_its_state() -> None:
     ranks = (payload(),)
     plan = make_plan([ranks[0].layout], [ranks[0].layout], 0)
-    peer = Peer(
-        key=PeerKey("prefill", "127.0.0.1", 1),
-        payloads=ranks,
-        plan=plan,
-        page_limits=(),
-        ticket_key=b"",
-        begun=0.0,
-        last_used=0.0,
-    )
+    rest: dict[str, Any] = {"page_limits": (), "ticket_key": b"", "begun": 0.0, "last_used": 0.0}
+    peer = Peer(key=PeerKey("prefill", "127.0.0.1", 1), payloads=ranks, plan=plan, **rest)
     start = f"<peer prefill {ranks[0].incarnation:x}: "
     assert repr(peer) == start + "connecting, links {}>"
     peer.links = {0: PeerId(7)}

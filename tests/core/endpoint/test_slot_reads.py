@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,15 +34,8 @@ def copies_of(read: Read) -> Copies:
 
 
 def release(number: int, engine: str = "decode") -> Release:
-    return Release(
-        incarnation=number,
-        slot=number,
-        generation=number + 1,
-        engine=engine,
-        rank=0,
-        expected=1,
-        abandoned=False,
-    )
+    what: dict[str, Any] = {"incarnation": number, "slot": number, "generation": number + 1}
+    return Release(**what, engine=engine, rank=0, expected=1)
 
 
 class PeerStub:
@@ -49,16 +43,7 @@ class PeerStub:
 
     def __init__(self, ids: dict[int, PeerId]) -> None:
         self.ids = ids
-
-    @property
-    def payloads(self) -> Any:
-        peer = self
-
-        class Payload:
-            slots = TABLE
-
-        del peer
-        return [Payload()] * 4
+        self.payloads: Any = [SimpleNamespace(slots=TABLE)] * 4
 
     def gone(self) -> PeerLostError:
         return PeerLostError("gone")
