@@ -79,7 +79,7 @@ def test_an_exception_in_a_call_for_one_load_fails_that_load(
         assert f"a bug in {method}" in str(load(prefill, decode, 1))
 
 
-@pytest.mark.parametrize("method", ["forget", "notify"])
+@pytest.mark.parametrize("method", ["forget", "notify", "path"])
 def test_an_exception_in_a_call_after_the_read_fails_nothing(
     driver: ScriptedTransport, clock: Clock, method: str
 ) -> None:

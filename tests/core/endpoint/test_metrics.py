@@ -178,15 +178,6 @@ def test_pages_that_may_still_be_written_are_quarantined(
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_a_load_is_counted_without_a_path_if_the_driver_raises(
-    prefill: Engine, driver: ScriptedTransport
-) -> None:
-    driver.raises["path"] = RuntimeError("a bug of the driver's")
-    with Engine("decode", transport=lambda: driver) as decode:
-        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
-        assert MetricTotals(decode).of(PULLS) == {("prefill", ""): 1}
-
-
 def test_a_release_that_could_not_be_sent_is_counted_and_logged(
     prefill: Engine, driver: ScriptedTransport, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -151,30 +151,6 @@ def test_a_load_is_reported_when_its_copy_has_passed() -> None:
         assert device.copied[0][:2] == ("into", (8, 9))
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["both succeed", "the second fails"])
-def test_loads_with_one_request_id_are_each_reported(fails: bool) -> None:
-    with pair() as (prefill, decode):
-        [device], [rank] = decode.devices, decode.ranks
-        device.lets.clear()
-        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
-        eventually(lambda: len(device.begun) == 1, "the first copy begins")
-        ticket = prefill.serve("p-2", [5, 6], TOKENS)
-        if fails:
-            prefill.scheduler_holds.reset()
-            prefill.step()
-            prefill.over("p-2")
-        decode.pull("d-2", ticket, [3, 4], named="d-1")
-        if not fails:
-            eventually(lambda: len(device.begun) == 2, "the second copy begins")
-        device.lets.set()
-        outcomes = [until(rank.endpoint, lambda r: "d-1" in r.received) for _ in range(2)]
-        assert sum("d-1" in each.failed for each in outcomes) == fails
-        assert rank.endpoint.pending == 0
-        assert_held(decode.device_ranks, [8, 9], TOKENS)
-        if not fails:
-            assert_held(decode.device_ranks, [3, 4], TOKENS)
-
-
 @pytest.mark.parametrize("when", ["begin", "pass"])
 def test_a_load_fails_whose_copy_fails(when: str) -> None:
     with pair() as (prefill, decode):
@@ -204,17 +180,6 @@ def test_an_exception_at_a_copys_end_costs_its_request_only(
         assert decode.load("d-3", prefill.serve("p-3", [5, 6], TOKENS), [3, 4]) is None
         assert prefill.endpoint.healthy
         assert decode.endpoint.healthy
-
-
-def test_a_load_is_copied_when_the_device_has_done_its_earlier_work() -> None:
-    has_zeroed = False
-    with pair() as (prefill, decode):
-        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9], passed=lambda: has_zeroed)
-        prefill.over("p-1")  # it was read, and fenced
-        assert decode.devices[0].begun == []
-        has_zeroed = True
-        assert decode.error("d-1") is None
-        assert_held(decode.device_ranks, [8, 9], TOKENS)
 
 
 @pytest.mark.parametrize(("way", "when"), [("out", "begin"), ("into", "pass")])
