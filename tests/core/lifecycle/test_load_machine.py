@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError, TransportError
+from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import (
     WATERMARK_SECONDS,
@@ -94,27 +94,6 @@ def test_a_load_that_reads_nothing_sends_done_to_all_ranks_unless_shared(shared:
     assert begin().acts == [REPORT], "there is no rank to tell"
 
 
-@pytest.mark.parametrize(
-    ("computed", "word", "stale"),
-    [
-        (True, NOTHING, True),
-        (True, OTHER.ready, True),
-        (True, OTHER.computing, True),
-        (True, HOLD.computing, False),
-        (False, NOTHING, True),
-        (False, OTHER.ready, True),
-        (False, HOLD.computing, True),
-    ],
-)
-def test_a_fence_decides_by_the_word(computed: bool, word: int, stale: bool) -> None:
-    """It may read "computing" if the ticket says ``computed``."""
-    load = begin(0, computed=computed)
-    load.checked(0, HOLD.ready)
-    load.fence(word=word)
-    assert load.acts[-2:] == [(ABANDON, 0) if stale else (FENCE, 0), REPORT]
-    assert isinstance(load.failure, StaleError) is stale
-
-
 def test_a_check_that_reads_computing_is_repeated_once_at_each_tick() -> None:
     load = begin(0, computed=False)
     assert load.acts == [(CHECK, 0)]
@@ -128,17 +107,6 @@ def test_a_check_that_reads_computing_is_repeated_once_at_each_tick() -> None:
         assert not load.is_computing
     load.checked(0, HOLD.ready)
     assert load.acts == [(READ, 0)]
-
-
-def test_a_failure_cancels_the_other_reads_and_waits_for_them() -> None:
-    load = begin(0, 1, 3, notified=(2,))
-    load.lost(0, CABLE)
-    assert load.acts == [(READ, 0), (READ, 1), (READ, 3), (CANCEL, 1), (CANCEL, 3)]
-    load.lost(1, CANCELLED)
-    assert load.acts == []
-    load.pages_read(3)
-    assert load.acts == [(ABANDON, rank) for rank in (0, 1, 3, 2)] + [REPORT], "not fenced"
-    assert load.failure is CABLE
 
 
 STAGES = {
@@ -229,15 +197,6 @@ def test_unexpected_events_change_nothing() -> None:
     assert load.acts == []
 
 
-def test_pages_are_wanted_until_the_load_fails_or_ends() -> None:
-    good, bad, late = begin(0), begin(0), begin(handshake=False)
-    assert all(each.is_wanted for each in (good, bad, late))
-    good.fence()
-    bad.failing(0, CABLE)
-    late.abort(GIVEN_UP)
-    assert not any(each.is_wanted for each in (good, bad, late))
-
-
 # Early loads, whose parts come while the producer computes the rest.
 
 
@@ -322,15 +281,6 @@ def test_a_watermark_of_no_page_of_the_hold_is_read_again_but_not_too_soon(
     assert early.tick() == [(MARK, 0)]
 
 
-@pytest.mark.parametrize("word", [NOTHING, OTHER.computing])
-def test_a_hold_that_does_not_stand_yet_is_checked_again(word: int) -> None:
-    early = Early()
-    early.proceed_to("check")
-    assert early.check(word) == []
-    assert early.tick() == [(CHECK, 0)]
-    assert early.check() == [(MARK, 0)]
-
-
 def test_the_deadline_counts_after_the_last_part() -> None:
     early = Early()
     early.proceed_to("read")
@@ -388,16 +338,6 @@ def test_a_load_whose_copy_fails_is_reported_as_failed(staged: Load) -> None:
     staged.copied(error)
     _, report = staged.actions
     assert (report.op, report.error, report.stage) == (REPORT[0], error, Stage.COPY)
-
-
-def test_a_load_that_waits_for_its_copy_can_be_given_up(staged: Load) -> None:
-    staged.fenced(0, HOLD.ready)
-    staged.abort(GIVEN_UP)
-    assert staged.acts == [REPORT], '"done" was bound to the fence'
-    assert staged.failure is GIVEN_UP
-    staged.passed()
-    staged.copied()
-    assert staged.acts == []
 
 
 @pytest.mark.parametrize("early", [0, 8])

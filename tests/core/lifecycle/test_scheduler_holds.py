@@ -67,30 +67,12 @@ def test_a_request_is_taken_on_ticketed_and_sent(one: SchedulerHolds) -> None:
     assert again.generation != hold.generation
 
 
-def test_a_preempted_request_gets_a_new_hold_in_its_slot(one: SchedulerHolds) -> None:
-    old = take_on(one)
-    one.drain()
-    new = take_on(one)
-    assert new.slot == old.slot
-    assert new.generation != old.generation
-    assert one.drain() == HoldOrders(drops=(old,), take_ons=((A, new),))
-    assert one.take_on(B) is None
-    assert one.ticket(A, LEASE) == new
-
-
 def test_a_hold_that_the_workers_never_heard_of_is_replaced_without_a_drop(
     one: SchedulerHolds,
 ) -> None:
     take_on(one)
     new = take_on(one)
     assert one.drain() == HoldOrders(take_ons=((A, new),))
-
-
-def test_a_drop_before_the_take_on_was_drained_makes_no_order(one: SchedulerHolds) -> None:
-    take_on(one)
-    assert one.drop(A)
-    assert not one.drain()
-    assert one.take_on(B) is not None
 
 
 def test_a_watermark_is_ordered_once_for_the_newest_tokens(one: SchedulerHolds) -> None:

@@ -138,42 +138,6 @@ def test_the_slot_word_is_cleared_before_the_request_is_reported_sent(
 # "done" and "abandon".
 
 
-@pytest.mark.parametrize(
-    ("releases", "end"),
-    [
-        ([{"rank": 0, "expected": 2}, {"rank": 5, "expected": 2}], HoldEnd.READ),
-        (
-            [
-                {"expected": 2, "abandoned": True},
-                {"expected": 2},  # the first word of a rank counts
-                {"rank": 1, "expected": 2},
-            ],
-            HoldEnd.ABANDONED,
-        ),
-        # The consumer that reads everything says how it ended.
-        ([{"expected": 2, "engine": "gone", "abandoned": True}, {}], HoldEnd.READ),
-        # A rank counts once, and engines are counted apart.
-        (
-            [
-                {"expected": 2},
-                {"expected": 2},
-                {"rank": 1, "expected": 3, "engine": "other"},
-                {"rank": 1, "expected": 2},
-            ],
-            HoldEnd.READ,
-        ),
-    ],
-)
-def test_a_hold_ends_when_every_rank_of_one_engine_has_released_it(
-    releases: list[dict[str, Any]], end: HoldEnd, ready: Rank
-) -> None:
-    for release in releases:
-        assert ready.word == HOLD.ready
-        assert ready.release(**release) is COUNTED
-    assert ready.is_over
-    assert ready.reports() == ([A], ended(end, "d"))
-
-
 def test_the_number_of_counted_engines_is_limited(ready: Rank) -> None:
     for number in range(MAX_READERS):
         assert ready.release(expected=2, engine=f"d{number}") is COUNTED
@@ -182,24 +146,6 @@ def test_the_number_of_counted_engines_is_limited(ready: Rank) -> None:
     assert not ready.is_over
     assert ready.release(rank=1, expected=2, engine="d0") is COUNTED
     assert ready.is_over
-
-
-@pytest.mark.parametrize("abandoned", [False, True])
-@pytest.mark.parametrize("dropped", [False, True])
-def test_a_hold_that_ends_while_computing_is_reported_with_the_order_if_it_gets_one(
-    abandoned: bool, dropped: bool, computing: Rank
-) -> None:
-    assert computing.release(abandoned=abandoned) is COUNTED
-    assert computing.is_over
-    assert computing.reports() == ([], [])
-    if dropped:
-        computing.holds.drop(HOLD)
-    computing.holds.apply(HoldOrders(ready=((HOLD, LEASE),), copies=(COPY,)), 100.0)
-    computing.holds.ready(HOLD, 100.0)
-    end = HoldEnd.ABANDONED if abandoned else HoldEnd.READ
-    assert computing.reports() == (([], []) if dropped else ([A], ended(end, "d")))
-    assert computing.holds.take_copies() == []
-    assert computing.is_over
 
 
 # Leases.
@@ -274,20 +220,6 @@ def test_a_hold_is_copied_then_sent_then_over(staged: Rank) -> None:
     assert not staged.holds._held
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_hold_that_ends_during_its_copy_is_over_after_it(staged: Rank, fails: bool) -> None:
-    staged.holds.ready(HOLD, 101.0)
-    staged.holds.end(HOLD)
-    assert staged.is_over
-    assert staged.reports() == ([], [])
-    if fails:
-        staged.holds.failed(HOLD)
-    else:
-        staged.holds.copied(HOLD, 102.0)
-    assert staged.word == NOTHING
-    assert staged.reports() == ([A], ended())
-
-
 # Ages: for how long no consumer of a hold gave a sign of life.
 
 
@@ -300,31 +232,6 @@ def many(holds: int = 8) -> tuple[Rank, list[Hold]]:
         rank.holds.order(hold, LEASE, 100.0)
         rank.holds.ready(hold, 100.0)
     return rank, more
-
-
-@pytest.mark.parametrize("changes", [{"incarnation": 98}, {"engine": "other"}, {"life": 6}])
-def test_a_heartbeat_of_another_engine_or_incarnation_changes_nothing(
-    changes: dict[str, Any], ready: Rank
-) -> None:
-    """A restarted consumer engine has no claims of its earlier incarnation."""
-    ready.renew(101.0, engine="d")
-    ready.heartbeat(110.0, **changes)
-    assert ready.age(110.0) == 9.0
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_a_consumer_without_heartbeats_counts_as_alive_for_a_third_of_a_lease(
-    ordered: bool,
-) -> None:
-    """It may renew before the hold is ordered: a ticket often arrives before the next orders."""
-    rank = Rank(ordered=ordered)
-    rank.renew(101.0)
-    if not ordered:
-        rank.holds.order(HOLD, LEASE, 101.5)
-        rank.holds.ready(HOLD, 101.5)
-    assert rank.age(111.0) == 0.0
-    assert rank.holds.silent(111.0, GONE_SECONDS, 8) == []
-    assert rank.age(114.0) == 3.0
 
 
 def test_engines_are_forgotten_with_their_last_claim() -> None:
