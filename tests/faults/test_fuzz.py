@@ -31,6 +31,7 @@ from kvferry.integrations.vllm import ticket_params as tickets
 from tests.core.messages import payload
 from tests.faults.cells import figure
 from tests.faults.mutations import Mutator
+from tests.pinned import store
 
 INPUTS = int(os.environ.get("KVFERRY_FUZZ", "20000"))
 SEED = int(os.environ.get("KVFERRY_FUZZ_SEED", "1"))
@@ -59,11 +60,6 @@ TICKET = tickets.TicketParams(
     computed=True,
     key=SERVER.public,
 )
-RELEASE = wire.Release(
-    incarnation=7, slot=3, generation=9, engine="decode", rank=0, expected=1, abandoned=False
-)
-RENEWAL = wire.Renewal(incarnation=7, slot=3, generation=9, engine="decode", life=5)
-HEARTBEAT = wire.Heartbeat(incarnation=7, engine="decode", life=5)
 ASK, PING = (side.PayloadRequest(oldest=1, newest=1, engine="prefill"), side.Ping(engine="prefill"))
 REQUESTS = [
     side.encode(each)
@@ -99,32 +95,16 @@ def packed(*right: bytes) -> Callable[[Mutator], bytes]:
     return lambda mutator: mutator.packed(mutator.random.choice(right))
 
 
+def pinned(kind: str) -> Callable[[Mutator], bytes]:
+    """Change what is pinned of a kind of message."""
+    return packed(*(data for name, data in store.load().items() if name.startswith(f"{kind}, ")))
+
+
 DECODERS: dict[str, tuple[Callable[[Mutator], bytes], Callable[[bytes], object]]] = {
     "request": (packed(*REQUESTS), side.decode_request),
-    "reply": (
-        packed(
-            side.encode(side.Payloads(ranks=RANKS)),
-            side.encode(side.Pong(incarnation=7)),
-            side.encode(
-                side.Followed(
-                    incarnation=7,
-                    rooms=[
-                        side.RoomNews(room=bytes(16), version=4, part=b"a part"),
-                        side.RoomNews(room=bytes(16), version=5, is_last=True, error="aborted"),
-                        side.RoomNews(room=bytes(16), version=6, prompt=bytes(range(16))),
-                    ],
-                )
-            ),
-            side.encode(side.Condition(engine="prefill", incarnation=7, problems=["none"])),
-            side.encode(side.Refusal(reason="no")),
-        ),
-        side.decode_reply,
-    ),
+    "reply": (pinned("reply"), side.decode_reply),
     "payload": (packed(*RANKS), wire.decode_payload),
-    "notes": (
-        packed(side.encode([RELEASE, RENEWAL]), side.encode([RENEWAL, HEARTBEAT])),
-        wire.decode_notes,
-    ),
+    "notes": (pinned("note"), wire.decode_notes),
     "engine": (packed(*RANKS), lambda data: engine_info([RANKS[0], data])),
     "ticket": (mutated_ticket, decode_ticket),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.driver_calls import connections as module
 from kvferry.core.driver_calls.connections import BlockingCalls, Connections
 from kvferry.core.driver_calls.error_containment import as_ours
 from kvferry.core.errors import ConnectError, KVFerryError, TransportError, TransportUsageError
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.engines import Clock
 
 LONG = 30.0
 A, B, C = b"a", b"b", b"c"
@@ -355,56 +352,6 @@ def test_acquisitions_that_wait_for_a_disconnect_fail_if_it_fails(manual: Links)
     for each in waiting:
         assert ["does not fall silent" in str(error) for error in each.errors] == [True]
         assert not each.ids
-
-
-class SlowDisconnectDriver(Driver):
-    """A driver whose ``disconnect`` of the first peer returns when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_return = threading.Event()
-
-    def disconnect(self, peer: PeerId) -> None:
-        if peer == PeerId(1):
-            assert self.may_return.wait(LONG)
-        super().disconnect(peer)
-
-
-def test_a_slow_disconnect_delays_no_other_connection() -> None:
-    clock = Clock()
-    driver = SlowDisconnectDriver()
-    posted: deque[Callable[[], None]] = deque()
-    posted_calls = threading.Semaphore(0)
-
-    def post(command: Callable[[], None]) -> None:
-        posted.append(command)
-        posted_calls.release()
-
-    def run_posted() -> None:
-        assert posted_calls.acquire(timeout=LONG)
-        posted.popleft()()
-
-    calls = BlockingCalls(threads=True, post=post, clock=clock)
-    connections = Links(driver=driver).make(calls)
-    for address in (A, B):
-        connections.acquire({0: address}, "e", Acquired())
-        run_posted()
-    slow, quick = PeerId(1), PeerId(2)
-    connections.release(slow)
-    connections.release(quick)
-    run_posted()
-    assert connections.closing == 1
-    assert driver.disconnecting == {slow}
-    connections.progress(1000.0)
-    assert driver.disconnected == [quick], "no second disconnect while the first has not returned"
-    assert calls.problems == ()
-    clock.skip(module.STUCK_SECONDS + 1)
-    assert [each.partition(" of ")[0] for each in calls.problems] == ["1 calls"]
-    assert not calls.wait(clock())
-    driver.may_return.set()
-    assert calls.wait(clock() + LONG)
-    run_posted()
-    assert (connections.closing, calls.problems) == (0, ())
 
 
 # Any order of events.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-import time
-from collections.abc import Iterator, Sequence
+import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,180 +16,95 @@ from kvferry.core.driver_calls.slow_path import (
     SAMPLE_BYTES,
     SLOW_RATE,
     Sample,
+    SlowPathWarnings,
     Throughput,
 )
 from kvferry.core.memory import CPU, Region
-from kvferry.core.transport import PeerId, Status, TransferId
+from kvferry.core.transport import PeerId, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Engine
+from tests.core.endpoint.engines import Engine, load
 
-GPU = "cuda"
-BLOCK, PAGES = 4, 16
-"""A load of so many pages has 16 KiB, so it is long enough to be measured here."""
-LOADS = 6
-"""The first load may include the setup of the path; the other five are more than 64 KiB."""
-SLOW, FAST = 1e9, 3e9
+FAST = 3e9
 MIB = 1 << 20
 
 
-@pytest.fixture
-def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have samples of a thousandth of the bytes, whose ends are noticed at once."""
-    monkeypatch.setattr(slow_path, "SAMPLE_BYTES", SAMPLE_BYTES >> 10)
-    monkeypatch.setattr(slow_path, "PERIOD_BYTES", PERIOD_BYTES >> 10)
-    monkeypatch.setattr(slow_path, "LATE_SECONDS", 0.0)
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records]
+    return [each for each in found if "which is slow" in each]
 
 
-class StoppableClock:
-    """The real clock until ``stop``; from then on, only ``skip`` moves it."""
+def layout_in(*kinds: str) -> Any:
+    return SimpleNamespace(regions=[SimpleNamespace(kind=kind) for kind in kinds])
 
-    def __init__(self) -> None:
-        self._stopped_at: float | None = None
 
-    def __call__(self) -> float:
-        return time.monotonic() if self._stopped_at is None else self._stopped_at
+def measured(all_warnings: SlowPathWarnings, engine: str, local: str, *remote: str) -> Any:
+    """Return what measures reads from an engine's rank 3."""
+    source: Any = SimpleNamespace(
+        remote=3, local_layout=layout_in(local), remote_layout=layout_in(*remote)
+    )
+    return all_warnings.measure(engine, source, lambda: "a path")
 
-    def stop(self) -> None:
-        self._stopped_at = time.monotonic()
 
-    def skip(self, seconds: float) -> None:
-        if self._stopped_at is not None:
-            self._stopped_at += seconds
+def read_slowly(throughput: Throughput, copies: int) -> None:
+    for _ in range(2):  # the first may include the setup of the path
+        throughput.begin(0.0)
+        throughput.end(1.0, nbytes=1 << 27, copies=copies, succeeded=True)
+
+
+def test_slow_reads_of_device_memory_are_logged_once_per_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    every = SlowPathWarnings("loopback")
+    for _ in range(2):
+        read_slowly(measured(every, "prefill", CPU, "cuda", CPU), 1 << 14)
+    read_slowly(measured(every, "another", "cuda", CPU), 1 << 13)
+    first, second = warnings(caplog)
+    assert first == (
+        "engine prefill: reads from its rank 3, of cpu+cuda into cpu memory, run at 0.13 GB/s, "
+        "which is slow (driver loopback, path a path): 134217728 bytes, in copies of 8192 bytes "
+        "on average, took 1000.0 ms; copies below 16 KiB are slow on any path, and 'kvferry plan' "
+        "says how to get larger ones; if the driver uses UCX, start this engine once with "
+        "UCX_PROTO_INFO=y, which prints what moves the bytes; docs/drivers.md says what to set "
+        "(logged once per engine)"
+    )
+    assert second.startswith("engine another: ")
+    assert "took 1000.0 ms; if the driver uses UCX" in second
+    assert measured(every, "prefill", CPU, CPU) is None
 
 
 class DeviceTransport(LoopbackTransport):
-    """A transport that takes device memory, which is CPU memory in fact.
-
-    On the clock, its reads of pages take as long as the rate says.
-
-    Args:
-        clock: moved forward when a read of pages ends.
-        rate: bytes per second.
-    """
-
-    def __init__(self, clock: StoppableClock, rate: float = SLOW) -> None:
-        super().__init__()
-        self._clock = clock
-        self.rate = rate
-        self._sizes: dict[TransferId, int] = {}
+    """A transport that takes device memory, which is CPU memory in fact."""
 
     def register(self, region: Region) -> None:
         super().register(in_cpu_memory(region))
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        segments = tuple(
-            dataclasses.replace(
-                each, local=in_cpu_memory(each.local), remote=in_cpu_memory(each.remote)
-            )
-            for each in copies.segments
-        )
-        transfer = super().read(peer, dataclasses.replace(copies, segments=segments), notify)
-        self._sizes[transfer] = copies.total
-        return transfer
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        statuses = super().poll(transfers)
-        for transfer, status in zip(transfers, statuses, strict=True):
-            if status.state.final:
-                self._clock.skip(self._sizes.pop(transfer, 0) / self.rate)
-        return statuses
+        segments = [
+            dataclasses.replace(s, local=in_cpu_memory(s.local), remote=in_cpu_memory(s.remote))
+            for s in copies.segments
+        ]
+        return super().read(peer, dataclasses.replace(copies, segments=tuple(segments)), notify)
 
 
 def in_cpu_memory(region: Region) -> Region:
     return dataclasses.replace(region, kind=CPU)
 
 
-class Pair:
-    """A decode engine, and the prefill engines that it loads from.
-
-    Args:
-        memory: kind of memory of decode's cache.
-    """
-
-    def __init__(self, memory: str = GPU) -> None:
-        self.clock = StoppableClock()
-        self.transport = DeviceTransport(self.clock)
-        self._shape = CacheShape(block=BLOCK, pages=PAGES + 1, memory=memory)
-        self._names = (f"d-{number}" for number in itertools.count())
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Pair:
-        self._decode = self._stack.enter_context(
-            Engine("decode", self._shape, transport=lambda: self.transport, clock=self.clock)
-        )
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def load(self, prefill: Engine, count: int) -> None:
-        """Load all pages several times, one load after the other; the clock stops at the first."""
-        ticket = prefill.serve(f"p-{next(self._names)}", list(range(1, PAGES + 1)), PAGES * BLOCK)
-        for _ in range(count):
-            name = next(self._names)
-            self._decode.pull(name, ticket, list(range(1, PAGES + 1)), shared=True)
-            assert not self._decode.outcome(name).failed
-            self.clock.stop()
-
-
-@contextlib.contextmanager
-def prefill_engine(name: str = "prefill", memory: str = GPU) -> Iterator[Engine]:
-    shape = CacheShape(block=BLOCK, pages=PAGES + 1, memory=memory)
-    with Engine(name, shape, transport=lambda: DeviceTransport(StoppableClock())) as prefill:
-        yield prefill
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage() for record in caplog.records if "which is slow" in record.getMessage()
-    ]
-
-
-@pytest.mark.parametrize(("memory", "other"), [(GPU, CPU), (CPU, GPU)])
-@pytest.mark.usefixtures("small_samples")
-def test_slow_reads_of_device_memory_are_logged_once_per_engine(
-    memory: str, other: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also if it is connected anew."""
-    with Pair(memory) as pair:
-        with prefill_engine(memory=other) as prefill:
-            pair.load(prefill, LOADS - 1)
-            assert not warnings(caplog), "as many bytes as a sample are not more"
-            pair.load(prefill, 1 + LOADS)
-        with prefill_engine(memory=other) as prefill:
-            pair.load(prefill, LOADS)
-        with prefill_engine("another", memory=other) as another:
-            pair.load(another, LOADS)
-    first, second = warnings(caplog)
-    assert first == (
-        f"engine prefill: reads from its rank 0, of {other} into {memory} memory, run at 1.00 "
-        "GB/s, which is slow (driver loopback, path memcpy): 81920 bytes, in copies of 8192 "
-        "bytes on average, took 0.1 ms; copies below 16 KiB are slow on any path, and 'kvferry "
-        "plan' says how to get larger ones; if the driver uses UCX, start this engine once with "
-        "UCX_PROTO_INFO=y, which prints what moves the bytes; docs/drivers.md says what to set "
-        "(logged once per engine)"
-    )
-    assert second.startswith("engine another: ")
-
-
-@pytest.mark.usefixtures("small_samples")
-def test_slow_reads_between_cpu_memory_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with Pair(CPU) as pair, prefill_engine(memory=CPU) as prefill:
-        pair.load(prefill, 2 * LOADS)
-    assert not warnings(caplog)
-
-
-@pytest.mark.usefixtures("small_samples")
-def test_slow_reads_in_large_copies_are_logged_without_advice_about_the_copies(
+def test_reads_of_loads_are_measured_also_of_an_engine_that_is_connected_anew(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slow_path, "SMALL_COPY", 8192)
-    with Pair() as pair, prefill_engine() as prefill:
-        pair.load(prefill, LOADS)
+    for name, value in (("SLOW_RATE", math.inf), ("SAMPLE_BYTES", 0), ("PERIOD_BYTES", 1)):
+        monkeypatch.setattr(slow_path, name, value)
+    monkeypatch.setattr(slow_path, "LATE_SECONDS", 0.0)
+    shape = CacheShape(memory="cuda")
+    with Engine("decode", shape, transport=DeviceTransport) as decode:
+        for first in (1, 4):
+            with Engine("prefill") as prefill:
+                assert [load(prefill, decode, first + more) for more in range(3)] == [None] * 3
     [warning] = warnings(caplog)
-    assert "took 0.1 ms; if the driver uses UCX" in warning
+    assert warning.startswith("engine prefill: reads from its rank 0, of cpu into cuda memory")
 
 
 class Connection:

@@ -168,19 +168,6 @@ def test_a_read_is_posted_polled_and_finished_once(harness: Harness) -> None:
     assert not harness.transfers.progress()
 
 
-def test_no_more_than_max_outstanding_reads_are_posted() -> None:
-    harness = Harness(limit=2)
-    for name in "abc":
-        harness.add(name, urgent=name == "c")
-    harness.transfers.progress()
-    assert len(harness.posted) == 2
-    assert not harness.transfers.progress()
-    assert harness.end(1)
-    assert len(harness.posted) == 2, "what has ended is reported before more is posted"
-    harness.transfers.progress()
-    assert len(harness.posted) == 3
-
-
 def test_peers_take_turns_and_urgent_reads_go_first(harness: Harness) -> None:
     for nbytes, peer in ((1, ONE), (2, ONE), (3, ONE), (4, OTHER)):
         harness.add(str(nbytes), peer, nbytes=nbytes)
@@ -347,18 +334,6 @@ def test_the_grace_of_a_queued_read_with_other_tags_begins_when_it_is_posted() -
 # Disconnects.
 
 
-def test_queued_reads_of_a_peer_fail_when_its_disconnect_begins() -> None:
-    harness = Harness(limit=1)
-    harness.add("under way")
-    harness.transfers.progress()
-    for name in "abcd":
-        harness.add(name, OTHER if name == "c" else ONE, urgent=name == "b")
-    harness.transfers.begin_disconnect(ONE)
-    assert sorted(harness.outcomes) == ["a", "b", "d"]
-    assert all(isinstance(harness.error(name), PeerLostError) for name in "abd")
-    assert len(harness.transfers) == 2
-
-
 def test_a_callback_of_a_failed_read_may_cancel_other_queued_reads() -> None:
     """The failure of a read fails its load, which then cancels its other reads."""
     harness = Harness(limit=0)
@@ -375,24 +350,6 @@ def test_a_callback_of_a_failed_read_may_cancel_other_queued_reads() -> None:
     harness.transfers.begin_disconnect(ONE)
     assert sorted(harness.outcomes) == ["a", "b", "c"]
     assert len(harness.transfers) == 0
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_reads_under_way_are_not_named_during_their_disconnect(
-    harness: Harness, closed: bool
-) -> None:
-    harness.add("a")
-    harness.add("other", OTHER)
-    harness.transfers.progress()
-    harness.transfers.begin_disconnect(ONE)
-    harness.polls.clear()
-    harness.transfers.cancel("a")
-    harness.transfers.progress()
-    assert harness.cancelled == []
-    assert harness.polls == [[2]]
-    harness.transfers.end_disconnect(ONE, closed=closed)
-    harness.end(1, status=failed(PeerLostError("disconnected")))
-    assert isinstance(harness.error("a"), PeerLostError)
 
 
 def test_reads_are_left_alone_whose_disconnect_a_callback_has_begun(harness: Harness) -> None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.errors import KVFerryError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Note, decode_notes
+from kvferry.core.metrics import FIGURES, Data, Metric, flat, merge
 from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.testing.engines import (
-    SMALL,
-    ModelFreeEngine,
-)
+from kvferry.testing.engines import SMALL, ModelFreeEngine
 
 LAYERS, HEADS, DIM, PAGES = SMALL.layers, SMALL.model_heads, SMALL.dim, SMALL.pages
+TOKENS = 4
+"""Tokens of the requests of ``pull`` and ``load``."""
 N = TypeVar("N", bound=Note)
 
 
@@ -31,7 +34,7 @@ class Engine(ModelFreeEngine):
 
     @property
     def endpoint(self) -> Endpoint:
-        """The endpoint of the first rank."""
+        """That of the first rank."""
         return self.ranks[0].endpoint
 
     def side_channel(self, **how: Any) -> HandshakeServer:
@@ -60,6 +63,70 @@ class Engine(ModelFreeEngine):
     def error(self, request: str) -> KVFerryError | None:
         """Wait until a load is over; return its error, if any."""
         return self.outcome(request).failed.get(RequestId(request))
+
+
+# Loads by number: request ``d-N`` reads page N of request ``p-N`` into its own page N.
+
+
+def pull(producer: Engine, decode: Engine, *numbers: int) -> None:
+    """Serve and start these loads."""
+    for number in numbers:
+        decode.pull(f"d-{number}", producer.serve(f"p-{number}", [number], TOKENS), [number])
+
+
+def outcomes(decode: Engine, *numbers: int) -> list[KVFerryError | None]:
+    """Wait until these loads are reported; return the error of each, if any."""
+    return [decode.error(f"d-{number}") for number in numbers]
+
+
+def load(producer: Engine, decode: Engine, number: int) -> KVFerryError | None:
+    pull(producer, decode, number)
+    return decode.error(f"d-{number}")
+
+
+class AliasEngine:
+    """The side channel of an engine that publishes the addresses of another."""
+
+    def __init__(self, server: HandshakeServer, incarnation: int) -> None:
+        self.server = server
+        self._incarnation = incarnation
+
+    def ticket(self, ticket: Ticket) -> Ticket:
+        """Return a ticket of the real engine as if the alias had made it."""
+        where = {"host": self.server.host, "port": self.server.port}
+        return dataclasses.replace(ticket, engine="alias", incarnation=self._incarnation, **where)
+
+
+@contextlib.contextmanager
+def alias_engine(real: Engine) -> Iterator[AliasEngine]:
+    """Serve the payloads of an engine under the name ``alias``."""
+    name: dict[str, Any] = {"engine": "alias", "incarnation": random_incarnation()}
+    payloads = [encode(msgspec.structs.replace(r.endpoint.payload, **name)) for r in real.ranks]
+    with HandshakeServer(payloads, **name) as server:
+        yield AliasEngine(server, name["incarnation"])
+
+
+class MetricTotals:
+    """Sums of the metrics of all ranks of an engine, from when they were begun."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._data: Data = {}
+
+    def all(self) -> Data:
+        for rank in self._engine.ranks:
+            by_name = {metric.name: metric for metric in FIGURES}
+            merge(by_name, self._data, rank.endpoint.take_figures() or {})
+        return self._data
+
+    def of(self, metric: Metric) -> dict[tuple[str, ...], Any]:
+        """Return the values of a metric by its labels, without the driver's name."""
+        found = dict(flat(metric, self.all()))
+        assert all(labels[0] == "loopback" for labels in found)
+        return {labels[1:]: value for labels, value in found.items()}
+
+    def total(self, metric: Metric) -> float:
+        return float(sum(self.of(metric).values()))
 
 
 class Clock:

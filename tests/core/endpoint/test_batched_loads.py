@@ -7,15 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.core.driver_calls import transfers
 from kvferry.core.endpoint import EndpointOptions, Results
-from kvferry.core.errors import EndpointClosedError, PeerLostError, StaleError, TransportError
+from kvferry.core.errors import EndpointClosedError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import DIM, HEADS, LAYERS, Engine, eventually
-from tests.core.endpoint.loads import pull
-from tests.core.endpoint.test_killed_producer import producer
-from tests.core.endpoint.test_killed_producer import ticket as ticket_of
+from tests.core.endpoint.engines import DIM, HEADS, LAYERS, Engine, eventually, pull
 from tests.core.endpoint.transports import PENDING, WORD, ScriptedTransport
 
 TOKENS = 8
@@ -89,15 +85,6 @@ def test_a_load_is_read_batch_by_batch_and_the_fence_comes_last(
     assert in_stages <= record.seconds
 
 
-def test_a_load_that_fits_is_read_at_once(driver: ScriptedTransport) -> None:
-    driver.may_end = 1
-    with two_engines(driver, COPIES) as (prefill, decode):
-        start(prefill, decode)
-        assert not results(decode).failed
-        assert not decode.wrong_bytes([3, 4], TOKENS)
-    assert driver.posted == [COPIES, WORD]
-
-
 def test_a_later_load_does_not_wait_for_all_batches(
     driver: ScriptedTransport,
 ) -> None:
@@ -113,34 +100,6 @@ def test_a_later_load_does_not_wait_for_all_batches(
         driver.may_end = 3
         assert not results(decode).failed
         assert not decode.wrong_bytes([3, 4], TOKENS)
-
-
-def test_page_reads_beyond_the_limit_wait_and_fences_are_posted_before_them(
-    driver: ScriptedTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfers, "UNDER_WAY_BYTES", 1)
-    with two_engines(driver, COPIES) as (prefill, decode):
-        pull(prefill, decode, 1, 2, 3)
-        for number in (1, 2, 3):
-            read = 2 * number - 1, number
-            eventually(lambda: (len(driver.posted), len(driver.pages)) == read, "it is read")  # noqa: B023
-            driver.may_end = number
-            assert decode.error(f"d-{number}") is None
-            assert not decode.wrong_bytes([number], 4)
-            prefill.released(f"p-{number}")
-    assert [copies == WORD for copies in driver.posted] == [False, True] * 3
-
-
-def test_a_load_whose_hold_ends_between_batches_is_stale(
-    driver: ScriptedTransport,
-) -> None:
-    with two_engines(driver) as (prefill, decode):
-        start(prefill, decode)
-        run_to_second_batch(driver)
-        prefill.reset("p-1")
-        driver.may_end = BATCHES
-        assert isinstance(failure(decode), StaleError)
-    assert driver.posted.count(WORD) == 1
 
 
 def test_an_aborted_load_ends_with_the_batch_under_way(
@@ -169,21 +128,3 @@ def test_a_batch_that_fails_is_the_last(driver: ScriptedTransport) -> None:
         assert record.copies == 2 * MAX_COPIES
         prefill.released("p-1")
     assert driver.posted == [MAX_COPIES]
-
-
-def test_a_load_from_a_producer_killed_between_batches_fails(
-    driver: ScriptedTransport,
-) -> None:
-    options = EndpointOptions(max_copies=MAX_COPIES, liveness_interval=0.0)
-    shape = CacheShape(heads_first=False)
-    with (
-        producer() as (process, pipe),
-        Engine("decode", shape, options=options, transport=lambda: driver) as decode,
-    ):
-        decode.pull("d-1", ticket_of(pipe, 0), [3, 4])
-        eventually(lambda: len(driver.pages) == 2, "the first batch of both ranks is read")
-        process.kill()
-        process.join()
-        driver.may_end = 1 << 30
-        assert isinstance(failure(decode), PeerLostError)
-        assert len(driver.pages) <= 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +24,6 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
-from kvferry.core.transport import TransferId
 from kvferry.testing.engines import SMALL, CacheShape
 from tests.core.endpoint.engines import (
     DIM,
@@ -33,33 +32,35 @@ from tests.core.endpoint.engines import (
     Clock,
     Engine,
     eventually,
+    load,
+    outcomes,
+    pull,
 )
-from tests.core.endpoint.loads import load, outcomes, pull
-from tests.core.endpoint.test_cancelled_loads import (
+from tests.core.endpoint.test_rolling_upgrade import side_channel_with
+from tests.core.endpoint.transports import (
     LOAD_TIMEOUT,
-    StalledReadsTransport,
-    abort,
+    PENDING,
+    ScriptedTransport,
+    failed,
     pass_time,
     three_engines,
 )
-from tests.core.endpoint.test_rolling_upgrade import side_channel_with
-from tests.core.endpoint.transports import ScriptedTransport, failed
 from tests.core.ticket_proofs import altered
 
 CHUNK = 8
 """Tokens of a chunk; two pages of prefill."""
 TOKENS = 3 * CHUNK
-FROM, TO = [1, 2, 3, 4, 5, 6], [8, 9, 10, 11, 12, 13]
+TO = [8, 9, 10, 11, 12, 13]
 GARBAGE = np.float32(-1)
 
 
-@dataclass(kw_only=True)
 class Prompt:
     """A request that the prefill engine computes chunk by chunk."""
 
-    prefill: Engine
-    pages: list[int] = field(default_factory=lambda: list(FROM))
-    port: int = 0
+    def __init__(self, prefill: Engine) -> None:
+        self.prefill, self.port = prefill, prefill.server.port
+        self.pages = list(range(1, TOKENS // prefill.shape.block + 1))
+        self.take_on()
 
     def take_on(self) -> None:
         """Begin, or begin again after a preemption."""
@@ -67,24 +68,27 @@ class Prompt:
 
     def compute(self, chunks: int) -> None:
         """Compute so many chunks in all."""
-        pages = self.pages[: chunks * CHUNK // self.prefill.shape.block]
         for rank in self.prefill.ranks:
-            rank.compute(pages, chunks * CHUNK)
+            rank.compute(self._first(chunks * CHUNK), chunks * CHUNK)
 
-    def part(self, chunks: int, passed: Callable[[], bool] | None = None) -> Ticket:
-        """Order the watermark for so many chunks, and return the part for them."""
-        hold = self.prefill.scheduler_holds.mark(RequestId("p"), chunks * CHUNK)
+    def part(self, chunks: int, tokens: int = 0) -> Ticket:
+        """Order the watermark for so many chunks, or tokens, and return the part for them."""
+        tokens = tokens or chunks * CHUNK
+        hold = self.prefill.scheduler_holds.mark(RequestId("p"), tokens)
         assert hold is not None
-        self.prefill.step(passed)
-        pages = self.pages[: chunks * CHUNK // self.prefill.shape.block]
-        part = self.prefill.ticket("p", hold, pages, chunks * CHUNK, computed=False)
-        return replace(part, port=self.port or part.port)
+        self.prefill.step()
+        pages = self._first(chunks * CHUNK)
+        part = self.prefill.ticket("p", hold, pages, tokens, computed=False)
+        return replace(part, port=self.port)
 
     def finish(self, *, computed: bool = True, order: bool = True) -> Ticket:
         """Compute what is left, and return the ticket."""
         self.compute(3)
         ticket = self.prefill.finish("p", self.pages, TOKENS, computed=computed, order=order)
-        return replace(ticket, port=self.port or ticket.port)
+        return replace(ticket, port=self.port)
+
+    def _first(self, tokens: int) -> list[int]:
+        return self.pages[: tokens // self.prefill.shape.block]
 
 
 @contextmanager
@@ -100,16 +104,12 @@ def both(
         Engine("prefill", prefill, ticket_key=ticket_key) as one,
         Engine("decode", decode, options=options, clock=clock or Clock()) as other,
     ):
-        prompt = Prompt(prefill=one)
-        prompt.take_on()
-        yield prompt, other
+        yield Prompt(one), other
 
 
 @pytest.fixture
 def prompt(prefill: Engine) -> Prompt:
-    made = Prompt(prefill=prefill)
-    made.take_on()
-    return made
+    return Prompt(prefill)
 
 
 def has_tokens(decode: Engine, tokens: int) -> bool:
@@ -147,19 +147,17 @@ def finish(prompt: Prompt, decode: Engine, *, computed: bool = True) -> LoadReco
     return record
 
 
-SHAPES = [
-    (CacheShape(tp=2), CacheShape()),
-    (CacheShape(block=2, pages=32), CacheShape(block=4, tp=2)),
-]
-
-
-@pytest.mark.parametrize(("of_prefill", "of_decode"), SHAPES, ids=["2-1", "1-2, other pages"])
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode"),
+    [
+        (CacheShape(tp=2), CacheShape()),
+        (CacheShape(block=2, pages=32), CacheShape(block=4, tp=2)),
+    ],
+)
 def test_finished_chunks_are_read_while_the_rest_is_computed(
     of_prefill: CacheShape, of_decode: CacheShape
 ) -> None:
     with both(of_prefill, of_decode) as (prompt, decode):
-        if of_prefill.block == 2:
-            prompt.pages = list(range(1, 13))
         begin(prompt, decode)
         prompt.compute(2)
         decode.extend("d", prompt.part(2))
@@ -182,9 +180,7 @@ def test_windows_are_read_with_the_last_part() -> None:
     shape = CacheShape(windowed=True)
     with both(shape, shape) as (prompt, decode):
         prompt.compute(2)
-        local = [
-            Pages(ids=np.array(ids), first_index=first) for ids, first in ((TO, 0), (TO[2:], 2))
-        ]
+        local = [Pages(ids=np.array(TO[first:]), first_index=first) for first in (0, 2)]
         load = Load(
             request=RequestId("d"),
             ticket=windowed(prompt.part(1)),
@@ -211,97 +207,37 @@ def test_windows_are_read_with_the_last_part() -> None:
 
 def test_only_whole_pages_of_both_engines_are_read_early() -> None:
     with both(CacheShape(block=2, pages=32)) as (prompt, decode):
-        prompt.pages = list(range(1, 13))
         prompt.compute(1)
-        hold = prompt.prefill.scheduler_holds.mark(RequestId("p"), 6)
-        assert hold is not None
-        prompt.prefill.step()
-        part = prompt.prefill.ticket("p", hold, prompt.pages[:4], 6, computed=False)
-        decode.pull("d", part, TO, early=TOKENS)
+        decode.pull("d", prompt.part(1, tokens=6), TO, early=TOKENS)
         wait_for(decode, 4)
         record = finish(prompt, decode)
         assert record.early_nbytes == CHUNK_NBYTES // 2
 
 
-def test_a_prefix_that_decode_has_is_not_read_early(prompt: Prompt, decode: Engine) -> None:
-    [rank] = decode.ranks
-    rank.cache[:, TO[:2]] = GARBAGE
-    prompt.compute(2)
-    decode.pull("d", prompt.part(1), TO[2:], first=CHUNK, first_index=2, early=TOKENS)
-    decode.extend("d", prompt.part(2))
-    arrived = rank.values(1, 2 * CHUNK)[CHUNK:]
-    eventually(lambda: np.array_equal(rank.read(1, TO[2:4]), arrived), "a chunk is read")
-    decode.extend("d", prompt.finish(), is_last=True)
-    [record] = records(decode)
-    assert (record.early_nbytes, record.nbytes) == (CHUNK_NBYTES, 2 * CHUNK_NBYTES)
-    assert np.array_equal(rank.read(0, TO[2:]), rank.values(0, TOKENS)[CHUNK:])
-    assert (rank.cache[:, TO[:2]] == GARBAGE).all()
-
-
-def test_a_ticket_that_comes_before_any_part_was_read_is_enough(
-    prompt: Prompt, decode: Engine
-) -> None:
-    part = prompt.part(1, lambda: False)
-    decode.pull("d", part, TO, early=TOKENS)
-    record = finish(prompt, decode, computed=False)
-    assert record.early_nbytes == 0
-    prompt.prefill.released("p")
-
-
-@pytest.mark.parametrize(
-    ("read", "again"), [(0, False), (1, True), (2, False)], ids=["none", "a part again", "ticket"]
-)
-def test_after_a_preemption_everything_is_read_again(
-    prompt: Prompt, decode: Engine, read: int, again: bool
-) -> None:
-    prompt.compute(2)
-    decode.pull("d", prompt.part(1), TO, early=TOKENS)
-    if read:
-        decode.extend("d", prompt.part(read))
-        wait_for(decode, read * CHUNK)
+def test_after_a_preemption_everything_is_read_again(prompt: Prompt, decode: Engine) -> None:
+    begin(prompt, decode)
     # The old pages are another request's now.
-    for rank in prompt.prefill.ranks:
-        rank.cache[:, FROM] = GARBAGE
+    prompt.prefill.ranks[0].cache[:, prompt.pages] = GARBAGE
     decode.ranks[0].cache[:, TO] = GARBAGE
     prompt.pages = [7, 8, 9, 10, 11, 12]
     prompt.take_on()
-    if again:
-        prompt.compute(1)
-        decode.extend("d", prompt.part(1))
-        wait_for(decode, CHUNK)
-    record = finish(prompt, decode)
-    assert record.early_nbytes == (CHUNK_NBYTES if again else 0)
+    prompt.compute(1)
+    decode.extend("d", prompt.part(1))
+    wait_for(decode, CHUNK)
+    assert finish(prompt, decode).early_nbytes == CHUNK_NBYTES
     prompt.prefill.released("p")
     assert prompt.prefill.endpoint.held == 0
 
 
-@pytest.mark.parametrize("parts", [0, 1])
 def test_a_load_that_is_given_up_ends_the_hold_with_the_order(
-    prompt: Prompt, decode: Engine, parts: int
-) -> None:
-    prompt.compute(2)
-    decode.pull("d", prompt.part(1, None if parts else lambda: False), TO, early=TOKENS)
-    for chunks in range(1, parts + 1):
-        decode.extend("d", prompt.part(chunks))
-        wait_for(decode, chunks * CHUNK)
-    endpoint = prompt.prefill.endpoint
-    decode.endpoint.abort(RequestId("d"))
-    assert decode.error("d") is not None
-    if parts:  # connected, so that "abandon" is sent
-        eventually(lambda: endpoint.held == 0, "the hold ends")
-        assert not endpoint.results().sent
-        prompt.finish()
-        assert prompt.prefill.released("p").end is HoldEnd.ABANDONED
-
-
-def test_a_load_that_is_given_up_after_a_preemption_abandons_the_new_hold(
     prompt: Prompt, decode: Engine
 ) -> None:
     begin(prompt, decode)
-    prompt.take_on()
-    decode.extend("d", prompt.part(1))
+    endpoint = prompt.prefill.endpoint
     decode.endpoint.abort(RequestId("d"))
     assert decode.error("d") is not None
+    eventually(lambda: endpoint.held == 0, "the hold ends")
+    assert not endpoint.results().sent
     prompt.finish()
     assert prompt.prefill.released("p").end is HoldEnd.ABANDONED
 
@@ -379,39 +315,21 @@ def test_an_early_load_does_not_keep_a_connection_on_which_a_read_failed(
         eventually(lambda: prefill.endpoint.held == 0, "prefill is told")
 
 
-class ReadsUnderWayTransport(StalledReadsTransport):
-    """A transport whose ``reads`` are those that have not ended."""
-
-    def forget(self, transfer: TransferId) -> None:
-        super().forget(transfer)
-        self.reads.pop(transfer, None)
-
-
-def test_an_idle_early_load_does_not_keep_a_cancelled_read_going(clock: Clock) -> None:
-    driver = ReadsUnderWayTransport(fails_when_cancelled=False)
-    driver.may_end = True
+def test_an_idle_early_load_does_not_keep_a_cancelled_read_going(
+    driver: ScriptedTransport, clock: Clock
+) -> None:
     with three_engines(driver, clock) as (prefill, other, decode):
-        prompt = Prompt(prefill=prefill)
-        prompt.take_on()
-        begin(prompt, decode, "d-0")
-        eventually(lambda: not driver.reads, "the early load is idle")
-        driver.may_end = False
+        begin(Prompt(prefill), decode, "d-0")
+        eventually(lambda: driver.forgotten == len(driver.pages), "the early load is idle")
+        driver.default = PENDING
         pull(prefill, decode, 7)
-        eventually(lambda: len(driver.reads) == 1, "it is read")
-        abort(driver, decode, 7)
+        eventually(lambda: len(driver.pages) > driver.forgotten, "it is read")
+        decode.endpoint.abort(RequestId("d-7"))
+        eventually(lambda: bool(driver.cancelled), "the read is cancelled")
         pass_time(clock, other, decode, LOAD_TIMEOUT / 2)
         early, _ = outcomes(decode, 0, 7)
         assert isinstance(early, PeerLostError)
         assert len(driver.disconnected) == 1
-
-
-def test_an_altered_first_part_fails_the_load_before_anything_is_read() -> None:
-    with both(ticket_key=TicketKey()) as (prompt, decode):
-        prompt.compute(1)
-        decode.pull("d", altered(prompt.part(1), pages=((6, 5),)), TO, early=TOKENS)
-        assert isinstance(decode.error("d"), TicketError)
-        assert np.isnan(decode.ranks[0].cache[:, TO]).all()
-        assert prompt.prefill.endpoint.held == 1
 
 
 def test_a_part_that_names_too_few_pages_fails_the_load(prompt: Prompt, decode: Engine) -> None:
@@ -455,7 +373,5 @@ def test_a_load_that_only_says_done_is_not_taken_for_the_early_load_with_its_id(
 
 def test_a_load_from_a_producer_that_is_gone_fails(decode: Engine) -> None:
     with Engine("prefill") as prefill:
-        prompt = Prompt(prefill=prefill)
-        prompt.take_on()
-        begin(prompt, decode)
+        begin(Prompt(prefill), decode)
     assert decode.error("d") is not None

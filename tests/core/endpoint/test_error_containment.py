@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvferry.core.driver_calls.error_containment import REPEATED, ErrorContainment
-from kvferry.core.endpoint import EndpointOptions, replies
+from kvferry.core.endpoint import replies
 from kvferry.core.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -27,26 +27,33 @@ from kvferry.core.lifecycle.ticket import page_limits
 from kvferry.core.messages import Release
 from kvferry.core.metrics import IGNORED
 from kvferry.core.side_channel_messages import encode
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, fail_once
-from tests.core.endpoint.loads import TOKENS, load, outcomes, pull
-from tests.core.endpoint.metric_totals import MetricTotals
-from tests.core.endpoint.transports import PENDING, ScriptedTransport
+from tests.core.endpoint.engines import (
+    TOKENS,
+    Clock,
+    Engine,
+    MetricTotals,
+    RecordingTransport,
+    eventually,
+    fail_once,
+    load,
+    outcomes,
+    pull,
+)
+from tests.core.endpoint.transports import (
+    LOAD_TIMEOUT,
+    PENDING,
+    ScriptedTransport,
+    three_engines,
+)
 
-LOAD_TIMEOUT = 100.0
 NUMBERS = itertools.count(1)
 
 
 @contextlib.contextmanager
-def three_engines(driver: ScriptedTransport) -> Iterator[tuple[Engine, Engine, Engine, Clock]]:
-    clock = Clock()
-    options = EndpointOptions(liveness_interval=0.0, load_timeout=LOAD_TIMEOUT)
-    with (
-        Engine("prefill") as prefill,
-        Engine("other") as other,
-        Engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
-    ):
-        yield prefill, other, decode, clock
-        # Whatever was raised before, later loads succeed.
+def recovering(driver: ScriptedTransport, clock: Clock) -> Iterator[tuple[Engine, Engine]]:
+    """Run engines; whatever the driver has raised before, later loads succeed."""
+    with three_engines(driver, clock) as (prefill, other, decode):
+        yield prefill, decode
         driver.raises.clear()
         driver.default = None
         for number, producer in enumerate((other, prefill)):
@@ -65,26 +72,28 @@ def loads(producer: Engine, decode: Engine, name: str) -> bool:
 
 @pytest.mark.parametrize("method", ["read", "connect"])
 def test_an_exception_in_a_call_for_one_load_fails_that_load(
-    driver: ScriptedTransport, method: str
+    driver: ScriptedTransport, clock: Clock, method: str
 ) -> None:
-    with three_engines(driver) as (prefill, _, decode, _):
+    with recovering(driver, clock) as (prefill, decode):
         driver.raises[method] = ZeroDivisionError(f"a bug in {method}")
         assert f"a bug in {method}" in str(load(prefill, decode, 1))
 
 
-@pytest.mark.parametrize("method", ["forget", "notify"])
+@pytest.mark.parametrize("method", ["forget", "notify", "path"])
 def test_an_exception_in_a_call_after_the_read_fails_nothing(
-    driver: ScriptedTransport, method: str
+    driver: ScriptedTransport, clock: Clock, method: str
 ) -> None:
-    with three_engines(driver) as (prefill, _, decode, _):
+    with recovering(driver, clock) as (prefill, decode):
         driver.raises[method] = ZeroDivisionError(f"a bug in {method}")
         pull(prefill, decode, 1, 2)
         assert outcomes(decode, 1, 2) == [None, None]
         assert decode.endpoint.healthy
 
 
-def test_a_load_whose_cancel_raises_ends_when_its_read_ends(driver: ScriptedTransport) -> None:
-    with three_engines(driver) as (prefill, _, decode, clock):
+def test_a_load_whose_cancel_raises_ends_when_its_read_ends(
+    driver: ScriptedTransport, clock: Clock
+) -> None:
+    with recovering(driver, clock) as (prefill, decode):
         driver.default, driver.raises["cancel"] = PENDING, ZeroDivisionError("a bug")
         pull(prefill, decode, 1)
         eventually(lambda: len(driver.pages) == 1, "it is read")
@@ -97,10 +106,9 @@ def test_a_load_whose_cancel_raises_ends_when_its_read_ends(driver: ScriptedTran
 
 
 def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced(
-    driver: ScriptedTransport,
+    driver: ScriptedTransport, clock: Clock
 ) -> None:
-    with three_engines(driver) as (prefill, _, decode, clock):
-        (rank,) = decode.ranks
+    with recovering(driver, clock) as (prefill, decode):
         driver.default, driver.unknown = PENDING, {0}
         pull(prefill, decode, 1, 2)
         eventually(lambda: len(driver.cancelled) == 1, "the first read is cancelled")
@@ -110,13 +118,13 @@ def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced(
         error = decode.error("d-1")
         assert "cannot say how a read stands: unexpected ZeroDivisionError" in str(error)
         assert len(driver.disconnected) == 1, "only a disconnect proves that no byte lands any more"
-        eventually(lambda: rank.endpoint.healthy, "a round has run since the skip")
+        eventually(lambda: decode.endpoint.healthy, "a round has run since the skip")
 
 
 def test_a_poll_that_always_raises_is_a_problem_until_it_succeeds(
-    driver: ScriptedTransport,
+    driver: ScriptedTransport, clock: Clock
 ) -> None:
-    with three_engines(driver) as (prefill, _, decode, clock):
+    with recovering(driver, clock) as (prefill, decode):
         endpoint = decode.endpoint
         driver.default, driver.raises["poll"] = PENDING, ZeroDivisionError("a bug in poll")
         pull(prefill, decode, 1)

@@ -133,23 +133,6 @@ def test_ranks_that_know_heartbeats_get_one_a_second_and_none_during_a_short_loa
     assert harness.heartbeats_sent == ["first rank", "second rank"] * 2
 
 
-def test_a_producer_that_knows_no_renewals_gets_none() -> None:
-    harness = RenewalHarness()
-    assert harness.begin(PeerStub(lease=None)) is None
-    harness.renewal.end(None)
-    harness.renewal.end_rank(None, 0)
-    assert harness.due(0.0) == []
-    assert len(harness.renewal) == 0
-
-
-def test_a_rank_is_not_renewed_once_its_fence_is_posted() -> None:
-    harness = RenewalHarness()
-    renewal = harness.begin(PeerStub(), at_once=False)
-    assert harness.due(0.9) == []
-    harness.renewal.end_rank(renewal, 0)
-    assert [read.rank for read in harness.due(1.0)] == [2]
-
-
 def unfinished_read(failure: KVFerryError | None) -> Read:
     """Return a renewal's read that is still under way after its grace."""
 

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
-import pytest
 
-from kvferry.core.driver_calls import transfers
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.errors import TransferCancelledError
 from kvferry.core.messages import Renewal
-from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
-from kvferry.core.transport.copies import Copies
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 
@@ -86,51 +78,3 @@ def test_a_lost_hold_fails_its_request_before_anything_is_read(
         error = decode.load("d-1", ticket, [3, 4])
         assert "when their lease was to be renewed" in str(error)
         assert np.isnan(decode.ranks[0].cache).all()
-
-
-class UncancellableTransport(RecordingTransport):
-    """A transport whose cancelled reads are ``FAILING`` until their connection is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-        self.cancelled: set[TransferId] = set()
-        self.failing = 0
-        """How often ``poll`` has returned ``FAILING``."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self.reads += 1
-        return super().read(peer, copies, notify)
-
-    def cancel(self, transfer: TransferId) -> None:
-        self.cancelled.add(transfer)
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        super().poll(transfers)
-        return [self._status(transfer) for transfer in transfers]
-
-    def _status(self, transfer: TransferId) -> Status:
-        if transfer not in self.cancelled:
-            return Status(state=State.PENDING)
-        self.failing += 1
-        state = State.FAILED if self.disconnected else State.FAILING
-        return Status(state=state, error=TransferCancelledError("cancelled"))
-
-
-def test_a_cancelled_renewal_that_outlasts_its_grace_disconnects_the_producer(
-    prefill: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfers, "CANCEL_SECONDS", 2 * LEASE)  # longer than this test takes
-    driver = UncancellableTransport()
-    with Engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode:
-        decode.prepare(prefill.serve("p-1", [1, 2], 8))
-        eventually(lambda: driver.reads == 1, "the hold is renewed")
-        clock.skip(LEASE / 2)
-        eventually(lambda: driver.failing > 1, "the renewal was cancelled and has not ended")
-        assert not driver.disconnected
-        clock.skip(2 * LEASE)
-        eventually(lambda: bool(driver.disconnected), "the producer is disconnected")

@@ -31,8 +31,14 @@ from kvferry.core.metrics import (
 )
 from kvferry.core.transport import Quiescence
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
-from tests.core.endpoint.metric_totals import MetricTotals
+from tests.core.endpoint.engines import (
+    Clock,
+    Engine,
+    MetricTotals,
+    RecordingTransport,
+    eventually,
+    until,
+)
 from tests.core.endpoint.transports import ScriptedTransport, failing
 
 PAGE_BYTES = 4 * 4 * 8 * 4  # tokens, heads, elements, bytes of each
@@ -97,7 +103,10 @@ def test_an_expired_lease_and_the_late_read_are_counted(decode: Engine, clock: C
         assert producer.total(LATE) in (1, 2)
 
 
-def test_a_ticket_that_the_handshake_denies_is_counted_once(prefill: Engine) -> None:
+def test_a_ticket_that_the_handshake_denies_is_counted_once_and_logged_in_one_line(
+    prefill: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line names request, peer, stage, cause and remedy."""
     with Engine("decode", CacheShape(tp=2)) as decode:
         ticket = dataclasses.replace(prefill.serve("p-1", [1, 2], 8), pages=((1, 99),))
         decode.pull("d-1", ticket, [3, 4])
@@ -106,6 +115,12 @@ def test_a_ticket_that_the_handshake_denies_is_counted_once(prefill: Engine) -> 
         assert totals.of(REFUSED) == {("mismatch",): 1}
         assert totals.total(FAILURES) == 2
         assert {labels[1:] for labels in totals.of(FAILURES)} == {("handshake", "ticket")}
+    lines = {r.getMessage() for r in caplog.records if "d-1" in r.getMessage()}
+    assert lines == {
+        "request d-1: not loaded from request p-1 of engine prefill at 127.0.0.1 port "
+        f"{prefill.server.port} (stage handshake, cause ticket): group 0 names block 99; the "
+        "producer has 16 (prefill again, and let the router pass kv_transfer_params on as they are)"
+    }
 
 
 def test_a_producer_is_down_while_it_is_unreachable_and_up_again_afterwards(
@@ -145,17 +160,6 @@ def test_a_producer_that_dies_is_down_until_it_is_forgotten(
     assert found.levelno == logging.WARNING
 
 
-def test_a_producer_that_is_idle_is_neither_up_nor_down(prefill: Engine, clock: Clock) -> None:
-    options = EndpointOptions(liveness_interval=0, engine_ttl=600.0)
-    with Engine("decode", options=options, clock=clock) as decode:
-        totals = MetricTotals(decode)
-        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
-        clock.skip(601.0)
-        eventually(lambda: totals.of(PEERS_UP) == {("0",): 0}, "it is released")
-        assert not totals.of(PEERS_DOWN)
-        assert not totals.of(LOST_PEERS)
-
-
 def test_pages_that_may_still_be_written_are_quarantined(
     prefill: Engine,
     driver: ScriptedTransport,
@@ -183,15 +187,6 @@ def test_pages_that_may_still_be_written_are_quarantined(
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_a_load_is_counted_without_a_path_if_the_driver_raises(
-    prefill: Engine, driver: ScriptedTransport
-) -> None:
-    driver.raises["path"] = RuntimeError("a bug of the driver's")
-    with Engine("decode", transport=lambda: driver) as decode:
-        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
-        assert MetricTotals(decode).of(PULLS) == {("prefill", ""): 1}
-
-
 def test_a_release_that_could_not_be_sent_is_counted_and_logged(
     prefill: Engine, driver: ScriptedTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,21 +197,6 @@ def test_a_release_that_could_not_be_sent_is_counted_and_logged(
         assert MetricTotals(decode).of(UNTOLD) == {("prefill",): 1}
     [line] = [r.getMessage() for r in caplog.records if "not told" in r.getMessage()]
     assert "(stage release, cause transport): the queue is full; their leases end them" in line
-
-
-def test_a_failed_load_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """The line names request, peer, stage, cause and remedy."""
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        ticket = dataclasses.replace(prefill.serve("p-1", [1], 4), pages=((99,),))
-        decode.pull("d-1", ticket, [2])
-        assert decode.outcome("d-1").failed
-        port = prefill.server.port
-    [line] = [r.getMessage() for r in caplog.records if "d-1" in r.getMessage()]
-    assert line == (
-        f"request d-1: not loaded from request p-1 of engine prefill at 127.0.0.1 port {port} "
-        "(stage handshake, cause ticket): group 0 names block 99; the producer has 16 (prefill "
-        "again, and let the router pass kv_transfer_params on as they are)"
-    )
 
 
 def test_a_producer_that_goes_is_no_warning_if_no_loads_are_lost(

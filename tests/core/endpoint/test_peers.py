@@ -37,9 +37,16 @@ from kvferry.core.side_channel_messages import (
     encode,
 )
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
-from tests.core.endpoint.loads import load, outcomes, pull
-from tests.core.endpoint.metric_totals import MetricTotals
+from tests.core.endpoint.engines import (
+    Clock,
+    Engine,
+    MetricTotals,
+    RecordingTransport,
+    eventually,
+    load,
+    outcomes,
+    pull,
+)
 from tests.core.endpoint.side_channels import SideChannel
 from tests.core.messages import payload
 

@@ -8,8 +8,7 @@ import os
 import pytest
 
 from kvferry.core.errors import HandshakeError, KVFerryError
-from tests.core.endpoint.engines import Engine
-from tests.core.endpoint.loads import load
+from tests.core.endpoint.engines import Engine, load
 from tests.core.resource_limits import no_threads
 
 

@@ -12,12 +12,7 @@ from kvferry.core.errors import EndpointClosedError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.messages import Release
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, until
-from tests.core.endpoint.test_lease_renewal_between_engines import (
-    OPTIONS,
-    pass_leases,
-    wait_for_renewal,
-)
+from tests.core.endpoint.engines import Engine, RecordingTransport, until
 
 
 @contextlib.contextmanager
@@ -71,22 +66,3 @@ def test_a_shared_request_that_needs_nothing_connects_to_no_producer() -> None:
         decode.pull("d-2", ticket, [2])
         results = until(decode.endpoint, lambda results: bool(results.loads))
         assert [record.request for record in results.loads] == ["d-2"]
-
-
-def test_a_shared_request_that_needs_nothing_ends_only_its_own_wait(
-    clock: Clock, driver: RecordingTransport
-) -> None:
-    with (
-        Engine("prefill", transport=lambda: driver, clock=clock) as prefill,
-        Engine("decode", options=OPTIONS, clock=clock) as decode,
-    ):
-        ticket = prefill.serve("p-1", [1], 4)
-        decode.prepare(ticket)
-        decode.prepare(ticket)
-        wait_for_renewal(driver)
-        decode.pull("d-1", ticket, [], nothing=True, shared=True)
-        pass_leases(clock, [driver], count=2)
-        assert decode.load("d-2", ticket, [2]) is None
-        prefill.released("p-1")
-        assert not decode.endpoint._load_manager._pending_tickets._tickets
-        assert [release.abandoned for release in driver.notes(Release)] == [False]

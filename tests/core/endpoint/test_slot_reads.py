@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,15 +34,8 @@ def copies_of(read: Read) -> Copies:
 
 
 def release(number: int, engine: str = "decode") -> Release:
-    return Release(
-        incarnation=number,
-        slot=number,
-        generation=number + 1,
-        engine=engine,
-        rank=0,
-        expected=1,
-        abandoned=False,
-    )
+    what: dict[str, Any] = {"incarnation": number, "slot": number, "generation": number + 1}
+    return Release(**what, engine=engine, rank=0, expected=1)
 
 
 class PeerStub:
@@ -50,6 +44,7 @@ class PeerStub:
     def __init__(self, ids: dict[int, PeerId]) -> None:
         self.connections = ids
         self.connected = bool(ids)
+        self.payloads: Any = [SimpleNamespace(slots=TABLE)] * 4
 
     def gone(self) -> PeerLostError:
         return PeerLostError("gone")
@@ -230,14 +225,6 @@ def test_a_batch_whose_notes_cannot_be_encoded_is_lost_alone() -> None:
 
 
 # Notifications.
-
-
-def test_a_notification_holds_as_many_notes_as_fit() -> None:
-    """Eight bytes are reserved for the encoding of the list."""
-    notes = [release(1)] * 5
-    full = 5 * len(encode(notes[:1])) + 8
-    assert [len(part) for part in fitting(notes, full)] == [5]
-    assert [len(part) for part in fitting(notes, full - 1)] == [4, 1]
 
 
 def test_a_note_too_large_for_a_notification_is_sent_alone() -> None:

@@ -19,10 +19,8 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
 from kvferry.testing.engines import CacheShape, EngineRank
-from tests.core.endpoint.engines import Clock, Engine, eventually, fail_once, until
-from tests.core.endpoint.late_device import LateDevice, failed_copy
-from tests.core.endpoint.metric_totals import MetricTotals
-from tests.core.endpoint.staged_engines import StagedEngine
+from tests.core.endpoint.engines import Clock, Engine, MetricTotals, eventually, fail_once, until
+from tests.core.endpoint.staged_engines import StagedEngine, failed_copy
 
 TOKENS = 7
 BLOCKS = [30, 21]
@@ -124,16 +122,6 @@ def test_a_hold_ends_whose_copy_fails(when: str) -> None:
         assert prefill.endpoint.healthy
 
 
-def test_a_hold_ends_whose_device_does_not_answer() -> None:
-    def broken() -> bool:
-        raise RuntimeError("no device")
-
-    with pair() as (prefill, _):
-        prefill.compute("p-1", BLOCKS, TOKENS)
-        prefill.finish("p-1", BLOCKS, TOKENS, passed=broken)
-        assert until(prefill.endpoint, lambda r: bool(r.ended)).sent == {"p-1"}
-
-
 def test_nothing_reaches_the_device_that_the_fence_refused() -> None:
     with pair() as (prefill, decode):
         ticket = prefill.serve("p-1", BLOCKS, TOKENS)
@@ -161,30 +149,6 @@ def test_a_load_is_reported_when_its_copy_has_passed() -> None:
         assert decode.error("d-1") is None
         assert rank.endpoint.pending == 0
         assert device.copied[0][:2] == ("into", (8, 9))
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["both succeed", "the second fails"])
-def test_loads_with_one_request_id_are_each_reported(fails: bool) -> None:
-    with pair() as (prefill, decode):
-        [device], [rank] = decode.devices, decode.ranks
-        device.lets.clear()
-        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
-        eventually(lambda: len(device.begun) == 1, "the first copy begins")
-        ticket = prefill.serve("p-2", [5, 6], TOKENS)
-        if fails:
-            prefill.scheduler_holds.reset()
-            prefill.step()
-            prefill.over("p-2")
-        decode.pull("d-2", ticket, [3, 4], named="d-1")
-        if not fails:
-            eventually(lambda: len(device.begun) == 2, "the second copy begins")
-        device.lets.set()
-        outcomes = [until(rank.endpoint, lambda r: "d-1" in r.received) for _ in range(2)]
-        assert sum("d-1" in each.failed for each in outcomes) == fails
-        assert rank.endpoint.pending == 0
-        assert_held(decode.device_ranks, [8, 9], TOKENS)
-        if not fails:
-            assert_held(decode.device_ranks, [3, 4], TOKENS)
 
 
 @pytest.mark.parametrize("when", ["begin", "pass"])
@@ -216,29 +180,6 @@ def test_an_exception_at_a_copys_end_costs_its_request_only(
         assert decode.load("d-3", prefill.serve("p-3", [5, 6], TOKENS), [3, 4]) is None
         assert prefill.endpoint.healthy
         assert decode.endpoint.healthy
-
-
-def test_a_load_is_copied_when_the_device_has_done_its_earlier_work() -> None:
-    has_zeroed = False
-    with pair() as (prefill, decode):
-        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9], passed=lambda: has_zeroed)
-        prefill.over("p-1")  # it was read, and fenced
-        assert decode.devices[0].begun == []
-        has_zeroed = True
-        assert decode.error("d-1") is None
-        assert_held(decode.device_ranks, [8, 9], TOKENS)
-
-
-def test_a_load_fails_whose_device_does_not_answer() -> None:
-    def broken() -> bool:
-        raise RuntimeError("no device")
-
-    with pair() as (prefill, decode):
-        assert isinstance(
-            decode.load("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9], passed=broken),
-            CopyError,
-        )
-        assert_untouched(decode)
 
 
 @pytest.mark.parametrize(("way", "when"), [("out", "begin"), ("into", "pass")])
@@ -285,17 +226,6 @@ def test_a_copy_that_does_not_end_is_a_problem_until_it_does(clock: Clock) -> No
         eventually(lambda: rank.endpoint.healthy, "the copy has ended")
 
 
-def test_closing_waits_for_copies() -> None:
-    with pair() as (prefill, _):
-        [device], [rank] = prefill.devices, prefill.ranks
-        device.lets.clear()
-        prefill.serve("p-1", BLOCKS, TOKENS)
-        eventually(lambda: bool(device.begun), "the copy begins")
-        device.lets.set()
-        rank.endpoint.close()
-        assert len(device.copied) == 1
-
-
 def test_an_endpoint_that_does_not_stage_refuses_copies(prefill: Engine) -> None:
     prefill.compute("p-1", [1], 4)
     holds = prefill.scheduler_holds
@@ -324,16 +254,6 @@ def test_a_staged_endpoint_refuses_a_load_without_a_copy() -> None:
         prefill.over("p-1")
 
 
-def test_a_conversations_hold_is_staged_with_its_time_to_live(clock: Clock) -> None:
-    with pair(clock=clock) as (prefill, _):
-        prefill.compute("p-1", BLOCKS, TOKENS)
-        prefill.finish("p-1", BLOCKS, TOKENS, ttl=5.0)
-        prefill.sent("p-1")
-        clock.skip(6.0)
-        prefill.over("p-1")
-        assert prefill.host_pages.used == 0
-
-
 def test_the_time_of_copies_is_counted() -> None:
     with pair() as (prefill, decode):
         decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
@@ -343,11 +263,3 @@ def test_the_time_of_copies_is_counted() -> None:
         totals = MetricTotals(decode)
         assert [*totals.of(COPY_SECONDS)] == [(CopyDirection.TO_DEVICE,)]
         assert (Stage.COPY,) in totals.of(STAGE_SECONDS)
-
-
-def test_the_stand_in_cannot_be_read_from_the_host() -> None:
-    host = np.zeros((1, 3, 2), dtype=np.float32)
-    device = LateDevice(host, blocks=4)
-    device.write([2], np.float32(3))
-    assert (device.read()[:, 2] == 3).all()
-    assert not (device.memory[:, 2] == 3).any()

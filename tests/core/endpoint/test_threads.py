@@ -67,17 +67,6 @@ def test_no_thread_uses_a_device_that_it_has_not_chosen() -> None:
     assert {"kvferry-endpoint", "kvferry-driver-call"} <= set(devices.chosen)
 
 
-def test_an_engine_whose_threads_do_not_choose_is_found_out() -> None:
-    """The stand-in does notice threads that do not call ``enter``: this is the control."""
-    devices = StandInDevices()
-    devices.set_device(1)
-    rank = partial(Engine, transport=partial(DeviceTransport, devices))
-    with rank("prefill") as prefill, rank("decode") as decode:
-        ticket = prefill.serve("p", [1, 2], 7)
-        assert decode.load("d", ticket, [3, 4]) is None
-    assert {name for name, _ in devices.strays} == {"kvferry-endpoint", "kvferry-driver-call"}
-
-
 def test_an_endpoint_that_cannot_choose_its_device_has_failed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

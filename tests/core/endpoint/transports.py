@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvferry.core.errors import PeerLostError, TransportError
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
 from kvferry.core.messages import WORD_BYTES
 from kvferry.core.transport import (
     Capabilities,
@@ -18,10 +20,12 @@ from kvferry.core.transport import (
     TransferId,
 )
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import RecordingTransport
+from tests.core.endpoint.engines import TOKENS, Clock, Engine, RecordingTransport
 
 PENDING, DONE = Status(state=State.PENDING), Status(state=State.DONE)
 WORD = 0
+LOAD_TIMEOUT = 100.0
+OPTIONS = EndpointOptions(liveness_interval=0.0, load_timeout=LOAD_TIMEOUT)
 
 
 def failed(error: Exception) -> Status:
@@ -34,19 +38,25 @@ def failing(error: Exception) -> Status:
     return Status(state=State.FAILING, error=error)
 
 
+FAILED_CANCELLED = failed(TransferCancelledError("cancelled"))
+FAILING_CANCELLED = failing(TransferCancelledError("cancelled"))
+
+
 class ScriptedTransport(RecordingTransport):
-    """It ignores ``cancel``, and ``disconnect`` ends the reads from that peer.
+    """``disconnect`` ends the reads from that peer.
 
     Attributes:
+        when_cancelled: the status of cancelled reads; without, ``cancel`` is ignored.
         raises: what the methods with these names raise.
         posted: number of copies of each read, in order; ``WORD`` for a slot word.
         addresses: the remote addresses of each read, in order.
         pages: the reads of pages, in order.
-        statuses: of these reads, by their index in ``pages``.
+        statuses: of these reads, by their index in ``pages``; ``None`` for that of the driver.
         may_end: the first so many of the others have the status that the driver gives them.
         default: the status of the rest; ``None`` for that of the driver.
         unknown: indices of reads for which ``poll`` raises.
         cancelled: the reads that were cancelled, in order.
+        forgotten: how many reads of pages were forgotten.
     """
 
     def __init__(
@@ -61,7 +71,9 @@ class ScriptedTransport(RecordingTransport):
         self.pages: list[TransferId] = []
         self.statuses: dict[int, Status | None] = {}
         self.unknown: set[int] = set()
+        self.when_cancelled: Status | None = None
         self.cancelled: list[TransferId] = []
+        self.forgotten = 0
         self.peers: dict[TransferId, PeerId] = {}
 
     @property
@@ -100,10 +112,13 @@ class ScriptedTransport(RecordingTransport):
 
     def cancel(self, transfer: TransferId) -> None:
         self.cancelled.append(transfer)
+        if self.when_cancelled is not None and transfer in self.pages:
+            self.statuses[self.pages.index(transfer)] = self.when_cancelled
         if (error := self.raises.get("cancel")) is not None:
             raise error
 
     def forget(self, transfer: TransferId) -> None:
+        self.forgotten += transfer in self.pages
         self._call("forget", transfer)
 
     def notifications(self) -> list[Notification]:
@@ -123,3 +138,29 @@ class ScriptedTransport(RecordingTransport):
     def path(self, peer: PeerId) -> str:
         path: str = self._call("path", peer)
         return path
+
+
+@contextlib.contextmanager
+def three_engines(
+    driver: RecordingTransport, clock: Clock, other: RecordingTransport | None = None
+) -> Iterator[tuple[Engine, Engine, Engine]]:
+    """Run two producers, the second over ``other``, and a consumer that reads from both."""
+    with (
+        Engine("prefill") as first,
+        Engine("other", transport=lambda: other or RecordingTransport()) as second,
+        Engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode,
+    ):
+        yield first, second, decode
+
+
+def pass_time(clock: Clock, other: Engine, decode: Engine, seconds: float) -> None:
+    """Move the clock, and wait until the endpoint has done all that is due by then.
+
+    For that, two requests with the other producer come and go: the endpoint may have handled the
+    first in the step in which time passed.
+    """
+    clock.skip(seconds)
+    for number in range(2):
+        request = f"o-{clock():.3f}-{number}"
+        decode.pull(request, other.serve(request, [5], TOKENS), [], nothing=True)
+        other.released(request)

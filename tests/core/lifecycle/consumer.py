@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class EveryLoadSendsDone(HoldUsers):
-    """Every load sends its own "done", even if the hold has other users."""
-
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
         super().order(request, siblings=siblings)
         self._uses[self._keys[request]].is_done_bound = True
@@ -58,7 +56,6 @@ class Consumer(Scheduler):
         self._refusals: list[tuple[DecodeRequest, KVFerryError]] = []
 
     def at(self, *where: DecodeState) -> list[DecodeRequest]:
-        """Return the requests in these states, oldest first."""
         return [request for request in self.requests.values() if request.stage in where]
 
     def add(self, request: DecodeRequest) -> None:
@@ -93,7 +90,6 @@ class Consumer(Scheduler):
         self.send(step)
 
     def process(self) -> None:
-        """Process the results of the oldest step."""
         step = self.steps.popleft()
         for rank, results in step.outputs.items():
             for request, error in results:
@@ -110,7 +106,6 @@ class Consumer(Scheduler):
             self.finish(request)
 
     def finish(self, request: DecodeRequest) -> None:
-        """End a request: its pages and its id are free again."""
         for rank in self.ranks:
             for transfer in rank.transfers:
                 targets = (

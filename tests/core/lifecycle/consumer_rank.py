@@ -43,8 +43,8 @@ from tests.core.lifecycle.fabric import (
     require,
 )
 from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer, skewed
-from tests.core.lifecycle.rank_loads import RankLoads
 from tests.core.lifecycle.rank_renewals import RankRenewals
+from tests.core.lifecycle.schedulers import RankLoads
 
 if TYPE_CHECKING:
     from tests.core.lifecycle.consumer import Consumer
@@ -76,13 +76,11 @@ class ConsumerRank:
         self._ticket_key = b""
 
     def producer(self) -> Producer:
-        """Return the producer that runs now."""
         return self._simulation.producer
 
     # The engine's step.
 
     def launch(self) -> None:
-        """Run a step: begin and abort loads, and report results."""
         step = self.inbox.popleft()
         for request in step.prepares:
             self.rank_renewals.prepare(request)
@@ -107,7 +105,6 @@ class ConsumerRank:
             self._check_told(self.pulls[load_id])
 
     def poll(self) -> None:
-        """Poll all transfers, then perform the resulting actions."""
         for transfer in list(self.transfers):
             if transfer.op is None:
                 if transfer.state.final:
@@ -130,7 +127,6 @@ class ConsumerRank:
         self._pump()
 
     def tick(self) -> None:
-        """Let loads and renewals do what is due."""
         now = self.now()
         for pull in self.pulls.values():
             if not pull.reported and now >= pull.deadline:
@@ -196,16 +192,13 @@ class ConsumerRank:
 
     @property
     def link(self) -> Link:
-        """Return the connection to the producer."""
         return self._link
 
     def knows(self, incarnation: int) -> bool:
-        """Return whether this incarnation of the producer is connected."""
         known = bool(self._payloads) and self._payloads[0].incarnation == incarnation
         return known and not self._link.broken
 
     def reach(self) -> None:
-        """Connect to the producer that runs now."""
         self._connect(self.producer().payloads)
 
     def _connect(self, payloads: list[RankPayload]) -> None:
@@ -238,7 +231,6 @@ class ConsumerRank:
         check_against(request.ticket, self._payloads, limits, ticket_key=self._ticket_key)
 
     def may_renew(self, request: DecodeRequest) -> bool:
-        """Return whether the hold of a waiting request may be renewed."""
         try:
             self.check(request)
         except TicketError:
@@ -368,7 +360,6 @@ class ConsumerRank:
         self.post(transfer)
 
     def make_read(self, link: Link, action: Action, pull: RankLoad) -> Transfer:
-        """Return the read of a load's pages from one rank."""
         return Transfer(
             op=LoadAction.READ,
             link=link,
@@ -404,7 +395,6 @@ class ConsumerRank:
         self.post(transfer)
 
     def tells(self, load_id: LoadId) -> bool:
-        """Return whether "done" is bound to a load's fences."""
         return not self.pulls[load_id].shared
 
     def post(self, transfer: Transfer) -> None:
@@ -419,7 +409,6 @@ class ConsumerRank:
             self.transfers.append(transfer)
 
     def message(self, rank: int, load_ids: list[LoadId], *, abandoned: bool) -> Message:
-        """Return the message with the "done" or "abandon" of some loads to one producer rank."""
         tickets = [self.pulls[load_id].request.issue.ticket for load_id in load_ids]
         releases = [
             release(
@@ -504,7 +493,6 @@ class ConsumerRank:
         return [t for t in self.transfers if load_id in t.loads]
 
     def check_pages(self, pull: RankLoad) -> None:
-        """Check that every page holds what the ticket's request computed."""
         if not pull.pulling:
             return
         for page, _, wanted in pull.wants:
@@ -513,11 +501,9 @@ class ConsumerRank:
                 require(got == wanted or not remote.reads, "stale bytes accepted:", got, wanted)
 
     def sever(self, *, failing: bool) -> None:
-        """Break the connection to the producer."""
         self.fabric.sever(self._link, failing=failing)
 
     def crash(self) -> None:
-        """End the process, and with it all its transfers."""
         for transfer in self.transfers:
             self.fabric.drop(transfer)
 

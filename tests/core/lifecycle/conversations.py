@@ -7,9 +7,9 @@ from hypothesis.stateful import initialize, rule
 
 from kvferry.core.errors import KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
+from tests.core.lifecycle import protocol_faults
 from tests.core.lifecycle.model import Faults, Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
-from tests.core.lifecycle.protocol_faults import AnswersNeverReclaimed
 from tests.core.lifecycle.staged_model import DeviceNotAwaited
 from tests.core.lifecycle.two_engines import (
     LARGEST,
@@ -25,7 +25,7 @@ from tests.core.lifecycle.two_engines import (
 PICKS = st.binary(max_size=8) | st.binary(min_size=24, max_size=60)
 LEAVES = st.sampled_from(list(Leaves))
 PLANTED = Faults()
-PLANTED.add("nothing is reclaimed")(AnswersNeverReclaimed)
+PLANTED.add("nothing is reclaimed")(protocol_faults.PLANTED["answers are never reclaimed"])
 PLANTED.add("a load does not wait for the device")(DeviceNotAwaited)
 NEITHER_NOR = st.sampled_from([False, False, False, True])
 
@@ -135,7 +135,6 @@ class Conversations(Model):
         seconds: int = 0,
         picks: bytes = b"",
     ) -> None:
-        """Fill both engines, and let some time pass."""
         self.fill(indices, rounds, leaves)
         self.simulation.now += seconds
         self.drift(picks)
@@ -193,7 +192,6 @@ class Conversations(Model):
         picks=PICKS,
     )
     def wait(self, seconds: float = 1.0, settles: bool = False, picks: bytes = b"") -> None:
-        """Let time pass, or let everything proceed for a while."""
         if settles:
             self.simulation.settle(2)
         else:
@@ -202,7 +200,6 @@ class Conversations(Model):
 
     @rule(index=st.integers(0, 7), loses=st.booleans(), picks=PICKS)
     def harm(self, index: int = 0, loses: bool = False, picks: bytes = b"") -> None:
-        """Lose a message, or let a transfer fail."""
         fabric = self.simulation.fabric
         if loses and fabric.messages:
             del fabric.messages[index % len(fabric.messages)]
@@ -213,8 +210,6 @@ class Conversations(Model):
 
 @PLANTED.add("claimed answers are not reclaimed")
 class ClaimedAnswersStay(Engine):
-    """The holds of answers for which the other engine waits are not reclaimed."""
-
     def reclaim(self, pages: int) -> int:
         holds = [rank.holds._held for rank in self.ranks]
         held = [each for table in holds for each in table.values()]
@@ -224,8 +219,6 @@ class ClaimedAnswersStay(Engine):
 
 @PLANTED.add("a reclaimed hold's pages given back at once")
 class ReclaimedAtOnce(Engine):
-    """A reclaimed hold's pages are given back before the ranks have cleared its word."""
-
     def reclaim(self, pages: int) -> int:
         given = super().reclaim(pages)
         ended = set(self.holds._ends)
@@ -234,16 +227,11 @@ class ReclaimedAtOnce(Engine):
         return given
 
 
-@PLANTED.add("an answer's ticket says computed")
-class AnswerSaidToBeComputed(Engine):
-    def computed(self, turn: Turn) -> bool:
-        return True
+PLANTED.replace("an answer's ticket says computed", Engine, computed=lambda self, turn: True)
 
 
 @PLANTED.add("the abort of a load leaves its request's hold")
 class AbortKeepsTheHold(Engine):
-    """The abort of a load leaves the hold that its request has for the other engine."""
-
     def drop(self, turn: Turn) -> None:
         if turn.stage is not Stage.ABORTED:
             super().drop(turn)
@@ -251,8 +239,6 @@ class AbortKeepsTheHold(Engine):
 
 @PLANTED.add("the abort of a load reports its request's hold")
 class AbortReportsTheHold(Rank):
-    """The abort of a load reports the hold of its request as if that had a ticket."""
-
     def launch(self) -> None:
         for held in list(self.holds._held.values()):
             if held.request in self.inbox[0].aborts:
@@ -263,8 +249,6 @@ class AbortReportsTheHold(Rank):
 
 @PLANTED.add("a failed load ends its request's hold")
 class FailureEndsTheHold(Rank):
-    """A failed load ends the hold of its request, which is computed and gets a ticket."""
-
     def launch(self) -> None:
         failed = {request for request, error in self.results if error is not None}
         for held in list(self.holds._held.values()):
@@ -275,8 +259,6 @@ class FailureEndsTheHold(Rank):
 
 @PLANTED.add("received, so not sent")
 class SentOfOneIsReceivedOfTheOther(Rank):
-    """A request that was reported received is not reported sent."""
-
     _seen: frozenset[RequestId] = frozenset()
 
     def launch(self) -> None:
@@ -288,8 +270,6 @@ class SentOfOneIsReceivedOfTheOther(Rank):
 
 @PLANTED.add("received counts as sent")
 class ReceivedReportedAsSent(Engine):
-    """The report that a load is over counts as the report that the request's hold has ended."""
-
     def _hear_received(self, rank: int, request: RequestId, error: KVFerryError | None) -> None:
         super()._hear_received(rank, request, error)
         turn = self.turns.get(request)

@@ -18,8 +18,6 @@ LATE = "late"
 
 
 class DecodeState(enum.Enum):
-    """The state of a request in the decode scheduler."""
-
     WAITING = enum.auto()
     LOADING = enum.auto()
     ABORTED = enum.auto()
@@ -67,7 +65,6 @@ class DecodeRequest:
 
     @property
     def admitted(self) -> bool:
-        """Return whether the digest of the ticket is that of this prompt."""
         return tokens_digest(self.tokens) == self.issue.ticket.digest
 
 

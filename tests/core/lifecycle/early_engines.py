@@ -63,8 +63,6 @@ class Part:
 
 
 class PrefillRank(reading_engines.PrefillRank):
-    """One rank of the prefill engine."""
-
     def __init__(self, rank: int, prefill: PrefillScheduler) -> None:
         super().__init__(rank, prefill)
         self.passed: list[Callable[[], None]] = []
@@ -103,8 +101,6 @@ class PrefillRank(reading_engines.PrefillRank):
 
 
 class Prefill(PrefillScheduler):
-    """The prefill engine."""
-
     def __init__(self, simulation: EarlySimulation) -> None:
         draws = itertools.count(1)
         super().__init__(simulation, PrefillRank, lambda: next(draws) << 32 | 7)
@@ -251,8 +247,6 @@ class DecodeRank(ReadingRank[EarlyLoad]):
 
 
 class Decode(DecodeScheduler):
-    """The decode engine's scheduler, and its ranks."""
-
     def __init__(self, simulation: EarlySimulation) -> None:
         self.simulation = simulation
         ranks = range(len(simulation.plan))
@@ -264,7 +258,6 @@ class Decode(DecodeScheduler):
         yield from super().moves()
 
     def follow(self) -> None:
-        """Ask the prefill engine for news of all rooms."""
         rooms = self.simulation.prefill.rooms
         asked = {r.prompt.room: r for r in self.requests if not r.is_last}
         for news in rooms.news([(room, r.version) for room, r in asked.items()]):
@@ -286,7 +279,6 @@ class Decode(DecodeScheduler):
         self.send(step)
 
     def admits(self, request: DecodeRequest, part: Part) -> bool:
-        """Return whether a part is for a request's own prompt."""
         return part.digest == tokens_digest(request.tokens[: len(part.pages) * BLOCK])
 
     def _hear(self, step: DecodeStep, request: DecodeRequest, news: RoomNews) -> None:
@@ -316,8 +308,6 @@ class Decode(DecodeScheduler):
 
 
 class EarlySimulation(ReadingSimulation):
-    """Both engines, what is under way between them, and the clock."""
-
     prefill: Prefill
     decode: Decode
 
@@ -349,7 +339,6 @@ class EarlySimulation(ReadingSimulation):
         self.deliver_all()
 
     def compute(self) -> None:
-        """Run a step of the prefill engine, and process all results."""
         self.launch()
         for rank in self.prefill.ranks:
             while rank.stream:
@@ -376,7 +365,6 @@ class EarlySimulation(ReadingSimulation):
             rank.tick()
 
     def read(self) -> None:
-        """Let the decode engine read all that it can."""
         for _ in range(3):
             self.look()
             self.land()

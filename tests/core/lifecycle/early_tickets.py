@@ -13,29 +13,24 @@ from kvferry.core.lifecycle.load_machine import LoadAction, LoadMachine, _At
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Release
+from tests.core.lifecycle import protocol_faults
 from tests.core.lifecycle.early_engines import (
     Decode,
-    DecodeRequest,
     EarlySimulation,
-    Part,
     Prefill,
     PrefillRank,
-    Prompt,
 )
 from tests.core.lifecycle.model import Faults, Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PrefillState
-from tests.core.lifecycle.protocol_faults import FenceIgnored
 from tests.core.lifecycle.reading_engines import PLANS
 
 PICKS = st.binary(min_size=4, max_size=60)
 """Which of the possible moves come next."""
 PLANTED = Faults()
-PLANTED.add("no fence")(FenceIgnored)
+PLANTED.add("no fence")(protocol_faults.PLANTED["the fence ignored"])
 
 
 class EarlyTickets(Model):
-    """Any order of requests, steps, deliveries, preemptions and failures."""
-
     simulation: EarlySimulation
 
     @initialize(plan=st.sampled_from(range(len(PLANS))), slots=st.integers(1, 2))
@@ -135,32 +130,24 @@ class GenerationKeptAtPreemption(SchedulerHolds):
         return super().take_on(request) if entry is None or entry.ticketed else entry.hold
 
 
-@PLANTED.add("the last chunk published early")
-class LastChunkPublishedEarly(Prefill):
-    """The watermark for a chunk is ordered with the very step that computes it."""
-
-    def publish(self, prompt: Prompt) -> None:
-        self.publish_chunks(prompt, prompt.chunk + 1)
-
-
-@PLANTED.add("a watermark before its event")
-class MarkedBeforeTheEvent(PrefillRank):
-    def queue_mark(self, hold: Hold, tokens: int) -> None:
-        self.worker_holds.mark(hold, tokens)
-
-
-@PLANTED.add("a part of one prompt taken for another")
-class AnyPartAccepted(Decode):
-    """No part is compared with the prompt, nor the ticket."""
-
-    def admits(self, request: DecodeRequest, part: Part) -> bool:
-        return True
+# The watermark for a chunk is ordered with the very step that computes it.
+PLANTED.replace(
+    "the last chunk published early",
+    Prefill,
+    publish=lambda self, prompt: self.publish_chunks(prompt, prompt.chunk + 1),
+)
+PLANTED.replace(
+    "a watermark before its event",
+    PrefillRank,
+    queue_mark=lambda self, hold, tokens: self.worker_holds.mark(hold, tokens),
+)
+PLANTED.replace(
+    "a part of one prompt taken for another", Decode, admits=lambda self, request, part: True
+)
 
 
 @PLANTED.add("a hold reported sent while computing")
 class SentWhileComputing(WorkerHolds):
-    """A hold that its consumer ends is reported sent at once, though it has no ticket."""
-
     def release(self, message: Release) -> ReleaseOutcome:
         outcome = super().release(message)
         for held in [h for h in self._held.values() if h.state is HoldState.ENDED]:
@@ -170,8 +157,6 @@ class SentWhileComputing(WorkerHolds):
 
 @PLANTED.add("a watermark read before its generation")
 class MarkedBeforeItsGeneration(LoadMachine):
-    """The watermark is read first, and then the slot word."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.marks: dict[int, int] = {}
@@ -211,18 +196,17 @@ class WatermarkNotZeroed(WorkerHolds):
         self._watermarks = watermarks
 
 
-@PLANTED.add("watermarks ignored")
-class WatermarksIgnored(LoadMachine):
-    """All pages that a part names are read."""
-
-    def watermark_read(self, rank: int, watermark: int) -> None:
-        super().watermark_read(rank, self.hold.watermark(self.tokens))
+PLANTED.replace(
+    "watermarks ignored",
+    LoadMachine,
+    watermark_read=lambda self, rank, watermark: LoadMachine.watermark_read(
+        self, rank, self.hold.watermark(self.tokens)
+    ),
+)
 
 
 @PLANTED.add("pages of the old hold kept")
 class PagesOfTheOldHoldKept(LoadMachine):
-    """After a preemption, what was read is not read again."""
-
     def extend(self, hold: Hold, tokens: int, deadline: float) -> None:
         super().extend(hold, tokens, deadline)
         self._keep()
@@ -240,8 +224,6 @@ class PagesOfTheOldHoldKept(LoadMachine):
 
 @PLANTED.add("the read of an old hold not awaited")
 class OldReadNotAwaited(LoadMachine):
-    """After a preemption, pages are read again while the old read is under way."""
-
     def finish(self, hold: Hold, *, computed: bool, deadline: float) -> None:
         for rank, at in self.at.items():
             if self.early and at is _At.READING and hold != self.hold:
@@ -251,8 +233,6 @@ class OldReadNotAwaited(LoadMachine):
 
 @PLANTED.add("over before the ticket")
 class OverBeforeTheTicket(LoadMachine):
-    """A load is over when all that the newest part names was read."""
-
     def _mark(self) -> None:
         super()._mark()
         if self.progress and all(p.until == self.tokens for p in self.progress.values()):

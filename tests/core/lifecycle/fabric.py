@@ -33,7 +33,6 @@ class ProtocolViolation(AssertionError):
 
 
 def require(holds: bool, what: str, *details: object) -> None:
-    """Raise ``ProtocolViolation`` unless ``holds``."""
     if not holds:
         raise ProtocolViolation(what, *details)
 
@@ -56,19 +55,15 @@ class Content(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """A consumer rank's connection to the producer."""
-
     broken: bool = False
 
 
 def release(incarnation: int, hold: Hold, **how: Any) -> Release:
-    """Return a "done" or "abandon" about a hold."""
     slot, generation = hold.slot, hold.generation
     return Release(incarnation=incarnation, slot=slot, generation=generation, **how)
 
 
 def renewal(ticket: Ticket, *, engine: str, life: int) -> Renewal:
-    """Return a renewal of a ticket's hold."""
     return Renewal(
         incarnation=ticket.incarnation,
         slot=ticket.hold.slot,
@@ -123,7 +118,6 @@ class Transfer:
         self.wanted = set(self.loads)
 
     def cancel(self, load: LoadId) -> None:
-        """Cancel the transfer for one load."""
         self.wanted.discard(load)
         self.cancelled = not self.wanted
 
@@ -177,13 +171,11 @@ class Fabric:
             self._finish(transfer, State.FAILED)
 
     def sever(self, link: Link, *, failing: bool = False) -> None:
-        """Break a connection; its transfers fail."""
         link.broken = True
         for transfer in [t for t in self.transfers if t.link is link]:
             self.fail(transfer, PeerLostError("the producer is gone"), failing=failing)
 
     def drop(self, transfer: Transfer) -> None:
-        """Remove a transfer whose process has ended."""
         if transfer in self.transfers:
             self.transfers.remove(transfer)
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from kvferry.core.errors import HandshakeError, TransportError
-from tests.core.lifecycle.invariants import check_scheduler_holds
 from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PAGES, TTL, PrefillState
-from tests.core.lifecycle.simulation import PLANS, Simulation
+from tests.core.lifecycle.simulation import PLANS, Simulation, check_scheduler_holds
 
 T = TypeVar("T")
 
@@ -24,8 +23,6 @@ KINDS = ["plain", "drafter", "conversation"]
 
 
 class Protocol(Model):
-    """Any order of requests, steps, deliveries and failures."""
-
     examples: ClassVar[int] = 600
     steps: ClassVar[int] = 25
     simulation: Simulation
@@ -212,7 +209,6 @@ class Protocol(Model):
         patient: bool = False,
         picks: bytes = b"",
     ) -> None:
-        """Let everything settle, or let time pass before it does."""
         if resets:
             self.simulation.producer.reset()
         if patient:
@@ -315,6 +311,5 @@ class Protocol(Model):
 
 
 def _one(things: Sequence[T], index: int, act: Callable[[T], None]) -> None:
-    """Act on one of these, if there are any."""
     if things:
         act(things[index % len(things)])

@@ -28,8 +28,6 @@ class Faults(dict[str, type]):
         self.by_table: set[str] = set()
 
     def add(self, name: str, *, by_table: bool = False) -> Callable[[type[T]], type[T]]:
-        """Return a decorator that adds a class under a name."""
-
         def add(fault: type[T]) -> type[T]:
             self[name] = fault
             if by_table:
@@ -37,6 +35,11 @@ class Faults(dict[str, type]):
             return fault
 
         return add
+
+    def replace(self, name: str, base: type, *, by_table: bool = False, **methods: Any) -> None:
+        """Add a subclass of ``base`` with other methods."""
+        module = sys._getframe(1).f_globals["__name__"]
+        self.add(name, by_table=by_table)(type(name, (base,), methods | {"__module__": module}))
 
 
 class Components:
@@ -97,7 +100,6 @@ def call(rule: str, **arguments: Any) -> Call:
 
 
 def replay(machine: type[Model], calls: Iterable[Call]) -> ProtocolViolation | None:
-    """Run a fixed sequence of rules, and return how it breaks the protocol, if it does."""
     model = machine()
     try:
         for rule, arguments in calls:

@@ -49,8 +49,6 @@ ENGINE = "prefill"
 
 
 class PrefillState(enum.Enum):
-    """The state of a request in the prefill scheduler."""
-
     WAITING = enum.auto()
     RUNNING = enum.auto()
     HELD = enum.auto()
@@ -90,7 +88,6 @@ class PrefillRequest:
 
     @property
     def generation(self) -> int:
-        """Return the generation of the hold; 0 without a hold."""
         return 0 if self.hold is None else self.hold.generation
 
     @property
@@ -98,15 +95,12 @@ class PrefillRequest:
         return [self.uid * 100 + i for i in range(self.size * BLOCK - 1)]
 
     def content(self, index: int) -> Content:
-        """Return the content of page ``index`` when it is complete."""
         late = self.late and index == self.size - 1
         return Content(owner=self.uid, number=index, final=True, late=late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IssuedTicket:
-    """A ticket, with its request, its producer, and when it was made."""
-
     ticket: Ticket
     prompt: PrefillRequest
     producer: Producer
@@ -114,8 +108,6 @@ class IssuedTicket:
 
 
 class StepWork(NamedTuple):
-    """A request's part in a step."""
-
     prompt: PrefillRequest
     epoch: int
     pages: tuple[int, ...]
@@ -163,7 +155,6 @@ class ProducerRank:
         self._strict = components.strict
 
     def now(self) -> float:
-        """Return the time of the rank's own clock."""
         return self._now()
 
     def launch(self) -> None:
@@ -184,12 +175,10 @@ class ProducerRank:
         self._check()
 
     def device(self) -> None:
-        """Let the device do the next work in its queue."""
         self.stream.popleft()()
 
     @property
     def due(self) -> bool:
-        """Return whether ``tick`` has something to do."""
         now = self._now()
         deadlines = (s.deadline for s in self.table.active.values())
         return bool(self.passed) or any(d is not None and d <= now for d in deadlines)
@@ -207,7 +196,6 @@ class ProducerRank:
         self._check()
 
     def hear(self, message: Message) -> None:
-        """Handle a notification."""
         now = self._now()
         for note, origin in zip(decode_notes(message.payload), message.origins, strict=True):
             if isinstance(note, Renewal):
@@ -297,7 +285,6 @@ class Producer(Scheduler):
     # The scheduler.
 
     def at(self, *where: PrefillState) -> list[PrefillRequest]:
-        """Return the requests in these states, oldest first."""
         return [prompt for prompt in self.requests.values() if prompt.at in where]
 
     def add(self, prompt: PrefillRequest) -> None:
@@ -318,7 +305,6 @@ class Producer(Scheduler):
         self.send(step)
 
     def process(self) -> None:
-        """Process the results of the oldest step: finish requests and take pages back."""
         step = self.steps.popleft()
         if step.asks:
             self.pressure.answered(step.silent)
@@ -332,7 +318,6 @@ class Producer(Scheduler):
                 self._hear_sent(rank, request)
 
     def preempt(self, prompt: PrefillRequest) -> None:
-        """Preempt a request: it gives up its pages, and starts again with another hold."""
         self._free(prompt)
         prompt.at, prompt.chunk, prompt.epoch = PrefillState.WAITING, 0, prompt.epoch + 1
         prompt.late = False
@@ -348,7 +333,6 @@ class Producer(Scheduler):
         self._forget(prompt)
 
     def reset(self) -> None:
-        """Reset the prefix cache."""
         self.scheduler_holds.reset()
         self.reset_holds.update(p.hold for p in self.at(PrefillState.HELD) if p.hold is not None)
 
@@ -362,7 +346,6 @@ class Producer(Scheduler):
 
     @property
     def starved(self) -> PrefillRequest | None:
-        """Return the first request that waits for pages, if any."""
         return next((p for p in self.at(PrefillState.WAITING) if p.size > len(self.free)), None)
 
     # Inside.
@@ -381,7 +364,6 @@ class Producer(Scheduler):
         return self.pressure.ask(self._clock(), held=self.scheduler_holds.ticketed)
 
     def _reclaim(self, pages: int) -> int:
-        """Give up holds of conversations; return how many."""
         kept = self.conversations
         given = self.scheduler_holds.reclaim(pages)
         oldest = [prompt.hold for prompt in kept[:given] if prompt.hold is not None]
@@ -446,7 +428,6 @@ class Producer(Scheduler):
         self.issues.append(IssuedTicket(ticket=ticket, prompt=prompt, producer=self, made=made))
 
     def computed(self, prompt: PrefillRequest) -> bool:
-        """Return whether a ticket may say that the pages are complete."""
         return not prompt.drafter and not prompt.conversation
 
     def _hear_sent(self, rank: int, request: RequestId) -> None:

@@ -7,24 +7,26 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
-from kvferry.core.lifecycle.load_machine import Action, LoadId, LoadMachine, RemoteRank, _At
+from kvferry.core.lifecycle.load_machine import Action, LoadMachine, RemoteRank, _At
 from kvferry.core.lifecycle.page_copy import PageCopy
-from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
+from kvferry.core.lifecycle.renewal_schedule import RenewalRequest, Renewals
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
-from kvferry.core.messages import Heartbeat, Release, Renewal
+from kvferry.core.messages import Release, Renewal
 from kvferry.core.metrics import Stage
 from tests.core.lifecycle.consumer import EveryLoadSendsDone
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, RankLoad
 from tests.core.lifecycle.fabric import Link, Transfer
 from tests.core.lifecycle.model import Faults
-from tests.core.lifecycle.producer import TTL, PrefillRequest, Producer
+from tests.core.lifecycle.producer import TTL, Producer
 
 PLANTED = Faults()
 
@@ -58,22 +60,21 @@ class NoCheckBeforeTheRead(LoadMachine):
 
 @PLANTED.add("no check when a drafter runs")
 class NoCheckAtAll(LoadMachine):
-    """Every ticket is treated as one that says ``computed``."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.computed = True
 
 
-@PLANTED.add("counter generations across a restart")
-class CountedGenerations(SchedulerHolds):
-    def __init__(self, slots: int, **limit: Any) -> None:
-        super().__init__(slots, itertools.count(1).__next__, **limit)
+PLANTED.replace(
+    "counter generations across a restart",
+    SchedulerHolds,
+    __init__=lambda self, slots, **limit: SchedulerHolds.__init__(
+        self, slots, itertools.count(1).__next__, **limit
+    ),
+)
 
 
 class WordsClearedWithTheNextOrders(WorkerHolds):
-    """A request is reported sent before its word is cleared, for some holds."""
-
     _late: tuple[Hold, ...] = ()
 
     def apply(self, orders: HoldOrders, now: float) -> None:
@@ -95,17 +96,12 @@ class WordClearedAfterwards(WordsClearedWithTheNextOrders):
         self.clear_later(held.hold, word)
 
 
-@PLANTED.add("abandon not sent")
-class AbandonNotSent(LoadMachine):
-    def _tell_abandon(self) -> None:
-        pass
-
-
-@PLANTED.add("an unread rank gets no done")
-class UnreadRankNotNotified(LoadMachine):
-    def _tell_done(self) -> None:
-        if not self.reads:
-            super()._tell_done()
+PLANTED.replace("abandon not sent", LoadMachine, _tell_abandon=lambda self: None)
+PLANTED.replace(
+    "an unread rank gets no done",
+    LoadMachine,
+    _tell_done=lambda self: None if self.reads else LoadMachine._tell_done(self),
+)
 
 
 # Further faults of the producer.
@@ -113,8 +109,6 @@ class UnreadRankNotNotified(LoadMachine):
 
 @PLANTED.add("one rank counted twice", by_table=True)
 class RanksNotDistinct(WorkerHolds):
-    """Repeated messages of one rank are counted as of different ranks."""
-
     def release(self, message: Release) -> ReleaseOutcome:
         held = self._held.get(message.slot)
         ranks = held.readers.get(message.engine) if held is not None else None
@@ -130,20 +124,23 @@ class AnyGenerationReleases(WorkerHolds):
     def release(self, message: Release) -> ReleaseOutcome:
         held = self._held.get(message.slot)
         generation = message.generation if held is None else held.hold.generation
-        return super().release(_changed(message, generation=generation))
+        return super().release(replace(message, generation=generation))
 
 
-@PLANTED.add("any incarnation releases")
-class AnyIncarnationReleases(WorkerHolds):
-    def release(self, message: Release) -> ReleaseOutcome:
-        return super().release(_changed(message, incarnation=self._incarnation))
-
-
-@PLANTED.add("consumer engines counted together")
-class EnginesCountedTogether(WorkerHolds):
-    def release(self, message: Release) -> ReleaseOutcome:
-        rank = message.rank if message.engine == "A" else 100 + message.rank
-        return super().release(_changed(message, engine="any", rank=rank))
+PLANTED.replace(
+    "any incarnation releases",
+    WorkerHolds,
+    release=lambda self, message: WorkerHolds.release(
+        self, replace(message, incarnation=self._incarnation)
+    ),
+)
+PLANTED.replace(
+    "consumer engines counted together",
+    WorkerHolds,
+    release=lambda self, message: WorkerHolds.release(
+        self, replace(message, engine="any", rank=message.rank + 100 * (message.engine != "A"))
+    ),
+)
 
 
 @PLANTED.add("expired and sent")
@@ -161,8 +158,6 @@ class ExpiryForgets(WorkerHolds):
 
 @PLANTED.add("ready before the device has finished")
 class ReadyWithTheOrder(WorkerHolds):
-    """``ready`` does not wait for the device."""
-
     def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
         super().order(hold, lease, now, ttl)
         if self._find(hold):
@@ -184,10 +179,7 @@ class DropsLate(WorkerHolds):
             self._words[hold.slot] = NOTHING
 
 
-@PLANTED.add("reset forgotten")
-class ResetForgotten(WorkerHolds):
-    def end(self, hold: Hold) -> None:
-        pass
+PLANTED.replace("reset forgotten", WorkerHolds, end=lambda self, hold: None)
 
 
 @PLANTED.add("the slot is free at the ticket")
@@ -213,24 +205,17 @@ class SlotFreeAtTheTicket(SchedulerHolds):
 
 @PLANTED.add("the old hold forgotten at a preemption")
 class OldHoldForgottenAtPreemption(SchedulerHolds):
-    """A request that comes back after a preemption gets a new hold, and keeps the old one, too."""
-
     def take_on(self, request: RequestId) -> Hold | None:
         if request in self._entries and not self._entries[request].ticketed:
             del self._entries[request]
         return super().take_on(request)
 
 
-@PLANTED.add("held without limit")
-class HeldWithoutLimit(SchedulerHolds):
-    def _make_room(self, newest: RequestId) -> None:
-        pass
+PLANTED.replace("held without limit", SchedulerHolds, _make_room=lambda self, newest: None)
 
 
 @PLANTED.add("pages given back when one rank has sent")
 class SentByOneRank(Producer):
-    """Pages are given back when the first rank has reported the request sent."""
-
     def _hear_sent(self, rank: int, request: RequestId) -> None:
         self.reported[request].update(r.rank for r in self.ranks if r.rank != rank)
         super()._hear_sent(rank, request)
@@ -239,16 +224,12 @@ class SentByOneRank(Producer):
 # Faults of the consumer.
 
 
-@PLANTED.add("the fence ignored")
-class FenceIgnored(LoadMachine):
-    def fenced(self, rank: int, word: int) -> None:
-        super().fenced(rank, self.hold.ready)
-
-
-@PLANTED.add("reported while failing")
-class ReportedWhileFailing(LoadMachine):
-    def failing(self, rank: int, error: KVFerryError) -> None:
-        self.lost(rank, error)
+PLANTED.replace(
+    "the fence ignored",
+    LoadMachine,
+    fenced=lambda self, rank, word: LoadMachine.fenced(self, rank, self.hold.ready),
+)
+PLANTED.replace("reported while failing", LoadMachine, failing=LoadMachine.lost)
 
 
 @PLANTED.add("an abort does not wait")
@@ -271,8 +252,6 @@ class ReadsAfterTheReport(LoadMachine):
 
 @PLANTED.add("one fence for all ranks")
 class OneFenceForAll(LoadMachine):
-    """The first valid fence counts for all ranks."""
-
     def fenced(self, rank: int, word: int) -> None:
         super().fenced(rank, word)
         for other in self.at if self.failure is None else ():
@@ -281,8 +260,6 @@ class OneFenceForAll(LoadMachine):
 
 @PLANTED.add("computing pages are checked once")
 class CheckedOnce(LoadMachine):
-    """The check of pages that are still computing is not repeated."""
-
     def tick(self, now: float) -> None:
         for rank, at in self.at.items():
             if at is _At.RECHECK:
@@ -290,16 +267,10 @@ class CheckedOnce(LoadMachine):
         super().tick(now)
 
 
-@PLANTED.add("the deadline ignored")
-class DeadlineIgnored(LoadMachine):
-    def tick(self, now: float) -> None:
-        super().tick(float("-inf"))
-
-
-@PLANTED.add("renewals not sent")
-class RenewalsNotSent(Renewals):
-    def take_due(self, now: float) -> tuple[list[RenewalRequest], list[RenewalRequest]]:
-        return [], []
+PLANTED.replace(
+    "the deadline ignored", LoadMachine, tick=lambda self, now: LoadMachine.tick(self, -math.inf)
+)
+PLANTED.replace("renewals not sent", Renewals, take_due=lambda self, now: ([], []))
 
 
 @PLANTED.add("renewed once")
@@ -313,39 +284,24 @@ class RenewedOnce(Renewals):
         return gone
 
 
-@PLANTED.add("renewed while the fence is under way")
-class RenewedWhileFencing(Renewals):
-    """A hold that this engine's own "done" ended counts as lost."""
-
-    def end_rank(self, renewal: RenewalId, rank: int) -> None:
-        pass
-
-
-@PLANTED.add("renewals ignored")
-class RenewalsIgnored(WorkerHolds):
-    def renew(self, message: Renewal, now: float) -> None:
-        pass
+# A hold that this engine's own "done" ended counts as lost.
+PLANTED.replace(
+    "renewed while the fence is under way", Renewals, end_rank=lambda self, renewal, rank: None
+)
+PLANTED.replace("renewals ignored", WorkerHolds, renew=lambda self, message, now: None)
 
 
 @PLANTED.add("the oldest of all ranks counts")
 class OldestRankCounts(BlockPressure):
-    """A hold is given up when it is silent on any rank."""
-
     def answered(self, reports: Mapping[int, Iterable[Silence]]) -> None:
         found = {each.hold: each for report in reports.values() for each in report}
         self._silent = sorted(found.values(), key=lambda each: each.age, reverse=True)
 
 
-@PLANTED.add("ranks are never asked for silent holds")
-class NeverAsksForSilentHolds(BlockPressure):
-    def ask(self, now: float, *, held: int) -> bool:
-        return False
-
-
-@PLANTED.add("heartbeats ignored")
-class HeartbeatsIgnored(WorkerHolds):
-    def heartbeat(self, message: Heartbeat, now: float) -> None:
-        pass
+PLANTED.replace(
+    "ranks are never asked for silent holds", BlockPressure, ask=lambda self, now, held: False
+)
+PLANTED.replace("heartbeats ignored", WorkerHolds, heartbeat=lambda self, message, now: None)
 
 
 @PLANTED.add("an ended hold's slot word is cleared after its pages are given back")
@@ -356,18 +312,13 @@ class EndedWordClearedAfterwards(WordsClearedWithTheNextOrders):
             self.clear_later(hold, hold.ready)
 
 
-@PLANTED.add("a renewal before the proof was verified")
-class RenewedUnproved(ConsumerRank):
-    """The hold of a waiting request is renewed before its proof is verified."""
-
-    def may_renew(self, request: DecodeRequest) -> bool:
-        return True
+PLANTED.replace(
+    "a renewal before the proof was verified", ConsumerRank, may_renew=lambda self, request: True
+)
 
 
 @PLANTED.add("a load before the proof was verified")
 class LoadedUnproved(ConsumerRank):
-    """No proof is verified when a load begins."""
-
     def check(self, request: DecodeRequest) -> None:
         forged, request.forged = request.forged, False
         try:
@@ -386,8 +337,6 @@ class AbandonBeforeReadsEnd(LoadMachine):
 
 @PLANTED.add("a load without reads is not reported")
 class NothingReadNothingReported(LoadMachine):
-    """A load without reads is never over."""
-
     def _advance_if_over(self) -> None:
         if self.at or self.failure is not None:
             super()._advance_if_over()
@@ -398,10 +347,9 @@ class NothingReadNothingReported(LoadMachine):
 PLANTED.add("every load sends done")(EveryLoadSendsDone)
 
 
-@PLANTED.add("done bound to the fence of a shared load")
-class SharedFenceSaysDone(ConsumerRank):
-    def tells(self, load_id: LoadId) -> bool:
-        return True
+PLANTED.replace(
+    "done bound to the fence of a shared load", ConsumerRank, tells=lambda self, load_id: True
+)
 
 
 @PLANTED.add("abandon sent for a shared load")
@@ -435,34 +383,26 @@ class DoneAfterTheFirstUser(HoldUsers):
         return tickets
 
 
-@PLANTED.add("done never ordered")
-class DoneNeverOrdered(HoldUsers):
-    def take_unused(self) -> list[Ticket]:
-        super().take_unused()
-        return []
-
-
-@PLANTED.add("a sample counts as the only user")
-class SampleCountsAsOnlyUser(HoldUsers):
-    def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        return super().order(request)
+PLANTED.replace(
+    "done never ordered", HoldUsers, take_unused=lambda self: HoldUsers.take_unused(self)[:0]
+)
+PLANTED.replace(
+    "a sample counts as the only user",
+    HoldUsers,
+    order=lambda self, request, *, siblings=False: HoldUsers.order(self, request),
+)
 
 
 # Faults in holding answers for the next turn of a conversation.
 
 
-@PLANTED.add("an answer's ticket says computed")
-class AnswerSaidToBeComputed(Producer):
-    """An answer's ticket says ``computed``, although a step under way computes its last token."""
-
-    def computed(self, prompt: PrefillRequest) -> bool:
-        return not prompt.drafter
+PLANTED.replace(
+    "an answer's ticket says computed", Producer, computed=lambda self, prompt: not prompt.drafter
+)
 
 
 @PLANTED.add("a reclaimed hold's pages given back at once")
 class ReclaimedAtOnce(Producer):
-    """A reclaimed hold's pages are given back before any rank has reported the request sent."""
-
     def _reclaim(self, pages: int) -> int:
         kept = self.conversations
         given = super()._reclaim(pages)
@@ -474,8 +414,6 @@ class ReclaimedAtOnce(Producer):
 
 @PLANTED.add("a reclaimed hold's pages given back when one rank has sent")
 class ReclaimedByOneRank(SentByOneRank):
-    """A reclaimed hold's pages are given back when the first rank has reported the request sent."""
-
     def _hear_sent(self, rank: int, request: RequestId) -> None:
         prompt = self.requests.get(request)
         is_reclaimed = prompt is not None and prompt.hold in self.reclaimed
@@ -487,8 +425,6 @@ class ReclaimedByOneRank(SentByOneRank):
 
 @PLANTED.add("a reclaimed hold's slot word is cleared after its pages are given back")
 class ReclaimedWordClearedAfterwards(EndedWordClearedAfterwards):
-    """The same for the holds of answers only."""
-
     def end(self, hold: Hold) -> None:
         held = self._find(hold)
         is_answer = held is not None and held.ttl is not None
@@ -498,10 +434,7 @@ class ReclaimedWordClearedAfterwards(EndedWordClearedAfterwards):
             WorkerHolds.end(self, hold)
 
 
-@PLANTED.add("answers are never reclaimed")
-class AnswersNeverReclaimed(SchedulerHolds):
-    def reclaim(self, pages: int) -> int:
-        return 0
+PLANTED.replace("answers are never reclaimed", SchedulerHolds, reclaim=lambda self, pages: 0)
 
 
 @PLANTED.add("the newest answer is reclaimed first")
@@ -522,8 +455,6 @@ class PromptsReclaimed(SchedulerHolds):
 
 @PLANTED.add("the scheduler half counts the TTL")
 class TtlOfTheScheduler(Producer):
-    """The scheduler half ends an answer's hold when its own clock says that the TTL is over."""
-
     def schedule(self) -> None:
         for prompt in self.conversations:
             made = next(issue.made for issue in self.issues if issue.prompt is prompt)
@@ -534,26 +465,21 @@ class TtlOfTheScheduler(Producer):
 
 @PLANTED.add("the consumer counts the TTL")
 class TtlOfTheConsumer(ConsumerRank):
-    """The consumer refuses an answer's ticket when its own clock says that the TTL is over."""
-
     def check(self, request: DecodeRequest) -> None:
         super().check(request)
         if request.issue.prompt.conversation and self.now() - request.issue.made >= TTL:
             raise TicketError("too old")
 
 
-@PLANTED.add("no TTL")
-class NoTtl(WorkerHolds):
-    """An answer is held for a lease only."""
-
-    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
-        super().order(hold, lease, now)
+PLANTED.replace(
+    "no TTL",
+    WorkerHolds,
+    order=lambda self, hold, lease, now, ttl=None: WorkerHolds.order(self, hold, lease, now),
+)
 
 
 @PLANTED.add("the TTL counts from the order", by_table=True)
 class TtlFromTheOrder(WorkerHolds):
-    """The TTL does not start again when the pages are ready."""
-
     def ready(self, hold: Hold, now: float) -> None:
         held = self._find(hold)
         deadline = held.deadline if held is not None else None
@@ -564,8 +490,6 @@ class TtlFromTheOrder(WorkerHolds):
 
 @PLANTED.add("a TTL at each renewal", by_table=True)
 class TtlAtEachRenewal(WorkerHolds):
-    """A renewal gives an answer's hold another TTL, not a lease."""
-
     def renew(self, message: Renewal, now: float) -> None:
         super().renew(message, now)
         held = self._named(message)
@@ -575,8 +499,6 @@ class TtlAtEachRenewal(WorkerHolds):
 
 @PLANTED.add("a claim before ready does not count", by_table=True)
 class TtlAfterTheClaim(WorkerHolds):
-    """A claim that comes before the pages are ready does not end the TTL."""
-
     def ready(self, hold: Hold, now: float) -> None:
         super().ready(hold, now)
         held = self._find(hold)
@@ -586,8 +508,6 @@ class TtlAfterTheClaim(WorkerHolds):
 
 @PLANTED.add("a claim before the order is lost", by_table=True)
 class ClaimBeforeTheOrderLost(WorkerHolds):
-    """A claim that comes before the order is forgotten with the order."""
-
     def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
         held = self._find(hold)
         if held is not None:
@@ -595,7 +515,3 @@ class ClaimBeforeTheOrderLost(WorkerHolds):
             held.claimants.clear()
             held.renewed = -math.inf
         super().order(hold, lease, now, ttl)
-
-
-def _changed(message: Release, **changes: Any) -> Release:
-    return Release(**{**{f: getattr(message, f) for f in message.__struct_fields__}, **changes})

@@ -53,8 +53,6 @@ class ActiveHold:
 
 
 class ProtocolTable:
-    """The holds of one rank, by the table."""
-
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
         self.active: dict[Hold, ActiveHold] = {}
@@ -65,7 +63,6 @@ class ProtocolTable:
         """When each consumer engine last renewed a hold or sent a heartbeat."""
 
     def words(self, slots: int) -> list[int]:
-        """Return the words that the slot table must contain."""
         words = [NOTHING] * slots
         for hold, active in self.active.items():
             words[hold.slot] = hold.generation << 1 | active.is_ready
@@ -107,7 +104,6 @@ class ProtocolTable:
             self._signs[claimant] = now
 
     def ages(self, now: float) -> dict[Hold, float]:
-        """Return, for each hold with a ticket, the time since the last sign of life."""
         ages = {}
         for hold, active in self.active.items():
             if active.lease is not None:
@@ -126,7 +122,6 @@ class ProtocolTable:
         return [active.request for active in late.values() if not active.is_unclaimed]
 
     def fresh(self, hold: Hold, now: float) -> bool:
-        """Return whether a hold's pages are ready and more than half of its lease is left."""
         active = self.active.get(hold)
         if active is None or active.deadline is None or active.lease is None:
             return False

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def is_renewal(message: Message) -> bool:
-    """Return whether a message has only renewals and heartbeats."""
     return all(isinstance(note, Renewal | Heartbeat) for note in decode_notes(message.payload))
 
 
@@ -46,8 +45,6 @@ class Wait:
 
 
 class RankRenewals:
-    """All renewals of one rank."""
-
     def __init__(self, rank: ConsumerRank, renewals: Renewals) -> None:
         self._rank = rank
         self._renewals = renewals
@@ -58,7 +55,6 @@ class RankRenewals:
 
     @property
     def waiting(self) -> bool:
-        """Return whether requests wait, so that ``tick`` may have something to do."""
         return bool(self._waits)
 
     def renewed(self) -> list[Wait]:
@@ -68,7 +64,6 @@ class RankRenewals:
     # Requests that wait.
 
     def prepare(self, request: DecodeRequest) -> None:
-        """Begin the wait of a request."""
         self._waits.append(Wait(request=request))
 
     def take(self, request: DecodeRequest) -> bool:
@@ -84,7 +79,6 @@ class RankRenewals:
     # Loads.
 
     def begin(self, load_id: LoadId, request: DecodeRequest) -> None:
-        """Begin the renewals of a load."""
         wait = Wait(request=request, load=load_id)
         self._loading[load_id] = wait
         self._start(wait, at_once=False)
@@ -97,7 +91,6 @@ class RankRenewals:
             self._renewals.end_rank(wait.renewal, rank)
 
     def end(self, load_id: LoadId) -> None:
-        """End the renewals of a load."""
         wait = self._loading.pop(load_id, None)
         if wait is not None:
             self._end(wait)
@@ -122,7 +115,6 @@ class RankRenewals:
         self._say_alive()
 
     def hear(self, transfer: Transfer) -> None:
-        """Handle the end of a renewal's transfer."""
         for ask in transfer.loads:
             if transfer.state is State.FAILED:
                 self._renewals.unanswered(ask)

@@ -68,7 +68,6 @@ class Prompt:
 
     @property
     def chunks(self) -> int:
-        """In how many steps it is computed."""
         return 1
 
     def content(self, index: int, *, final: bool = True) -> Content:
@@ -115,7 +114,6 @@ class PrefillRank(ABC):
         """Yield what can happen next."""
 
     def launch(self) -> None:
-        """Run a step: apply its orders, queue its work, collect its reports."""
         step = self.inbox.popleft()
         self.worker_holds.apply(step.orders, self.prefill.now())
         self.queue(step.orders)
@@ -133,7 +131,6 @@ class PrefillRank(ABC):
         """Queue what follows from orders when the device has finished its earlier work."""
 
     def device(self) -> None:
-        """Let the device do the next work in its queue."""
         self.stream.popleft()()
 
     @abstractmethod
@@ -152,8 +149,6 @@ class PrefillRank(ABC):
 
 
 class ReadingScheduler(Scheduler, ABC):
-    """A scheduler that schedules steps as long as it has work."""
-
     @property
     @abstractmethod
     def has_work(self) -> bool:
@@ -177,8 +172,6 @@ class ReadingScheduler(Scheduler, ABC):
 
 
 class PrefillScheduler(ReadingScheduler):
-    """The scheduler of a prefill engine."""
-
     def __init__(
         self,
         simulation: ReadingSimulation,
@@ -244,7 +237,6 @@ class PrefillScheduler(ReadingScheduler):
         prompt.at, prompt.chunk, prompt.epoch = PrefillState.WAITING, 0, prompt.epoch + 1
 
     def abort(self, prompt: Any) -> None:
-        """End a request before it has a ticket."""
         self.scheduler_holds.drop(prompt.id)
         self._end(prompt)
 
@@ -306,8 +298,6 @@ class DecodeStep:
 
 
 class DecodeScheduler(ReadingScheduler):
-    """The scheduler of a decode engine."""
-
     def __init__(self, ranks: Sequence[Any], pages: int) -> None:
         super().__init__(ranks, pages)
         self.requests: list[Any] = []
@@ -342,8 +332,6 @@ class DecodeScheduler(ReadingScheduler):
 
 
 class ReadingSimulation(ABC):
-    """Both engines, what is under way between them, and the clock."""
-
     patience = LEASE
     """Seconds after which a load may be late."""
     prefill: Any
@@ -358,7 +346,6 @@ class ReadingSimulation(ABC):
         self.slots = slots
 
     def moves(self) -> list[Move]:
-        """Return every step that some part of the simulation can take now."""
         fabric = self.fabric.moves(self.deliver)
         return [*self.prefill.moves(), *fabric, *self.decode.moves()]
 
@@ -376,7 +363,6 @@ class ReadingSimulation(ABC):
             self.prefill.schedule()
 
     def launch(self) -> None:
-        """Schedule a step of the prefill engine and run it, but not the devices."""
         self.schedule()
         for rank in self.prefill.ranks:
             while rank.inbox:
@@ -408,7 +394,6 @@ class ReadingSimulation(ABC):
         """Let everything proceed as far as it can."""
 
     def settle(self) -> None:
-        """Let everything proceed, and a little time pass, until nothing is under way."""
         for turn in range(400):
             if self.is_at_rest:
                 return
@@ -418,7 +403,6 @@ class ReadingSimulation(ABC):
         require(False, "no rest:", self.prefill.prompts, self.decode.requests)
 
     def finish(self) -> None:
-        """Let everything end, and check that nothing is left and all can be used again."""
         self.settle()
         for engine in (self.prefill, self.decode):
             require(sorted(engine.free) == list(range(1, BLOCKS + 1)), "blocks lost", engine)

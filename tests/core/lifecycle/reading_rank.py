@@ -17,7 +17,7 @@ from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId, Remo
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.fabric import Link, Message, Transfer, release, require
-from tests.core.lifecycle.rank_loads import RankLoads
+from tests.core.lifecycle.schedulers import RankLoads
 
 Plan = tuple[tuple[RemoteRank, ...], ...]
 """Per consumer rank, the producer ranks that it reads or notifies."""
@@ -86,7 +86,6 @@ class ReadingRank(Generic[RankLoadT]):
             yield self.tick
 
     def launch(self) -> None:
-        """Run a step: begin and abort loads, and report results."""
         step = self.inbox.popleft()
         self.begin(step)
         for load_id, pull in self.pulls.items():
@@ -111,7 +110,6 @@ class ReadingRank(Generic[RankLoadT]):
         self.perform()
 
     def poll(self) -> None:
-        """Poll all transfers, then perform the resulting actions."""
         for transfer in list(self.transfers):
             [load_id], rank = transfer.loads, transfer.rank
             error = transfer.error or PeerLostError("lost")
@@ -229,7 +227,6 @@ class ReadingRank(Generic[RankLoadT]):
         return [t for t in self.transfers if load_id in t.loads and rank in (None, t.rank)]
 
     def may_land(self, pages: tuple[int, ...]) -> bool:
-        """Return whether a byte can still land in any of these pages."""
         items = [
             item[0]
             for transfer in self.transfers

@@ -12,15 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tests.core.lifecycle.model import Call, Sequence, call, replay
-from tests.core.lifecycle.planted import MODELS, PLANTED, plant
-from tests.core.lifecycle.searches import catch
-from tests.core.lifecycle.sequences import load, save
+from tests.core.lifecycle.planted import MODELS, PLANTED, catch, load, plant, save
 from tests.core.lifecycle.two_engines import Leaves
 
 
 class Program:
-    """Writes down the calls of the program that Hypothesis prints."""
-
     def __init__(self) -> None:
         self.calls: list[Call] = []
 

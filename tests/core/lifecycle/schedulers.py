@@ -1,4 +1,4 @@
-"""What all simulated schedulers share."""
+"""What all simulated engines share: schedulers ahead of their ranks, and the loads of a rank."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.load_machine import Action, LoadId, LoadMachine
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from tests.core.lifecycle.fabric import require
+from tests.core.lifecycle.model import Components
 
 STEPS_AHEAD = 2
 
@@ -32,7 +34,6 @@ class Scheduler:
         return len(self.steps) < STEPS_AHEAD
 
     def send(self, step: Any) -> None:
-        """Send a step to every rank."""
         self.steps.append(step)
         for rank in self.ranks:
             rank.inbox.append(step)
@@ -49,3 +50,30 @@ def check_unused(holds: SchedulerHolds, slots: int) -> None:
     taken = [holds.take_on(RequestId(f"after-{i}")) for i in range(slots + 1)]
     given = {hold.slot for hold in taken if hold is not None}
     require(len(given) == slots, "slots lost, or given twice:", given)
+
+
+class RankLoads(dict[LoadId, LoadMachine]):
+    """The state machines of a rank's loads, those that are over too, and what they have queued."""
+
+    def __init__(self, components: Components) -> None:
+        super().__init__()
+        self._machine = components.of(LoadMachine)
+        self._actions: list[Action] = []
+
+    def begin(self, **how: Any) -> LoadId:
+        load_id = LoadId(len(self) + 1)
+        self[load_id] = self._machine(id=load_id, actions=self._actions, **how)
+        return load_id
+
+    @property
+    def open(self) -> int:
+        return sum(not load.reported for load in self.values())
+
+    def take(self) -> list[Action]:
+        actions = self._actions.copy()
+        self._actions.clear()
+        return actions
+
+    def tick(self, now: float) -> None:
+        for load in self.values():
+            load.tick(now)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvferry.core.lifecycle.hold_users import HoldUsers
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.side_channel_messages import encode
@@ -20,10 +20,10 @@ from tests.core.lifecycle.consumer import Consumer, UncountedHoldUsers
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState
 from tests.core.lifecycle.fabric import Fabric, Message, release, require
-from tests.core.lifecycle.invariants import check_end, check_rest, check_scheduler_holds
 from tests.core.lifecycle.model import Components
 from tests.core.lifecycle.producer import (
     LEASE,
+    PAGES,
     TTL,
     IssuedTicket,
     PrefillRequest,
@@ -32,6 +32,7 @@ from tests.core.lifecycle.producer import (
     ProducerRank,
 )
 from tests.core.lifecycle.rank_renewals import Wait, is_renewal
+from tests.core.lifecycle.schedulers import check_unused
 
 IDS = [RequestId(f"request-{i}") for i in range(4)]
 """Few, so that they are reused."""
@@ -66,8 +67,6 @@ PLANS: dict[int, tuple[Plan, ...]] = {
 
 
 class Simulation:
-    """The engines, what is under way between them, and the clock."""
-
     def __init__(
         self,
         *,
@@ -98,7 +97,6 @@ class Simulation:
     # What can happen next.
 
     def moves(self) -> list[Move]:
-        """Return every step that some part of the simulation can take now."""
         return [
             *self._client_moves(),
             *self._producer_moves(),
@@ -153,7 +151,6 @@ class Simulation:
             yield rank.tick
 
     def deliver(self, message: Message) -> None:
-        """Deliver a notification to the producer that runs now."""
         self.fabric.messages.remove(message)
         require(
             self._forged.isdisjoint(message.origins), "a message about a forged ticket:", message
@@ -254,7 +251,6 @@ class Simulation:
             rank.poll()
 
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
         self.now += seconds
 
     def wait_patiently(self) -> None:
@@ -342,7 +338,6 @@ class Simulation:
                         yield wait, [self.producer.ranks[p.rank] for p in rank.remote_ranks]
 
     def _renew(self) -> None:
-        """Send and deliver renewals only; then expire leases."""
         self._claim(self.producer.ranks)
 
     def _land_renewals(self) -> None:
@@ -380,7 +375,6 @@ class Simulation:
     def restart_producer(
         self, *, severs: bool, failing: bool, messages: bool, gracefully: bool
     ) -> None:
-        """Restart the prefill engine at the same addresses."""
         if gracefully:
             self.producer.shut_down()
         for engine in self.consumers:
@@ -391,7 +385,6 @@ class Simulation:
         self.producer = self._new_producer()
 
     def restart_consumer(self, index: int, *, messages: bool) -> None:
-        """Restart a decode engine under its name."""
         old = self.consumers[index]
         old.crash()
         if not messages:
@@ -427,7 +420,6 @@ class Simulation:
         check_rest(self)
 
     def _round(self) -> None:
-        """Let everything proceed as far as it can."""
         self._producer_step(tail=True)
         for engine in self.consumers:
             self.pull(engine, items=8)
@@ -449,7 +441,6 @@ class Simulation:
         return bool(waiting or producer.at(PrefillState.RUNNING) or working or loads or moving)
 
     def finish(self) -> None:
-        """Let everything end, leases too; then check that nothing is left."""
         self.settle()
         for _ in range(len(IDS) + 1):
             if self.producer.requests:
@@ -478,3 +469,66 @@ class Simulation:
         )
         life = 0 if name == self._old else next(self._lives)
         return Consumer(self, name, plan, users, life)
+
+
+# What must hold always, at rest, and at the end. What must hold at an event is checked there.
+
+
+def check_scheduler_holds(simulation: Simulation) -> None:
+    holds = sum(p.hold is not None for p in simulation.producer.requests.values())
+    require(simulation.producer.scheduler_holds.held == holds, "the scheduler must hold", holds)
+
+
+def check_rest(simulation: Simulation) -> None:
+    """Check that all loads are over and all due messages were sent, when nothing is under way."""
+    for engine in simulation.consumers:
+        require(not engine.requests, "never reported:", engine.requests)
+        require(len(engine.users) == 0, "holds without users:", len(engine.users))
+        for rank in engine.ranks:
+            _check_rank(simulation, rank)
+    for prompt in simulation.producer.at(PrefillState.HELD):
+        over = all(prompt.hold in rank.table.over for rank in simulation.producer.ranks)
+        require(not over, "over on every rank, but its pages never came back:", prompt)
+        reset = prompt.hold in simulation.producer.reset_holds
+        require(not reset, "reset, but still held:", prompt)
+
+
+def _check_rank(simulation: Simulation, rank: ConsumerRank) -> None:
+    rank.echo(len(rank.heard))
+    rank.heard.clear()
+    require(
+        rank.transfers == [] == simulation.fabric.messages,
+        "a repeated event of a load that is over had an effect",
+    )
+    require(not rank.loads.open, "loads that are never over:", rank.loads.open)
+    for load_id, pull in rank.pulls.items():
+        require(pull.reported and rank.loads[load_id].is_over, "a load that is never over")
+        issue, link = pull.request.issue, pull.link
+        if pull.shared:
+            _check_done_is_said(rank, issue)
+            continue
+        if link is None or link.broken or issue.producer is not simulation.producer:
+            continue
+        for remote in rank.remote_ranks:
+            table = simulation.producer.ranks[remote.rank].table
+            knows = table.knows(issue.ticket.hold, rank.engine, rank.rank)
+            require(knows, "no message was sent to a producer rank:", remote)
+
+
+def _check_done_is_said(rank: ConsumerRank, issue: IssuedTicket) -> None:
+    """Check that one of the loads that share a hold, or one after them, sends "done"."""
+    tells = any(not p.shared and p.request.issue is issue for p in rank.pulls.values())
+    require(tells, "no done was sent for a shared hold:", issue.ticket.hold)
+
+
+def check_end(simulation: Simulation) -> None:
+    """Check that nothing is left and everything can be used again, when all leases are over."""
+    producer = simulation.producer
+    require(not producer.requests, "never released:", producer.requests)
+    require(sorted(producer.free) == list(range(1, PAGES + 1)), "pages lost:", producer.free)
+    for rank in producer.ranks:
+        require(rank.worker_holds.held == 0, "the worker still holds", rank.worker_holds.held)
+        require(set(rank.words) == {NOTHING}, "words left:", rank.words)
+    for engine in simulation.consumers:
+        require(len(engine.free) == PAGES, "pages lost:", engine.free)
+    check_unused(producer.scheduler_holds, simulation.slots)

@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.load_machine import LoadAction, LoadId, LoadMachine
@@ -34,8 +33,6 @@ PLANTED = Faults()
 
 
 class Staging(Model):
-    """Any order of requests, steps, copies, deliveries and failures."""
-
     simulation: StagedSimulation
 
     @initialize(
@@ -157,8 +154,6 @@ class Staging(Model):
 
 @PLANTED.add("copied to the device before the fence")
 class CopiedBeforeTheFence(LoadMachine):
-    """Pages are copied to the device when the device is ready, while they are being read."""
-
     def passed(self) -> None:
         super().passed()
         if self.needs_copy and not self.is_copying and not self.reported:
@@ -187,18 +182,16 @@ class OverTooEarly(WorkerHolds):
             self._ended.pop()
 
 
-@PLANTED.add("a host page reused before its word is cleared")
-class OverWhenSent(OverTooEarly):
-    """Host pages are given back, with the slot, when the blocks are."""
-
-    def is_early(self, held: Any) -> bool:
-        return bool(held.is_sent)
+# Host pages are given back, with the slot, when the blocks are.
+PLANTED.replace(
+    "a host page reused before its word is cleared",
+    OverTooEarly,
+    is_early=lambda self, held: bool(held.is_sent),
+)
 
 
 @PLANTED.add("sent before the event")
 class SentBeforeTheEvent(WorkerHolds):
-    """Blocks are given back when the copy begins."""
-
     def take_copies(self) -> list[HoldCopy]:
         copies = super().take_copies()
         self._sent += [each.request for each in copies]
@@ -212,8 +205,6 @@ class SentBeforeTheEvent(WorkerHolds):
 
 @PLANTED.add("copied to the host before the event")
 class CopiedBeforeTheEvent(WorkerHolds):
-    """Blocks are copied when the copy is ordered, though the device may still fill them."""
-
     def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
         super().order(hold, lease, now, ttl)
         super().ready(hold, now)
@@ -227,12 +218,11 @@ class ReadyBeforeTheCopy(WorkerHolds):
             self._words[hold.slot] = hold.ready
 
 
-@PLANTED.add("over while it is copied")
-class OverWhileCopying(OverTooEarly):
-    """A hold that ends during its copy is over at once."""
-
-    def is_early(self, held: Any) -> bool:
-        return held.copy is not None and held.state is HoldState.ENDED
+PLANTED.replace(
+    "over while it is copied",
+    OverTooEarly,
+    is_early=lambda self, held: held.copy is not None and held.state is HoldState.ENDED,
+)
 
 
 @PLANTED.add("received before its copy has passed")
@@ -246,17 +236,14 @@ class ReportedBeforeTheCopy(LoadMachine):
 
 @PLANTED.add("copied to blocks that the device still zeroes")
 class DeviceNotAwaited(LoadMachine):
-    """Pages are copied when they are fenced, though the device may still zero the blocks."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.awaits_device = False
 
 
-@PLANTED.add("a failed copy accepted")
-class FailedCopyAccepted(LoadMachine):
-    def copied(self, error: KVFerryError | None = None) -> None:
-        super().copied()
+PLANTED.replace(
+    "a failed copy accepted", LoadMachine, copied=lambda self, error=None: LoadMachine.copied(self)
+)
 
 
 @PLANTED.add("two loads of one request id")
@@ -268,16 +255,11 @@ class LoadsOfOneRequest(DecodeRank):
         return first
 
 
-@PLANTED.add("a staged ticket that says computed")
-class TicketSaysComputed(Prefill):
-    def is_computed(self) -> bool:
-        return True
+PLANTED.replace("a staged ticket that says computed", Prefill, is_computed=lambda self: True)
 
 
 @PLANTED.add("over on one rank")
 class OverOnOneRank(HostPages):
-    """Host pages are given back when one rank says that a request is over."""
-
     def over(self, request: RequestId, rank: int) -> bool:
         self.ranks = 1
         return super().over(request, rank)
@@ -285,8 +267,6 @@ class OverOnOneRank(HostPages):
 
 @PLANTED.add("a full pool, and pages given out twice")
 class FullPoolOvercommitted(HostPages):
-    """When too few pages are free, those of other requests are given out, too."""
-
     def take(self, request: RequestId, count: int) -> tuple[int, ...] | None:
         return super().take(request, count) or tuple(range(1, min(count, self.total) + 1))
 
@@ -295,18 +275,11 @@ class FullPoolOvercommitted(HostPages):
         return Reservation.GRANTED if found is Reservation.WAITING else found
 
 
-@PLANTED.add("a full pool, and no deadline")
-class FullPoolWithoutDeadline(HostPages):
-    """A request waits for as many pages as it needs, also if there are not as many."""
-
-    def _is_hopeless(self, wish: object) -> bool:
-        return False
+PLANTED.replace("a full pool, and no deadline", HostPages, _is_hopeless=lambda self, wish: False)
 
 
 @PLANTED.add("a reservation forgotten")
 class ReservationForgotten(Prefill):
-    """A request that ends without a ticket does not give back what it has reserved."""
-
     def abort(self, prompt: Prompt) -> None:
         pages, self.host_pages = self.host_pages, HostPages(range(1, 2), patience=1.0)
         super().abort(prompt)
@@ -315,8 +288,6 @@ class ReservationForgotten(Prefill):
 
 @PLANTED.add("host pages given back while bytes may land")
 class FailedLoadGivenBackAtOnce(Decode):
-    """An aborted load's pages are given back while its transfers may land bytes."""
-
     def abort(self, request: DecodeRequest) -> None:
         loading = bool(request.blocks)
         super().abort(request)

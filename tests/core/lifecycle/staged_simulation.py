@@ -74,8 +74,6 @@ class BlockCopy:
 
 
 class PrefillRank(reading_engines.PrefillRank):
-    """One rank of the prefill engine."""
-
     prefill: Prefill
 
     def __init__(self, rank: int, prefill: Prefill) -> None:
@@ -121,7 +119,6 @@ class PrefillRank(reading_engines.PrefillRank):
             self.worker_holds.copied(copy.source.hold, self.prefill.now())
 
     def fail(self, copy: BlockCopy) -> None:
-        """Let a copy fail."""
         self.copies.remove(copy)
         self.prefill.held[copy.source.request].has_failed = True
         self.worker_holds.failed(copy.source.hold)
@@ -131,8 +128,6 @@ class PrefillRank(reading_engines.PrefillRank):
 
 
 class Prefill(PrefillScheduler):
-    """The prefill engine: its scheduler, and its ranks."""
-
     def __init__(self, simulation: StagedSimulation) -> None:
         self.host_pages = simulation.host_pages()
         self.host_pages.ranks = simulation.prefill_ranks
@@ -155,7 +150,6 @@ class Prefill(PrefillScheduler):
         self.scheduler_holds.reset()
 
     def is_computed(self) -> bool:
-        """Return whether tickets say that their pages are complete."""
         return False
 
     def take_on(self, prompt: Prompt) -> bool:
@@ -254,7 +248,6 @@ class DecodeRank(ReadingRank[StagedLoad]):
             self._begin(request, pulls=pulls)
 
     def device(self) -> None:
-        """Let the device do the next work in its queue."""
         self.stream.popleft()()
         self.perform()
 
@@ -306,12 +299,10 @@ class DecodeRank(ReadingRank[StagedLoad]):
             self.perform()
 
     def copied(self, copy: BlockCopy) -> LoadId:
-        """Return the load whose copy has passed."""
         load_id: LoadId = copy.source
         return load_id
 
     def fail(self, copy: BlockCopy) -> None:
-        """Let a copy fail."""
         self.copies.remove(copy)
         copy.request.excuses.append("its copy failed")
         self.loads[copy.source].copied(CopyError("the device is broken"))
@@ -329,7 +320,6 @@ class DecodeRank(ReadingRank[StagedLoad]):
         self.results.append((request, error))
 
     def check_blocks(self, request: DecodeRequest, blocks: tuple[int, ...]) -> None:
-        """Check that a request's blocks hold what its ticket's request computed."""
         for page, block in zip(request.pages, blocks, strict=True):
             self._check_page(request, page, self.device_blocks[block], "stale bytes accepted")
 
@@ -343,14 +333,11 @@ class DecodeRank(ReadingRank[StagedLoad]):
             require(got == wanted or not remote.reads, what, got, wanted)
 
     def may_touch(self, request: DecodeRequest) -> bool:
-        """Return whether a byte can still land in a request's host pages, or be copied."""
         copied = any(copy.request is request for copy in self.copies)
         return copied or self.may_land(request.pages)
 
 
 class Decode(DecodeScheduler):
-    """The decode engine's scheduler, and its ranks."""
-
     def __init__(self, simulation: StagedSimulation) -> None:
         self.simulation = simulation
         self.host_pages = simulation.host_pages()
@@ -401,7 +388,6 @@ class Decode(DecodeScheduler):
         super().abort(request)
 
     def finish(self, request: DecodeRequest) -> None:
-        """End a request: its blocks and its host pages are free again."""
         touched = any(rank.may_touch(request) for rank in self.ranks)
         require(not touched, "given back while bytes can land, or are copied")
         self.host_pages.cancel(request.id)
@@ -412,8 +398,6 @@ class Decode(DecodeScheduler):
 
 
 class StagedSimulation(ReadingSimulation):
-    """Both engines, what is under way between them, and the clock."""
-
     patience = PATIENCE
     prefill: Prefill
     decode: Decode
@@ -425,7 +409,6 @@ class StagedSimulation(ReadingSimulation):
         self.decode = components.of(Decode)(self)
 
     def host_pages(self) -> HostPages:
-        """Return the host pages of an engine."""
         pages = range(1, self.pages + 1)
         return self.components.of(HostPages)(pages, patience=PATIENCE, clock=lambda: self.now)
 
@@ -455,7 +438,6 @@ class StagedSimulation(ReadingSimulation):
     # One part proceeds, and the others wait.
 
     def device(self, *, items: int = 1 << 10) -> None:
-        """Let prefill's devices work, and process what the steps have reported."""
         for rank in self.prefill.ranks:
             for _ in range(min(items, len(rank.stream))):
                 rank.device()
@@ -496,7 +478,6 @@ class StagedSimulation(ReadingSimulation):
                     rank.copy(copy, 0)
 
     def hear(self) -> None:
-        """Deliver all messages, and process what decode's steps have reported."""
         self.deliver_all()
         while self.decode.can_process:
             self.decode.process()

@@ -34,28 +34,6 @@ def ticket(
     )
 
 
-def test_known_users_share_a_hold_and_done_is_ordered_after_the_last() -> None:
-    users = HoldUsers()
-    users.add(A, ticket())
-    users.add(B, ticket())
-    assert [users.order(A), users.order(B)] == [True, True]
-    users.over(B, loaded=True)
-    assert not users.pending
-    users.over(A, loaded=True)
-    assert users.pending
-    assert users.take_unused() == [ticket()]
-    assert not users.pending
-    assert len(users) == 0
-
-
-def test_a_user_with_siblings_never_sends_done() -> None:
-    users = HoldUsers()
-    users.add(A, ticket())
-    assert users.order(A, siblings=True) is True
-    users.over(A, loaded=True)
-    assert users.take_unused() == [ticket()]
-
-
 def test_done_that_is_not_ordered_yet_waits_for_a_new_user() -> None:
     users = HoldUsers()
     users.add(A, ticket())

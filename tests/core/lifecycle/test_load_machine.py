@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError, TransportError
+from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import (
     WATERMARK_SECONDS,
@@ -94,45 +94,6 @@ def test_a_load_that_reads_nothing_sends_done_to_all_ranks_unless_shared(shared:
     assert begin().acts == [REPORT], "there is no rank to tell"
 
 
-@pytest.mark.parametrize("fails", ["", "fence", "abort", "handshake"])
-def test_a_shared_load_sends_no_done_or_abandon(fails: str) -> None:
-    """Not even if the handshake succeeds after the load was aborted."""
-    load = begin(0, notified=(1,), shared=True, handshake=fails != "handshake")
-    acts = load.acts
-    if fails in ("abort", "handshake"):
-        load.abort(GIVEN_UP)
-        load.lost(0, CANCELLED)
-        load.handshake_succeeded(ranks(0, notified=(1,)))
-    else:
-        load.fence(word=NOTHING if fails else HOLD.ready)
-    acts += load.acts
-    assert {DONE, ABANDON}.isdisjoint(op for op, *_ in acts)
-    assert acts[-1] == REPORT
-    assert (load.failure is None) == (not fails)
-    assert load.is_over
-
-
-@pytest.mark.parametrize(
-    ("computed", "word", "stale"),
-    [
-        (True, NOTHING, True),
-        (True, OTHER.ready, True),
-        (True, OTHER.computing, True),
-        (True, HOLD.computing, False),
-        (False, NOTHING, True),
-        (False, OTHER.ready, True),
-        (False, HOLD.computing, True),
-    ],
-)
-def test_a_fence_decides_by_the_word(computed: bool, word: int, stale: bool) -> None:
-    """It may read "computing" if the ticket says ``computed``."""
-    load = begin(0, computed=computed)
-    load.checked(0, HOLD.ready)
-    load.fence(word=word)
-    assert load.acts[-2:] == [(ABANDON, 0) if stale else (FENCE, 0), REPORT]
-    assert isinstance(load.failure, StaleError) is stale
-
-
 def test_a_check_that_reads_computing_is_repeated_once_at_each_tick() -> None:
     load = begin(0, computed=False)
     assert load.acts == [(CHECK, 0)]
@@ -146,38 +107,6 @@ def test_a_check_that_reads_computing_is_repeated_once_at_each_tick() -> None:
         assert not load.awaits_pages
     load.checked(0, HOLD.ready)
     assert load.acts == [(READ, 0)]
-
-
-@pytest.mark.parametrize("word", [NOTHING, OTHER.ready])
-def test_a_check_that_reads_another_word_is_stale_and_starts_no_read(word: int) -> None:
-    load = begin(0, computed=False)
-    load.checked(0, word)
-    assert load.acts == [(CHECK, 0), (ABANDON, 0), REPORT]
-    assert isinstance(load.failure, StaleError)
-
-
-def test_a_failure_cancels_the_other_reads_and_waits_for_them() -> None:
-    load = begin(0, 1, 3, notified=(2,))
-    load.lost(0, CABLE)
-    assert load.acts == [(READ, 0), (READ, 1), (READ, 3), (CANCEL, 1), (CANCEL, 3)]
-    load.lost(1, CANCELLED)
-    assert load.acts == []
-    load.pages_read(3)
-    assert load.acts == [(ABANDON, rank) for rank in (0, 1, 3, 2)] + [REPORT], "not fenced"
-    assert load.failure is CABLE
-
-
-def test_a_failing_read_cancels_the_others_and_is_reported_once_lost() -> None:
-    load = begin(0, 1)
-    load.pages_read(1)
-    for _ in range(2):
-        load.failing(0, CABLE)
-    assert load.acts == [(READ, 0), (READ, 1), (FENCE, 1), (CANCEL, 0), (CANCEL, 1)]
-    load.fenced(1, HOLD.ready)
-    assert load.acts == []
-    load.lost(0, TransportError("quiet"))
-    assert load.acts == [(ABANDON, 0), (ABANDON, 1), REPORT]
-    assert load.failure is CABLE
 
 
 STAGES = {
@@ -218,23 +147,6 @@ def test_a_load_can_fail_in_every_stage(stage: str, late: bool) -> None:
     assert f"(stage: {STAGES[stage]}{computes})" in str(load.failure) or not late
     assert isinstance(load.failure, DeadlineError) is late
     assert load.stage is None
-
-
-@pytest.mark.parametrize("word", [HOLD.ready, HOLD.computing, NOTHING])
-def test_a_check_that_ends_after_a_failure_starts_no_read(word: int) -> None:
-    load = begin(0, computed=False)
-    load.abort(GIVEN_UP)
-    load.checked(0, word)
-    assert load.acts == [(CHECK, 0), (CANCEL, 0), (ABANDON, 0), REPORT]
-    assert load.failure is GIVEN_UP
-
-
-def test_a_failed_handshake_fails_the_load_and_notifies_no_rank() -> None:
-    load = begin(handshake=False)
-    load.handshake_failed(CABLE)
-    assert load.acts == [REPORT]
-    assert load.failure is CABLE
-    assert load.is_over
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
@@ -283,15 +195,6 @@ def test_unexpected_events_change_nothing() -> None:
     load.tick(DEADLINE)
     load.handshake_succeeded(ranks(0))
     assert load.acts == []
-
-
-def test_pages_are_wanted_until_the_load_fails_or_ends() -> None:
-    good, bad, late = begin(0), begin(0), begin(handshake=False)
-    assert all(each.is_wanted for each in (good, bad, late))
-    good.fence()
-    bad.failing(0, CABLE)
-    late.abort(GIVEN_UP)
-    assert not any(each.is_wanted for each in (good, bad, late))
 
 
 # Early loads, whose parts come while the producer computes the rest.
@@ -378,71 +281,6 @@ def test_a_watermark_of_no_page_of_the_hold_is_read_again_but_not_too_soon(
     assert early.tick() == [(MARK, 0)]
 
 
-@pytest.mark.parametrize("word", [NOTHING, OTHER.computing])
-def test_a_hold_that_does_not_stand_yet_is_checked_again(word: int) -> None:
-    early = Early()
-    early.proceed_to("check")
-    assert early.check(word) == []
-    assert early.tick() == [(CHECK, 0)]
-    assert early.check() == [(MARK, 0)]
-
-
-def test_nothing_is_read_early_without_watermarks() -> None:
-    early = Early(unit=0)
-    assert early.tick() == []
-    assert early.finish() == [(READ, 0)]
-
-
-def test_a_part_with_another_hold_has_everything_read_again() -> None:
-    early = Early()
-    early.proceed_to("read")
-    early.read()
-    early.load.extend(OTHER, 8, 10.0)
-    assert early.tick() == [(CHECK, 0)]
-    assert early.check(OTHER.computing) == [(MARK, 0)]
-    assert early.mark(8, OTHER) == [(READ, 0, 8)]
-
-
-@pytest.mark.parametrize("stage", ["check", "mark", "read"])
-@pytest.mark.parametrize("is_last", [False, True], ids=["part", "last part"])
-def test_what_is_under_way_for_an_older_hold_is_awaited_and_counts_nothing(
-    stage: str, is_last: bool
-) -> None:
-    early = Early()
-    early.proceed_to(stage)
-    assert not early.load.is_outdated(0)
-    if is_last:
-        assert early.finish(OTHER) == []
-    else:
-        early.load.extend(OTHER, 8, 10.0)
-        assert early.tick() == []
-    assert early.load.is_outdated(0)
-    ends = {"check": early.check, "mark": lambda: early.mark(8), "read": early.read}
-    acts = ends[stage]()
-    assert acts == ([(READ, 0)] if is_last else [])
-    assert early.tick() == ([] if is_last else [(CHECK, 0)])
-    assert not early.load.is_outdated(0)
-
-
-def test_a_check_that_was_too_early_is_repeated_after_the_last_part() -> None:
-    early = Early()
-    early.proceed_to("check")
-    assert early.finish(computed=False) == []
-    assert early.check(NOTHING) == [(CHECK, 0)]
-    assert early.check(NOTHING)[-1] == REPORT
-    assert isinstance(early.load.failure, StaleError)
-
-
-def test_a_ticket_that_is_not_computed_is_checked_until_it_is_ready() -> None:
-    early = Early()
-    early.proceed_to("read")
-    early.read()
-    assert early.finish(computed=False) == [(CHECK, 0)]
-    assert early.check(HOLD.computing) == []
-    assert early.tick() == [(CHECK, 0)]
-    assert early.check(HOLD.ready) == [(READ, 8, None)]
-
-
 def test_the_deadline_counts_after_the_last_part() -> None:
     early = Early()
     early.proceed_to("read")
@@ -454,47 +292,6 @@ def test_the_deadline_counts_after_the_last_part() -> None:
     early.tick()
     early.check()
     assert isinstance(early.load.failure, DeadlineError)
-
-
-@pytest.mark.parametrize("stage", ["handshake", "idle", "check", "mark", "read"])
-def test_an_early_load_can_be_aborted_at_any_time(stage: str) -> None:
-    early = Early(handshake=stage != "handshake")
-    if stage in ("check", "mark", "read"):
-        early.proceed_to(stage)
-    early.load.abort(GIVEN_UP)
-    acts = early.load.acts
-    if stage in ("check", "mark", "read"):
-        assert acts == [(CANCEL, 0)]
-        early.load.lost(0, CANCELLED)
-        acts = early.load.acts
-    assert acts == [*([] if stage == "handshake" else [(ABANDON, 0)]), REPORT]
-    assert early.state == (False, False)
-    early.load.extend(OTHER, 16, 10.0)
-    assert early.finish(OTHER) == early.tick() == []
-
-
-def test_a_watermark_that_lands_after_a_failure_starts_no_read() -> None:
-    early = Early(0, 1)
-    early.tick()
-    early.check()
-    early.load.lost(1, CABLE)
-    assert early.mark(8)[-1] == REPORT
-
-
-def test_a_last_part_during_the_handshake_makes_it_an_ordinary_load() -> None:
-    early = Early(handshake=False)
-    assert early.finish() == []
-    early.load.handshake_succeeded(ranks(0), UNIT)
-    assert early.load.acts == [(READ, 0)]
-
-
-def test_a_rank_that_reads_nothing_is_told_after_the_last_part() -> None:
-    load = begin(notified=(0,), computed=False, tokens=8)
-    load.tick(1.0)
-    assert load.acts == []
-    load.finish(HOLD, computed=True, deadline=LATE)
-    assert load.acts == [(DONE, 0), REPORT]
-    assert load.is_over
 
 
 # Loads that wait for the device, and those of a staged cache, which are copied there.
@@ -534,17 +331,6 @@ def test_a_load_is_copied_once_it_is_fenced_and_the_device_is_ready(
     assert staged.failure is None
 
 
-@pytest.mark.parametrize("device_first", [True, False])
-def test_a_load_that_failed_is_reported_without_a_copy(staged: Load, device_first: bool) -> None:
-    if device_first:
-        staged.passed()
-    staged.fenced(0, NOTHING)
-    assert staged.acts == [(ABANDON, 0), REPORT]
-    assert isinstance(staged.failure, StaleError)
-    staged.passed()
-    assert staged.acts == []
-
-
 def test_a_load_whose_copy_fails_is_reported_as_failed(staged: Load) -> None:
     error = CopyError("the device reports an error")
     staged.passed()
@@ -552,16 +338,6 @@ def test_a_load_whose_copy_fails_is_reported_as_failed(staged: Load) -> None:
     staged.copied(error)
     _, report = staged.actions
     assert (report.op, report.error, report.stage) == (REPORT[0], error, Stage.COPY)
-
-
-def test_a_load_that_waits_for_its_copy_can_be_given_up(staged: Load) -> None:
-    staged.fenced(0, HOLD.ready)
-    staged.abort(GIVEN_UP)
-    assert staged.acts == [REPORT], '"done" was bound to the fence'
-    assert staged.failure is GIVEN_UP
-    staged.passed()
-    staged.copied()
-    assert staged.acts == []
 
 
 @pytest.mark.parametrize("early", [0, 8])

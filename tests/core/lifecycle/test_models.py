@@ -10,9 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.core.lifecycle.model import replay
-from tests.core.lifecycle.planted import MODELS, PLANTED, plant
-from tests.core.lifecycle.searches import search
-from tests.core.lifecycle.sequences import load
+from tests.core.lifecycle.planted import MODELS, PLANTED, load, plant, search
 
 SEQUENCES = load()
 

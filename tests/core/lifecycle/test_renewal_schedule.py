@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.core.lifecycle.load_machine import RemoteRank
-from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
+from kvferry.core.lifecycle.renewal_schedule import RenewalRequest, Renewals
 
 LEASE = 30.0
 READS = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=True))
@@ -73,15 +73,3 @@ def test_an_overdue_request_is_repeated_once_unanswered() -> None:
     harness.answer(0), harness.answer(1)
     harness.renewals.unanswered(RenewalRequest(renewal=harness.id, rank=2))
     assert harness.due(20.0) == [0, 1, 2]
-
-
-def test_an_ended_renewal_makes_no_requests_and_ignores_answers() -> None:
-    harness = RenewalHarness()
-    harness.due(0.0)
-    harness.renewals.end(harness.id)
-    assert len(harness.renewals) == 0
-    assert not harness.answer(0, stands=False)
-    harness.renewals.unanswered(RenewalRequest(renewal=harness.id, rank=0))
-    harness.renewals.end_rank(harness.id, 0)
-    harness.renewals.end(RenewalId(99))
-    assert harness.due(100.0) == []

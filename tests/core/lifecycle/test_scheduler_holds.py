@@ -67,53 +67,12 @@ def test_a_request_is_taken_on_ticketed_and_sent(one: SchedulerHolds) -> None:
     assert again.generation != hold.generation
 
 
-def test_a_preempted_request_gets_a_new_hold_in_its_slot(one: SchedulerHolds) -> None:
-    old = take_on(one)
-    one.drain()
-    new = take_on(one)
-    assert new.slot == old.slot
-    assert new.generation != old.generation
-    assert one.drain() == HoldOrders(drops=(old,), take_ons=((A, new),))
-    assert one.take_on(B) is None
-    assert one.ticket(A, LEASE) == new
-
-
 def test_a_hold_that_the_workers_never_heard_of_is_replaced_without_a_drop(
     one: SchedulerHolds,
 ) -> None:
     take_on(one)
     new = take_on(one)
     assert one.drain() == HoldOrders(take_ons=((A, new),))
-
-
-def test_a_request_that_is_dropped_after_a_preemption_frees_its_slot_once(
-    one: SchedulerHolds,
-) -> None:
-    old = take_on(one)
-    one.drain()
-    take_on(one)
-    assert one.drop(A)
-    other = take_on(one, B)
-    assert one.drain() == HoldOrders(drops=(old,), take_ons=((B, other),))
-    assert one.take_on(C) is None
-
-
-def test_the_slot_of_a_dropped_request_is_free_once_the_order_is_drained(
-    one: SchedulerHolds,
-) -> None:
-    hold = take_on(one)
-    one.drain()
-    assert one.drop(A)
-    assert (one.held, one.take_on(B)) == (0, None)
-    assert one.drain() == HoldOrders(drops=(hold,))
-    assert take_on(one, B).slot == hold.slot
-
-
-def test_a_drop_before_the_take_on_was_drained_makes_no_order(one: SchedulerHolds) -> None:
-    take_on(one)
-    assert one.drop(A)
-    assert not one.drain()
-    assert one.take_on(B) is not None
 
 
 def test_a_watermark_is_ordered_once_for_the_newest_tokens(one: SchedulerHolds) -> None:
@@ -141,13 +100,6 @@ def test_a_watermark_is_not_ordered_for_a_hold_that_is_computed_or_gone(
     else:
         one.take_on(A)
     assert not one.drain().watermarks
-
-
-def test_requests_get_distinct_slots_and_no_two_incarnations_share_a_generation() -> None:
-    incarnations = [SchedulerHolds(64), SchedulerHolds(64)]
-    taken = [[take_on(each, RequestId(f"r{i}")) for i in range(64)] for each in incarnations]
-    assert all({hold.slot for hold in holds} == set(range(64)) for holds in taken)
-    assert len({hold.generation for holds in taken for hold in holds}) == 128
 
 
 def test_a_reset_ends_ticketed_holds_and_keeps_computing_ones() -> None:
@@ -188,16 +140,6 @@ def test_a_revoked_ticket_ends_its_hold_in_the_same_orders(four: SchedulerHolds)
     assert (four.held_pages, four.held, four.take_evicted()) == (0, 1, [])
     assert four.sent(A) is HoldEnd.REVOKED
     assert four.held == 0
-
-
-def test_holds_that_a_reset_ended_are_not_evicted(four: SchedulerHolds) -> None:
-    holds = ticket(four, "a", 1, 2), ticket(four, "b", 3, 4)
-    four.reset()
-    assert four.drain().ends == holds
-    ticket(four, "c", 5, 6)
-    assert four.take_evicted() == []
-    assert not four.drain().ends
-    assert four.sent(A) is HoldEnd.REVOKED
 
 
 def test_the_first_reason_counts_for_a_ticket_that_a_reset_gives_up_again(
@@ -274,13 +216,6 @@ def test_a_conversation_makes_no_ticket_of_a_prompt_go(four: SchedulerHolds) -> 
     assert four.take_evicted() == ["prompt"]
 
 
-def test_a_conversation_s_ticket_tells_the_workers_its_time_to_live(six: SchedulerHolds) -> None:
-    hold, prompt = ticket(six, "a", 1, 2, ttl=TTL), ticket(six, "p", 3)
-    orders = six.drain()
-    assert (orders.ready, orders.ttls) == (((hold, LEASE), (prompt, LEASE)), ((hold, TTL),))
-    assert not six.drain().ttls
-
-
 def test_as_many_answers_are_reclaimed_as_needed_the_oldest_first(six: SchedulerHolds) -> None:
     holds = [ticket(six, name, 2 * i, 2 * i + 1, ttl=TTL) for i, name in enumerate("abc")]
     six.drain()
@@ -293,13 +228,6 @@ def test_as_many_answers_are_reclaimed_as_needed_the_oldest_first(six: Scheduler
     assert six.take_evicted() == []
     assert {six.sent(each) for each in (A, B, C)} == {HoldEnd.RECLAIMED}
     assert not six.is_reclaiming
-
-
-def test_a_page_of_several_answers_is_free_when_all_are_reclaimed(six: SchedulerHolds) -> None:
-    for name in "abc":
-        ticket(six, name, 1, 2, ttl=TTL)
-    assert six.reclaimable_pages == 2
-    assert six.reclaim(1) == 3
 
 
 def test_prompts_are_not_reclaimed(six: SchedulerHolds) -> None:

@@ -20,10 +20,8 @@ HOLD = Hold(slot=1, generation=7)
 NEXT = Hold(slot=1, generation=8)
 """The next hold in that slot."""
 COPY = HoldCopy(request=A, hold=HOLD, copy=PageCopy(blocks=(30, 31), pages=(1, 2)))
-LEASE, TTL = 30.0, 480.0
+LEASE = 30.0
 COUNTED, IGNORED, LATE = ReleaseOutcome.COUNTED, ReleaseOutcome.IGNORED, ReleaseOutcome.LATE
-OTHERS = [{"incarnation": 98}, {"generation": 8}, {"slot": 0}, {"slot": 2}]
-"""What makes a message one about another hold."""
 
 
 class Words(list[int]):
@@ -45,25 +43,23 @@ class Words(list[int]):
 class Rank:
     """``WorkerHolds`` with two slots and a request in slot 1, ordered and ready at 100.0."""
 
-    def __init__(self, *, ordered: bool = True, ready: bool = True, slots: int = 2) -> None:
+    def __init__(self, *, ordered: bool = True, slots: int = 2) -> None:
         self.words, self.watermarks = Words(self, slots), [0] * slots
         self.holds = WorkerHolds(self.words, INCARNATION, self.watermarks)
         self.holds.take_on(A, HOLD)
         if ordered:
             self.holds.order(HOLD, LEASE, 100.0)
-            if ready:
-                self.holds.ready(HOLD, 100.0)
+            self.holds.ready(HOLD, 100.0)
 
     def release(self, rank: int = 0, expected: int = 1, **changes: Any) -> ReleaseOutcome:
         fields = {"incarnation": INCARNATION, "slot": HOLD.slot, "generation": HOLD.generation}
         others = {"engine": "d", "rank": rank, "expected": expected}
         return self.holds.release(Release(**{**fields, **others, **changes}))
 
-    def renew(self, now: float, hold: Hold = HOLD, *, engine: str = "", **changes: Any) -> None:
+    def renew(self, now: float, hold: Hold = HOLD, *, engine: str = "") -> None:
         """Renew a hold; an engine with a name claims it."""
-        fields = {"incarnation": INCARNATION, "slot": hold.slot, "generation": hold.generation}
-        who = {"engine": engine, "life": 5 if engine else 0}
-        self.holds.renew(Renewal(**{**fields, **who, **changes}), now)
+        what = {"incarnation": INCARNATION, "slot": hold.slot, "generation": hold.generation}
+        self.holds.renew(Renewal(**what, engine=engine, life=5 if engine else 0), now)
 
     def heartbeat(self, now: float, **changes: Any) -> None:
         fields = {"incarnation": INCARNATION, "engine": "d", "life": 5}
@@ -122,26 +118,6 @@ def test_the_slot_word_follows_the_state_of_the_request(computing: Rank) -> None
     assert (computing.holds.take_sent(), computing.holds.take_sent()) == ([A], [])
 
 
-def test_orders_are_carried_out_drops_before_take_ons(computing: Rank) -> None:
-    holds, other = computing.holds, Hold(slot=0, generation=3)
-    holds.apply(HoldOrders(drops=(HOLD,), take_ons=((B, NEXT), (A, other))), 100.0)
-    assert computing.words == [other.computing, NEXT.computing]
-    holds.apply(HoldOrders(ready=((NEXT, LEASE), (other, LEASE)), ends=(NEXT,)), 100.0)
-    holds.ready(NEXT, 100.0)
-    holds.ready(other, 100.0)
-    assert computing.words == [other.ready, NOTHING]
-    assert holds.take_sent() == [B]
-
-
-def test_a_drop_clears_the_word_of_its_own_hold_and_is_not_reported(computing: Rank) -> None:
-    computing.holds.drop(NEXT)
-    computing.holds.drop(Hold(slot=0, generation=7))
-    assert computing.words == [NOTHING, HOLD.computing]
-    computing.holds.drop(HOLD)
-    assert computing.is_over
-    assert computing.reports() == ([], [])
-
-
 @pytest.mark.parametrize("how", ["end", "end_all", "expire"])
 def test_the_slot_word_is_cleared_before_the_request_is_reported_sent(
     how: str, ready: Rank
@@ -162,50 +138,6 @@ def test_the_slot_word_is_cleared_before_the_request_is_reported_sent(
 # "done" and "abandon".
 
 
-@pytest.mark.parametrize(
-    ("releases", "end"),
-    [
-        ([{"rank": 0, "expected": 2}, {"rank": 5, "expected": 2}], HoldEnd.READ),
-        (
-            [
-                {"expected": 2, "abandoned": True},
-                {"expected": 2},  # the first word of a rank counts
-                {"rank": 1, "expected": 2},
-            ],
-            HoldEnd.ABANDONED,
-        ),
-        # The consumer that reads everything says how it ended.
-        ([{"expected": 2, "engine": "gone", "abandoned": True}, {}], HoldEnd.READ),
-        # A rank counts once, and engines are counted apart.
-        (
-            [
-                {"expected": 2},
-                {"expected": 2},
-                {"rank": 1, "expected": 3, "engine": "other"},
-                {"rank": 1, "expected": 2},
-            ],
-            HoldEnd.READ,
-        ),
-    ],
-)
-def test_a_hold_ends_when_every_rank_of_one_engine_has_released_it(
-    releases: list[dict[str, Any]], end: HoldEnd, ready: Rank
-) -> None:
-    for release in releases:
-        assert ready.word == HOLD.ready
-        assert ready.release(**release) is COUNTED
-    assert ready.is_over
-    assert ready.reports() == ([A], ended(end, "d"))
-
-
-@pytest.mark.parametrize("changes", OTHERS)
-def test_a_message_about_another_hold_changes_nothing(changes: dict[str, Any], ready: Rank) -> None:
-    assert ready.release(**changes) is IGNORED
-    assert ready.words == [NOTHING, HOLD.ready]
-    ready.renew(120.0, **changes)
-    assert ready.holds.expire(130.0) == [A]
-
-
 def test_the_number_of_counted_engines_is_limited(ready: Rank) -> None:
     for number in range(MAX_READERS):
         assert ready.release(expected=2, engine=f"d{number}") is COUNTED
@@ -214,24 +146,6 @@ def test_the_number_of_counted_engines_is_limited(ready: Rank) -> None:
     assert not ready.is_over
     assert ready.release(rank=1, expected=2, engine="d0") is COUNTED
     assert ready.is_over
-
-
-@pytest.mark.parametrize("abandoned", [False, True])
-@pytest.mark.parametrize("dropped", [False, True])
-def test_a_hold_that_ends_while_computing_is_reported_with_the_order_if_it_gets_one(
-    abandoned: bool, dropped: bool, computing: Rank
-) -> None:
-    assert computing.release(abandoned=abandoned) is COUNTED
-    assert computing.is_over
-    assert computing.reports() == ([], [])
-    if dropped:
-        computing.holds.drop(HOLD)
-    computing.holds.apply(HoldOrders(ready=((HOLD, LEASE),), copies=(COPY,)), 100.0)
-    computing.holds.ready(HOLD, 100.0)
-    end = HoldEnd.ABANDONED if abandoned else HoldEnd.READ
-    assert computing.reports() == (([], []) if dropped else ([A], ended(end, "d")))
-    assert computing.holds.take_copies() == []
-    assert computing.is_over
 
 
 # Leases.
@@ -252,84 +166,10 @@ def test_a_lease_expires_on_time_and_once(ready: Rank) -> None:
     assert ready.words == [NOTHING, NEXT.computing]
 
 
-def test_each_of_several_leases_expires_at_its_own_time() -> None:
-    rank = Rank(ordered=False, slots=4)
-    holds = [Hold(slot=slot, generation=slot + 1) for slot in range(4)]
-    for hold, lease in zip(holds, (LEASE, 10.0, 20.0, None), strict=True):
-        rank.holds.take_on(RequestId(str(hold.slot)), hold)
-        if lease is not None:  # the last one gets no ticket
-            rank.holds.order(hold, lease, 100.0)
-    assert [rank.holds.expire(now) for now in (109.0, 110.0, 110.0)] == [[], ["1"], []]
-    rank.holds.ready(holds[2], 115.0)
-    rank.renew(118.0, holds[2])
-    expired = [rank.holds.expire(now) for now in (129.0, 130.0, 137.0, 138.0)]
-    assert expired == [[], ["0"], [], ["2"]]
-    assert rank.holds.held == 1
-
-
-def test_a_renewal_restarts_the_lease(ready: Rank) -> None:
-    for now in (120.0, 145.0, 170.0):
-        ready.renew(now)
-        assert ready.holds.expire(now + 29.9) == []
-    assert ready.holds.expire(200.0) == [A]
-    ready.renew(201.0)
-    assert ready.is_over
-
-
-def test_a_renewal_does_not_extend_the_lease_of_pages_that_are_not_ready() -> None:
-    """As after a failure of the device: pages are held for one lease at most."""
-    rank = Rank(ready=False)
-    rank.renew(120.0)
-    assert rank.ends_at(130.0)
-
-
 # Answers, which are held for the next turn of a conversation until they are claimed.
 
 
-def answer(*, claimed_first: str | None = None, ready: float | None = 100.0) -> Rank:
-    """Return a rank with an answer, ordered at 100.0."""
-    rank = Rank(ordered=False)
-    if claimed_first is not None:
-        rank.renew(99.0, engine=claimed_first)
-    rank.holds.apply(HoldOrders(ready=((HOLD, LEASE),), ttls=((HOLD, TTL),)), 100.0)
-    if ready is not None:
-        rank.holds.ready(HOLD, ready)
-    return rank
-
-
-def test_an_answer_is_held_for_its_ttl_from_when_it_is_ready() -> None:
-    """That a client does not go on with its conversation is no fault: it is not named."""
-    assert answer(ready=None).ends_at(100.0 + TTL)
-    rank = answer(ready=150.0)
-    assert rank.word == HOLD.ready
-    assert rank.holds.expire(149.9 + TTL) == []
-    assert HOLD in rank.holds
-    assert rank.holds.expire(150.0 + TTL) == []
-    assert rank.reports() == ([A], ended(HoldEnd.EXPIRED))
-
-
 # An engine that knows no heartbeats renews without its name.
-@pytest.mark.parametrize("engine", ["d", ""])
-def test_a_claim_ends_the_ttl_of_an_answer(engine: str) -> None:
-    rank = answer()
-    rank.renew(101.0, engine=engine)
-    rank.renew(120.0, engine=engine)
-    assert rank.ends_at(150.0)
-    rank = answer(ready=None)
-    rank.renew(105.0, engine=engine)
-    rank.holds.ready(HOLD, 110.0)
-    assert rank.ends_at(140.0)
-    rank = answer(claimed_first=engine, ready=110.0)
-    assert rank.holds.expire(139.9) == []
-    assert rank.holds.expire(140.0) == [A]
-
-
-def test_a_slot_that_held_an_answer_has_no_ttl_for_the_next_request() -> None:
-    rank = answer()
-    rank.holds.end(HOLD)
-    rank.holds.take_on(B, NEXT)
-    rank.holds.apply(HoldOrders(ready=((NEXT, LEASE),)), 100.0)
-    assert rank.holds.expire(130.0) == [B]
 
 
 # Watermarks.
@@ -380,50 +220,7 @@ def test_a_hold_is_copied_then_sent_then_over(staged: Rank) -> None:
     assert not staged.holds._held
 
 
-def test_a_hold_that_ends_first_is_not_copied(staged: Rank) -> None:
-    staged.holds.end(HOLD)
-    assert staged.reports() == ([A], ended())
-    staged.holds.ready(HOLD, 101.0)
-    assert staged.holds.take_copies() == []
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_hold_that_ends_during_its_copy_is_over_after_it(staged: Rank, fails: bool) -> None:
-    staged.holds.ready(HOLD, 101.0)
-    staged.holds.end(HOLD)
-    assert staged.is_over
-    assert staged.reports() == ([], [])
-    if fails:
-        staged.holds.failed(HOLD)
-    else:
-        staged.holds.copied(HOLD, 102.0)
-    assert staged.word == NOTHING
-    assert staged.reports() == ([A], ended())
-
-
-@pytest.mark.parametrize("begins", [True, False])
-def test_a_hold_ends_whose_copy_fails(staged: Rank, begins: bool) -> None:
-    if begins:
-        staged.holds.ready(HOLD, 101.0)
-    staged.holds.failed(HOLD)
-    assert staged.word == NOTHING
-    assert staged.reports() == ([A], ended(HoldEnd.REVOKED))
-    staged.holds.end(HOLD)
-    staged.holds.failed(HOLD)
-    assert staged.reports() == ([], [])
-
-
 # Ages: for how long no consumer of a hold gave a sign of life.
-
-
-def test_the_age_of_an_unclaimed_hold_starts_when_it_is_ready(computing: Rank) -> None:
-    assert computing.age(100.0) is None
-    computing.holds.order(HOLD, LEASE, 100.0)
-    assert computing.age(102.0) == 2.0
-    computing.holds.ready(HOLD, 102.0)
-    assert computing.age(103.0) == 1.0
-    computing.holds.end(HOLD)
-    assert computing.age(103.0) is None
 
 
 def many(holds: int = 8) -> tuple[Rank, list[Hold]]:
@@ -435,47 +232,6 @@ def many(holds: int = 8) -> tuple[Rank, list[Hold]]:
         rank.holds.order(hold, LEASE, 100.0)
         rank.holds.ready(hold, 100.0)
     return rank, more
-
-
-def test_the_latest_sign_of_life_of_an_engine_that_claims_a_hold_counts() -> None:
-    rank, holds = many(4)
-    for hold in holds[:2]:
-        rank.renew(101.0, hold, engine="d")
-    for hold in holds[1:3]:
-        rank.renew(101.0, hold, engine="other")
-    rank.heartbeat(109.0)
-    assert [rank.age(110.0, hold) for hold in holds] == [1.0, 1.0, 9.0, 10.0]
-
-
-@pytest.mark.parametrize("changes", [{"incarnation": 98}, {"engine": "other"}, {"life": 6}])
-def test_a_heartbeat_of_another_engine_or_incarnation_changes_nothing(
-    changes: dict[str, Any], ready: Rank
-) -> None:
-    """A restarted consumer engine has no claims of its earlier incarnation."""
-    ready.renew(101.0, engine="d")
-    ready.heartbeat(110.0, **changes)
-    assert ready.age(110.0) == 9.0
-
-
-def test_a_heartbeat_renews_no_lease(ready: Rank) -> None:
-    ready.renew(101.0, engine="d")
-    ready.heartbeat(130.0)
-    assert ready.ends_at(131.0)
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_a_consumer_without_heartbeats_counts_as_alive_for_a_third_of_a_lease(
-    ordered: bool,
-) -> None:
-    """It may renew before the hold is ordered: a ticket often arrives before the next orders."""
-    rank = Rank(ordered=ordered)
-    rank.renew(101.0)
-    if not ordered:
-        rank.holds.order(HOLD, LEASE, 101.5)
-        rank.holds.ready(HOLD, 101.5)
-    assert rank.age(111.0) == 0.0
-    assert rank.holds.silent(111.0, GONE_SECONDS, 8) == []
-    assert rank.age(114.0) == 3.0
 
 
 def test_engines_are_forgotten_with_their_last_claim() -> None:

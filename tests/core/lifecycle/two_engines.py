@@ -100,7 +100,6 @@ class Turn:
 
     @property
     def wanted(self) -> int:
-        """How many pages are to be loaded."""
         return 0 if self.source is None else min(self.size, len(self.source.contents))
 
     def contents(self) -> list[Content]:
@@ -122,8 +121,6 @@ class Issue:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """A request's part in a step: the contents that it writes, by page."""
-
     turn: Turn
     writes: dict[int, Content]
     last: bool
@@ -135,8 +132,6 @@ Reports = tuple[list[RequestId], list[tuple[RequestId, KVFerryError | None]]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Step:
-    """What a scheduler sends to its ranks, and what they report."""
-
     orders: HoldOrders
     prepares: list[Turn]
     begins: list[tuple[Turn, bool]]
@@ -177,12 +172,10 @@ class Rank(ReadingRank[Pull]):
         self._next_renewal = 0.0
 
     def now(self) -> float:
-        """Return the time of the rank's own clock."""
         return self.engine.world.now + 1000.0 * self.rank + ord(self.engine.name)
 
     @property
     def readable(self) -> list[Content | None]:
-        """The pages that the other engine reads."""
         return self.pages
 
     def source(self, rank: int) -> Rank:
@@ -217,7 +210,6 @@ class Rank(ReadingRank[Pull]):
         self.stream.append(partial(step.outputs.__setitem__, self.rank, reports))
 
     def abort(self, request: RequestId) -> None:
-        """Abort the load of a request."""
         for load_id, pull in self.pulls.items():
             if pull.request is not None and pull.request.id == request and not pull.is_over:
                 self.loads[load_id].abort(KVFerryError("aborted"))
@@ -237,7 +229,6 @@ class Rank(ReadingRank[Pull]):
         self.perform()
 
     def hear(self, message: Message) -> None:
-        """Handle a notification."""
         for note in decode_notes(message.payload):
             if isinstance(note, Renewal):
                 self.holds.renew(note, self.now())
@@ -333,11 +324,9 @@ class Engine(Scheduler):
 
     @property
     def other(self) -> Engine:
-        """The other engine."""
         return next(engine for engine in self.world.engines if engine is not self)
 
     def at(self, *where: Stage) -> list[Turn]:
-        """Return the requests in these states, oldest first."""
         return [turn for turn in self.turns.values() if turn.stage in where]
 
     def add(self, turn: Turn) -> None:
@@ -368,7 +357,6 @@ class Engine(Scheduler):
         self.send(step)
 
     def process(self) -> None:
-        """Process the reports of the oldest step."""
         step = self.steps.popleft()
         if step.asks:
             self.pressure.answered(step.silent)
@@ -383,7 +371,6 @@ class Engine(Scheduler):
                 self._hear_sent(rank, request)
 
     def abort(self, turn: Turn) -> None:
-        """Abort a request in any state; a load keeps its pages until all ranks have reported it."""
         if turn.stage is Stage.WAITING:
             if turn.source is not None:
                 self._begins.append((turn, self.users.order(turn.id)))
@@ -404,11 +391,9 @@ class Engine(Scheduler):
     # What subclasses with a planted fault replace.
 
     def reclaim(self, pages: int) -> int:
-        """End the holds of answers; return how many."""
         return self.holds.reclaim(pages)
 
     def computed(self, turn: Turn) -> bool:
-        """Return whether a ticket may say that the pages are complete."""
         return turn.leaves is not Leaves.ANSWER
 
     # Inside.
@@ -487,7 +472,6 @@ class Engine(Scheduler):
             self.give_back(turn)
 
     def give_back(self, turn: Turn) -> None:
-        """Give back the pages of a held request."""
         for rank in self.ranks:
             stands = turn.hold is not None and turn.hold in rank.holds
             require(not stands, "pages given back while their hold stands")
@@ -496,7 +480,6 @@ class Engine(Scheduler):
         self._forget(turn)
 
     def _forget(self, turn: Turn) -> None:
-        """Free the pages and the id of a request."""
         for rank in self.ranks:
             for transfer in rank.transfers:
                 pull = rank.pulls[transfer.loads[0]]
@@ -538,7 +521,6 @@ class TwoEngines:
         self.engines += [components.of(Engine)(self, name, max_held) for name in "AB"]
 
     def moves(self) -> list[Move]:
-        """Return every step that some part of the simulation can take now."""
         return [*self.fabric.moves(self.deliver), *self._engine_moves()]
 
     def _engine_moves(self) -> Iterator[Move]:
@@ -558,11 +540,9 @@ class TwoEngines:
                     yield rank.tick
 
     def device(self, rank: Rank) -> None:
-        """Let a rank's device do the next work in its queue."""
         rank.stream.popleft()()
 
     def deliver(self, message: Message) -> None:
-        """Deliver a notification to the other engine."""
         self.fabric.messages.remove(message)
         [target] = [engine for engine in self.engines if engine.name != message.sender]
         target.ranks[message.rank].hear(message)
@@ -611,7 +591,6 @@ class TwoEngines:
             engine.process()
 
     def settle(self, seconds: int) -> None:
-        """Let everything proceed for some seconds, without further failures."""
         for _ in range(seconds):
             for _ in range(3):
                 self._round()

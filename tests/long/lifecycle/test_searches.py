@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.lifecycle.planted import MODELS, PLANTED, RARELY_FOUND, plant
-from tests.core.lifecycle.searches import catch, search
+from tests.core.lifecycle.planted import MODELS, PLANTED, RARELY_FOUND, catch, plant, search
 
 pytestmark = pytest.mark.timeout(300)
 
