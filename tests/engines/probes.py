@@ -123,22 +123,6 @@ def ours(connector: Any) -> Any:
     return found
 
 
-def refusal(engine: Any, arguments: dict[str, Any]) -> str:
-    """What a worker says at start to an engine with these arguments; empty if nothing."""
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    from kvferry.integrations.vllm.checks import check_engine
-    from kvferry.integrations.vllm.config import ConfigError
-
-    transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")
-    try:
-        check_engine(EngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config())
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def gate_reads(engine: Any, gate: str, before: bool) -> None:
     """From now on a read of pages waits until the file ``gate`` exists.
 

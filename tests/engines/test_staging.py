@@ -174,44 +174,6 @@ def test_a_full_pool_makes_requests_wait(reference: Engine, start_engine: StartE
         engine.close()
 
 
-def test_a_request_that_waits_too_long_gets_no_ticket(
-    reference: Engine, start_engine: StartEngine, staging_decode: Engine
-) -> None:
-    """It is served like any other; and one that needs more than there are does not wait."""
-    prefill = start_engine("full", "kv_producer", extra=small(12, staging_timeout=0.5))
-    first, second, large = prompt(300), prompt(301), prompt(511)
-    [ticket] = prefill.prefill(first)
-    for one in (second, large):
-        [completion] = prefill.generate(one, params=PREFILL, max_tokens=1)
-        assert completion.params is None
-        assert completion.text == texts(reference, one, max_tokens=1)[0]
-    assert prefill.log().count("cause host_pages") == 2
-    [completion] = staging_decode.generate(first, params=ticket)
-    assert completion.text == texts(reference, first)[0]
-    given_back(prefill, staging_decode)
-    assert hand_over(prefill, staging_decode, second)[0] == texts(reference, second)
-    prefill.close()
-
-
-def test_a_load_without_host_pages_fails_by_the_policy(
-    reference: Engine, start_engine: StartEngine, staging_prefill: Engine
-) -> None:
-    """And the hold on prefill ends at once."""
-    decode = start_engine(
-        "narrow",
-        "kv_consumer",
-        extra=small(12, staging_timeout=0.5),
-        transfer={"kv_load_failure_policy": "recompute"},
-    )
-    large, some = prompt(511, seed=58), prompt(300, seed=59)
-    [completion] = decode.generate(large, params=staging_prefill.prefill(large))
-    given_back(staging_prefill, decode)
-    assert "cause host_pages" in decode.log()
-    assert completion.text == texts(reference, large)[0]
-    assert hand_over(staging_prefill, decode, some)[0] == texts(reference, some)
-    decode.close()
-
-
 def test_metrics(staging_prefill: Engine, staging_decode: Engine) -> None:
     hand_over(staging_prefill, staging_decode, prompt(100, seed=60))
     there, here = (engine.run(probes.exposed) for engine in (staging_prefill, staging_decode))
