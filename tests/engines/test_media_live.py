@@ -29,19 +29,14 @@ _seeds = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Engines of one model.
+    """Engines of one model."""
 
-    Attributes:
-        chunking: caches prefixes, and computes a prompt with an image in several steps.
-        plain: does neither, and has larger blocks; leads conversations.
-        two: two ranks that cache prefixes, and compute what they cannot load; leads conversations.
-        believing: loads with any ticket. Without a ticket, it is an ordinary engine, which the
-            others must agree with.
-    """
-
-    chunking: Engine
-    plain: Engine
+    chunking: Engine  # caches prefixes, and computes a prompt with an image in several steps
+    plain: Engine  # does neither, and has larger blocks; leads conversations
+    # two ranks that cache prefixes, and compute what they cannot load; leads conversations
     two: Engine
+    # loads with any ticket. Without a ticket, it is an ordinary engine, which the others must agree
+    # with.
     believing: Engine
 
 
@@ -217,20 +212,13 @@ def test_windows(windows: tuple[Engine, ...]) -> None:
 
 @dataclass(kw_only=True)
 class Talk:
-    """A conversation with images; see ``conversations.Conversation``.
-
-    Attributes:
-        prefill, decode: The engines.
-        ids: Token ids, with ``IMAGE`` where an image is.
-        images: The images' seeds.
-        ticket: The ``kv_transfer_params`` of decode's last answer.
-    """
+    """A conversation with images; see ``conversations.Conversation``."""
 
     prefill: Engine
     decode: Engine
-    ids: list[int] = field(default_factory=list)
-    images: list[int] = field(default_factory=list)
-    ticket: dict[str, Any] | None = None
+    ids: list[int] = field(default_factory=list)  # Token ids, with ``IMAGE`` where an image is
+    images: list[int] = field(default_factory=list)  # The images' seeds
+    ticket: dict[str, Any] | None = None  # The ``kv_transfer_params`` of decode's last answer
 
     @property
     def tokens(self) -> int:

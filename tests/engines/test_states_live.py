@@ -39,19 +39,14 @@ are scheduled before the last one has ended."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hybrid:
-    """Engines of a model with states and attention.
+    """Engines of a model with states and attention."""
 
-    Attributes:
-        chunked: prefills for others, in chunks, and has few blocks.
-        drafting: drafts, and so has room for more columns; prefills and decodes.
-        decode: decodes, and believes any ticket; prefills. Without a ticket, it is an ordinary
-            engine, which the others must agree with.
-        columns: keeps convolutions by columns, where the others keep them by channels; does both.
-    """
-
-    chunked: Engine
-    drafting: Engine
+    chunked: Engine  # prefills for others, in chunks, and has few blocks
+    drafting: Engine  # drafts, and so has room for more columns; prefills and decodes
+    # decodes, and believes any ticket; prefills. Without a ticket, it is an ordinary engine, which
+    # the others must agree with.
     decode: Engine
+    # keeps convolutions by columns, where the others keep them by channels; does both
     columns: Engine
 
 

@@ -22,21 +22,13 @@ pytestmark = pytest.mark.timeout(300)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWorld:
-    """Engines of a family.
+    """Engines of a family."""
 
-    Attributes:
-        family: whose.
-        prefill: prefills for others, and stages.
-        decode: decodes with blocks of the same size, and stages.
-        wide: does both, with larger blocks, and stages.
-        direct: does both, and does not stage.
-    """
-
-    family: Family
-    prefill: Engine
-    decode: Engine
-    wide: Engine
-    direct: Engine
+    family: Family  # whose
+    prefill: Engine  # prefills for others, and stages
+    decode: Engine  # decodes with blocks of the same size, and stages
+    wide: Engine  # does both, with larger blocks, and stages
+    direct: Engine  # does both, and does not stage
 
 
 @pytest.fixture(scope="module", params=ALL, ids=lambda family: str(family.name))
