@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -521,71 +520,3 @@ def test_an_unwell_engine_steps_on_for_a_while(
     assert half.has_pending_push_work()
     half.update_connector_output(heard(vllm, problems={0: (), 1: ()}))
     assert not half.has_pending_push_work()
-
-
-class TestFigures:
-    @pytest.fixture
-    def stats(self, vllm: Any) -> Any:
-        return vllm.metrics
-
-    def test_the_log_line(self, stats: Any) -> None:
-        figures = stats.FerryStats(
-            {
-                "loads": {"loopback": 2},
-                "tokens": {"loopback": 80},
-                "bytes": {"loopback": {"a": {"tcp": 1_234_567}}},
-                "stage_seconds": {
-                    "loopback": {
-                        "wait": [0.0001, 0.0, 0.0],
-                        "check": [0.0, 0.002, 0.0001],
-                        "post": [0.001, 0.001, 0.001],
-                        "transfer": [0.001, 0.003, 0.002],
-                        "fence": [0.0, 0.0002, 0.0],
-                        "handshake": [7.0],
-                    }
-                },
-                "holds": {"loopback": {"made": 4, "read": 3, "expired": 1}},
-                "held_pages": {"loopback": 0},
-                "failed_loads": {"loopback": 1},
-            }
-        )
-        assert figures.reduce() == {
-            "loads": 2,
-            "tokens": 80,
-            "MB": 1.235,
-            "GB/s": 0.206,
-            "waited ms median": 0.1,
-            "waited ms longest": 2.0,
-            "read ms median": 3.0,
-            "read ms longest": 4.2,
-            "tickets": 4,
-            "held pages": 0,
-            "failed": 1,
-            "expired leases": 1,
-        }
-        assert not figures.is_empty()
-        figures.reset()
-        assert figures.is_empty()
-        assert figures.reduce() == {}
-
-    def test_no_log_line_where_nothing_happened(self, stats: Any) -> None:
-        """vLLM logs a line of statistics that are not empty, whatever it says."""
-        for name in ("peers_up", "quarantined_pages"):
-            assert stats.LoggedStats({name: {"loopback": {"0": 0}}}).is_empty()
-        assert stats.LoggedStats({}).is_empty()
-        assert not stats.LoggedStats({"failed_loads": {"loopback": 1}}).is_empty()
-        assert not stats.FerryStats({"peers_up": {"loopback": {"0": 1}}}).is_empty()
-
-    def test_the_later_of_two_moments_counts(self, stats: Any) -> None:
-        first = stats.FerryStats({"loads": {"loopback": 1}, "held_pages": {"loopback": 5}})
-        second = stats.FerryStats({"loads": {"loopback": 2}, "held_pages": {"loopback": 3}})
-        assert first.aggregate(second).data == {
-            "loads": {"loopback": 3},
-            "held_pages": {"loopback": 3},
-        }
-
-    def test_buckets_cover_what_loads_take(self, stats: Any) -> None:
-        buckets = stats.SECONDS_BUCKETS
-        assert (buckets[0], buckets[-1]) == (0.0001, 100.0)
-        ratios = [high / low for low, high in itertools.pairwise(buckets)]
-        assert all(2.9 < ratio < 3.4 for ratio in ratios)
