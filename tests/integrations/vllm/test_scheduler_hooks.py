@@ -19,12 +19,11 @@ from kvferry.core.memory import Region
 from kvferry.core.security import generate
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check
 from kvferry.core.side_channel import fetch, health, ping
-from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
 from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
-from tests.integrations.vllm.halves import PREFILL, blocks, engine, request, ticket
+from tests.integrations.vllm.halves import PREFILL, blocks, engine, full, request, ticket
 from tests.integrations.vllm.test_adapter_files import write
 
 OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
@@ -49,16 +48,11 @@ def configured(role: str = "kv_both", **extra: Any) -> Any:
 def make(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Builds halves of an engine with 100 blocks of 16 tokens, and closes them."""
     made: list[Any] = []
-    groups = [CacheGroup(index=0, tokens=16)]
-    monkeypatch.setattr(vllm.scheduler, "cache_groups", lambda *_: tuple(groups))
+    monkeypatch.setattr(vllm.scheduler, "cache_groups", lambda *_: full())
 
-    def build(
-        *, bounded: bool = False, drafts: bool = False, lookahead: int = 0, **settings: Any
-    ) -> Any:
-        groups[:] = [CacheGroup(index=0, tokens=16, window=32 if bounded else 0)]
+    def build(*, drafts: bool = False, **settings: Any) -> Any:
         config = configured(**settings)
         config.speculative_config = object() if drafts else None
-        config.num_prefill_lookahead_tokens = lookahead
         made.append(vllm.scheduler.FerryScheduler(config, SimpleNamespace(num_blocks=100)))
         return made[-1]
 
@@ -298,17 +292,6 @@ class TestProducing:
     def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
         _, params = prefilled(make(drafts=True))
         assert params["kvferry"]["computed"] is False
-
-    @pytest.mark.parametrize(
-        ("bounded", "lookahead", "left"), [(False, 0, 40), (True, 0, 39), (False, 3, 38)]
-    )
-    def test_what_is_left_to_decode(
-        self, make: Any, bounded: bool, lookahead: int, left: int
-    ) -> None:
-        half = make(bounded=bounded, lookahead=lookahead)
-        each = request(40, dict(PREFILL))
-        half.on_new_request(each)
-        assert each.num_prompt_tokens == left
 
     def test_settings_reach_it(self, make: Any) -> None:
         half = make(kv_lease_duration=7, max_held_fraction=0.02)
