@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
-from kvferry.integrations.vllm.request_ids import SAMPLE
-from tests.engines import inside, probes
+from tests.engines import probes
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.steps import (
@@ -183,14 +182,6 @@ def test_ticket_used_at_once_by_three(reference: Engine, prefill: Engine, decode
     assert pulled_by(decode) - before == 130 * len(requests)
     eventually(lambda: prefill.run(probes.free_blocks) == free)
     assert decode.run(probes.statuses) == []
-
-
-def test_ids_of_samples(reference: Engine) -> None:
-    """By them alone vLLM's scheduler could tell that others may follow."""
-    ids = reference.run(inside.ids_of_samples)
-    assert len(ids) == 3
-    assert all(SAMPLE.match(each) for each in ids)
-    assert not SAMPLE.match(reference.run(inside.id_of_a_request))
 
 
 def test_producer_is_restarted(

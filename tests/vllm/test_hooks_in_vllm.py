@@ -47,7 +47,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
     transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")
     config: Any = VllmConfig(kv_transfer_config=transfer, device_config=DeviceConfig("cpu"))
-    config.model_config = Plain(max_model_len=1024, runner_type="generate")
+    config.model_config = Plain(max_model_len=1024, runner_type="generate", multimodal_config=None)
     caches = KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[])
     connector = KVFerryConnector(config, KVConnectorRole.WORKER, caches)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)

@@ -301,6 +301,15 @@ class TestProducing:
         [(_, lease)] = half.build_connector_meta(OUTPUT).orders.ready
         assert lease == 7.0
 
+    def test_settings_of_conversations_reach_it(self, make: Any) -> None:
+        half = make(bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=7)
+        each = request(40, {"do_remote_prefill": True})
+        each.all_token_ids = each.prompt_token_ids
+        half.update_state_after_alloc(each, blocks(1, 2, 3), 0)
+        assert half.request_finished_all_groups(each, [[1, 2, 3]])[0]
+        [(_, ttl)] = half.build_connector_meta(OUTPUT).orders.ttls
+        assert ttl == 7.0
+
     def test_a_reset_gives_up_what_is_held(self, make: Any) -> None:
         half = make()
         prefilled(half)
