@@ -52,7 +52,6 @@ class Course:
 
 
 def victim(engine: Any) -> Victim:
-    """This engine as one."""
     return Victim(
         pids=sorted({os.getpid(), *ranks.pids(engine)}), addresses=ranks.addresses(engine)
     )

@@ -92,7 +92,6 @@ class Pair:
 
     @property
     def engines(self) -> tuple[Engine, Engine]:
-        """Both."""
         return self.one, self.two
 
     def block(self, engine: Engine) -> int:

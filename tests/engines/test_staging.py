@@ -1,6 +1,6 @@
 """Llamas that hand pages over by way of host memory: the same text, and all given back.
 
-``tests/long/engines`` has the other families.
+``geometry/test_staged.py`` has the other kinds of cache, without a model.
 """
 
 from __future__ import annotations

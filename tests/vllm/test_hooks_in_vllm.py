@@ -55,7 +55,6 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 
 def scheduled(metadata: object) -> Any:
-    """A ``SchedulerOutput``."""
     return MagicMock(
         kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set()
     )

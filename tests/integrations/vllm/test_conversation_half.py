@@ -75,14 +75,12 @@ def conversation_ticket(tokens: int = 64, **settings: Any) -> dict[str, Any]:
 
 
 def counted(metrics: Metrics, name: str) -> dict[str, float]:
-    """A metric by its label."""
     data: dict[str, Any] = metrics.take() or {}
     found: dict[str, float] = data.get(name, {}).get("loopback", {})
     return found
 
 
 def chunks(digests: bytes) -> list[bytes]:
-    """The digests of a chain."""
     return [digests[i : i + 16] for i in range(0, len(digests), 16)]
 
 

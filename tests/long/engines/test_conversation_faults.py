@@ -41,7 +41,6 @@ LATE = "nobody read its pages within the lease"
 
 @pytest.fixture(scope="module")
 def prefill(start_engine: StartEngine) -> Engine:
-    """Prefills in chunks."""
     return start_engine(
         "prefill", ROLE, extra=TWO_WAY, transfer=RECOMPUTE, max_num_batched_tokens=CHUNK
     )

@@ -193,7 +193,6 @@ def test_static_scales(start_engine: StartEngine, checkpoint: Path, tmp_path: Pa
 
 
 def _warning(engine: Engine, request: str) -> str:
-    """The one warning about a request."""
     lines = engine.log().splitlines()
     [line] = [line for line in lines if f"request {request}" in line and "WARNING" in line]
     return line

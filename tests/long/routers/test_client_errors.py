@@ -14,13 +14,9 @@ from tests.engines.engines import PREFILL as WANTED
 from tests.long.routers.checks import nothing_left
 from tests.long.routers.deployment import (
     DECODE,
-    HEALTH,
-    MULTI_TURN,
     PREFILL,
-    TOY,
     Router,
     Servers,
-    proxy,
     vllm_router,
 )
 from tests.long.routers.questions import Answer, Question, ask
@@ -165,26 +161,11 @@ def test_a_ticket_that_was_altered(
     fails_or_recomputes(servers, forms, expected, tickets, "cause signature")
 
 
-def test_a_ticket_of_another_prompt(
-    servers: Servers, forms: list[Question], expected: list[str]
-) -> None:
-    others = [replace(each, tokens=each.tokens[::-1]) for each in forms]
-    fails_or_recomputes(servers, forms, expected, for_both(servers, others), "cause prompt")
-
-
 def test_a_ticket_that_was_used(
     servers: Servers, forms: list[Question], expected: list[str]
 ) -> None:
     used = used_by_both(servers, forms, expected)
     fails_or_recomputes(servers, forms, expected, used, "cause stale")
-
-
-def test_a_ticket_whose_lease_is_over(
-    servers: Servers, forms: list[Question], expected: list[str]
-) -> None:
-    tickets = for_both(servers, forms)
-    nothing_left(servers)
-    fails_or_recomputes(servers, forms, expected, tickets, "cause stale")
 
 
 def test_a_ticket_of_an_engine_that_died(
@@ -210,30 +191,3 @@ def test_vllm_router_passes_the_error_on(
         failed(question, ask(router.address, question, servers.model), "")
     refused = servers["stranger"].counter("vllm:kvferry_refused_tickets", 'reason="signature"')
     assert refused == len(forms)
-
-
-@pytest.mark.parametrize(
-    ("script", "whole"),
-    [(TOY, (0, None)), (MULTI_TURN, (200, None))],
-    ids=["toy_proxy_server", "disagg_proxy_multiturn"],
-)
-def test_proxies_hide_the_error_of_a_whole_answer(
-    servers: Servers,
-    started: Start,
-    vllm_source: Path,
-    tmp_path: Path,
-    forms: list[Question],
-    script: Path,
-    whole: tuple[int, str | None],
-) -> None:
-    """The toy proxy breaks the connection, and the multi-turn proxy answers with an empty text."""
-    started_proxy = proxy(
-        vllm_source / script, HEALTH[script], servers, tmp_path, decode="stranger"
-    )
-    router = started(started_proxy)
-    for question in forms:
-        answer = ask(router.address, question, servers.model)
-        if question.stream:
-            failed(question, answer, "")
-        else:
-            assert (answer.status, answer.finish_reason, answer.text) == (*whole, ""), answer

@@ -168,7 +168,6 @@ class SimulatedEngine:
 
 
 def first_ticket(prefill: SimulatedEngine, name: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """Prefill a prompt, and return its ticket."""
     each = request(name, prompt, PREFILL)
     prefill.add(each)
     return prefill.finish(each)

@@ -77,7 +77,6 @@ def first_turn() -> Iterator[tuple[SimulatedEngine, SimulatedEngine]]:
 class TestAsIs:
     @pytest.fixture(scope="class")
     def module(self, vllm_source: Path, pytestconfig: pytest.Config) -> Iterator[ModuleType]:
-        """Return vLLM's module."""
         pytestconfig.addinivalue_line("markers", "cpu_test: a marker of vLLM's own tests")
         with pytest.MonkeyPatch.context() as patch:
             yield originals.load(vllm_source, patch)

@@ -76,7 +76,6 @@ def page(old: Source, new: Source, sections: Sequence[Section]) -> str:
 
 
 def _body(section: Section) -> Iterator[str]:
-    """Yield the lines of a section."""
     if not section.findings:
         yield "No difference."
         return
