@@ -75,12 +75,6 @@ def has_to_step(engine: Any) -> bool:
     return bool(scheduler.connector.has_pending_push_work())
 
 
-def preemptions(engine: Any) -> int:
-    """How often requests that the scheduler knows were preempted; metrics lag behind."""
-    scheduler = engine.engine_core.engine_core.scheduler
-    return sum(request.num_preemptions for request in scheduler.requests.values())
-
-
 def statuses(engine: Any) -> list[str]:
     """The status of every request that the scheduler knows."""
     scheduler = engine.engine_core.engine_core.scheduler

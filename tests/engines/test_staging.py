@@ -89,16 +89,6 @@ def test_blocks_are_free_when_they_are_copied(
     given_back(staging_prefill, staging_decode)
 
 
-def test_a_ticket_may_be_used_at_once_before_it_is_copied(
-    reference: Engine, staging_prefill: Engine, staging_decode: Engine
-) -> None:
-    """Its fence waits for the copy, which begins with the step after the prompt's last one."""
-    one = prompt(200, seed=54)
-    for _ in range(2):
-        assert hand_over(staging_prefill, staging_decode, one)[0] == texts(reference, one)
-    given_back(staging_prefill, staging_decode)
-
-
 def test_aborts(reference: Engine, staging_prefill: Engine, staging_decode: Engine) -> None:
     """Before and while prefill computes, and before and while decode loads."""
     free = idle_blocks(staging_prefill), idle_blocks(staging_decode)

@@ -188,15 +188,6 @@ def test_nobody_asks_again(start_engine: StartEngine, prefill: Engine) -> None:
 # Tickets that are not the conversation's.
 
 
-def test_common_beginning_with_another_conversation(reference: Engine, talk: Conversation) -> None:
-    """Whole blocks of it are used, which ends the hold: the other conversation is computed."""
-    fork = another(talk, tokens=talk.tokens[:70], ticket=talk.ticket)
-    turn = fork.say(prompt(30, seed=10))
-    check(reference, turn)
-    assert (turn.computed, turn.pulled) == (36, 64)
-    check(reference, talk.say(prompt(20, seed=10)))
-
-
 def test_altered_ticket(reference: Engine, talk: Conversation) -> None:
     """A client puts its own prompt's digests into another's ticket: the proof shows that."""
     words = prompt(120, seed=11)
