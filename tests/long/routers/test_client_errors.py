@@ -14,9 +14,13 @@ from tests.engines.engines import PREFILL as WANTED
 from tests.long.routers.checks import nothing_left
 from tests.long.routers.deployment import (
     DECODE,
+    HEALTH,
+    MULTI_TURN,
     PREFILL,
+    TOY,
     Router,
     Servers,
+    proxy,
     vllm_router,
 )
 from tests.long.routers.questions import Answer, Question, ask
@@ -191,3 +195,30 @@ def test_vllm_router_passes_the_error_on(
         failed(question, ask(router.address, question, servers.model), "")
     refused = servers["stranger"].counter("vllm:kvferry_refused_tickets", 'reason="signature"')
     assert refused == len(forms)
+
+
+@pytest.mark.parametrize(
+    ("script", "whole"),
+    [(TOY, (0, None)), (MULTI_TURN, (200, None))],
+    ids=["toy_proxy_server", "disagg_proxy_multiturn"],
+)
+def test_proxies_hide_the_error_of_a_whole_answer(
+    servers: Servers,
+    started: Start,
+    vllm_source: Path,
+    tmp_path: Path,
+    forms: list[Question],
+    script: Path,
+    whole: tuple[int, str | None],
+) -> None:
+    """The toy proxy breaks the connection, and the multi-turn proxy answers with an empty text."""
+    started_proxy = proxy(
+        vllm_source / script, HEALTH[script], servers, tmp_path, decode="stranger"
+    )
+    router = started(started_proxy)
+    for question in forms:
+        answer = ask(router.address, question, servers.model)
+        if question.stream:
+            failed(question, answer, "")
+        else:
+            assert (answer.status, answer.finish_reason, answer.text) == (*whole, ""), answer
