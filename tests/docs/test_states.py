@@ -66,7 +66,6 @@ class NamedLoad:
         self.outcome = ""
 
     def state(self) -> str:
-        """Return the state."""
         for action in self.load.actions:
             if action.op is LoadAction.REPORT:
                 self.outcome = "failed" if action.error else "received"
@@ -140,7 +139,6 @@ class NamedHold:
         self.now = 0.0
 
     def state(self) -> str:
-        """Return the state."""
         if self.words[0] == NOTHING:
             assert HOLD_OF_REQUEST not in self.holds
             return "free"

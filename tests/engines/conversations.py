@@ -32,19 +32,12 @@ def words(count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What prefill made of a turn.
+    """What prefill made of a turn."""
 
-    Attributes:
-        prompt: The whole prompt, with the turns before.
-        ticket: The ``kv_transfer_params`` for decode.
-        computed: How many tokens of the prompt prefill computed.
-        pulled: How many tokens of the prompt prefill loaded from decode.
-    """
-
-    prompt: list[int]
-    ticket: dict[str, Any]
-    computed: int
-    pulled: int
+    prompt: list[int]  # The whole prompt, with the turns before
+    ticket: dict[str, Any]  # The ``kv_transfer_params`` for decode
+    computed: int  # How many tokens of the prompt prefill computed
+    pulled: int  # How many tokens of the prompt prefill loaded from decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +49,14 @@ class Turn(Asked):
 
 @dataclass(kw_only=True)
 class Conversation:
-    """A conversation through two engines, as a router leads it.
-
-    Attributes:
-        prefill, decode: The engines.
-        options: Options of the requests to both engines, such as a LoRA adapter.
-        tokens: All tokens so far, answers included.
-        ticket: The ``kv_transfer_params`` of decode's last answer, for the next turn.
-    """
+    """A conversation through two engines, as a router leads it."""
 
     prefill: Engine
     decode: Engine
+    # Options of the requests to both engines, such as a LoRA adapter
     options: dict[str, Any] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # All tokens so far, answers included
+    # The ``kv_transfer_params`` of decode's last answer, for the next turn
     ticket: dict[str, Any] | None = None
 
     @property

@@ -76,7 +76,6 @@ def reference(start_shared_engine: StartEngine) -> Engine:
 
 @pytest.fixture(scope="session")
 def prefill(start_shared_engine: StartEngine) -> Engine:
-    """Prefills for others."""
     return start_shared_engine("prefill", "kv_producer", extra={"log_requests": True})
 
 

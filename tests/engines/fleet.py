@@ -54,7 +54,6 @@ class Fleet:
             engine.wait_started()
 
     def close(self) -> None:
-        """End all."""
         for engine in self._engines:
             engine.begin_close()
         for engine in self._engines:

@@ -42,25 +42,16 @@ class Victim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What decode knew when, in seconds from the kill.
+    """What decode knew when, in seconds from the kill."""
 
-    Attributes:
-        known: the driver told the endpoint that the read fails.
-        over: no byte could land any more, so that a line said that the load had failed.
-        error: the driver's.
-        connections: how many to the victim are left.
-        healthy: what the endpoint says of itself.
-    """
-
-    known: float
-    over: float
-    error: str
-    connections: int
-    healthy: bool
+    known: float  # the driver told the endpoint that the read fails
+    over: float  # no byte could land any more, so that a line said that the load had failed
+    error: str  # the driver's
+    connections: int  # how many to the victim are left
+    healthy: bool  # what the endpoint says of itself
 
 
 def victim(engine: Any) -> Victim:
-    """This engine as one."""
     return Victim(
         pids=sorted({os.getpid(), *ranks.pids(engine)}), addresses=ranks.addresses(engine)
     )

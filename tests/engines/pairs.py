@@ -26,31 +26,21 @@ PLAIN_MLA = {"attention_backend": "CPU_MLA"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One of `families.FAMILIES`.
+    """One of `families.FAMILIES`."""
 
-    Attributes:
-        name: its key.
-        left: prompt tokens that are left to the engine that decodes.
-        blocks: tokens in a block where 32 are asked for, and where 64 are; the same where the
-            model's kernels decide.
-        chunk: tokens that the second engine computes in a step; 0 for all that there are.
-        steady: an engine's text does not depend on how its tokens were computed: in a prompt or
-            after it, alone or with others.
-        options: for its engines.
-        like: the family that keeps the same kinds of cache, if one does.
-        channels: of the parts of a convolution, on all ranks together.
-        copied: which of these parts each rank has whole.
-    """
-
-    name: str
-    left: int = 0
+    name: str  # its key
+    left: int = 0  # prompt tokens that are left to the engine that decodes
+    # tokens in a block where 32 are asked for, and where 64 are; the same where the model's kernels
+    # decide
     blocks: tuple[int, int] = (32, 64)
-    chunk: int = 64
+    chunk: int = 64  # tokens that the second engine computes in a step; 0 for all that there are
+    # an engine's text does not depend on how its tokens were computed: in a prompt or after it,
+    # alone or with others
     steady: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
-    like: str = ""
-    channels: tuple[int, ...] = ()
-    copied: tuple[int, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)  # for its engines
+    like: str = ""  # the family that keeps the same kinds of cache, if one does
+    channels: tuple[int, ...] = ()  # of the parts of a convolution, on all ranks together
+    copied: tuple[int, ...] = ()  # which of these parts each rank has whole
 
 
 GEMMA = Family(name="gemma3", left=1)
@@ -92,22 +82,16 @@ ALL = (
 class Pair:
     """Engines of a family, each of which prefills and decodes.
 
-    Without ``kv_transfer_params`` they are what the hand-over must agree with.
+    Without ``kv_transfer_params`` they are what the hand-over must agree with."""
 
-    Attributes:
-        family: whose.
-        one: has the smaller blocks.
-        two: has larger ones, if there is a choice; schedules asynchronously, and computes prompts
-            in chunks.
-    """
-
-    family: Family
-    one: Engine
+    family: Family  # whose
+    one: Engine  # has the smaller blocks
+    # has larger ones, if there is a choice; schedules asynchronously, and computes prompts in
+    # chunks
     two: Engine
 
     @property
     def engines(self) -> tuple[Engine, Engine]:
-        """Both."""
         return self.one, self.two
 
     def block(self, engine: Engine) -> int:

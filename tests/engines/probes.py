@@ -75,12 +75,6 @@ def has_to_step(engine: Any) -> bool:
     return bool(scheduler.connector.has_pending_push_work())
 
 
-def preemptions(engine: Any) -> int:
-    """How often requests that the scheduler knows were preempted; metrics lag behind."""
-    scheduler = engine.engine_core.engine_core.scheduler
-    return sum(request.num_preemptions for request in scheduler.requests.values())
-
-
 def statuses(engine: Any) -> list[str]:
     """The status of every request that the scheduler knows."""
     scheduler = engine.engine_core.engine_core.scheduler
@@ -121,22 +115,6 @@ def ours(connector: Any) -> Any:
     children = getattr(connector, "_connectors", [connector])
     [found] = [each for each in children if type(each).__name__ == "KVFerryConnector"]
     return found
-
-
-def refusal(engine: Any, arguments: dict[str, Any]) -> str:
-    """What a worker says at start to an engine with these arguments; empty if nothing."""
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    from kvferry.integrations.vllm.checks import check_engine
-    from kvferry.integrations.vllm.config import ConfigError
-
-    transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")
-    try:
-        check_engine(EngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config())
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def gate_reads(engine: Any, gate: str, before: bool) -> None:

@@ -44,7 +44,6 @@ def pulled_by(engine: Engine) -> float:
 
 
 def texts(engine: Engine, *prompts: Sequence[int], **options: Any) -> list[str]:
-    """What an engine answers."""
     return [completion.text for completion in engine.generate(*prompts, **options)]
 
 

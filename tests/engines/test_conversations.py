@@ -34,19 +34,12 @@ CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 48}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Engines of the tiny Llama, each of which prefills and decodes.
+    """Engines of the tiny Llama, each of which prefills and decodes."""
 
-    Attributes:
-        plain: No special options, blocks of 32 tokens.
-        ahead: Schedules asynchronously, and computes prompts in chunks.
-        caching: Likewise, and caches prefixes.
-        wide: Caches prefixes, and has blocks of 64 tokens.
-    """
-
-    plain: Engine
-    ahead: Engine
-    caching: Engine
-    wide: Engine
+    plain: Engine  # No special options, blocks of 32 tokens
+    ahead: Engine  # Schedules asynchronously, and computes prompts in chunks
+    caching: Engine  # Likewise, and caches prefixes
+    wide: Engine  # Caches prefixes, and has blocks of 64 tokens
 
 
 BLOCK = {"plain": 32, "ahead": 32, "caching": 32, "wide": 64}

@@ -25,14 +25,10 @@ TOKENS = {"eagle": 2, "mtp": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafters:
-    """Engines of one model.
+    """Engines of one model."""
 
-    Attributes:
-        plain: does both, without drafts; without a ticket, what the others must agree with.
-        prefill, decode: draft with layers that have a cache; the first computes prompts in chunks.
-    """
-
-    plain: Engine
+    plain: Engine  # does both, without drafts; without a ticket, what the others must agree with
+    # prefill, decode: draft with layers that have a cache; the first computes prompts in chunks
     prefill: Engine
     decode: Engine
 

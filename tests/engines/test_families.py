@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines import contents, probes, ranks
+from tests.engines import contents, probes
 from tests.engines.conversations import (
     Conversation,
-    edited_histories,
     same_answer,
     stop_token,
     words,
 )
-from tests.engines.early import Legs, early_loads, hand_over_early
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.messages import Completion
 from tests.engines.pairs import ALL, Family, Pair, hand_over_all, nearly_full, one_by_one, pair
@@ -125,26 +123,6 @@ def test_conversation(pair: Pair) -> None:
         assert contents.unequal(there, here) == []
         prefill.run(probes.reset_prefix_cache)  # nobody decodes what it has prefilled
         conversation.end()
-
-
-@chunked
-def test_early_tickets(pair: Pair) -> None:
-    """Windows and states are read when prefill has computed the last chunk."""
-    plain, there = pair.engines
-    for length in (33, 161, 300):
-        given = prompt(length, seed=30)
-        assert hand_over_early(there, plain, given, max_tokens=8) == texts(
-            plain, given, max_tokens=8
-        )
-    begun = early_loads(plain)
-    legs = Legs(there, plain, prompt(600, seed=31))
-    with there.paused():
-        legs.begin_prefill()
-        legs.begin_decode()
-        there.step(3)
-        legs.wait_begun()
-    assert legs.texts() == texts(plain, prompt(600, seed=31))
-    assert early_loads(plain) > begun
 
 
 @chunked
@@ -257,39 +235,3 @@ def claim_less(engine: Any, tokens: int) -> None:
 
     fewer.original = original  # type: ignore[attr-defined]
     Eligibility._answer_tokens = fewer  # type: ignore[method-assign]
-
-
-@chunked
-def test_edited_history(pair: Pair) -> None:
-    """States and windows are of use after exactly the ticket's tokens: nothing is pulled."""
-    conversation = Conversation(prefill=pair.one, decode=pair.two)
-    conversation.say(words(120), max_tokens=30)
-    conversation.tokens[140] = (conversation.tokens[140] + 1) % 512
-    before = edited_histories(pair.one)
-    turn = conversation.say(words(20), max_tokens=12)
-    assert same_answer(pair.one, turn, max_tokens=12)
-    assert (turn.pulled, turn.computed) == (0, len(turn.prompt) - 1)
-    eventually(lambda: edited_histories(pair.one) == before + 1)
-    assert "does not begin with its 149 tokens" in pair.one.log()
-    conversation.end()
-
-
-@chunked
-def test_poisoned_caches_of_a_conversation(pair: Pair) -> None:
-    """Nothing that was in a page before its load can be seen, in prefill or in decode."""
-    prefill, decode = pair.engines
-    for covered in (62, 97):
-        conversation = Conversation(prefill=prefill, decode=decode)
-        conversation.say(words(covered - 9), max_tokens=10)
-        room = -covered % 32
-        prefill.run(contents.fill, float("nan"))
-        asked = conversation.ask(words(min(room - 1, 5)))
-        assert asked.pulled == covered
-        eventually(lambda: not any(decode.run(ranks.holds)))
-        decode.run(contents.fill, float("nan"))
-        options = {"max_tokens": -len(asked.prompt) % 32 + 1}
-        turn = conversation.answer(asked, **options)
-        for engine in (prefill, decode):
-            engine.run(contents.fill, 0.0)
-        assert same_answer(prefill, turn, **options)
-        conversation.end()

@@ -6,10 +6,9 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
-from tests.engines.early import hand_over_early
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.steps import eventually, hand_over, idle_blocks, pulled, pulled_by, texts
+from tests.engines.steps import eventually, hand_over, idle_blocks, pulled, texts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,36 +96,11 @@ def test_async_scheduling_and_chunks(reference: Engine, overlapping: tuple[Engin
     assert pulled(counters) == sum(LENGTHS)
 
 
-def test_partial_local_hit(reference: Engine, overlapping: tuple[Engine, Engine]) -> None:
-    """What the decode engine has cached is not pulled again."""
-    common = prompt(100, seed=5)
-    prompts = [[*common, *prompt(length, seed=6)] for length in (28, 29, 200)]
-    hand_over(*overlapping, common)
-    for each in prompts:
-        got, counters = hand_over(*overlapping, each)
-        assert got == texts(reference, each)
-        assert pulled(counters) == len(each) - 96
-
-
 def test_same_prompt_at_once(reference: Engine, overlapping: tuple[Engine, Engine]) -> None:
     """No request takes blocks from the prefix cache that another one is still filling."""
     prompts = [prompt(257, seed=8)] * 4
     got, _ = hand_over(*overlapping, *prompts)
     assert got == texts(reference, *prompts)
-
-
-def test_early_with_cached_prefixes(reference: Engine, overlapping: tuple[Engine, Engine]) -> None:
-    """Decode pulls what it has not cached, of what prefill has cached, too."""
-    common = prompt(200, seed=24)
-    assert hand_over_early(*overlapping, common) == texts(reference, common)
-    for length in (60, 500):
-        each = [*common, *prompt(length, seed=25)]
-        before = pulled_by(overlapping[1])
-        assert hand_over_early(*overlapping, each) == texts(reference, each)
-        assert pulled_by(overlapping[1]) - before == len(each) - 192
-    free = overlapping[0].run(probes.free_blocks)
-    assert hand_over_early(*overlapping, common[:192]) == texts(reference, common[:192])
-    eventually(lambda: overlapping[0].run(probes.free_blocks) == free)
 
 
 def test_swapped_caches(reference: Engine, prefill: Engine, start_engine: StartEngine) -> None:
@@ -153,31 +127,6 @@ def test_preempted_on_decode(reference: Engine, prefill: Engine, start_engine: S
     assert [c.text for c in completions] == texts(reference, *prompts, max_tokens=60)
     after = decode.run(probes.metrics)
     assert after["vllm:num_preemptions"] > before["vllm:num_preemptions"]
-
-
-def test_preempted_on_prefill_while_decode_waits(
-    reference: Engine, decode: Engine, start_engine: StartEngine
-) -> None:
-    """Pages that are held for another engine are never given to a request that needs some."""
-    prefill = start_engine(
-        "small-prefill",
-        "kv_producer",
-        num_gpu_blocks_override=38,
-        max_num_batched_tokens=64,
-        scheduler_reserve_full_isl=False,
-    )
-    prompts = [prompt(length, seed=13) for length in (400, 380, 390, 370)]
-    first = prefill.submit(*prompts[:1], params=PREFILL, max_tokens=1)
-    [held] = [c.params for c in prefill.results(first)]
-    waiting = prefill.submit(*prompts[1:], params=PREFILL, max_tokens=1)
-    eventually(lambda: prefill.run(probes.preemptions) > 0)
-    got = [completion.text for completion in decode.generate(prompts[0], params=held)]
-    tickets = []
-    for request, each in zip(waiting, prompts[1:], strict=True):
-        [completion] = prefill.results([request])
-        tickets.append(completion.params)
-        got += [c.text for c in decode.generate(each, params=completion.params)]
-    assert got == texts(reference, *prompts)
 
 
 @pytest.fixture(scope="module")

@@ -31,19 +31,13 @@ LEASE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Engines over one driver.
+    """Engines over one driver."""
 
-    Attributes:
-        driver: its name.
-        healthy: a producer that lives on.
-        failing: producers that do not, by who reads from them when they die, or ``idle``.
-        decode: consumers, by their ``kv_load_failure_policy``.
-    """
-
-    driver: str
-    healthy: Engine
+    driver: str  # its name
+    healthy: Engine  # a producer that lives on
+    # producers that do not, by who reads from them when they die, or ``idle``
     failing: dict[str, Engine]
-    decode: dict[str, Engine]
+    decode: dict[str, Engine]  # consumers, by their ``kv_load_failure_policy``
 
 
 @contextmanager

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
-from kvferry.integrations.vllm.request_ids import SAMPLE
-from tests.engines import inside, probes
+from tests.engines import probes
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.steps import (
-    SAMPLES,
     eventually,
     hand_over,
     idle_blocks,
@@ -184,24 +182,6 @@ def test_ticket_used_at_once_by_three(reference: Engine, prefill: Engine, decode
     assert pulled_by(decode) - before == 130 * len(requests)
     eventually(lambda: prefill.run(probes.free_blocks) == free)
     assert decode.run(probes.statuses) == []
-
-
-def test_samples_of_one_prompt(reference: Engine, prefill: Engine, decode: Engine) -> None:
-    """Requests of their own to vLLM's scheduler, with one ticket."""
-    free, before = idle_blocks(prefill), pulled_by(decode)
-    one = prompt(120, seed=8)
-    [completion] = decode.generate(one, params=prefill.prefill(one), **SAMPLES)
-    assert completion.samples == texts(reference, one) * 2
-    assert pulled_by(decode) - before == 120 * 2
-    eventually(lambda: prefill.run(probes.free_blocks) == free)
-
-
-def test_ids_of_samples(reference: Engine) -> None:
-    """By them alone vLLM's scheduler could tell that others may follow."""
-    ids = reference.run(inside.ids_of_samples)
-    assert len(ids) == 3
-    assert all(SAMPLE.match(each) for each in ids)
-    assert not SAMPLE.match(reference.run(inside.id_of_a_request))
 
 
 def test_producer_is_restarted(

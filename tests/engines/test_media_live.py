@@ -29,19 +29,14 @@ _seeds = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Engines of one model.
+    """Engines of one model."""
 
-    Attributes:
-        chunking: caches prefixes, and computes a prompt with an image in several steps.
-        plain: does neither, and has larger blocks; leads conversations.
-        two: two ranks that cache prefixes, and compute what they cannot load; leads conversations.
-        believing: loads with any ticket. Without a ticket, it is an ordinary engine, which the
-            others must agree with.
-    """
-
-    chunking: Engine
-    plain: Engine
+    chunking: Engine  # caches prefixes, and computes a prompt with an image in several steps
+    plain: Engine  # does neither, and has larger blocks; leads conversations
+    # two ranks that cache prefixes, and compute what they cannot load; leads conversations
     two: Engine
+    # loads with any ticket. Without a ticket, it is an ordinary engine, which the others must agree
+    # with.
     believing: Engine
 
 
@@ -152,29 +147,12 @@ def test_another_image_is_refused(world: World) -> None:
     assert media.tokens(decode, *others) == media.tokens(world.believing, *others)
 
 
-def test_another_image_is_computed_where_the_policy_says_so(world: World) -> None:
-    asked = with_image(111)
-    [completion] = media.answers(
-        world.two, asked, params=media.prefill(world.plain, with_image(112))
-    )
-    assert OTHER_PROMPT in world.two.log()
-    assert [completion.tokens] == media.tokens(world.believing, asked)
-
-
 def test_swapped_images(world: World) -> None:
     """The control: an engine that does not compare prompts answers for the other image."""
     asked, other = with_image(104), with_image(105)
     right, wrong = media.tokens(world.believing, asked, other)
     [completion] = media.answers(world.believing, asked, params=media.prefill(world.plain, other))
     assert completion.tokens == wrong != right
-
-
-def test_settings_of_a_request(world: World) -> None:
-    """A ticket tells apart what the image processor makes of one image with unlike settings."""
-    plain, changed = with_image(106), with_image(106, mm_processor_kwargs={"do_normalize": False})
-    got, _ = media.hand_over(world.plain, world.chunking, plain, changed)
-    assert got == media.tokens(world.believing, plain, changed)
-    assert got[0] != got[1]
 
 
 def named(image: int, name: str) -> Prompt:
@@ -198,19 +176,6 @@ def test_one_name_for_two_images(world: World) -> None:
     unnamed = with_image(108)
     got, _ = media.hand_over(world.plain, world.chunking, unnamed)
     assert got == [expected] == media.tokens(world.chunking, unnamed)
-
-
-def test_name_that_is_no_text(world: World) -> None:
-    """A name with a lone surrogate is compared like any other, and ends no engine."""
-    odd, other = named(109, "\ud800"), named(109, "\ud801")
-    [ticket] = media.prefill(world.plain, odd)
-    assert [c.finish_reason for c in media.answers(world.chunking, odd, params=ticket)] == [
-        "length"
-    ]
-    [ticket] = media.prefill(world.plain, odd)
-    assert [c.finish_reason for c in media.answers(world.chunking, other, params=ticket)] == [
-        "error"
-    ]
 
 
 def test_image_that_cannot_be_processed(world: World) -> None:
@@ -245,32 +210,15 @@ def test_windows(windows: tuple[Engine, ...]) -> None:
     assert prefill.log().count("cause cut_media") == 1
 
 
-def test_refused_at_start(world: World) -> None:
-    """An engine whose names of images do not depend on their content."""
-    model = {"model": str(world.believing.model), "dtype": "float32", "max_model_len": 1024}
-    nameless = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
-    said = world.believing.run(probes.refusal, model | nameless)
-    assert "remove mm_processor_cache_gb, or set enable_prefix_caching" in said
-    named_by_content = {"mm_processor_cache_gb": 0, "enable_prefix_caching": True}
-    assert not world.believing.run(probes.refusal, model | named_by_content)
-
-
 @dataclass(kw_only=True)
 class Talk:
-    """A conversation with images; see ``conversations.Conversation``.
-
-    Attributes:
-        prefill, decode: The engines.
-        ids: Token ids, with ``IMAGE`` where an image is.
-        images: The images' seeds.
-        ticket: The ``kv_transfer_params`` of decode's last answer.
-    """
+    """A conversation with images; see ``conversations.Conversation``."""
 
     prefill: Engine
     decode: Engine
-    ids: list[int] = field(default_factory=list)
-    images: list[int] = field(default_factory=list)
-    ticket: dict[str, Any] | None = None
+    ids: list[int] = field(default_factory=list)  # Token ids, with ``IMAGE`` where an image is
+    images: list[int] = field(default_factory=list)  # The images' seeds
+    ticket: dict[str, Any] | None = None  # The ``kv_transfer_params`` of decode's last answer
 
     @property
     def tokens(self) -> int:
@@ -329,17 +277,4 @@ def test_another_image_of_a_turn(world: World) -> None:
     talk.say(world.believing, [*words(40), IMAGE, *words(9)], 3)
     talk.images = [4]
     whole = talk.tokens + 30
-    assert talk.say(world.believing, words(30)) == (whole - 32, 32)
-
-
-def test_history_that_changed_in_an_image(world: World) -> None:
-    """Where a digest's block ends in an image that is common, the whole image is computed again.
-
-    The tokens of an image may attend to each other in both directions.
-    """
-    talk = Talk(prefill=world.plain, decode=world.two)
-    talk.say(world.believing, [*words(40), IMAGE, *words(9)], 5)
-    talk.ids[45] = (talk.ids[45] + 1) % 512
-    whole = talk.tokens + 30
-    # Blocks up to 96 are common, and the image has the tokens 40 to 106.
     assert talk.say(world.believing, words(30)) == (whole - 32, 32)

@@ -47,18 +47,6 @@ def test_what_is_held_goes_up_and_down(prefill: Engine, decode: Engine) -> None:
     eventually(lambda: prefill.run(probes.exposed)[name] == 0)
 
 
-def test_a_refused_ticket_is_counted_by_reason(prefill: Engine, decode: Engine) -> None:
-    name = 'refused_tickets_total{driver="loopback",reason="prompt"}'
-    before = decode.run(probes.exposed)[name]
-    [ticket] = prefill.prefill(prompt(40, seed=32))
-    [completion] = decode.generate(prompt(41, seed=32), params=ticket)
-    assert completion.finish_reason == "error"
-    assert decode.run(probes.exposed)[name] == before + 1
-    lines = [line for line in decode.log().splitlines() if f"request {completion.id}" in line]
-    [line] = [line for line in lines if "ticket refused: " in line]
-    assert "(stage ticket, cause prompt, of engine" in line
-
-
 def ail(engine: Any, problem: str) -> None:
     """From now on every endpoint here finds this wrong, or nothing if it is empty."""
     from kvferry.core.endpoint import Endpoint

@@ -151,7 +151,6 @@ class Prometheus:
         return found
 
     def close(self) -> None:
-        """End it."""
         self._process.terminate()
         self._process.wait()
 

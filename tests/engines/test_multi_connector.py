@@ -26,7 +26,7 @@ from tests.engines.early import (
     hand_over_early,
     preempt,
 )
-from tests.engines.engines import CONNECTOR, PATIENT, Engine, EngineError
+from tests.engines.engines import CONNECTOR, PATIENT, Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.steps import eventually, hand_over, idle_blocks, pulled, pulled_by, texts
 
@@ -208,18 +208,6 @@ def test_early_aborts(reference: Engine, engines: dict[str, Engine], side: str) 
     assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
 
 
-def test_refused_ticket(reference: Engine, engines: dict[str, Engine]) -> None:
-    """Its request is computed here, and no other is affected."""
-    prefill, decode = engines["prefill"], engines["second"]
-    wanted, other = prompt(70, seed=22), prompt(71, seed=22)
-    [ticket] = prefill.prefill(wanted)
-    forged = ticket | {"kvferry": ticket["kvferry"] | {"generation": "00000000000000ff"}}
-    before = pulled_by(decode)
-    assert texts(decode, wanted, params=forged) == texts(reference, wanted)
-    assert pulled_by(decode) == before
-    assert hand_over(prefill, decode, other)[0] == texts(reference, other)
-
-
 def test_turns(reference: Engine, engines: dict[str, Engine]) -> None:
     """Prefill computes as little as with kvferry alone."""
     conversation = Conversation(prefill=engines["first"], decode=engines["second"])
@@ -268,18 +256,3 @@ def test_handshake_of_another_connector_comes_first(
     [ticket] = both.prefill(prompt(71, seed=24))
     assert ticket["remote_port"] == 0
     both.close()
-
-
-@pytest.mark.parametrize(
-    ("child", "role", "reason"),
-    [
-        (ferry("kv_consumer"), "kv_both", "KVFerryConnector and KVFerryConnector"),
-        (OFFLOADING, "kv_producer", "'kv_both' under a MultiConnector with kv_role 'kv_producer'"),
-    ],
-    ids=["two that hand over", "outer role"],
-)
-def test_refused_at_start(
-    start_engine: StartEngine, child: dict[str, Any], role: str, reason: str
-) -> None:
-    with pytest.raises(EngineError, match=reason):
-        start_with(start_engine, "refused", child, ferry("kv_both"), role=role)

@@ -60,7 +60,6 @@ HUBS = [("2 KV heads", "plain", ["tp2-ahead", "pp2-chunked"])]
 
 
 def pairs(hubs: Sequence[tuple[str, str, Sequence[str]]]) -> list[Any]:
-    """The pairs of these hubs."""
     return [
         pytest.param((checkpoint, hub), other, id=f"{checkpoint.replace(' ', '')}-{hub}-{other}")
         for checkpoint, hub, others in hubs
@@ -128,7 +127,6 @@ def hub(
 def other(
     request: pytest.FixtureRequest, start_engine: StartEngine, hub: Engine
 ) -> Iterator[Engine]:
-    """The second."""
     engine = start_engine(request.param, "kv_both", model=hub.model, **ENGINES[request.param])
     yield engine
     engine.close()

@@ -1,6 +1,6 @@
 """Llamas that hand pages over by way of host memory: the same text, and all given back.
 
-``tests/long/engines`` has the other families.
+``geometry/test_staged.py`` has the other kinds of cache, without a model.
 """
 
 from __future__ import annotations
@@ -89,16 +89,6 @@ def test_blocks_are_free_when_they_are_copied(
     given_back(staging_prefill, staging_decode)
 
 
-def test_a_ticket_may_be_used_at_once_before_it_is_copied(
-    reference: Engine, staging_prefill: Engine, staging_decode: Engine
-) -> None:
-    """Its fence waits for the copy, which begins with the step after the prompt's last one."""
-    one = prompt(200, seed=54)
-    for _ in range(2):
-        assert hand_over(staging_prefill, staging_decode, one)[0] == texts(reference, one)
-    given_back(staging_prefill, staging_decode)
-
-
 def test_aborts(reference: Engine, staging_prefill: Engine, staging_decode: Engine) -> None:
     """Before and while prefill computes, and before and while decode loads."""
     free = idle_blocks(staging_prefill), idle_blocks(staging_decode)
@@ -172,44 +162,6 @@ def test_a_full_pool_makes_requests_wait(reference: Engine, start_engine: StartE
     given_back(prefill, decode)
     for engine in (prefill, decode):
         engine.close()
-
-
-def test_a_request_that_waits_too_long_gets_no_ticket(
-    reference: Engine, start_engine: StartEngine, staging_decode: Engine
-) -> None:
-    """It is served like any other; and one that needs more than there are does not wait."""
-    prefill = start_engine("full", "kv_producer", extra=small(12, staging_timeout=0.5))
-    first, second, large = prompt(300), prompt(301), prompt(511)
-    [ticket] = prefill.prefill(first)
-    for one in (second, large):
-        [completion] = prefill.generate(one, params=PREFILL, max_tokens=1)
-        assert completion.params is None
-        assert completion.text == texts(reference, one, max_tokens=1)[0]
-    assert prefill.log().count("cause host_pages") == 2
-    [completion] = staging_decode.generate(first, params=ticket)
-    assert completion.text == texts(reference, first)[0]
-    given_back(prefill, staging_decode)
-    assert hand_over(prefill, staging_decode, second)[0] == texts(reference, second)
-    prefill.close()
-
-
-def test_a_load_without_host_pages_fails_by_the_policy(
-    reference: Engine, start_engine: StartEngine, staging_prefill: Engine
-) -> None:
-    """And the hold on prefill ends at once."""
-    decode = start_engine(
-        "narrow",
-        "kv_consumer",
-        extra=small(12, staging_timeout=0.5),
-        transfer={"kv_load_failure_policy": "recompute"},
-    )
-    large, some = prompt(511, seed=58), prompt(300, seed=59)
-    [completion] = decode.generate(large, params=staging_prefill.prefill(large))
-    given_back(staging_prefill, decode)
-    assert "cause host_pages" in decode.log()
-    assert completion.text == texts(reference, large)[0]
-    assert hand_over(staging_prefill, decode, some)[0] == texts(reference, some)
-    decode.close()
 
 
 def test_metrics(staging_prefill: Engine, staging_decode: Engine) -> None:

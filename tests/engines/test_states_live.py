@@ -27,32 +27,15 @@ N_GRAM: dict[str, Any] = {
 }
 """Drafts from the prompt itself: no cache of its own, but wider convolution states."""
 
-TIGHT: dict[str, Any] = {
-    "num_gpu_blocks_override": 22,
-    "max_num_batched_tokens": 64,
-    "scheduler_reserve_full_isl": False,
-    "async_scheduling": True,
-}
-"""Room for two prompts of 400 tokens and the beginning of a third, 64 tokens at a time; and steps
-are scheduled before the last one has ended."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hybrid:
-    """Engines of a model with states and attention.
+    """Engines of a model with states and attention."""
 
-    Attributes:
-        chunked: prefills for others, in chunks, and has few blocks.
-        drafting: drafts, and so has room for more columns; prefills and decodes.
-        decode: decodes, and believes any ticket; prefills. Without a ticket, it is an ordinary
-            engine, which the others must agree with.
-        columns: keeps convolutions by columns, where the others keep them by channels; does both.
-    """
-
-    chunked: Engine
-    drafting: Engine
+    drafting: Engine  # drafts, and so has room for more columns; prefills and decodes
+    # decodes, and believes any ticket; prefills. Without a ticket, it is an ordinary engine, which
+    # the others must agree with.
     decode: Engine
-    columns: Engine
 
 
 @pytest.fixture(scope="module")
@@ -61,43 +44,11 @@ def hybrid(
 ) -> Iterator[Hybrid]:
     with fleet(checkpoints["granite4"], tmp_path_factory.mktemp("hybrid")) as engines:
         started = Hybrid(
-            chunked=engines.launch("chunked", "kv_producer", **TIGHT),
             drafting=engines.launch("drafting", "kv_both", **N_GRAM),
             decode=engines.launch("decode", "kv_both", extra={"verify_prompt": False}),
-            columns=engines.launch(
-                "columns",
-                "kv_both",
-                environment={"VLLM_SSM_CONV_STATE_LAYOUT": "SD"},
-                async_scheduling=True,
-            ),
         )
         engines.wait_started()
         yield started
-
-
-def test_chunks(hybrid: Hybrid) -> None:
-    """A state goes through several steps, whatever the last of them computes."""
-    for length in (64, 65, 130, 300):
-        tokens = prompt(length, seed=30)
-        got, counters = hand_over(hybrid.chunked, hybrid.decode, tokens)
-        assert got == texts(hybrid.decode, tokens)
-        assert pulled(counters) == length - 1
-
-
-def test_preempted_on_prefill(hybrid: Hybrid) -> None:
-    """A prompt is shortened once, also if its request is computed anew."""
-    prompts = [prompt(length, seed=31) for length in (400, 380, 390, 370)]
-    requests = hybrid.chunked.submit(*prompts[:2], params=PREFILL, max_tokens=1)
-    tickets = [completion.params for completion in hybrid.chunked.results(requests)]
-    waiting = hybrid.chunked.submit(*prompts[2:], params=PREFILL, max_tokens=1)
-    eventually(lambda: hybrid.chunked.run(probes.preemptions) > 0)
-    got = [c.text for c in hybrid.decode.generate(*prompts[:2], params=tickets)]
-    for request, tokens in zip(waiting, prompts[2:], strict=True):
-        [completion] = hybrid.chunked.results([request])
-        assert completion.params is not None
-        assert completion.params["kvferry"]["tokens"] == len(tokens) - 1
-        got += [c.text for c in hybrid.decode.generate(tokens, params=completion.params)]
-    assert got == texts(hybrid.decode, *prompts)
 
 
 def test_swapped_states(hybrid: Hybrid) -> None:
@@ -162,14 +113,3 @@ def test_states_of_engines_that_draft_and_do_not(hybrid: Hybrid) -> None:
         ):
             [ticket] = source.prefill(tokens)
             assert contents.unequal(*contents.of_both(source, target, tokens, ticket)) == []
-
-
-def test_convolutions_by_columns_and_by_channels(hybrid: Hybrid) -> None:
-    """The layout of a convolution is each engine's own affair."""
-    prompts = [prompt(length, seed=39) for length in (1, 3, 33, 96)]
-    expected = texts(hybrid.decode, *prompts)
-    for prefill, decode in ((hybrid.decode, hybrid.columns), (hybrid.columns, hybrid.decode)):
-        got, counters = hand_over(prefill, decode, *prompts)
-        assert got == expected
-        assert pulled(counters) == sum(map(len, prompts)) - len(prompts)
-    assert "state layout to SD" in hybrid.columns.log()

@@ -78,7 +78,6 @@ class Platform:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
-    """All kinds of devices."""
     import vllm.platforms
 
     stand_in = StandInDevices()

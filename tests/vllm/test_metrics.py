@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,14 @@ from kvferry.core.metrics import (
 from kvferry.integrations.vllm.metric_definitions import HELD, HOLDS, LOADS, TOKENS
 from tests.engines import probes
 
-GOOD: dict[str, Any] = {"seconds": 0.002, "transfer_seconds": 0.0011, "path": "UCX"}
+GOOD: dict[str, Any] = {
+    "seconds": 0.0042,
+    "wait_seconds": 0.0001,
+    "post_seconds": 0.001,
+    "transfer_seconds": 0.0011,
+    "fence_seconds": 0.0002,
+    "path": "UCX",
+}
 BAD: dict[str, Any] = {"seconds": 9.0, "error": StaleError("gone"), "stage": Stage.FENCE}
 
 
@@ -32,7 +40,7 @@ def rank(index: int, seed: int) -> Any:
     from kvferry.integrations.vllm.metrics import FerryStats
 
     counting = Metrics(driver="nixl", rank=str(index))
-    for result in (GOOD, BAD):
+    for result in (GOOD | {"check_seconds": 0.002 * index}, BAD):
         counting.count_load(
             LoadRecord(
                 request="r",
@@ -58,7 +66,9 @@ def counted(seed: int = 0) -> dict[str, Any]:
     scheduler.add(TOKENS, 9)
     scheduler.add(REFUSED, reason="prompt")
     scheduler.set(HELD, 7)
+    scheduler.add(HOLDS, 5, outcome="made")
     scheduler.add(HOLDS, 4, outcome="read")
+    scheduler.add(HOLDS, 1, outcome="expired")
     scheduler.add(HOLDS, 2, outcome="evicted")
     total = rank(0, seed).aggregate(rank(1, seed))
     total.aggregate(FerryStats(data=scheduler.take() or {}))
@@ -101,10 +111,30 @@ def test_the_log_line_is_short_and_says_what_is_wrong() -> None:
     for _ in range(2):
         logging.log(lines)
     assert [call.args[0] % call.args[1:] for call in lines.call_args_list] == [
-        "KV Transfer metrics: loads=3, tokens=27, MB=0.018, GB/s=0.003, waited ms median=0.0, "
-        "waited ms longest=0.0, read ms median=1.1, read ms longest=1.1, held pages=7, "
-        "stale reads=6, refused tickets=3, peers down=1, evicted holds=6"
+        "KV Transfer metrics: loads=3, tokens=27, MB=0.018, GB/s=0.003, waited ms median=1.1, "
+        "waited ms longest=2.1, read ms median=2.3, read ms longest=2.3, tickets=15, held pages=7, "
+        "stale reads=6, refused tickets=3, peers down=1, expired leases=3, evicted holds=6"
     ]
+
+
+def test_no_log_line_where_nothing_happened() -> None:
+    """vLLM logs a line of statistics that are not empty, whatever it says."""
+    from kvferry.integrations.vllm.metrics import FerryStats, LoggedStats
+
+    for name in ("peers_up", "quarantined_pages"):
+        assert LoggedStats({name: {"loopback": {"0": 0}}}).is_empty()
+    assert LoggedStats({}).is_empty()
+    failed = {"failed_loads": {"loopback": 1}}
+    assert LoggedStats(failed).reduce() == {"failed": 1}
+    assert not FerryStats({"peers_up": {"loopback": {"0": 1}}}).is_empty()
+
+
+def test_buckets_cover_what_loads_take() -> None:
+    from kvferry.integrations.vllm.metrics import SECONDS_BUCKETS
+
+    assert (SECONDS_BUCKETS[0], SECONDS_BUCKETS[-1]) == (0.0001, 100.0)
+    ratios = [high / low for low, high in itertools.pairwise(SECONDS_BUCKETS)]
+    assert all(2.9 < ratio < 3.4 for ratio in ratios)
 
 
 def test_metrics_add_up_over_ranks_and_steps() -> None:

@@ -32,16 +32,22 @@ def media(**settings: object) -> Any:
     return SimpleNamespace(**{"mm_processor_cache_gb": 4, "video_pruning_rate": None} | settings)
 
 
-def test_a_multimodal_engine_passes() -> None:
-    check_engine(engine(multimodal_config=media()))
-    check_engine(engine(multimodal_config=media(video_pruning_rate=0.0)))
-    uncached = media(mm_processor_cache_gb=0)
-    check_engine(engine(multimodal_config=uncached, enable_prefix_caching=True))
+REPLICAS = {"prefill_context_parallel_size": 2}
 
 
-def test_an_ordinary_engine_passes() -> None:
-    for role in ("kv_both", "kv_producer", "kv_consumer"):
-        check_engine(engine(role))
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(engine(role) for role in ("kv_both", "kv_producer", "kv_consumer")),
+        engine("kv_producer", **REPLICAS),
+        engine(**REPLICAS, decode_context_parallel_size=2),
+        engine(multimodal_config=media()),
+        engine(multimodal_config=media(video_pruning_rate=0.0)),
+        engine(multimodal_config=media(mm_processor_cache_gb=0), enable_prefix_caching=True),
+    ],
+)
+def test_engines_that_pass(config: Any) -> None:
+    check_engine(config)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +76,8 @@ def test_an_ordinary_engine_passes() -> None:
             {"multimodal_config": media(video_pruning_rate=0.5)},
             r"video_pruning_rate 0\.5: .* start without it",
         ),
+        (REPLICAS, "prefill_context_parallel_size 2 with kv_role 'kv_both'"),
+        (REPLICAS | {"role": "kv_consumer"}, "parallel_size 2 with kv_role 'kv_consumer'"),
     ],
 )
 def test_what_cannot_work_is_named(change: dict[str, Any], words: str) -> None:
@@ -77,63 +85,10 @@ def test_what_cannot_work_is_named(change: dict[str, Any], words: str) -> None:
         check_engine(engine(**change))
 
 
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
-def test_replicas_of_a_cache_cannot_load_it(role: str) -> None:
-    ranks = {"prefill_context_parallel_size": 2}
-    with pytest.raises(ConfigError, match=f"prefill_context_parallel_size 2 with kv_role '{role}'"):
-        check_engine(engine(role, **ranks))
-    check_engine(engine("kv_producer", **ranks))
-    check_engine(engine(role, **ranks, decode_context_parallel_size=2))
-
-
 def test_a_model_without_a_cache() -> None:
     config: Any = SimpleNamespace(transfer_groups=())
     with pytest.raises(ConfigError, match=r"without a cache .* start without kv_transfer_config"):
         check_groups(config)
-
-
-def transfer(role: str, *children: str) -> Any:
-    return SimpleNamespace(
-        kv_role=role,
-        is_kv_consumer=role != "kv_producer",
-        kv_connector_extra_config={"connectors": [{"kv_connector": name} for name in children]},
-    )
-
-
-@pytest.mark.parametrize("other", ["OffloadingConnector", "LMCacheConnectorV1", "SomebodyElses"])
-def test_siblings_that_hand_nothing_over(other: str) -> None:
-    for children in (("KVFerryConnector", other), (other, "KVFerryConnector")):
-        check_siblings(transfer("kv_consumer"), transfer("kv_both", *children))
-
-
-@pytest.mark.parametrize("other", ["NixlConnector", "MooncakeConnector", "KVFerryConnector"])
-def test_siblings_that_hand_over_too(other: str) -> None:
-    engine = transfer("kv_both", other, "KVFerryConnector")
-    with pytest.raises(ConfigError, match=f"{other} and KVFerryConnector under one MultiConnector"):
-        check_siblings(transfer("kv_producer"), engine)
-
-
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
-def test_a_loader_below_a_producer(role: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{role}' under .* 'kv_producer'.*\"kv_both\""):
-        check_siblings(transfer(role), transfer("kv_producer", "KVFerryConnector"))
-    check_siblings(transfer(role), transfer("kv_consumer", "KVFerryConnector"))
-    check_siblings(transfer("kv_producer"), transfer("kv_producer", "KVFerryConnector"))
-
-
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_conversations_in_one_direction(role: str) -> None:
-    own = transfer(role)
-    own.kv_connector_extra_config["bidirectional_kv_xfer"] = True
-    with pytest.raises(ConfigError, match=f"with kv_role '{role}'.*set kv_role \"kv_both\""):
-        check_siblings(own, own)
-    own.kv_role = "kv_both"
-    check_siblings(own, own)
-    with pytest.raises(ConfigError, match="bidirectional_kv_xfer with kv_role 'kv_consumer'"):
-        check_siblings(own, transfer("kv_consumer", "KVFerryConnector"))
-
-
-# At launch.
 
 
 @dataclass
@@ -151,8 +106,8 @@ class Transfer:
         return self.kv_role != "kv_producer"
 
 
-def ferry(**extra: object) -> Transfer:
-    return Transfer(kv_connector_extra_config=extra)
+def ferry(role: str = "kv_both", **extra: object) -> Transfer:
+    return Transfer(kv_role=role, kv_connector_extra_config=extra)
 
 
 def multi(*children: dict[str, Any], role: str = "kv_both") -> Transfer:
@@ -160,20 +115,63 @@ def multi(*children: dict[str, Any], role: str = "kv_both") -> Transfer:
     return Transfer(kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config=extra)
 
 
-def child(**extra: object) -> dict[str, Any]:
-    return {
-        "kv_connector": "KVFerryConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-
-
-def parallel(**changes: Any) -> Any:
-    return engine(**changes).parallel_config
+def child(name: str = "KVFerryConnector", **extra: object) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def launched(transfer: object, **changes: Any) -> Any:
     return engine(kv_transfer_config=transfer, **changes)
+
+
+TALKS = {"bidirectional_kv_xfer": True}
+
+
+@pytest.mark.parametrize(
+    ("own", "outer"),
+    [
+        *((ferry(), multi(child(), child(o))) for o in ("OffloadingConnector", "SomebodyElses")),
+        (ferry("kv_consumer"), multi(child("LMCacheConnectorV1"), child())),
+        (ferry("kv_both"), multi(child(), role="kv_consumer")),
+        (ferry("kv_producer"), multi(child(), role="kv_producer")),
+        (ferry(**TALKS), ferry(**TALKS)),
+    ],
+)
+def test_siblings_that_pass(own: Any, outer: Any) -> None:
+    check_siblings(own, outer)
+
+
+@pytest.mark.parametrize(
+    ("own", "outer", "words"),
+    [
+        *(
+            (ferry(), multi(child(name), child()), f"{name} and KVFerryConnector under one Multi")
+            for name in ("NixlConnector", "MooncakeConnector", "KVFerryConnector")
+        ),
+        *(
+            (ferry(role), multi(child(), role="kv_producer"), f"'{role}' under .* \"kv_both\"")
+            for role in ("kv_consumer", "kv_both")
+        ),
+        *(
+            (ferry(role, **TALKS), ferry(role, **TALKS), f"'{role}'.*set kv_role \"kv_both\"")
+            for role in ("kv_producer", "kv_consumer")
+        ),
+        (
+            ferry(**TALKS),
+            multi(child(), role="kv_consumer"),
+            "bidirectional_kv_xfer with kv_role 'kv_consumer'",
+        ),
+    ],
+)
+def test_siblings_that_are_refused(own: Any, outer: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_siblings(own, outer)
+
+
+# At launch.
+
+
+def parallel(**changes: Any) -> Any:
+    return engine(**changes).parallel_config
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ TTL = 480.0
 DECODE = EngineSideChannel(engine="decode", incarnation=6, host="10.0.0.2", port=5700)
 DECODED = {"do_remote_prefill": True}
 STATE = (CacheGroup(index=0, tokens=1 << 20, is_state=True),)
+TWO_SIZES = (CacheGroup(index=0, tokens=16), CacheGroup(index=1, tokens=24))
 
 
 def spoken(each: Any, generated: int = 0) -> Any:
@@ -74,14 +75,12 @@ def conversation_ticket(tokens: int = 64, **settings: Any) -> dict[str, Any]:
 
 
 def counted(metrics: Metrics, name: str) -> dict[str, float]:
-    """A metric by its label."""
     data: dict[str, Any] = metrics.take() or {}
     found: dict[str, float] = data.get(name, {}).get("loopback", {})
     return found
 
 
 def chunks(digests: bytes) -> list[bytes]:
-    """The digests of a chain."""
     return [digests[i : i + 16] for i in range(0, len(digests), 16)]
 
 
@@ -123,21 +122,26 @@ class TestAnswers:
         assert first.blocks.salt != second.blocks.salt
         assert not set(chunks(first.blocks.digests)) & set(chunks(second.blocks.digests))
 
-    def test_long_answer_has_few_digests(self) -> None:
-        each = answered(512 * 16, 2, 512 * 16 + 1)
-        got = read_ticket(finished(producer(slots=1024), each))
-        assert got.blocks is not None
-        assert (got.blocks.tokens, len(got.blocks)) == (32, 256)
-
-    def test_digest_blocks_are_whole_pages_of_every_group(self) -> None:
-        groups = (CacheGroup(index=0, tokens=16), CacheGroup(index=1, tokens=24))
-        got = read_ticket(finished(producer(groups=groups), answered(), [[1, 2, 3], [4, 5]]))
-        assert got.blocks is not None
-        assert (got.blocks.tokens, len(got.blocks)) == (48, 1)
+    @pytest.mark.parametrize(
+        ("settings", "each", "ids", "tokens", "digests"),
+        [
+            ({"slots": 1024}, answered(512 * 16, 2, 512 * 16 + 1), None, 32, 256),
+            ({"groups": TWO_SIZES}, answered(), [[1, 2, 3], [4, 5]], 48, 1),
+            ({"groups": STATE}, answered(40, 9, 49), [[7]], 0, 0),
+        ],
+        ids=["a long answer", "whole pages of every group", "a state"],
+    )
+    def test_blocks_that_have_digests(
+        self, settings: dict[str, Any], each: Any, ids: Any, tokens: int, digests: int
+    ) -> None:
+        got = read_ticket(finished(producer(**settings), each, ids)).blocks
+        assert got is not None
+        assert (tokens or got.tokens, len(got)) == (got.tokens, digests)
 
     @pytest.mark.parametrize(
         ("settings", "change", "said"),
         [
+            ({"groups": STATE}, {"num_computed_tokens": 50}, "more was computed than its tokens"),
             ({}, {"prompt_embeds": object()}, "its prompt has embeddings"),
             ({"max_held": 3}, {}, "it has 4 blocks, and 3 may be held"),
             ({"slots": 0}, {}, "no slot was free"),
@@ -159,15 +163,6 @@ class TestAnswers:
         assert "not held for the next turn" in caplog.text
         assert said in caplog.text
         assert metrics.take() == {"conversation_holds": {"loopback": {"refused": 1}}}
-
-    def test_states_are_held_if_nothing_went_beyond_the_known_tokens(self) -> None:
-        got = read_ticket(finished(producer(groups=STATE), answered(40, 9, 49), [[7]]))
-        assert got.blocks is not None
-        assert (got.tokens, got.blocks.digests) == (49, b"")
-        metrics = Metrics(driver="loopback")
-        made = producer(groups=STATE, metrics=metrics)
-        assert finished(made, answered(40, 9, 50), [[7]]) is None
-        assert counted(metrics, "conversation_holds") == {"refused": 1}
 
     def test_states_are_not_held_where_drafts_are_computed(self) -> None:
         """A drafter, too, advances a state beyond the tokens that are verified."""
@@ -208,14 +203,17 @@ class TestBlocksAreLacking:
 
     def test_no_more_go_before_these_blocks_are_back(self) -> None:
         passes = Passes()
+        passes.producer.update_metrics()
+        data = passes.metrics.take() or {}
+        assert data["held_pages"] == {"loopback": 10}
+        assert data["conversation_pages"] == {"loopback": 8}
+        assert data["held_fraction"] == {"loopback": 2 / 64}
         passes.lack_twice(48)
         passes.ended()
-        assert not passes.lack_twice(48)
-        assert passes.ended() == []
-        passes.producer.sends_finished(["a0"])
-        assert not passes.lack_twice(48)
-        assert passes.ended() == []
-        passes.producer.sends_finished(["a1"])
+        for name in ("a0", "a1"):
+            assert not passes.lack_twice(48)
+            assert passes.ended() == []
+            passes.producer.sends_finished([name])
         passes.lack_twice(64 * 16)
         assert passes.ended() == ["a2", "a3"]
 
@@ -251,14 +249,6 @@ class TestBlocksAreLacking:
         passes.producer.sends_finished(["a2", "a3"])
         assert not passes.producer.has_pending_block_frees()
 
-    def test_metrics_of_held_blocks(self) -> None:
-        passes = Passes()
-        passes.producer.update_metrics()
-        data = passes.metrics.take() or {}
-        assert data["held_pages"] == {"loopback": 10}
-        assert data["conversation_pages"] == {"loopback": 8}
-        assert data["held_fraction"] == {"loopback": 2 / 64}
-
 
 def consumer(**settings: Any) -> Consumer:
     common: dict[str, Any] = {"engine": "prefill", "continues": True, "recompute_threshold": 16}
@@ -268,6 +258,9 @@ def consumer(**settings: Any) -> Consumer:
 def turn(prompt: int = 80, params: dict[str, Any] | None = None, **settings: Any) -> Any:
     """The next turn of a conversation, which is to be decoded elsewhere."""
     return spoken(request(prompt, params or conversation_ticket(), **settings))
+
+
+OF_A_PROMPT = halves.ticket() | {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def changed(each: Any, position: int) -> Any:
@@ -285,8 +278,77 @@ def loaded(made: Consumer, each: Any, computed: int = 0) -> int | None:
     return tokens
 
 
+WEIGHTS, OTHERS = (
+    {"adapter_content": lambda each, content=content: content} for content in (b"w", b"others")
+)
+LORA = {"lora_request": SimpleNamespace(lora_name="sql")}
+
+
+def later(*, edited: int | None = None, change: Any = None, **made: Any) -> Any:
+    """A turn of 80 tokens with a ticket for 64 that is made so; what differs from that one."""
+    each = turn(80, conversation_ticket(**made))
+    vars(each).update(change or {})
+    return each if edited is None else changed(each, edited)
+
+
+def pictured(*where: tuple[int, int]) -> Any:
+    """A turn with images, and with another token near the end of what is common."""
+    images = {"mm_features": [image(*each) for each in where]}
+    return later(edited=63, change=images, **images)
+
+
 class TestTurns:
     """Requests that go on with a conversation, on the engine that prefills."""
+
+    @pytest.mark.parametrize(
+        ("tokens", "each", "settings"),
+        [
+            (57, turn(57, conversation_ticket(57)), {}),
+            (48, turn(50), {}),  # a shortened history
+            # Up to the last block before a changed token.
+            (48, later(edited=63), {}),
+            (48, later(edited=48), {}),
+            (32, later(edited=47), {}),
+            (16, later(edited=16), {}),
+            (64, later(edited=79), {}),
+            (16, later(edited=20), {"verify_prompt": False}),
+            (0, later(edited=60), {"groups": STATE}),  # the producer's groups are no states
+            # No image is cut; without its second, the first of two would be.
+            (32, pictured((40, 20)), {}),
+            (48, pictured((40, 8)), {}),
+            (48, pictured((48, 4)), {}),
+            (16, pictured((20, 15), (34, 20)), {}),
+            (0, pictured((2, 50)), {}),
+            (32, later(change={"mm_features": [image(33)]}, mm_features=[image(33, 3)]), {}),
+            # Nothing is common with another prompt.
+            (0, later(change={"cache_salt": "another"}), {}),
+            (0, later(change=LORA), {}),
+            (0, later(change={"prompt_embeds": object()}), {}),
+            (64, later(change=LORA, lora=LORA["lora_request"], **WEIGHTS), WEIGHTS),
+            (0, later(change=LORA, lora=LORA["lora_request"], **WEIGHTS), OTHERS),
+        ],
+    )
+    def test_what_is_common_is_loaded(
+        self, tokens: int, each: Any, settings: dict[str, Any]
+    ) -> None:
+        assert loaded(consumer(**settings), each) == tokens
+
+    @pytest.mark.parametrize(
+        ("each", "settings"),
+        [
+            (spoken(request(80, {"do_remote_decode": True})), {}),  # without a ticket
+            (spoken(request(80, None)), {}),
+            (turn(80, {**conversation_ticket(), "do_remote_decode": None}), {}),
+            (turn(80, {**conversation_ticket(), "do_remote_decode": False}), {}),
+            (turn(80), {"continues": False}),
+            (later(change={"abort_immediately": True}), {}),
+            (turn(80, OF_A_PROMPT), {"engine": "another"}),
+        ],
+    )
+    def test_nothing_is_loaded(self, each: Any, settings: dict[str, Any]) -> None:
+        made = consumer(**settings)
+        assert loaded(made, each) == 0
+        assert not made.pending
 
     def test_all_that_the_ticket_covers_is_loaded(self) -> None:
         made = consumer()
@@ -300,22 +362,6 @@ class TestTurns:
         assert (load.report, load.shared) == (True, False)
         assert [prepared.tokens for prepared in messages.prepare] == [57]
         assert not load.ticket.computed
-
-    @pytest.mark.parametrize(
-        ("prompt", "covered", "cached", "tokens"),
-        [(80, 57, 32, 25), (57, 57, 0, 57), (50, 64, 0, 48)],
-        ids=["cached here", "the whole ticket", "a shortened history"],
-    )
-    def test_what_a_prompt_loads(self, prompt: int, covered: int, cached: int, tokens: int) -> None:
-        assert loaded(consumer(), turn(prompt, conversation_ticket(covered)), cached) == tokens
-
-    @pytest.mark.parametrize(
-        ("position", "common"), [(63, 48), (48, 48), (47, 32), (16, 16), (79, 64)]
-    )
-    def test_turn_loads_up_to_the_last_block_before_a_changed_token(
-        self, position: int, common: int
-    ) -> None:
-        assert loaded(consumer(), changed(turn(80), position)) == common
 
     def test_edited_history_is_counted_and_computed(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")
@@ -338,10 +384,6 @@ class TestTurns:
         [load] = made.drain().loads
         assert (load.reads, load.report) == (bool(tokens), bool(tokens))
 
-    def test_threshold_is_none_for_what_another_engine_has_prefilled(self) -> None:
-        made = consumer(engine="another", recompute_threshold=1000)
-        assert loaded(made, spoken(request(40, halves.ticket()))) == 40
-
     def test_states_are_loaded_whole_or_not_at_all(self) -> None:
         params = conversation_ticket(57, groups=STATE)
         metrics = Metrics(driver="loopback")
@@ -352,90 +394,15 @@ class TestTurns:
         assert loaded(made, turn(56, params, name="shorter")) == 0
         assert metrics.take() == {"edited_histories": {"loopback": 2}}
 
-    def test_states_with_digests_are_not_cut(self) -> None:
-        """The producer's groups are no states, so its ticket has digests of blocks."""
-        assert loaded(consumer(groups=STATE), changed(turn(80), 60)) == 0
-
-    @pytest.mark.parametrize(
-        ("images", "common"),
-        [
-            ([(40, 20)], 32),  # cut by the change: up to the block before it
-            ([(40, 8)], 48),
-            ([(48, 4)], 48),
-            ([(20, 15), (34, 20)], 16),  # without the second, the first would be cut
-            ([(2, 50)], 0),
-        ],
-    )
-    def test_no_image_is_cut(self, images: list[tuple[int, int]], common: int) -> None:
-        features = [image(*where) for where in images]
-        each = turn(80, conversation_ticket(mm_features=features))
-        each.mm_features = features
-        assert loaded(consumer(), changed(each, 63)) == common
-
-    def test_another_image_ends_what_is_common(self) -> None:
-        each = turn(80, conversation_ticket(mm_features=[image(33, name="cat")]))
-        each.mm_features = [image(33, name="dog")]
-        assert loaded(consumer(), each) == 32
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"cache_salt": "another"},
-            {"lora_request": SimpleNamespace(lora_name="sql")},
-            {"prompt_embeds": object()},
-        ],
-    )
-    def test_another_prompt_has_nothing_in_common(self, change: dict[str, Any]) -> None:
-        each = turn(80)
-        vars(each).update(change)
-        assert loaded(consumer(), each) == 0
-
-    def test_another_adapter_has_nothing_in_common(self) -> None:
-        lora = SimpleNamespace(lora_name="sql")
-        same = turn(80, conversation_ticket(lora=lora, adapter_content=lambda each: b"weights"))
-        same.lora_request = lora
-        assert loaded(consumer(adapter_content=lambda each: b"weights"), same) == 64
-        assert loaded(consumer(adapter_content=lambda each: b"others"), same) == 0
-
-    def test_tokens_are_compared_without_verify_prompt_too(self) -> None:
-        assert loaded(consumer(verify_prompt=False), changed(turn(80), 20)) == 16
-
-    def test_ticket_of_a_prompt_has_nothing_in_common(self) -> None:
-        params = halves.ticket() | {"do_remote_decode": True, "do_remote_prefill": False}
-        assert loaded(consumer(engine="another"), turn(80, params)) == 0
-
-    @pytest.mark.parametrize(
-        ("settings", "each"),
-        [
-            ({}, spoken(request(80, {"do_remote_decode": True}))),
-            ({}, spoken(request(80, None))),
-            ({}, turn(80, {**conversation_ticket(), "do_remote_decode": None})),
-            ({}, turn(80, {**conversation_ticket(), "do_remote_decode": False})),
-            ({"continues": False}, turn(80)),
-        ],
-        ids=["no ticket", "no params", "nobody decodes", "decoded here", "off"],
-    )
-    def test_no_turn(self, settings: dict[str, Any], each: Any) -> None:
-        made = consumer(**settings)
-        assert loaded(made, each) == 0
-        assert not made.pending
-
     def test_request_with_both_flags_is_no_turn(self) -> None:
         """It comes with the ticket of a prompt, which it needs, and is decoded elsewhere."""
-        made = consumer(engine="another")
+        made = consumer(engine="another", recompute_threshold=1000)
         params = halves.ticket() | {"do_remote_decode": True}
         assert loaded(made, turn(40, params)) == 40
         other = changed(turn(41, params, name="other"), 3)
         made.on_new_request(other)
         made.blocks_allocated(other, blocks(21, 22, 23), 40)
         assert made.drain().refused
-
-    def test_turn_that_vllm_has_refused(self) -> None:
-        made = consumer()
-        each = turn(80)
-        each.abort_immediately = True
-        assert loaded(made, each) == 0
-        assert not made.pending
 
 
 class TestRefused:
@@ -457,8 +424,9 @@ class TestRefused:
             ({"may_load": False}, "role"),
             (halves.SIGNS, "signature"),
             (halves.KEYS, "admission"),
+            ({"adapter_content": unknown}, "adapter"),
         ],
-        ids=["own", "role", "signature", "admission"],
+        ids=["own", "role", "signature", "admission", "adapter"],
     )
     def test_what_this_engine_may_not_load(
         self, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
@@ -468,11 +436,6 @@ class TestRefused:
         assert self.refused(made, turn(80), metrics) == {reason: 1}
         assert "the whole prompt is computed" in caplog.text
         assert f"cause {reason}, of engine decode" in caplog.text
-
-    def test_adapter_whose_content_is_not_known(self) -> None:
-        metrics = Metrics(driver="loopback")
-        made = consumer(metrics=metrics, adapter_content=unknown)
-        assert self.refused(made, turn(80), metrics) == {"adapter": 1}
 
     def test_forged_digests_are_found_by_the_proof(self) -> None:
         """The scheduler half cannot know, so the ranks check the proof before they read."""

@@ -179,17 +179,6 @@ class TestDynamosOwnFiles:
         answer = SimpleNamespace(kv_transfer_params=ticket)
         assert protocol.decode_request_kv_transfer_params(answer) == ticket
 
-    def test_beside_another_connector(self, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(wheel)
-        dynamo.register(NAME)
-        connectors = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": NAME}]
-        transfer = SimpleNamespace(
-            kv_connector="MultiConnector", kv_connector_extra_config={"connectors": connectors}
-        )
-        make = sys.modules[dynamo.MODULE].make_kv_connector_protocol
-        protocol = make(SimpleNamespace(kv_transfer_config=transfer))
-        assert protocol.prefill_request_kv_transfer_params() == PREFILL
-
     def test_nothing_else_of_dynamo_is_imported(self, wheel: Path) -> None:
         """Its other modules import vLLM, and would do so while vLLM loads its plugins."""
         code = f"""

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvferry.core.errors import KVFerryError, PeerLostError
@@ -390,17 +389,6 @@ class TestConsumer:
             decode.matched()
         assert decode.tokens_of_parts() == [(80, False)]
 
-    def test_part_under_a_new_hold(self) -> None:
-        decode, prefill = Decoding(), computed(40)
-        [load] = decode.begin(prefill).loads
-        prefill.preempt()
-        prefill.place(*range(21, 28))
-        prefill.publish(20)
-        decode.hear(prefill)
-        [part] = decode.consumer.drain().parts.values()
-        assert part.ticket.hold.generation != load.ticket.hold.generation
-        assert part.ticket.pages == ((21, 22),)
-
     def test_other_prompt_is_refused_before_and_after_the_load_has_begun(self) -> None:
         other = computed_of_another_prompt(40)
         decode = Decoding()
@@ -431,15 +419,6 @@ class TestConsumer:
         assert not decode.follower.followed
         assert decode.counted()["failed_loads"] == {"loopback": 1}
 
-    def test_request_with_the_ticket_of_an_early_load_leaves_done_to_that_load(self) -> None:
-        decode, prefill = Decoding(), computed(40)
-        decode.begin(prefill)
-        decode.hear(finished(prefill))
-        assert decode.tokens_of_parts() == [(100, True)]
-        decode.add(msgspec.json.decode(prefill.news().part))
-        [load] = decode.place(*range(11, 18), external=100, name="second").loads
-        assert load.shared
-
     def test_half_of_the_cache_may_wait_for_prefill(self) -> None:
         decode, prefill = Decoding(blocks=27), computed(40)
         decode.add(DECODE | {"transfer_id": "other"})
@@ -449,16 +428,6 @@ class TestConsumer:
         assert decode.matched(16, name="second") == 84
         decode.hear(finished(prefill), "second")
         assert decode.matched(name="second") == 100
-
-    def test_requests_of_one_room_wait_for_the_ticket(self) -> None:
-        decode, prefill = Decoding("r", "second"), computed(40)
-        for name in ("r", "second"):
-            decode.hear(prefill, name)
-            assert decode.matched(name=name) is None
-        finished(prefill)
-        for name in ("r", "second"):
-            decode.hear(prefill, name)
-            assert decode.matched(name=name) == 100
 
     def test_samples_wait_for_the_ticket(self) -> None:
         decode = Decoding("0_r")
@@ -579,22 +548,6 @@ class TestReusedTransferId:
         made = request(100, params, name="second")
         made.prompt_token_ids = [7] * 100
         return made
-
-    def test_each_gets_its_own_ticket(self, decode: Decoding) -> None:
-        prefill = finished(computed(40))
-        rooms = {name: room for name, (room, _) in decode.follower.followed.items()}
-        assert prefill.rooms.news([(rooms["second"], 0)]) == []
-        second = self.second(PREFILL)
-        prefill.producer.on_new_request(second)
-        prefill.producer.take_on(second)
-        second.num_computed_tokens = 100
-        prefill.producer.request_finished(second, [list(range(21, 28))], SERVING)
-        for name, first in (("r", 11), ("second", 21)):
-            [news] = prefill.rooms.news([(rooms[name], 0)])
-            decode.follower.hear(news, name)
-            assert decode.matched(name=name) == 100
-            [load] = decode.place(*range(1, 8), external=100, name=name).loads
-            assert (load.ticket.request, load.ticket.pages[0][0]) == (name, first)
 
     def test_older_prefill_that_knows_names_only_is_refused(self, decode: Decoding) -> None:
         decode.hear(finished(computed(40)), "second")

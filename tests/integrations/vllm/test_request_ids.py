@@ -1,6 +1,6 @@
 """What is read from the ids that vLLM gives requests. Needs no vLLM.
 
-``test_lifecycle`` and ``routers`` compare the forms with vLLM's own.
+``tests/vllm/test_hooks_in_vllm.py`` and ``routers`` compare the forms with vLLM's own.
 """
 
 from __future__ import annotations

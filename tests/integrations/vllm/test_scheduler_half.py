@@ -10,10 +10,7 @@ import pytest
 
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.silent_holds import ASK_SECONDS
-from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
-from kvferry.core.security import TicketKey
-from kvferry.core.security.proof import check
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.halves import (
@@ -39,6 +36,10 @@ from tests.integrations.vllm.halves import (
     ticket,
 )
 
+TICKET, SIGNED = ticket(), ticket(secrets=SECRETS)
+OTHER_TOKENS = {"prompt_token_ids": [*range(39), 99]}
+OTHER = "it was made for another prompt than this one of 40 tokens"
+
 
 def not_made(reason: str, count: int = 1) -> dict[str, Any]:
     """What is counted if no ticket is made."""
@@ -57,22 +58,46 @@ def pressed() -> Passes:
 
 
 class TestProducer:
-    def test_ticket_lists_the_blocks_of_the_prompt(self) -> None:
-        made = producer()
+    def test_ticket_lists_the_blocks_of_the_prompt_without_holes_in_front(self) -> None:
+        made = producer(groups=full(2))
         each = request(40, PREFILL, computed=43)
         made.take_on(each)
         [(_, hold)] = made.drain().take_ons
-        got = read_ticket(made.request_finished(each, [[7, 8, 9, 3]], SERVING) or {})
-        assert (got.tokens, got.pages, got.first_index) == (40, ((7, 8, 9),), (0,))
+        params = made.request_finished(each, [[7, 8, 9, 3], [0, 0, 6]], SERVING)
+        got = read_ticket(params or {})
+        assert (got.tokens, got.pages, got.first_index) == (40, ((7, 8, 9), (6,)), (0, 2))
         assert (got.hold, got.host, got.port) == (hold, "10.0.0.1", 5600)
         assert made.drain().ready == ((hold, 30.0),)
 
-    def test_holes_in_front_are_counted_and_not_listed(self) -> None:
-        made = producer(groups=full(2))
-        each = request(40, PREFILL)
-        made.take_on(each)
-        got = read_ticket(made.request_finished(each, [[1, 2, 3], [0, 0, 6]], SERVING) or {})
-        assert (got.pages, got.first_index) == (((1, 2, 3), (6,)), (0, 2))
+    @pytest.mark.parametrize(
+        ("settings", "change", "reason", "words"),
+        [
+            ({"tail": 2}, {"mm_features": [image(30, 10)]}, "cut_media", "end prompts with text"),
+            ({}, {"request_id": "cmpl-a-1-89b15765"}, "list", "it is prompt 2 of a completion"),
+            ({"hands_over": False}, {}, "role", 'set "kv_producer" or "kv_both"'),
+        ],
+        ids=["an image at the end", "a further prompt of a list", "an engine that only loads"],
+    )
+    def test_no_ticket_is_counted_each_time_and_logged_once(
+        self,
+        settings: dict[str, Any],
+        change: dict[str, Any],
+        reason: str,
+        words: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """Nothing of the prompt is cut off for decode, and nothing is held."""
+        metrics = Metrics(driver="loopback")
+        made = producer(metrics=metrics, **{"tail": 1} | settings)
+        for name in ("a", "b"):
+            each = request(40, dict(PREFILL), name=name)
+            vars(each).update(change)
+            made.on_new_request(each)
+            assert (each.num_prompt_tokens, len(each._all_token_ids)) == (40, 40)
+            assert finish(made, each) is None
+        assert not made.drain()
+        assert metrics.take() == not_made(reason, 2)
+        assert caplog.text.count(words) == 1
 
     def test_request_without_a_slot_is_counted_once_however_often_it_was_preempted(self) -> None:
         metrics = Metrics(driver="loopback")
@@ -132,14 +157,6 @@ class TestProducer:
         assert "it has 5 blocks, and 4 may be held" in caplog.text
         assert metrics.take() == not_made("too_large")
 
-    def test_state_before_the_last_token(self) -> None:
-        made = producer(tail=1)
-        each = request(40, dict(PREFILL))
-        made.on_new_request(each)
-        made.on_new_request(each)
-        assert (each.num_prompt_tokens, len(each.prompt_token_ids), each.max_tokens) == (39, 39, 1)
-        assert len(each._all_token_ids) == 39
-
     def test_requests_with_one_prompt_and_params_together(self) -> None:
         """As vLLM makes them for several samples, in an engine without a process of its own."""
         made, params, ids = producer(tail=1), dict(PREFILL), list(range(40))
@@ -150,35 +167,6 @@ class TestProducer:
             assert (each.num_prompt_tokens, len(each.prompt_token_ids)) == (39, 39)
         assert params == PREFILL
         assert len(ids) == 40
-
-    def test_image_at_the_end_is_not_cut(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Decode gets no ticket and computes the prompt itself; one line says so."""
-        metrics = Metrics(driver="loopback")
-        made = producer(tail=2, metrics=metrics)
-        for name, end in (("a", 40), ("b", 39)):
-            each = request(40, dict(PREFILL), name=name)
-            each.mm_features = [image(3), image(30, length=end - 30)]
-            made.on_new_request(each)
-            assert (each.num_prompt_tokens, len(each._all_token_ids)) == (40, 40)
-            assert finish(made, each) is None
-        assert not made.drain()
-        assert metrics.take() == not_made("cut_media", 2)
-        assert caplog.text.count("end prompts with text") == 1
-
-    def test_further_prompts_of_a_list_are_not_held(self, caplog: pytest.LogCaptureFixture) -> None:
-        """vLLM would not answer with their tickets; one line says so."""
-        metrics = Metrics(driver="loopback")
-        made = producer(tail=1, metrics=metrics)
-        for index in range(3):
-            each = request(40, dict(PREFILL), name=f"cmpl-a-{index}-89b15765")
-            made.on_new_request(each)
-            assert each.num_prompt_tokens == (40 if index else 39)
-            ticketed = finish(made, each) is not None
-            assert ticketed == (index == 0)
-        assert len(made.drain().take_ons) == 1
-        counted = metrics.take() or {}
-        assert counted["tickets_not_made"] == {"loopback": {"list": 2}}
-        assert caplog.text.count("it is prompt 2 of a completion request with a list") == 1
 
     def test_samples_have_one_hold(self) -> None:
         """vLLM answers with the ticket of one, so the pages of the others would be held in vain."""
@@ -222,21 +210,6 @@ class TestProducer:
         assert own is not None
         assert own != ticketed
         assert made.holds("1_a")
-
-    def test_consumer_holds_nothing_for_others(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Nobody could ever ask for its pages; each such request counts, and one line says so."""
-        metrics = Metrics(driver="loopback")
-        made = producer(tail=1, metrics=metrics, hands_over=False)
-        for name in ("a", "b"):
-            each = request(40, PREFILL, name=name)
-            made.on_new_request(each)
-            made.take_on(each)
-            assert each.num_prompt_tokens == 40
-            assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
-        assert not made.drain()
-        assert metrics.take() == not_made("role", 2)
-        assert caplog.text.count("kv_role") == 1
-        assert 'set "kv_producer" or "kv_both"' in caplog.text
 
 
 class TestBlocksAreLacking:
@@ -307,6 +280,66 @@ class TestConsumer:
         [load] = made.drain().loads
         assert (load.reads, load.report) == (False, False)
 
+    @pytest.mark.parametrize(
+        ("settings", "params", "change", "reason"),
+        [
+            ({"may_load": False}, TICKET, {}, 'this engine\'s kv_role is "kv_producer"'),
+            ({"engine": "prefill"}, TICKET, {}, "it was made by this very engine"),
+            (SIGNS, TICKET, {}, "not signed"),
+            ({}, SIGNED, {}, "no ticket_secrets to check it with"),
+            (SIGNS, SIGNED | {"remote_block_ids": [[9, 2, 3]]}, {}, "altered"),
+            (KEYS, TICKET, {}, "its tickets name no key, and this engine has keys"),
+            ({}, keyed(PEER), {}, "its side channel is encrypted, and this engine has no keys"),
+            (KEYS, keyed(STRANGER), {}, f"its key is {STRANGER.hex()}, which is not listed here"),
+            ({}, TICKET, OTHER_TOKENS, f"{OTHER} (producer's request"),
+            (SIGNS, SIGNED, OTHER_TOKENS, f"{OTHER} (producer's request"),
+            ({}, TICKET, {"cache_salt": "salt"}, f"{OTHER} (producer's request"),
+            ({}, TICKET, {"mm_features": [image(3)]}, f"{OTHER}, or for other media (vLLM up to"),
+            (
+                {"lora_enabled": True},
+                TICKET,
+                OTHER_TOKENS,
+                f"{OTHER}, or with a LoRA adapter, while this request has none",
+            ),
+            (
+                {"lora_enabled": True},
+                TICKET,
+                {"lora_request": SimpleNamespace(lora_name="mine")},
+                f"{OTHER}, or with other weights than adapter 'mine' has here",
+            ),
+        ],
+    )
+    def test_refused(
+        self,
+        settings: dict[str, Any],
+        params: dict[str, Any],
+        change: dict[str, Any],
+        reason: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """Nothing is raised, asked for or read; vLLM waits for a load that fails."""
+        made = consumer(**settings)
+        each = arrive(made, params, **change)
+        assert "request r: ticket refused: " in caplog.text
+        assert reason in caplog.text
+        assert made.num_matched_tokens(each, 16) == 24
+        made.blocks_allocated(each, blocks(21, 22, 23), 24)
+        arrivals = made.drain()
+        assert (arrivals.prepare, arrivals.loads) == ([], [])
+        [(_, why)] = arrivals.refused
+        assert reason in why
+
+    @pytest.mark.parametrize(
+        ("settings", "params", "key"),
+        [(SIGNS, SIGNED, b""), (KEYS, keyed(PEER), PEER)],
+        ids=["signed", "listed"],
+    )
+    def test_accepted(self, settings: dict[str, Any], params: dict[str, Any], key: bytes) -> None:
+        made = consumer(**settings)
+        arrive(made, params)
+        [prepared] = made.drain().prepare
+        assert prepared.key == key
+
     def test_text_of_a_client_s_other_values_is_not_made_for_the_log(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -354,112 +387,3 @@ class TestConsumer:
         assert metrics.take() == {"refused_tickets": {"loopback": {"list": 1}}}
         arrive(made, name="cmpl-a-1-89b15765")
         assert len(made.drain().prepare) == 1
-
-    @pytest.mark.parametrize(
-        ("settings", "params", "reason"),
-        [
-            ({"may_load": False}, ticket(), 'this engine\'s kv_role is "kv_producer"'),
-            ({"engine": "prefill"}, ticket(), "it was made by this very engine"),
-            (SIGNS, ticket(), "not signed"),
-            ({}, ticket(secrets=SECRETS), "no ticket_secrets to check it with"),
-            (SIGNS, ticket(secrets=SECRETS) | {"remote_block_ids": [[9, 2, 3]]}, "altered"),
-            (KEYS, ticket(), "its tickets name no key, and this engine has keys"),
-            ({}, keyed(PEER), "its side channel is encrypted, and this engine has no keys"),
-            (KEYS, keyed(STRANGER), f"its key is {STRANGER.hex()}, which is not listed here"),
-        ],
-        ids=["role", "own", "unsigned", "no secrets", "altered", "no key", "no keys", "stranger"],
-    )
-    def test_refused_here(
-        self,
-        settings: dict[str, Any],
-        params: dict[str, Any],
-        reason: str,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        """It is refused like any other: nothing is raised, and nothing is asked for or read."""
-        made = consumer(**settings)
-        each = arrive(made, params)
-        assert "request r: ticket refused: " in caplog.text
-        assert reason in caplog.text
-        assert made.num_matched_tokens(each, 16) == 24
-        made.blocks_allocated(each, blocks(21, 22, 23), 24)
-        arrivals = made.drain()
-        assert (arrivals.prepare, arrivals.loads) == ([], [])
-        [(_, why)] = arrivals.refused
-        assert reason in why
-
-    @pytest.mark.parametrize(
-        ("settings", "params", "key"),
-        [(SIGNS, ticket(secrets=SECRETS), b""), (KEYS, keyed(PEER), PEER)],
-        ids=["signed", "listed"],
-    )
-    def test_accepted_here(
-        self, settings: dict[str, Any], params: dict[str, Any], key: bytes
-    ) -> None:
-        made = consumer(**settings)
-        arrive(made, params)
-        [prepared] = made.drain().prepare
-        assert prepared.key == key
-
-    def test_every_ticket_of_a_producer_with_a_key_is_proved(self) -> None:
-        key = TicketKey()
-        params = finish(producer(ticket_key=key), request(40, PREFILL))
-        check(read_ticket(params).proof, key.public)
-
-    @pytest.mark.parametrize(
-        ("settings", "change", "hint"),
-        [
-            ({}, {"prompt_token_ids": [*range(39), 99]}, ""),
-            (SIGNS, {"prompt_token_ids": [*range(39), 99]}, ""),
-            ({}, {"cache_salt": "salt"}, ""),
-            ({}, {"mm_features": [image(3)]}, ", or for other media (vLLM up to 0.30"),
-            (
-                {"lora_enabled": True},
-                {"prompt_token_ids": [*range(39), 99]},
-                ", or with a LoRA adapter, while this request has none",
-            ),
-            (
-                {"lora_enabled": True},
-                {"lora_request": SimpleNamespace(lora_name="mine")},
-                ", or with other weights than adapter 'mine' has here",
-            ),
-        ],
-        ids=["tokens", "signed", "salt", "media", "no adapter", "adapter"],
-    )
-    def test_another_prompt_is_refused(
-        self,
-        settings: dict[str, Any],
-        change: dict[str, Any],
-        hint: str,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        made = consumer(**settings)
-        arrive(made, ticket(secrets=SECRETS if settings == SIGNS else None), **change)
-        assert "request r: ticket refused: it was made for another prompt" in caplog.text
-        said = hint or " (producer's request"
-        assert f"than this one of 40 tokens{said}" in caplog.text
-        assert made.drain().prepare == []
-
-    def test_unverified_prompt(self) -> None:
-        made = consumer(verify_prompt=False)
-        arrive(made, prompt_token_ids=[7] * 40)
-        [prepared] = made.drain().prepare
-        assert isinstance(prepared, Ticket)
-
-
-def test_samples_of_one_prompt_come_one_by_one() -> None:
-    """The first is loaded before the second is known, and leaves "done" to the last one."""
-    made, params = consumer(), ticket()
-
-    def shared() -> list[bool]:
-        return [load.shared for load in made.drain().loads]
-
-    allocate(made, arrive(made, params, name="0_cmpl-7-a1b2"))
-    assert shared() == [True]
-    second = arrive(made, params, name="1_cmpl-7-a1b2")
-    made.loads_finished(["0_cmpl-7-a1b2"])
-    assert shared() == []
-    allocate(made, second)
-    assert shared() == [True]
-    made.loads_finished(["1_cmpl-7-a1b2"])
-    assert shared() == [False]

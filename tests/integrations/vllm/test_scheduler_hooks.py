@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,12 +19,11 @@ from kvferry.core.memory import Region
 from kvferry.core.security import generate
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check
 from kvferry.core.side_channel import fetch, health, ping
-from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
 from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
-from tests.integrations.vllm.halves import PREFILL, blocks, engine, request, ticket
+from tests.integrations.vllm.halves import PREFILL, blocks, engine, full, request, ticket
 from tests.integrations.vllm.test_adapter_files import write
 
 OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
@@ -50,16 +48,11 @@ def configured(role: str = "kv_both", **extra: Any) -> Any:
 def make(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Builds halves of an engine with 100 blocks of 16 tokens, and closes them."""
     made: list[Any] = []
-    groups = [CacheGroup(index=0, tokens=16)]
-    monkeypatch.setattr(vllm.scheduler, "cache_groups", lambda *_: tuple(groups))
+    monkeypatch.setattr(vllm.scheduler, "cache_groups", lambda *_: full())
 
-    def build(
-        *, bounded: bool = False, drafts: bool = False, lookahead: int = 0, **settings: Any
-    ) -> Any:
-        groups[:] = [CacheGroup(index=0, tokens=16, window=32 if bounded else 0)]
+    def build(*, drafts: bool = False, **settings: Any) -> Any:
         config = configured(**settings)
         config.speculative_config = object() if drafts else None
-        config.num_prefill_lookahead_tokens = lookahead
         made.append(vllm.scheduler.FerryScheduler(config, SimpleNamespace(num_blocks=100)))
         return made[-1]
 
@@ -300,17 +293,6 @@ class TestProducing:
         _, params = prefilled(make(drafts=True))
         assert params["kvferry"]["computed"] is False
 
-    @pytest.mark.parametrize(
-        ("bounded", "lookahead", "left"), [(False, 0, 40), (True, 0, 39), (False, 3, 38)]
-    )
-    def test_what_is_left_to_decode(
-        self, make: Any, bounded: bool, lookahead: int, left: int
-    ) -> None:
-        half = make(bounded=bounded, lookahead=lookahead)
-        each = request(40, dict(PREFILL))
-        half.on_new_request(each)
-        assert each.num_prompt_tokens == left
-
     def test_settings_reach_it(self, make: Any) -> None:
         half = make(kv_lease_duration=7, max_held_fraction=0.02)
         assert prefilled(half, 1, 2, 3) == (False, None)
@@ -318,6 +300,15 @@ class TestProducing:
         assert held
         [(_, lease)] = half.build_connector_meta(OUTPUT).orders.ready
         assert lease == 7.0
+
+    def test_settings_of_conversations_reach_it(self, make: Any) -> None:
+        half = make(bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=7)
+        each = request(40, {"do_remote_prefill": True})
+        each.all_token_ids = each.prompt_token_ids
+        half.update_state_after_alloc(each, blocks(1, 2, 3), 0)
+        assert half.request_finished_all_groups(each, [[1, 2, 3]])[0]
+        [(_, ttl)] = half.build_connector_meta(OUTPUT).orders.ttls
+        assert ttl == 7.0
 
     def test_a_reset_gives_up_what_is_held(self, make: Any) -> None:
         half = make()
@@ -521,71 +512,3 @@ def test_an_unwell_engine_steps_on_for_a_while(
     assert half.has_pending_push_work()
     half.update_connector_output(heard(vllm, problems={0: (), 1: ()}))
     assert not half.has_pending_push_work()
-
-
-class TestFigures:
-    @pytest.fixture
-    def stats(self, vllm: Any) -> Any:
-        return vllm.metrics
-
-    def test_the_log_line(self, stats: Any) -> None:
-        figures = stats.FerryStats(
-            {
-                "loads": {"loopback": 2},
-                "tokens": {"loopback": 80},
-                "bytes": {"loopback": {"a": {"tcp": 1_234_567}}},
-                "stage_seconds": {
-                    "loopback": {
-                        "wait": [0.0001, 0.0, 0.0],
-                        "check": [0.0, 0.002, 0.0001],
-                        "post": [0.001, 0.001, 0.001],
-                        "transfer": [0.001, 0.003, 0.002],
-                        "fence": [0.0, 0.0002, 0.0],
-                        "handshake": [7.0],
-                    }
-                },
-                "holds": {"loopback": {"made": 4, "read": 3, "expired": 1}},
-                "held_pages": {"loopback": 0},
-                "failed_loads": {"loopback": 1},
-            }
-        )
-        assert figures.reduce() == {
-            "loads": 2,
-            "tokens": 80,
-            "MB": 1.235,
-            "GB/s": 0.206,
-            "waited ms median": 0.1,
-            "waited ms longest": 2.0,
-            "read ms median": 3.0,
-            "read ms longest": 4.2,
-            "tickets": 4,
-            "held pages": 0,
-            "failed": 1,
-            "expired leases": 1,
-        }
-        assert not figures.is_empty()
-        figures.reset()
-        assert figures.is_empty()
-        assert figures.reduce() == {}
-
-    def test_no_log_line_where_nothing_happened(self, stats: Any) -> None:
-        """vLLM logs a line of statistics that are not empty, whatever it says."""
-        for name in ("peers_up", "quarantined_pages"):
-            assert stats.LoggedStats({name: {"loopback": {"0": 0}}}).is_empty()
-        assert stats.LoggedStats({}).is_empty()
-        assert not stats.LoggedStats({"failed_loads": {"loopback": 1}}).is_empty()
-        assert not stats.FerryStats({"peers_up": {"loopback": {"0": 1}}}).is_empty()
-
-    def test_the_later_of_two_moments_counts(self, stats: Any) -> None:
-        first = stats.FerryStats({"loads": {"loopback": 1}, "held_pages": {"loopback": 5}})
-        second = stats.FerryStats({"loads": {"loopback": 2}, "held_pages": {"loopback": 3}})
-        assert first.aggregate(second).data == {
-            "loads": {"loopback": 3},
-            "held_pages": {"loopback": 3},
-        }
-
-    def test_buckets_cover_what_loads_take(self, stats: Any) -> None:
-        buckets = stats.SECONDS_BUCKETS
-        assert (buckets[0], buckets[-1]) == (0.0001, 100.0)
-        ratios = [high / low for low, high in itertools.pairwise(buckets)]
-        assert all(2.9 < ratio < 3.4 for ratio in ratios)

@@ -123,17 +123,6 @@ class TestProducer:
         made.holds_over({0: ["a"]})
         assert prefill(made, "b", 4, 5, 6) is not None
 
-    def test_a_request_id_that_comes_back_too_early_gets_no_ticket(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        made, _ = staged_producer()
-        assert prefill(made, "a", 1, 2, 3) is not None
-        made.sends_finished(["a"])
-        assert prefill(made, "a", 4, 5, 6) is None
-        assert "give requests ids of their own" in caplog.text
-        made.holds_over({0: ["a"]})
-        assert prefill(made, "a", 4, 5, 6) is not None
-
     def test_a_wait_ends_without_a_ticket(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")
         made, now = staged_producer(count=4, metrics=metrics)
@@ -219,16 +208,6 @@ class TestConsumer:
         [pages] = load.local
         assert load.copy == PageCopy(blocks=(21, 5, 17)[cached:], pages=tuple(pages.ids))
         assert pages.first_index == cached
-
-    def test_the_next_request_waits_until_the_load_is_reported(self) -> None:
-        made, first, second, _ = two_requests()
-        assert made.num_matched_tokens(second, 0) is None
-        made.blocks_allocated(first, blocks(1, 2, 3), 40)
-        assert made.num_matched_tokens(second, 0) is None
-        made.request_finished(first)  # aborted: its bytes may still land
-        assert made.num_matched_tokens(second, 0) is None
-        made.loads_finished(["first"], ["first"])
-        assert made.num_matched_tokens(second, 0) == 40
 
     def test_a_wait_ends_as_a_refused_ticket(self, caplog: pytest.LogCaptureFixture) -> None:
         """Prefill is told that nobody will come."""

@@ -155,11 +155,6 @@ def test_more_pages_than_the_prompt_has_tokens_are_not_even_looked_at() -> None:
 OTHERS = TicketSecrets.of(["the secret of other engines"])
 
 
-def test_the_key_of_the_side_channel_travels() -> None:
-    keyed = replace(OFFER, key=bytes(range(32)))
-    assert read_ticket(keyed.params(SECRETS), SECRETS).key == bytes(range(32))
-
-
 @pytest.mark.parametrize(
     ("signs", "checks", "words"),
     [
@@ -329,18 +324,6 @@ def test_a_router_that_rewrites_the_address_breaks_no_proof(
 # Of other minor versions.
 
 
-@pytest.mark.parametrize("conversation", [False, True])
-def test_an_older_consumer_reads_a_proved_ticket(conversation: bool) -> None:
-    """It checks the signature over everything under our key, and skips what it does not know."""
-    offer = ANSWER if conversation else OFFER
-    params = travelled(offer.params(SECRETS, TICKET_KEY))
-    known = {key for key, _ in STEERING}
-    own = {name: value for name, value in params[KEY].items() if name != "signature"}
-    signature = bytes.fromhex(params[KEY]["signature"])
-    SECRETS.check({name: params[name] for name in known} | {KEY: own}, signature)
-    assert set(offer.params(None, TICKET_KEY)) == NIXL_KEYS | {KEY}
-
-
 def test_ticket_of_an_older_minor_version() -> None:
     """It knows nothing that was added since: what is optional may be missing."""
     params = travelled(OFFER.params(SECRETS))
@@ -381,11 +364,12 @@ json_values = st.recursive(
 def test_anything_else_is_refused_and_nothing_else_raised(
     secrets: TicketSecrets | None, data: st.DataObject
 ) -> None:
-    params = OFFER.params(secrets)
-    where = data.draw(st.sampled_from([params, params[KEY]]))
+    params = ANSWER.params(secrets, TICKET_KEY)
+    where = data.draw(st.sampled_from([params, params[KEY], params[KEY]["blocks"]]))
     key = data.draw(st.sampled_from(sorted(where)))
     if data.draw(st.booleans()):
-        where[key] = data.draw(json_values)
+        hexadecimal = st.binary(max_size=96).map(bytes.hex)
+        where[key] = data.draw(json_values | hexadecimal | st.integers(-2, 1 << 64))
     else:
         del where[key]
     with contextlib.suppress(TicketError):
@@ -404,13 +388,6 @@ def test_the_digests_of_a_conversation_travel(secrets: TicketSecrets | None) -> 
     assert read_ticket(
         replace(ANSWER, blocks=none).params(secrets, TICKET_KEY), secrets
     ).blocks == (none)
-
-
-def test_a_conversation_s_ticket_asks_for_the_prefill_of_the_next_turn() -> None:
-    flags = "do_remote_decode", "do_remote_prefill"
-    assert [ANSWER.params()[flag] for flag in flags] == [True, False]
-    assert [OFFER.params()[flag] for flag in flags] == [False, True]
-    assert set(ANSWER.params()[KEY]) == set(OFFER.params()[KEY]) | {"blocks"}
 
 
 @pytest.mark.parametrize(
@@ -459,22 +436,3 @@ def test_digests_out_of_bounds_are_refused(change: dict[str, object], complaint:
     sign(params)
     with pytest.raises(TicketError, match=complaint):
         read_ticket(params, SECRETS)
-
-
-@pytest.mark.parametrize("key", ["tokens", "salt", "digests"])
-def test_digests_of_which_a_part_is_missing_are_refused(key: str) -> None:
-    params = ANSWER.params(None, TICKET_KEY)
-    del params[KEY]["blocks"][key]
-    with pytest.raises(TicketError, match=key):
-        read_ticket(params)
-
-
-@given(data=st.data())
-def test_any_digests_are_read_or_refused_and_nothing_else_raised(data: st.DataObject) -> None:
-    params = ANSWER.params(None, TICKET_KEY)
-    where = data.draw(st.sampled_from([params[KEY], params[KEY]["blocks"]]))
-    key = data.draw(st.sampled_from(["blocks", "tokens", "salt", "digests"]))
-    hexadecimal = st.binary(max_size=96).map(bytes.hex)
-    where[key] = data.draw(json_values | hexadecimal | st.integers(-2, 1 << 64))
-    with contextlib.suppress(TicketError):
-        assert isinstance(read_ticket(params), Ticket)

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvferry.core.transport import Capabilities, Quiescence, registry
+from kvferry.core.transport import registry
 from kvferry.integrations.vllm.config import Config, ConfigError
 from kvferry.integrations.vllm.transport import make_transport
 
+REACHED: dict[str, set[str] | None] = {
+    "loopback": {"cpu"},
+    "rdma": {"cpu", "cuda"},
+    "broken": None,
+    "xpu-only": {"xpu"},
+}
+"""Drivers that a test pretends are installed, each with the memory that it reaches."""
 
-class Described:
-    """Drivers that a test pretends are installed, each with the memory that it reaches."""
 
-    memory: ClassVar[dict[str, frozenset[str] | None]] = {
-        "loopback": frozenset({"cpu"}),
-        "rdma": frozenset({"cpu", "cuda"}),
-        "broken": None,
-        "xpu-only": frozenset({"xpu"}),
-    }
-
-    @classmethod
-    def installed(cls) -> list[registry.DriverInfo]:
-        return [
-            registry.DriverInfo(name=name, distribution=name, version="1", entry_point="a:b")
-            for name in cls.memory
-        ]
-
-    @classmethod
-    def describe(cls, info: registry.DriverInfo) -> registry.DriverReport:
-        memory = cls.memory[info.name]
-        if memory is None:
-            return registry.DriverReport(info=info, reason="it is broken")
-        capabilities = Capabilities(
-            memory=memory,
-            max_notification=1024,
-            cancel=False,
-            background_progress=True,
-            quiescence=Quiescence.ALWAYS,
-        )
-        return registry.DriverReport(info=info, capabilities=capabilities)
+def described(name: str) -> Any:
+    memory = REACHED[name]
+    capabilities = None if memory is None else SimpleNamespace(memory=memory)
+    return SimpleNamespace(info=SimpleNamespace(name=name), capabilities=capabilities)
 
 
 def test_driver_that_reaches_the_memory() -> None:
@@ -53,8 +36,8 @@ def test_driver_that_reaches_the_memory() -> None:
     [("cuda", "rdma"), ("tpu", "none; kvferry drivers lists them, and why one does not work")],
 )
 def test_driver_that_does_not(monkeypatch: pytest.MonkeyPatch, memory: str, could: str) -> None:
-    monkeypatch.setattr(registry, "installed", Described.installed)
-    monkeypatch.setattr(registry, "describe", Described.describe)
+    monkeypatch.setattr(registry, "installed", lambda: list(REACHED))
+    monkeypatch.setattr(registry, "describe", described)
     with pytest.raises(ConfigError) as raised:
         make_transport(Config(), {memory})
     assert f"driver 'loopback' cannot reach {memory} memory" in str(raised.value)

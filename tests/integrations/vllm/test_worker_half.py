@@ -142,16 +142,6 @@ def test_the_device_is_marked_only_for_what_waits_for_it(
     assert endpoint.method_calls == [*applied, *(call.load(one, mark) for one in step.loads)]
 
 
-def test_what_is_over_is_passed_on(half: Any, endpoint: MagicMock) -> None:
-    endpoint.results.return_value = Results(
-        sent=requests("a"), received=requests("b", "c"), failed={RequestId("c"): StaleError("late")}
-    )
-    results = half.FerryWorker(endpoint, lambda: None).results()
-    assert results.finished_sending == {"a"}
-    assert results.finished_recving == {"b", "c"}
-    assert results.failed_recving == {"c"}
-
-
 def test_loads_with_pages_that_others_would_keep_and_that_lack_tokens_fail(
     half: Any, endpoint: MagicMock
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,23 +29,6 @@ class Stats:
     """vLLM's ``KVConnectorStats``."""
 
     data: dict[str, Any] = field(default_factory=dict)
-
-
-class PromMetrics:
-    """vLLM's ``KVConnectorPromMetrics``."""
-
-    def __init__(
-        self,
-        config: Any,
-        types: dict[str, Any],
-        labelnames: Sequence[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        self._labelnames = labelnames
-        self.per_engine_labelvalues = per_engine_labelvalues
-        self._counter_cls, self._gauge_cls, self._histogram_cls = (
-            types[kind] for kind in ("counter", "gauge", "histogram")
-        )
 
 
 class Role(Enum):
@@ -92,7 +75,9 @@ def modules(*names: str) -> Iterator[list[Any]]:
     vars(config)["get_current_vllm_config_or_none"] = lambda: None
     vars(hits)["CacheHitSource"] = SimpleNamespace(P2P="p2p")
     packages += [config, hits, ModuleType("vllm.v1"), ModuleType("vllm.v1.metrics")]
-    vars(metrics).update(KVConnectorPromMetrics=PromMetrics, KVConnectorStats=Stats)
+    vars(metrics).update(
+        KVConnectorPromMetrics=type("KVConnectorPromMetrics", (), {}), KVConnectorStats=Stats
+    )
     sys.modules.update({module.__name__: module for module in (*packages, base, metrics)})
     try:
         yield [importlib.import_module(OURS + name) for name in names]

@@ -78,66 +78,43 @@ def make_keys(folder: Path) -> None:
 # What every deployment configures
 
 
-def test_the_connectors_settings_are_accepted(deployment: Deployment) -> None:
-    for engine in deployment.engines.values():
-        parse(engine.extra)
-
-
-def test_the_roles_names_and_failure_policy_are_set(deployment: Deployment) -> None:
+def test_the_connector_s_settings(deployment: Deployment) -> None:
     for role, engine in deployment.engines.items():
+        parse(engine.extra)
         transfer = engine.transfer
         assert transfer["kv_connector"] == "KVFerryConnector"
         assert transfer["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
         assert transfer["engine_id"] == f"{role}-0"
         assert transfer["kv_load_failure_policy"] == "recompute"
         assert engine.extra["side_channel_port"]
+        # An engine is not killed before its shutdown timeout.
+        assert engine.grace >= float(engine.option("shutdown-timeout")) + SHUTDOWN_MARGIN
+    assert len({engine.extra["driver"] for engine in deployment.engines.values()}) == 1
 
 
-def test_both_engines_have_the_same_driver(deployment: Deployment) -> None:
-    drivers = {engine.extra["driver"] for engine in deployment.engines.values()}
-    assert len(drivers) == 1
-
-
-def test_every_key_and_secret_is_where_the_settings_say(deployment: Deployment) -> None:
-    for engine in deployment.engines.values():
+def test_keys_and_secrets(deployment: Deployment) -> None:
+    """Each engine has its own secret key and the other's public one, where the settings say."""
+    for role, engine in deployment.engines.items():
+        [peer] = set(ROLES) - {role}
         sources = places(engine)
         assert all(source.startswith("file:") for source in sources)
         assert {source.removeprefix("file:") for source in sources} <= engine.files
-
-
-def test_engines_have_their_own_secret_key_and_each_others_public_one(
-    deployment: Deployment,
-) -> None:
-    for role, engine in deployment.engines.items():
-        [peer] = set(ROLES) - {role}
         assert Path(engine.extra["curve_secret_key"]).name == f"{role}.secret"
         names = {Path(source).name for source in engine.extra["curve_peers"]}
         assert names == {f"{peer}.public", "probe.public"}
         assert [Path(source).name for source in engine.extra["ticket_secrets"]] == ["ticket.secret"]
+        if deployment != DEPLOYMENTS["serve.py"]():  # one user's folder has all of them
+            assert f"{peer}.secret" not in {Path(file).name for file in engine.files}
 
 
-def test_no_engine_gets_the_others_secret_key(deployment: Deployment) -> None:
-    if deployment == DEPLOYMENTS["serve.py"]():
-        return  # one user's folder has all of them
-    for role, engine in deployment.engines.items():
-        [peer] = set(ROLES) - {role}
-        assert f"{peer}.secret" not in {Path(file).name for file in engine.files}
+def test_the_router_asks_the_engines_where_they_listen_and_as_often(
+    deployment: Deployment,
+) -> None:
+    from examples.serving.serve import HEALTH_CHECKS
 
-
-def test_engines_are_not_killed_before_their_shutdown_timeout(deployment: Deployment) -> None:
-    for engine in deployment.engines.values():
-        assert engine.grace >= float(engine.option("shutdown-timeout")) + SHUTDOWN_MARGIN
-
-
-def test_the_router_asks_the_engines_where_they_listen(deployment: Deployment) -> None:
     assert "--vllm-pd-disaggregation" in deployment.router
     for role, engine in deployment.engines.items():
         assert option(deployment.router, role) == f"http://{engine.url}"
-
-
-def test_the_router_notices_a_dead_engine_as_soon_in_each(deployment: Deployment) -> None:
-    from examples.serving.serve import HEALTH_CHECKS
-
     found = [part for part in deployment.router if part.startswith("--health-")]
     assert tuple(found) == HEALTH_CHECKS
 
@@ -252,14 +229,10 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     assert str(tmp_path) not in said, said
 
 
-def test_systemd_tells_only_the_server_to_stop() -> None:
-    for role in ROLES:
-        assert read_unit(role)["KillMode"] == ["mixed"]
-
-
-def test_systemd_gives_engines_a_home_and_always_restarts_them() -> None:
+def test_systemd_tells_only_the_server_to_stop_and_always_restarts_it() -> None:
     for role in ROLES:
         unit = read_unit(role)
+        assert unit["KillMode"] == ["mixed"]
         assert unit["Environment"] == [f"HOME=/var/cache/{unit['CacheDirectory'][0]}"]
         assert unit["Restart"] == ["always"]
 
@@ -275,12 +248,7 @@ def test_kubernetes_accepts_the_manifests(copy: Path) -> None:
         validator.validate(document, validator.latest_version(), strict=True)
     kinds = [document["kind"] for document in built]
     assert len(kinds) == len(manifests()) + len(["ConfigMap", "Secret", "Secret"])
-
-
-def test_kubernetes_changes_keys_in_place(copy: Path) -> None:
-    """A name with a hash of the contents would make new Secrets, and replace the pods."""
-    yaml = pytest.importorskip("yaml")
-    built = list(yaml.safe_load_all(run("kubectl", "kustomize", ".", folder=copy)))
+    # A name with a hash of the contents would make new Secrets, and replace the pods.
     names = {entry["metadata"]["name"] for entry in built if entry["kind"] == "Secret"}
     assert names == {entry["name"] for entry in kustomization()["secretGenerator"]}
 
@@ -354,14 +322,10 @@ def pod_specs(kind: str) -> dict[str, dict[str, Any]]:
 # Versions
 
 
-def test_the_image_has_the_versions_that_are_tested() -> None:
-    dockerfile = (SERVING / "Dockerfile").read_text()
+def test_image_and_readme_have_the_versions_that_are_tested() -> None:
+    dockerfile, readme = ((SERVING / name).read_text() for name in ("Dockerfile", "README.md"))
     assert f"vllm/vllm-openai:v{variable('VLLM_VERSION')}\n" in dockerfile
     assert f"vllm-router=={variable('ROUTER_VERSION')}'" in dockerfile
-
-
-def test_the_readme_installs_the_versions_that_are_tested() -> None:
-    readme = (SERVING / "README.md").read_text()
     assert f"vllm=={variable('VLLM_VERSION')}" in readme
     assert f"vllm-router=={variable('ROUTER_VERSION')}" in readme
 

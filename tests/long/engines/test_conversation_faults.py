@@ -17,7 +17,7 @@ import pytest
 from examples.tiny_llama import prompt
 from tests.engines import probes
 from tests.engines.conversations import RECOMPUTE, ROLE, TWO_WAY, Conversation, Turn
-from tests.engines.engines import Engine, EngineError
+from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.steps import eventually, pulled_by, texts
 from tests.long.engines.conversation_holds import (
@@ -41,7 +41,6 @@ LATE = "nobody read its pages within the lease"
 
 @pytest.fixture(scope="module")
 def prefill(start_engine: StartEngine) -> Engine:
-    """Prefills in chunks."""
     return start_engine(
         "prefill", ROLE, extra=TWO_WAY, transfer=RECOMPUTE, max_num_batched_tokens=CHUNK
     )
@@ -188,33 +187,7 @@ def test_nobody_asks_again(start_engine: StartEngine, prefill: Engine) -> None:
     brief.close()
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_one_way_role_is_refused(start_engine: StartEngine, role: str) -> None:
-    with pytest.raises(EngineError, match=f"bidirectional_kv_xfer with kv_role '{role}'"):
-        start_engine("refused", role, extra=TWO_WAY)
-
-
 # Tickets that are not the conversation's.
-
-
-def test_ticket_of_another_conversation(reference: Engine, talk: Conversation) -> None:
-    """Nothing of it is used, and the other conversation goes on as if nothing had happened."""
-    other = another(talk)
-    other.say(prompt(90, seed=8))
-    before = edited(talk.prefill)
-    talk.ticket = other.ticket
-    computed_whole(reference, talk.say(prompt(20, seed=9)))
-    assert edited(talk.prefill) - before == 1
-    pulled_history(reference, other.say(prompt(20, seed=9)), 20)
-
-
-def test_common_beginning_with_another_conversation(reference: Engine, talk: Conversation) -> None:
-    """Whole blocks of it are used, which ends the hold: the other conversation is computed."""
-    fork = another(talk, tokens=talk.tokens[:70], ticket=talk.ticket)
-    turn = fork.say(prompt(30, seed=10))
-    check(reference, turn)
-    assert (turn.computed, turn.pulled) == (36, 64)
-    check(reference, talk.say(prompt(20, seed=10)))
 
 
 def test_altered_ticket(reference: Engine, talk: Conversation) -> None:
@@ -228,13 +201,6 @@ def test_altered_ticket(reference: Engine, talk: Conversation) -> None:
     pulled_history(reference, talk.say(prompt(20, seed=11)), 20)
 
 
-def test_ticket_used_twice(reference: Engine, talk: Conversation) -> None:
-    """The first turn to end ends the hold; the second is computed."""
-    again = another(talk, tokens=talk.tokens, ticket=talk.ticket)
-    pulled_history(reference, talk.say(prompt(20, seed=12)), 20)
-    check(reference, again.say(prompt(20, seed=12)))
-
-
 def test_ticket_used_twice_at_once(reference: Engine, talk: Conversation) -> None:
     """Both turns pull, and then nothing is held."""
     turns = [[*talk.tokens, *prompt(20, seed=seed)] for seed in (13, 14)]
@@ -246,46 +212,9 @@ def test_ticket_used_twice_at_once(reference: Engine, talk: Conversation) -> Non
     assert pulled_by(talk.prefill) - before == 2 * (len(talk.tokens) - 1)
 
 
-def test_conversation_ticket_on_the_wrong_leg(reference: Engine, talk: Conversation) -> None:
-    """Decode refuses its own ticket; prefill loads with it as if it were to decode."""
-    turn = [*talk.tokens, *prompt(20, seed=15)]
-    params = {**(talk.ticket or {}), "do_remote_prefill": True, "do_remote_decode": False}
-    expected = texts(reference, turn)
-    assert texts(talk.decode, turn, params=params) == expected
-    before = pulled_by(talk.prefill)
-    assert texts(talk.prefill, turn, params=params) == expected
-    assert pulled_by(talk.prefill) - before == len(talk.tokens) - 1
-    eventually(lambda: talk.decode.run(kept) == 1)  # what decode answered itself just now
-
-
-def test_conversation_ticket_with_both_flags(reference: Engine, talk: Conversation) -> None:
-    """Such a turn is prefilled for another engine, whichever engine gets it."""
-    turn = [*talk.tokens, *prompt(20, seed=16)]
-    params = {**(talk.ticket or {}), "do_remote_prefill": True, "do_remote_decode": True}
-    for engine, other in ((talk.decode, talk.prefill), (talk.prefill, talk.decode)):
-        [handed_over] = engine.generate(turn, params=params, max_tokens=1)
-        assert texts(other, turn, params=handed_over.params) == texts(reference, turn)
-
-
-def test_prefill_ticket_on_prefill(reference: Engine, talk: Conversation) -> None:
-    """The prompt is computed again, and both tickets are good."""
-    words = prompt(90, seed=16)
-    [ticket] = talk.prefill.prefill(words)
-    params = ticket | {"do_remote_prefill": False, "do_remote_decode": True}
-    [completion] = talk.prefill.generate(words, max_tokens=1, params=params)
-    got = texts(talk.decode, words, words, params=[ticket, completion.params])
-    assert got == texts(reference, words) * 2
-
-
 def another(talk: Conversation, **given: Any) -> Conversation:
     """A conversation between the same engines."""
     return Conversation(prefill=talk.prefill, decode=talk.decode, **given)
-
-
-def edited(engine: Engine) -> float:
-    """How many turns loaded nothing because their prompt began otherwise."""
-    samples: dict[str, float] = engine.run(probes.exposed)
-    return samples['edited_histories_total{driver="loopback"}']
 
 
 # Aborts, in the order of a turn's phases. That of a request that waits for blocks is in
@@ -367,16 +296,6 @@ def step_until_running(engine: Engine) -> None:
 
 
 # How an answer ends.
-
-
-def test_stop_token_gives_a_ticket(reference: Engine, talk: Conversation) -> None:
-    """Decode, a step ahead, has computed that token, too, before the answer was known to end."""
-    [full] = reference.generate([*talk.tokens, *prompt(20, seed=20)])
-    stop = {"stop_token_ids": [full.tokens[10]]}
-    turn = talk.say(prompt(20, seed=20), **stop)
-    assert turn.completion.finish_reason == "stop"
-    check(reference, turn, **stop)
-    pulled_history(reference, talk.say(prompt(20, seed=21)), 20, sampled=0)
 
 
 def test_stop_string_gives_no_ticket(reference: Engine, talk: Conversation) -> None:

@@ -29,19 +29,14 @@ pytestmark = pytest.mark.timeout(300)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafters:
-    """Engines of one model, each of which prefills and decodes.
+    """Engines of one model, each of which prefills and decodes."""
 
-    Attributes:
-        plain: Does not draft.
-        one, two: Draft with layers that have a cache; ``two`` has blocks of 64 tokens, and
-            schedules asynchronously.
-        n_gram: Drafts from the prompt.
-    """
-
-    plain: Engine
+    plain: Engine  # Does not draft
+    # one, two: Draft with layers that have a cache; ``two`` has blocks of 64 tokens, and schedules
+    # asynchronously
     one: Engine
     two: Engine
-    n_gram: Engine
+    n_gram: Engine  # Drafts from the prompt
 
 
 @pytest.fixture(scope="module", params=["eagle", "mtp"])

@@ -118,7 +118,6 @@ def decodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def pids(engine: Engine) -> list[int]:
-    """All processes of an engine."""
     found: list[int] = engine.run(killing.victim).pids
     return found
 

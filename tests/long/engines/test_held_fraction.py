@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines.engines import CONNECTOR, PATIENT, PREFILL, Engine
+from tests.engines.engines import CONNECTOR, PATIENT, PREFILL
 from tests.engines.http_server import HttpServer
-from tests.engines.steps import eventually, texts
+from tests.engines.steps import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,13 +61,3 @@ def test_fraction_falls_when_leases_end_although_no_request_comes(server: HttpSe
     eventually(lambda: fraction(server) == HELD / MAY_HOLD)
     eventually(lambda: fraction(server) == 0)
     assert expirations(server) == len(PROMPTS)
-
-
-def test_fraction_falls_when_pages_are_read(
-    server: HttpServer, reference: Engine, decode: Engine
-) -> None:
-    expired = expirations(server)
-    tickets = prefill(server)
-    assert texts(decode, *PROMPTS, params=tickets) == texts(reference, *PROMPTS)
-    eventually(lambda: fraction(server) == 0)
-    assert expirations(server) == expired

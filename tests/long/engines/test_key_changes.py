@@ -143,28 +143,3 @@ def test_removed_key_is_refused_until_it_is_listed_again(
     [ticket] = prefill.prefill(mine)
     eventually(lambda: decoded(decode, mine, ticket).finish_reason == "length")
     assert works(prefill, decode, reference)
-
-
-def test_key_that_decode_no_longer_lists_is_refused_at_the_ticket(
-    reference: Engine, sides: tuple[Side, Side]
-) -> None:
-    prefill, (decode, folder) = sides[0].engine, sides[1]
-    listed = (folder / "prefill.public").read_text()
-    sides[1].write("prefill.public", generate().public.hex())
-    eventually(is_logged(decode, "scheduler half: curve_peers was read again"))
-    mine = prompt(70, seed=next(SEEDS))
-    [ticket] = prefill.prefill(mine)
-    assert "which is not listed here" in refusal(decode, decoded(decode, mine, ticket))
-    sides[1].write("prefill.public", listed)
-    for who in ("scheduler half", "rank 0", "rank 1"):
-        eventually(is_logged(decode, f"{who}: curve_peers was read again", 2))
-    assert works(prefill, decode, reference)
-
-
-def test_new_key_of_the_engine_itself_needs_a_restart(
-    reference: Engine, sides: tuple[Side, Side]
-) -> None:
-    prefill, decode = (side.engine for side in sides)
-    sides[0].write("prefill.secret", generate().secret.hex())
-    eventually(is_logged(prefill, "has another key, which takes effect when this engine is"))
-    assert works(prefill, decode, reference)

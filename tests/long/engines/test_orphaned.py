@@ -10,7 +10,7 @@ import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from tests.engines import probes, ranks
+from tests.engines import probes
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.steps import eventually, texts
@@ -59,22 +59,6 @@ def test_tickets_that_nobody_uses_make_room(reference: Engine, small: Engine) ->
     assert "nobody had come for" in lines[0]
     [text] = texts(small, prompt(LONG, seed=51), max_tokens=4)
     assert text == texts(reference, prompt(LONG, seed=51), max_tokens=4)[0]
-
-
-def test_two_ranks_that_hear_nothing_make_room(start_engine: StartEngine) -> None:
-    """Both say so, and both end the hold."""
-    prefill = start_engine(
-        "small-tp2",
-        "kv_producer",
-        extra={"kv_lease_duration": LEASE},
-        num_gpu_blocks_override=BLOCKS,
-        tensor_parallel_size=2,
-    )
-    prefill.prefill(*prompts(FITTING))
-    assert prefill.run(ranks.holds) == [FITTING, FITTING]
-    assert len(prefill.prefill(prompt(LONG, seed=50))) == 1
-    assert prefill.run(ranks.holds) == [FITTING, FITTING]
-    assert len([line for line in prefill.log().splitlines() if LINE in line]) == 1
 
 
 def test_a_decode_engine_that_died_makes_room(small: Engine, start_engine: StartEngine) -> None:

@@ -42,10 +42,17 @@ def texts(
 
 @pytest.fixture(scope="module")
 def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """A prefill and a decode server; decode fails what it cannot load."""
-    sides = {"prefill": PREFILL, "decode": DECODE}
-    extra = {"kv_lease_duration": LEASE_SECONDS}
-    started = Servers(checkpoint, tmp_path_factory.mktemp("servers"), sides, extra=extra)
+    """A prefill and a decode server; decode fails what it cannot load.
+
+    They compute in chunks, so that parts of prompts can be read early.
+    """
+    started = Servers(
+        checkpoint,
+        tmp_path_factory.mktemp("servers"),
+        {"prefill": PREFILL, "decode": DECODE},
+        extra={"kv_lease_duration": LEASE_SECONDS},
+        options={"max_num_batched_tokens": 64},
+    )
     try:
         yield started.wait_started()
     finally:

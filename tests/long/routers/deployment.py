@@ -98,7 +98,6 @@ class Servers:
         self[name].close()
 
     def close(self) -> None:
-        """End all."""
         for server in self:
             server.close()
 

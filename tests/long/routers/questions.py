@@ -33,21 +33,14 @@ ANSWER_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A client's request.
+    """A client's request."""
 
-    Attributes:
-        tokens: The prompt.
-        chat: Whether it is sent as a chat message, and not as the prompt of a completion.
-        stream: Whether the answer is to be streamed.
-        more: Further keys of the request's body.
-        id: The value of the header ``X-Request-Id``, if it is not empty.
-    """
-
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # The prompt
+    # Whether it is sent as a chat message, and not as the prompt of a completion
     chat: bool = False
-    stream: bool = False
-    more: dict[str, Any] = field(default_factory=dict)
-    id: str = ""
+    stream: bool = False  # Whether the answer is to be streamed
+    more: dict[str, Any] = field(default_factory=dict)  # Further keys of the request's body
+    id: str = ""  # The value of the header ``X-Request-Id``, if it is not empty
 
     @property
     def path(self) -> str:
@@ -73,27 +66,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a client got.
+    """What a client got."""
 
-    Attributes:
-        status: The HTTP status; 0 if the connection broke.
-        text: The text of the answer, whole or as far as it was streamed.
-        finish_reason: As in the answer; none if it has none.
-        error: The value of ``error`` in the answer or in a chunk; none if there is none.
-        params: ``kv_transfer_params`` in the answer.
-        done: Whether the answer came to its end.
-        chunks: In how many chunks the answer was streamed.
-        raw: The body.
-    """
-
-    status: int
-    text: str = ""
-    finish_reason: str | None = None
-    error: Any = None
-    params: Any = None
-    done: bool = False
-    chunks: int = 0
-    raw: str = ""
+    status: int  # The HTTP status; 0 if the connection broke
+    text: str = ""  # The text of the answer, whole or as far as it was streamed
+    finish_reason: str | None = None  # As in the answer; none if it has none
+    error: Any = None  # The value of ``error`` in the answer or in a chunk; none if there is none
+    params: Any = None  # ``kv_transfer_params`` in the answer
+    done: bool = False  # Whether the answer came to its end
+    chunks: int = 0  # In how many chunks the answer was streamed
+    raw: str = ""  # The body
 
     @property
     def complete(self) -> bool:

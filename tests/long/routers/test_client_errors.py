@@ -165,26 +165,11 @@ def test_a_ticket_that_was_altered(
     fails_or_recomputes(servers, forms, expected, tickets, "cause signature")
 
 
-def test_a_ticket_of_another_prompt(
-    servers: Servers, forms: list[Question], expected: list[str]
-) -> None:
-    others = [replace(each, tokens=each.tokens[::-1]) for each in forms]
-    fails_or_recomputes(servers, forms, expected, for_both(servers, others), "cause prompt")
-
-
 def test_a_ticket_that_was_used(
     servers: Servers, forms: list[Question], expected: list[str]
 ) -> None:
     used = used_by_both(servers, forms, expected)
     fails_or_recomputes(servers, forms, expected, used, "cause stale")
-
-
-def test_a_ticket_whose_lease_is_over(
-    servers: Servers, forms: list[Question], expected: list[str]
-) -> None:
-    tickets = for_both(servers, forms)
-    nothing_left(servers)
-    fails_or_recomputes(servers, forms, expected, tickets, "cause stale")
 
 
 def test_a_ticket_of_an_engine_that_died(

@@ -249,7 +249,6 @@ def _backends() -> Mapping[str, tuple[str, ...]]:
 
 
 def _backends_named(module: str, name: str) -> tuple[str, ...]:
-    """The backends that a name in a module stands for."""
     sources = [(module, name), *_module(module).imported.get(name, ())]
     return tuple(backend for source in sources for backend in _backends().get(".".join(source), ()))
 

@@ -60,7 +60,6 @@ def _version() -> str:
 
 
 def with_table(page: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a page with these rows in its table of this head."""
     first, ruler, *body = (
         f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows)
     )

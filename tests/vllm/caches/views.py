@@ -211,7 +211,6 @@ class Rank:
 
 
 def specs_of(group: Any) -> dict[str, Any]:
-    """By layer."""
     each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return each or dict.fromkeys(group.layer_names, group.kv_cache_spec)
 

@@ -82,8 +82,6 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Engine:
-    """All ranks of an engine."""
-
     name: str
     shape: Shape
     layers: tuple[Layer, ...]

@@ -33,8 +33,6 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One engine."""
-
     tp: int  # number of ranks
     block: int = 16  # number of tokens that a rank stores in a page
     order: str = HND  # the order inside a page

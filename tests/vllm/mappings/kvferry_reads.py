@@ -19,7 +19,6 @@ BASE = 1 << 32
 
 
 def reads(case: Case, rank: int) -> Reads:
-    """Return what a decode rank reads."""
     decode, prefill = (_layouts(case, side) for side in (case.decode, case.prefill))
     try:
         plan = make_plan(decode, prefill, rank)

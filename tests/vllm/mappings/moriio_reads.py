@@ -51,7 +51,6 @@ class Worker(moriio.MoRIIOConnectorWorker):
 
 
 def reads(case: Case, rank: int) -> Reads:
-    """Return what a decode rank reads."""
     near, far = case.decode, case.prefill
     if (near.block, near.order) != (far.block, far.order) or near.dcp * far.dcp > 1:
         raise Refused("the mapping pairs whole blocks by their position")

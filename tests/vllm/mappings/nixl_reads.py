@@ -92,7 +92,6 @@ class Worker(NixlPullConnectorWorker):
 
 
 def reads(case: Case, rank: int) -> Reads:
-    """Return what a decode rank reads."""
     worker, metadata = Worker(case, rank), _metadata(case)
     prefill = case.prefill
     try:

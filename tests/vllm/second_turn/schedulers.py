@@ -8,8 +8,7 @@ prefix cache, tickets, and the side channels whose addresses tickets name. Block
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +19,14 @@ from tests.engines.engines import CONNECTOR, PREFILL
 from tests.vllm.geometry.scheduled import Plain
 
 BLOCK_TOKENS = 16
+BLOCKS = 1000
 MAX_STEPS = 200
 FINGERPRINT = Region(address=1 << 20, nbytes=FINGERPRINT_BYTES, kind="cpu", device=0)
 
 _numbers = itertools.count(1)
 
 
-def configuration(*, engine: str | None = None, policy: str = "recompute", **extra: Any) -> Any:
+def configuration(*, engine: str | None = None, **extra: Any) -> Any:
     """Return the ``VllmConfig`` of an engine with prefix caching that computes 64 tokens a step."""
     from vllm.config import (
         CacheConfig,
@@ -51,7 +51,7 @@ def configuration(*, engine: str | None = None, policy: str = "recompute", **ext
             **CONNECTOR,
             kv_role="kv_both",
             engine_id=engine or f"engine-{next(_numbers)}",
-            kv_load_failure_policy=policy,
+            kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         ),
     )
@@ -59,7 +59,7 @@ def configuration(*, engine: str | None = None, policy: str = "recompute", **ext
     return config
 
 
-def scheduler_of(config: Any, *, blocks: int = 1000) -> Any:
+def scheduler_of(config: Any) -> Any:
     """Return a scheduler of one rank with full attention; its side channel is open."""
     import torch
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -70,11 +70,11 @@ def scheduler_of(config: Any, *, blocks: int = 1000) -> Any:
     spec = FullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
-    config.cache_config.num_gpu_blocks = blocks
+    config.cache_config.num_gpu_blocks = BLOCKS
     scheduler = Scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
-            num_blocks=blocks,
+            num_blocks=BLOCKS,
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
         ),
@@ -118,29 +118,11 @@ def request(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What a scheduler did in a step."""
-
-    messages: Any  # The connector's messages to the workers (StepMetadata)
-    computed: dict[str, int]  # How many tokens of each request were computed
-    finished: dict[str, dict[str, Any] | None]  # The kv_transfer_params of each request that ended
-
-
 class SimulatedEngine:
     """An engine with vLLM's scheduler and without workers."""
 
-    def __init__(
-        self,
-        engine: str | None = None,
-        *,
-        blocks: int = 1000,
-        policy: str = "recompute",
-        **extra: Any,
-    ) -> None:
-        config = configuration(engine=engine, policy=policy, **extra)
-        self.scheduler = scheduler_of(config, blocks=blocks)
-        self._blocks = blocks
+    def __init__(self, engine: str, **extra: Any) -> None:
+        self.scheduler = scheduler_of(configuration(engine=engine, **extra))
         self._answers: dict[str, list[int]] = {}
 
     def close(self) -> None:
@@ -151,57 +133,30 @@ class SimulatedEngine:
         self._answers[each.request_id] = list(answer)
         self.scheduler.add_request(each)
 
-    def step(
-        self,
-        *,
-        received: Collection[str] = (),
-        sent: Collection[str] = (),
-        failed: Collection[str] = (),
-    ) -> Step:
-        """Schedule a step, and report that the workers have run it."""
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-        scheduled = self.scheduler.schedule()
-        ids = list(scheduled.num_scheduled_tokens)
-        outputs = self.scheduler.update_from_output(
-            scheduled,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={name: index for index, name in enumerate(ids)},
-                sampled_token_ids=[self._sampled(name) for name in ids],
-                kv_connector_output=KVConnectorOutput(
-                    finished_recving=set(received),
-                    finished_sending=set(sent),
-                    failed_recving=set(failed),
-                ),
-            ),
-        )
-        return Step(
-            messages=scheduled.kv_connector_metadata,
-            computed=dict(scheduled.num_scheduled_tokens),
-            finished={
-                each.request_id: each.kv_transfer_params
-                for client in outputs.values()
-                for each in client.outputs
-                if each.finish_reason is not None
-            },
-        )
-
     def finish(self, each: Any) -> dict[str, Any]:
         """Step until a request ends; loads that begin meanwhile succeed at once."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
         received: set[str] = set()
         for _ in range(MAX_STEPS):
-            done = self.step(received=received)
-            if each.request_id in done.finished:
-                return done.finished[each.request_id] or {}
-            received = {load.request for load in done.messages.loads if load.report}
+            scheduled = self.scheduler.schedule()
+            ids = list(scheduled.num_scheduled_tokens)
+            outputs = self.scheduler.update_from_output(
+                scheduled,
+                ModelRunnerOutput(
+                    req_ids=ids,
+                    req_id_to_index={name: index for index, name in enumerate(ids)},
+                    sampled_token_ids=[self._sampled(name) for name in ids],
+                    kv_connector_output=KVConnectorOutput(finished_recving=received),
+                ),
+            )
+            for client in outputs.values():
+                for one in client.outputs:
+                    if one.request_id == each.request_id and one.finish_reason is not None:
+                        return one.kv_transfer_params or {}
+            loads = scheduled.kv_connector_metadata.loads
+            received = {load.request for load in loads if load.report}
         raise AssertionError(f"{each.request_id} is {each.status} after {MAX_STEPS} steps")
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the engine has no request and all of its blocks are free."""
-        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return not self.scheduler.requests and free == self._blocks - 1
 
     def _sampled(self, name: str) -> list[int]:
         """Return the token that a step samples for a request; none before the prompt's end."""
@@ -213,7 +168,6 @@ class SimulatedEngine:
 
 
 def first_ticket(prefill: SimulatedEngine, name: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """Prefill a prompt, and return its ticket."""
     each = request(name, prompt, PREFILL)
     prefill.add(each)
     return prefill.finish(each)

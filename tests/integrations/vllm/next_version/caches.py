@@ -186,15 +186,10 @@ def _cache_functions(source: Source, path: str) -> Mapping[str, str]:
 
 def value_section(old: Source, new: Source) -> Section:
     """Compare the members of enumerations and of types that list their values."""
-    aliases = tuple(
-        Finding(name=name, change=f"another name of `{other}`: both have the same value")
-        for name, other in _aliases(new)
-        if (name, other) not in set(_aliases(old))
-    )
     return Section(
         title="Quantised formats, orders and other values",
         look="`caches/quantization.py` and `caches/attention_pages.py`",
-        findings=described_changes(dict(_values(old)), dict(_values(new))) + aliases,
+        findings=described_changes(dict(_values(old)), dict(_values(new))),
     )
 
 
@@ -211,18 +206,6 @@ def _values(source: Source) -> Iterator[tuple[str, str]]:
                 for each in ast.walk(value.slice):
                     if isinstance(each, ast.Constant):
                         yield f"{name} {each.value!r}", repr(each.value)
-
-
-def _aliases(source: Source) -> Iterator[tuple[str, str]]:
-    """Yield members of enumerations that Python takes for another name of an earlier member."""
-    for path in ENUMERATIONS:
-        for name, cls in source.classes(path).items():
-            first: dict[str, str] = {}
-            for member, value in reading.assignments(cls.body) if _is_enumeration(cls) else ():
-                if isinstance(value, ast.Constant):
-                    known = first.setdefault(repr(value.value), member)
-                    if known != member:
-                        yield f"{name}.{member} as an alias", f"{name}.{known}"
 
 
 def _is_enumeration(cls: ast.ClassDef) -> bool:

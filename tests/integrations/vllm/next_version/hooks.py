@@ -56,7 +56,6 @@ def hooks(source: Source) -> dict[str, Hook]:
 
 
 def hook_section(old: Source, new: Source, defined: Collection[str]) -> Section:
-    """Compare the hooks."""
     before, after = hooks(old), hooks(new)
     found = []
     for name in sorted({*before, *after}):
@@ -73,7 +72,6 @@ def hook_section(old: Source, new: Source, defined: Collection[str]) -> Section:
 
 
 def _hook_changes(was: Hook | None, now: Hook | None) -> Iterator[str]:
-    """Yield each change of a hook, as text."""
     if was is None and now is not None:
         kind = "".join(f"{each} " for each in now.kind)
         default = f"; by default {code(now.default)}" if now.default else ""

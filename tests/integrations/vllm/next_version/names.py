@@ -6,7 +6,6 @@ import ast
 import functools
 import re
 from collections.abc import Collection, Iterator
-from importlib import metadata
 from pathlib import Path
 
 from kvferry.integrations.vllm.checks import TICKET_CONNECTORS
@@ -22,13 +21,6 @@ from tests.integrations.vllm.next_version.source import Source
 OURS = Path(__file__).parents[4] / "kvferry" / "integrations" / "vllm"
 NIXL = "distributed/kv_transfer/kv_connector/v1/nixl"
 FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
-MODELS = "model_executor/models/registry.py"
-LAYERS = ("model_executor/layers/attention", "model_executor/layers/mamba")
-"""The folders of layers with caches."""
-
-LAYER_NAME = re.compile(r"Attention$|^Mamba\w*Mixer|ShortConv$|MambaMixer2$")
-"""What such a layer is called."""
-
 PARAMS = ("kv_transfer_params", "params")
 """What tickets are called; only NixlConnector uses the second name for nothing else."""
 
@@ -119,61 +111,6 @@ def _connectors(source: Source) -> dict[str, str]:
     return found
 
 
-def model_section(old: Source, new: Source) -> Section:
-    """Compare the architectures that vLLM registers."""
-    return Section(
-        title="Architectures",
-        look="`docs/coverage.md`: which kinds of cache does the architecture have?",
-        findings=described_changes(_models(old), _models(new)),
-    )
-
-
-def _models(source: Source) -> dict[str, str]:
-    """Return the module of each registered architecture, and the layers with caches it makes."""
-    layers = frozenset(_cache_layers(source))
-    return {
-        architecture: f"{module}, {_made_layers(source, module, layers)}"
-        for architecture, module in _registered(source).items()
-    }
-
-
-def _registered(source: Source) -> dict[str, str]:
-    """Return the module of each registered architecture."""
-    return {
-        str(key.value): str(value.elts[0].value)
-        for name, table in source.constants(MODELS).items()
-        if name.endswith("_MODELS") and "PREVIOUSLY" not in name and "OOT" not in name
-        if isinstance(table, ast.Dict)
-        for key, value in zip(table.keys, table.values, strict=True)
-        if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
-        if isinstance(value.elts[0], ast.Constant)
-    }
-
-
-def _cache_layers(source: Source) -> Iterator[str]:
-    """Yield the names of vLLM's layers with caches, which models make."""
-    for path in source.files(*LAYERS):
-        yield from (name for name in source.classes(path) if LAYER_NAME.search(name))
-
-
-def _made_layers(source: Source, module: str, layers: Collection[str]) -> str:
-    """Return which layers with caches the files of a model make, as text."""
-    dotted = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
-    path = source.module_path(dotted)
-    if path is None:
-        return "no module"
-    files = [path]
-    if path.endswith("/__init__.py"):
-        files = list(source.files(path.removesuffix("/__init__.py")))
-    made = {
-        name
-        for each in files
-        for node in ast.walk(source.tree(each))
-        if isinstance(node, ast.Call) and (name := reading.simple_name(node.func)) in layers
-    }
-    return f"makes {', '.join(sorted(made))}" if made else "makes no layer with a cache itself"
-
-
 def import_section(old: Source, new: Source) -> Section:
     """Compare what kvferry imports of vLLM: where it is, and how it is called."""
     found = []
@@ -257,33 +194,3 @@ def _used_attributes() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
     }
-
-
-def requirement_section(old: list[str], new: list[str]) -> Section:
-    """Compare what vLLM requires of its environment."""
-    before, after = ("; ".join(_relevant(each)) for each in (old, new))
-    change = described_change(before, after) if before != after else ""
-    return Section(
-        title="Requirements",
-        look="`Makefile` (`TORCH_VERSION`, `VLLM_VERSION`) and the extra `vllm` in "
-        "`pyproject.toml`",
-        findings=(Finding(name="torch and Python", change=change),) if change else (),
-    )
-
-
-def requirements_of(text: str) -> list[str]:
-    """Return the requirements in a distribution's metadata."""
-    return re.findall(r"^Requires-(?:Dist|Python): (.*)$", text, re.MULTILINE)
-
-
-def installed_requirements(root: Path) -> list[str]:
-    """Return the requirements of the distribution that a package was installed from."""
-    names = metadata.packages_distributions().get(root.name, [])
-    return requirements_of(str(metadata.metadata(names[0]))) if names else []
-
-
-def _relevant(requirements: list[str]) -> Iterator[str]:
-    """Yield the requirements on torch and on Python."""
-    for each in requirements:
-        if re.match(r"torch\b|[<>=!~]", each) and "Darwin" not in each:
-            yield each.partition(";")[0].strip()

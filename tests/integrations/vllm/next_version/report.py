@@ -30,8 +30,6 @@ def compared(old: Source, new: Source) -> list[Section]:
         names.connector_section(old, new),
         names.import_section(old, new),
         names.attribute_section(old, new),
-        names.requirement_section(_requirements(old.root), _requirements(new.root)),
-        names.model_section(old, new),
     ]
     return [judged(each, VERDICTS.get(each.title, {})) for each in sections]
 
@@ -46,14 +44,6 @@ def connector_methods(path: Path = CONNECTOR) -> set[str]:
         for node in cls.body
         if isinstance(node, ast.FunctionDef)
     }
-
-
-def _requirements(root: Path) -> list[str]:
-    """Return what a vLLM requires: by the metadata beside its package, or by what is installed."""
-    beside = root.parent / "PKG-INFO"
-    if beside.is_file():
-        return names.requirements_of(beside.read_text(encoding="utf-8"))
-    return names.installed_requirements(root)
 
 
 def open_findings(sections: Sequence[Section]) -> list[Finding]:
@@ -86,7 +76,6 @@ def page(old: Source, new: Source, sections: Sequence[Section]) -> str:
 
 
 def _body(section: Section) -> Iterator[str]:
-    """Yield the lines of a section."""
     if not section.findings:
         yield "No difference."
         return

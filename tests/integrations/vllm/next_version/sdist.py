@@ -111,7 +111,6 @@ def _link(name: str, version: str, indexes: list[str]) -> str:
 
 
 def _links(page: str) -> Iterator[str]:
-    """Yield the links of a page of an index."""
     collector = _Links()
     with urllib.request.urlopen(page, timeout=60) as answer:
         collector.feed(answer.read().decode())
@@ -136,7 +135,6 @@ def _file_of(link: str) -> str:
 
 
 def _download(link: str, archive: Path) -> None:
-    """Download an archive."""
     address, _, fragment = link.partition("#")
     digest = hashlib.sha256()
     try:

@@ -13,8 +13,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of one vLLM."""
-
     root: Path
 
     @property

@@ -34,7 +34,6 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def archive(name: str) -> bytes:
-    """A source distribution with one file, of this name."""
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w:gz") as opened:
         member = tarfile.TarInfo(name)
@@ -44,7 +43,6 @@ def archive(name: str) -> bytes:
 
 
 def publish(folder: Path, content: bytes, digest: str | None = None) -> None:
-    """Put a version 1.0 of the distribution ``some-thing`` into an index."""
     page = folder / "some-thing"
     page.mkdir(parents=True)
     (folder / "some_thing-1.0.tar.gz").write_bytes(content)
@@ -68,50 +66,46 @@ def index(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         thread.join()
 
 
-def test_it_is_unpacked_and_kept(index: tuple[Path, str], tmp_path: Path) -> None:
+def test_one_of_several_downloads_unpacks_and_keeps_it(
+    index: tuple[Path, str], tmp_path: Path
+) -> None:
     folder, address = index
     publish(folder, archive("some_thing-1.0/PKG-INFO"))
     kept = tmp_path / "kept"
-    found = fetch("some_thing", "1.0", kept, [NOBODY, address])
+    with ThreadPoolExecutor(8) as pool:
+        fetches = [
+            pool.submit(fetch, "some_thing", "1.0", kept, [NOBODY, address]) for _ in range(8)
+        ]
+        [found] = {each.result() for each in fetches}
+    assert Quiet.served.count("/some_thing-1.0.tar.gz") == 1
     assert (found / "PKG-INFO").read_text() == "one"
     assert [path.name for path in kept.iterdir()] == ["some_thing-1.0"]
     assert fetch("some_thing", "1.0", kept, [NOBODY]) == found
 
 
-def test_one_of_several_downloads_it(index: tuple[Path, str], tmp_path: Path) -> None:
-    folder, address = index
-    publish(folder, archive("some_thing-1.0/PKG-INFO"))
-    with ThreadPoolExecutor(8) as pool:
-        fetches = [pool.submit(fetch, "some_thing", "1.0", tmp_path, [address]) for _ in range(8)]
-        assert {each.result() for each in fetches} == {tmp_path / "some_thing-1.0"}
-    assert Quiet.served.count("/some_thing-1.0.tar.gz") == 1
-
-
-def test_a_version_that_no_index_has(index: tuple[Path, str], tmp_path: Path) -> None:
-    folder, address = index
-    publish(folder, archive("some_thing-1.0/PKG-INFO"))
-    with pytest.raises(SdistError, match=r"some_thing-2\.0\.tar\.gz.*does not have it"):
-        fetch("some_thing", "2.0", tmp_path, [address])
-    with pytest.raises(SdistError, match="an index did not answer"):
-        fetch("other", "1.0", tmp_path, [NOBODY])
-
-
-def test_a_wrong_hash(index: tuple[Path, str], tmp_path: Path) -> None:
-    folder, address = index
-    publish(folder, archive("some_thing-1.0/PKG-INFO"), digest="0" * 64)
-    with pytest.raises(SdistError, match="not the hash"):
-        fetch("some_thing", "1.0", tmp_path / "kept", [address])
-    assert list((tmp_path / "kept").iterdir()) == []
-
-
-def test_files_outside_of_the_folder_are_not_written(
-    index: tuple[Path, str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("version", "name", "digest", "words"),
+    [
+        ("2.0", "some_thing-1.0/PKG-INFO", None, r"some_thing-2\.0\.tar\.gz.*does not have it"),
+        ("1.0", "some_thing-1.0/PKG-INFO", "0" * 64, "not the hash"),
+        ("1.0", "../../escaped", None, "not unpacked"),
+    ],
+    ids=["in no index", "wrong hash", "files outside of the folder"],
+)
+def test_what_is_refused(
+    index: tuple[Path, str],
+    tmp_path: Path,
+    version: str,
+    name: str,
+    digest: str | None,
+    words: str,
 ) -> None:
     folder, address = index
-    publish(folder, archive("../../escaped"))
-    with pytest.raises(SdistError, match="not unpacked"):
-        fetch("some_thing", "1.0", tmp_path / "kept", [address])
+    publish(folder, archive(name), digest)
+    with pytest.raises(SdistError, match=words):
+        fetch("some_thing", version, tmp_path / "kept", [address])
     assert not (tmp_path / "escaped").exists()
+    assert not (tmp_path / "kept" / f"some_thing-{version}").exists()
 
 
 def test_indexes_are_pip_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

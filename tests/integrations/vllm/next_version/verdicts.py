@@ -115,9 +115,6 @@ VERDICTS: Mapping[str, Verdicts] = {
         "CacheDType 'octave_k3v3_compact'": OCTAVE,
         "CacheDType 'octave_k3v4'": OCTAVE,
         "KVQuantMode.CUSTOM": OCTAVE,
-        "KVQuantMode.CUSTOM as an alias": (
-            "a mistake of vLLM's: such caches count as Octave's; opaque either way"
-        ),
         "KVQuantMode.OCTAVE_K3V3": OCTAVE,
         "KVQuantMode.OCTAVE_K3V3_COMPACT": OCTAVE,
         "KVQuantMode.OCTAVE_K3V4": OCTAVE,
@@ -130,8 +127,5 @@ VERDICTS: Mapping[str, Verdicts] = {
         ),
     },
     "Attributes that kvferry uses": {"fits": "an attribute of kvferry's own"},
-    "Requirements": {
-        "torch and Python": "no CPU build of torch 2.14 was found, so 0.33 was not run",
-    },
 }
 """Verdicts by ``Section.title`` and ``Finding.name``."""
