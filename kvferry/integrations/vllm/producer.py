@@ -462,12 +462,16 @@ class Producer:
         self._metrics.add(metric, outcome=HoldOutcome(end.value).value)
         self._reports.hold_ended(held, end, self._clock() - held.made)
 
-    def reset(self) -> None:
+    def reset(self) -> bool:
         """End every hold that a ticket names: pages of these tickets can no longer be loaded.
 
         vLLM gets each request's blocks back when all workers have reported the request as sent.
+
+        Returns:
+            Whether there are holds that not all workers have reported to have ended.
         """
         self._holds.reset()
+        return self._holds.ending
 
     def update_metrics(self) -> None:
         """Set the metrics of held blocks, and log the holds evicted since the last call."""
