@@ -186,6 +186,15 @@ class Adapters:
         self._check_followers(self._followers, report.loads)
         return self._check_followers(ended, report.loads)
 
+    def contradicted(self, report: AdapterReport) -> list[str]:
+        """Return the requests that have not ended, and whose ticket is not for what was loaded."""
+        return [
+            request_id
+            for request_id, follower in self._followers.items()
+            if follower.content is not None
+            and _loaded_for(follower, report.loads) - {follower.content}
+        ]
+
     def close(self) -> None:
         """End the thread that hashes, after the adapter that it hashes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -254,7 +263,7 @@ class Adapters:
         """Note new loads; return the ids of requests whose ticket is for other content."""
         wrong = []
         for request_id, follower in followers.items():
-            mine = {load.content for load in loads if load.adapter == follower.lora.lora_int_id}
+            mine = _loaded_for(follower, loads)
             if follower.waiting or not mine:
                 continue
             self._computes_with(follower, mine)
@@ -278,6 +287,11 @@ class Adapters:
         for content in contents:
             used = self._used.get(key)
             self._used.put(key, content if used in (None, content) else UNKNOWN)
+
+
+def _loaded_for(follower: _Follower, loads: Iterable[AdapterLoad]) -> set[bytes]:
+    """Return the contents that were loaded under the number of a request's adapter."""
+    return {load.content for load in loads if load.adapter == follower.lora.lora_int_id}
 
 
 def _cache_key(lora: LoRARequest) -> tuple[str, str]:

@@ -162,10 +162,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         FerryScheduler.set_xfer_handshake_metadata_pp_aware
     )
     reset_cache = _scheduler_hook(FerryScheduler.reset_cache)
+    bind_gpu_block_pool = _scheduler_hook(FerryScheduler.bind_gpu_block_pool)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Keep pages that loads have not filled whole out of vLLM's prefix cache."""
-        super().bind_kv_cache_manager(kv_cache_manager)
+        super().bind_kv_cache_manager(kv_cache_manager)  # calls ``bind_gpu_block_pool``
         self._scheduler_half().bind_kv_cache_manager(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:

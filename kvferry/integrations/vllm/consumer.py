@@ -189,6 +189,8 @@ class Consumer:
         # Requests with a page that its load has not filled whole: for each group, the first token
         # that the load has written.
         self._first_tokens: dict[str, tuple[int, ...]] = {}
+        # Requests with a LoRA adapter that load, or have loaded, from another engine.
+        self._adapted: dict[str, Request] = {}
 
     # From a request's arrival to its blocks.
 
@@ -400,6 +402,8 @@ class Consumer:
                 copy=copy,
             )
         )
+        if pull.request.lora_request is not None:
+            self._adapted[pull.name] = pull.request
         pull.stage = PullStage.LOADING
         pull.loading = LoadingRequest(
             request_id=pull.name,
@@ -426,8 +430,30 @@ class Consumer:
         self._messages.parts.pop(pull.name, None)
         self._messages.aborted.append(pull.name)
 
+    def weights_changed(self, request_id: str) -> bool:
+        """Take notice that the adapter of a request has other weights than its ticket is for.
+
+        A request without blocks loads nothing, as if its ticket had been refused.
+
+        Returns:
+            Whether the request must fail, because its first token would be computed with these
+            weights, and with pages of the ticket's.
+        """
+        pull = self._pulls.get(request_id)
+        if pull is not None and pull.stage is PullStage.READY:
+            why = (
+                "its adapter was loaded with other weights after this was checked: load changed "
+                "weights from a new path"
+            )
+            self._end(pull, PullEnd.GIVEN_BACK, why)
+            if not self._checks.is_turn(pull.request):
+                self._refuse(pull.request, TicketError(why, reason=TicketReason.ADAPTER))
+        request = self._adapted.get(request_id)
+        return request is not None and not request.num_output_tokens
+
     def request_finished(self, request: Request) -> None:
         """Abort the load of a request that ended, or tell the producer that none comes."""
+        self._adapted.pop(request.request_id, None)
         self._loaded.discard(request.request_id)
         self._first_tokens.pop(request.request_id, None)
         pull = self._pulls.get(request.request_id)
@@ -479,6 +505,8 @@ class Consumer:
             self._early.end(pull.early)
         self._messages.parts.pop(name, None)
         self._pages.cancel(name)
+        if outcome is not PullEnd.LOADED:
+            self._adapted.pop(name, None)
         if outcome in (PullEnd.LOADED, PullEnd.FAILED):
             self._pages.give_back(name)
         if pull.loading is not None:

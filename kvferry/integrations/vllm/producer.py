@@ -450,9 +450,14 @@ class Producer:
         self._metrics.add(metric, outcome=end.value)
         self._reports.hold_ended(held, end, self._clock() - held.made)
 
-    def reset(self) -> None:
-        """End every hold that a ticket names; workers then report the requests as sent."""
+    def reset(self) -> bool:
+        """End every hold that a ticket names; workers then report the requests as sent.
+
+        Returns:
+            Whether there are holds that not all workers have reported to have ended.
+        """
         self._holds.reset()
+        return self._holds.ending
 
     def update_metrics(self) -> None:
         """Set the metrics of held blocks, and log the holds evicted since the last call."""

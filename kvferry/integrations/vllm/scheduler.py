@@ -18,7 +18,7 @@ from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.core.side_channel import HandshakeServer
-from kvferry.integrations.vllm import compat_029, staging, versions
+from kvferry.integrations.vllm import compat_029, missing_hooks, staging, versions
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.adapters import Adapters, lora_settings
 from kvferry.integrations.vllm.cache_groups import cache_groups
@@ -46,6 +46,7 @@ from kvferry.integrations.vllm.tracing import RequestSpans, is_traced
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -92,6 +93,11 @@ class FerryScheduler:
         self._adapters = Adapters(
             prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             settings=lora_settings(vllm_config.lora_config),
+        )
+        self._scheduler_class = (
+            vllm_config.scheduler_config.get_scheduler_cls()
+            if vllm_config.lora_config is not None and transfer.is_kv_consumer
+            else None
         )
         # Requests whose ticket is checked once the content of their LoRA adapter is known, with the
         # consumer's hooks that were called meanwhile.
@@ -182,6 +188,12 @@ class FerryScheduler:
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Take vLLM's manager of the cache, before the side channel is opened."""
         self._prefix_cache.bind(manager)
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """Have holds end before vLLM resets its prefix cache, and requests with wrong adapters."""
+        missing_hooks.before_reset(pool, self._producer.reset)
+        if self._scheduler_class is not None:
+            missing_hooks.before_output(self._scheduler_class, pool, self._doomed)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], object]
@@ -434,6 +446,18 @@ class FerryScheduler:
         for hook in self._unchecked.pop(request.request_id)[1]:
             hook()
         return False
+
+    def _doomed(self, output: KVConnectorOutput) -> list[str]:
+        """Return the requests that would decode pages of other weights than their adapter's."""
+        found = output.kv_connector_worker_meta
+        reports = getattr(found, "metadata", (found,))  # MultiConnector's: one for each connector
+        return [
+            request_id
+            for report in reports
+            if isinstance(report, RankReport)
+            for request_id in self._adapters.contradicted(report.adapters)
+            if self._consumer.weights_changed(request_id)
+        ]
 
     def _needs_adapter(self, request_id: str) -> bool:
         """Return whether the ticket of a request with a LoRA adapter has yet to be checked."""

@@ -258,6 +258,22 @@ def test_a_load_in_the_last_step_of_a_request(
     assert tell(adapters, load(other)) == []
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_ticket_for_other_content_than_was_loaded(
+    make: Make, path: str, tmp_path: Path, number: int
+) -> None:
+    """vLLM is told of it before it uses what the step has computed; nothing is remembered yet."""
+    adapters, other = make(), write(tmp_path / "other", weights=b"others")
+    settle(adapters, asks(path, "without a ticket"), load(path))
+    settle(adapters, request := asks(path))
+    adapters.content(request)
+    said = AdapterReport(loads=(load(path), load(other, number)))
+    assert adapters.contradicted(said) == (["r"] if number == 1 else [])
+    assert adapters.contradicted(AdapterReport(loads=(load(path),))) == []
+    adapters.end("r")
+    assert adapters.contradicted(said) == []
+
+
 def test_files_that_were_replaced_and_loaded_during_a_request(make: Make, path: str) -> None:
     """The request may have begun with the weights that were loaded before."""
     adapters = make(prefix_caching=False)

@@ -363,6 +363,17 @@ class TestTurns:
         assert [prepared.tokens for prepared in messages.prepare] == [57]
         assert not load.ticket.computed
 
+    def test_other_weights_are_loaded_for_its_adapter(self) -> None:
+        """All is computed, with the new weights."""
+        made = consumer()
+        each = turn(80)
+        assert loaded(made, each) == 64
+        assert not made.weights_changed("r")
+        assert made.num_matched_tokens(each, 0) == 0
+        messages = made.drain()
+        assert [load.reads for load in messages.loads] == [False]
+        assert messages.refused == []
+
     def test_edited_history_is_counted_and_computed(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")
         made = consumer(metrics=metrics, reports=RequestReports(log=True))

@@ -383,6 +383,54 @@ class TestAdapters:
         reason = "adapter" if gone else "prompt"
         assert half.get_kv_connector_stats().data["refused_tickets"] == {"loopback": {reason: 1}}
 
+    @pytest.mark.parametrize("nested", [False, True], ids=["alone", "under MultiConnector"])
+    def test_other_weights_are_loaded_after_the_check(
+        self, vllm: Any, make: Any, tmp_path: Path, producer: Any, nested: bool
+    ) -> None:
+        """A request must fail that loads, or has loaded, until its first token is computed."""
+        params = self.prefilled(vllm, producer, write(tmp_path / "there"))
+        half, path = make(), write(tmp_path / "here")
+        wait(vllm, half, each := adapted(path, params))
+        said = adapters_heard(
+            vllm,
+            vllm.adapter_loads.AdapterLoad(
+                rank=0, adapter=1, name="adapter", path=path, content=b"others"
+            ),
+        )
+        if nested:
+            report = said.kv_connector_worker_meta
+            said.kv_connector_worker_meta = SimpleNamespace(metadata=(None, report))
+        each.num_output_tokens = 0
+        half.update_state_after_alloc(each, blocks(21, 22, 23), 40)
+        assert half._doomed(said) == ["r"]
+        half.update_connector_output(heard(vllm, recving={"r"}))
+        assert half._doomed(said) == ["r"]
+        each.num_output_tokens = 1
+        assert half._doomed(said) == []
+        each.num_output_tokens = 0
+        half.request_finished_all_groups(each, [[21, 22, 23]])
+        assert half._doomed(said) == []
+
+    @pytest.mark.parametrize("failed", [True, False])
+    def test_other_weights_for_a_request_that_computes_its_prompt(
+        self, vllm: Any, make: Any, tmp_path: Path, producer: Any, failed: bool
+    ) -> None:
+        """Its load failed, or its ticket is refused now."""
+        params = self.prefilled(vllm, producer, write(tmp_path / "there"))
+        half, path = make(), write(tmp_path / "here")
+        wait(vllm, half, each := adapted(path, params))
+        each.num_output_tokens = 0
+        if failed:
+            half.update_state_after_alloc(each, blocks(21, 22, 23), 40)
+            half.update_connector_output(heard(vllm, recving={"r"}, failed={"r"}))
+        load = vllm.adapter_loads.AdapterLoad(rank=0, adapter=1, name="adapter", path=path)
+        assert half._doomed(adapters_heard(vllm, load)) == []
+        if not failed:
+            half.update_state_after_alloc(each, blocks(21, 22, 23), 40)
+            step = half.build_connector_meta(OUTPUT)
+            assert [name for name, _ in step.refused] == ["r"]
+            assert [load.reads for load in step.loads] == [False]  # only "done"
+
     def test_no_ticket_for_unknown_content(
         self, vllm: Any, tmp_path: Path, producer: Any, caplog: pytest.LogCaptureFixture
     ) -> None:

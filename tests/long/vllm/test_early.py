@@ -13,6 +13,6 @@ def test_aborts_at_each_chunk(side: str, chunks: int) -> None:
     check_aborts(side, chunks)
 
 
-@pytest.mark.parametrize("chunks", range(1, 6))
+@pytest.mark.parametrize("chunks", range(1, 5))
 def test_preemption_at_each_chunk(chunks: int) -> None:
     check_preemption(chunks)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.layout import HOLE
+from kvferry.integrations.vllm.adapter_loads import LoadLog
 from tests.vllm.geometry.engine_of_ranks import LONGEST, Engine, Shape, engine
 from tests.vllm.geometry.model import Bytes, Layer, Part, Steps
 from tests.vllm.geometry.rank import SECONDS, Extent, Rank
@@ -65,9 +66,15 @@ class Server:
     early: int = 0  # how many loads began before their ticket had come
     copied: int = 0  # how many pages of the prefix cache were copied before they were written
     reported: Counter[tuple[str, str]] = field(default_factory=Counter)  # by all ranks together
+    adapters: LoadLog = field(default_factory=LoadLog)  # of the first rank
 
     def add(
-        self, text: int | Text, length: int, params: dict[str, Any] | None = None, most: int = 1
+        self,
+        text: int | Text,
+        length: int,
+        params: dict[str, Any] | None = None,
+        most: int = 1,
+        lora: Any = None,
     ) -> str:
         """A request for the first tokens of a text or family; at most so many are to follow."""
         from vllm import SamplingParams
@@ -82,6 +89,7 @@ class Server:
             prompt_token_ids=[text.token(i) for i in range(length)],
             sampling_params=sampling,
             pooling_params=None,
+            lora_request=lora,
             block_hasher=self.hasher,
         )
         self.texts[name] = text
@@ -100,6 +108,10 @@ class Server:
         assert set(self.reported.values()) <= {1}
 
     def step(self) -> None:
+        self.finish(*self.begin())
+
+    def begin(self) -> tuple[Any, Any]:
+        """What vLLM's scheduler has ordered in a step, and what the workers have answered."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         out = self.scheduler.schedule()
@@ -108,6 +120,7 @@ class Server:
         self.pulled |= {load.request for load in out.kv_connector_metadata.loads if load.reads}
         for rank in self.engine.ranks:
             rank.worker.apply(out.kv_connector_metadata)
+        self.adapters.ask(out.kv_connector_metadata.asks_adapters)
         sampled = [self._compute(name, count) for name, count in out.num_scheduled_tokens.items()]
         names = list(out.num_scheduled_tokens)
         done = ModelRunnerOutput(
@@ -116,6 +129,10 @@ class Server:
             sampled_token_ids=sampled,
             kv_connector_output=self._reports(idle=not names),
         )
+        return out, done
+
+    def finish(self, out: Any, done: Any) -> None:
+        """Let vLLM's scheduler hear of a step."""
         for outputs in self.scheduler.update_from_output(out, done).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
@@ -142,12 +159,13 @@ class Server:
         self.reported.update(("sent", name) for name in sent)
         self.reported.update(("received", name) for name in received)
         failed = {name for name in received if any(name in rank.failed for rank in ranks)}
-        said = filter(None, [rank.worker.take_report() for rank in ranks])
+        said = [RankReport(adapters=self.adapters.take())]
+        said += filter(None, [rank.worker.take_report() for rank in ranks])
         return KVConnectorOutput(
             finished_sending=sent,
             finished_recving=received,
             failed_recving=failed,
-            kv_connector_worker_meta=functools.reduce(RankReport.aggregate, said, RankReport()),
+            kv_connector_worker_meta=functools.reduce(RankReport.aggregate, said),
         )
 
     def _prepare(self, out: Any) -> None:
@@ -272,17 +290,23 @@ def serving(
     batch: int = 64,
     reserve: bool = True,
     two_way: bool = False,
+    ahead: bool = False,
+    adapters: bool = False,
 ) -> Iterator[Server]:
     """An engine that serves until the block ends, and caches prefixes if its states allow it.
 
     It computes ``batch`` tokens in a step. ``reserve`` admits only prompts for the whole of which
-    there are pages; with ``two_way``, conversations go on with what decode has generated.
+    there are pages; with ``two_way``, conversations go on with what decode has generated. With
+    ``ahead``, a step may be ordered before the last one is over. ``adapters`` are LoRA adapters.
     """
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
     with engine(name, layers, shape) as made:
-        scheduler, unit = _scheduler(made, batch, reserve=reserve, two_way=two_way)
+        config = _vllm_config(made, batch, reserve, two_way, ahead)
+        if adapters:
+            config.lora_config = Plain(max_loras=1, target_modules=None)
+        scheduler, unit = _scheduler(made, config)
         init_none_hash(sha256)
         _shuffle(scheduler)
         handshakes = {
@@ -301,22 +325,18 @@ def plannable(layers: Sequence[Layer], shape: Shape) -> bool:
     """Whether vLLM's scheduler can keep the books of such an engine's groups."""
     with engine("never", layers, shape) as made:
         try:
-            _scheduler(made, 64, reserve=True)
+            _scheduler(made, _vllm_config(made, 64, reserve=True))
         except (AssertionError, ValueError):  # of blocks whose sizes do not divide
             return False
     return True
 
 
-def _scheduler(
-    made: Engine, batch: int, *, reserve: bool, two_way: bool = False
-) -> tuple[Any, int]:
+def _scheduler(made: Engine, config: Any) -> tuple[Any, int]:
     """vLLM's scheduler with our connector, and how many tokens it hashes together."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-    from vllm.v1.core.sched.scheduler import Scheduler
 
-    config = _vllm_config(made, batch, reserve, two_way)
     block, unit = resolve_kv_cache_block_sizes(made.config, config)
-    scheduler = Scheduler(
+    scheduler = config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
         kv_cache_config=made.config,
         log_stats=False,
@@ -335,7 +355,9 @@ def _shuffle(scheduler: Any) -> None:
     pool.free_blocks([blocks[i] for i in order])
 
 
-def _vllm_config(made: Engine, batch: int, reserve: bool, two_way: bool) -> Any:
+def _vllm_config(
+    made: Engine, batch: int, reserve: bool, two_way: bool = False, ahead: bool = False
+) -> Any:
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -355,7 +377,7 @@ def _vllm_config(made: Engine, batch: int, reserve: bool, two_way: bool) -> Any:
             max_model_len=LONGEST,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=False,
+            async_scheduling=ahead,
             scheduler_reserve_full_isl=reserve,
         ),
         cache_config=CacheConfig(block_size=shape.block, enable_prefix_caching=caching),

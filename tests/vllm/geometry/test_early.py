@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -195,20 +195,18 @@ def check_aborts(side: str, chunks: int) -> None:
         both_at_once(prefill, decode, (1, 150))
 
 
-@pytest.mark.parametrize("chunks", [3, 5])
-def test_preemption_at_a_chunk(chunks: int) -> None:
-    check_preemption(chunks)
+def test_preemption_at_a_chunk() -> None:
+    check_preemption(3)
 
 
 def check_preemption(chunks: int) -> None:
     """What prefill gives up it computes again in other blocks, under another hold."""
     with engines(TWO, Shape(tp=2), Shape()) as (prefill, decode):
         legs = under_way(prefill, decode, chunks)
-        is_over = legs.there in prefill.params
-        with suppress(RuntimeError):  # the pages of a request with a ticket are held
-            prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert legs.there not in prefill.params
+        prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
         finish([legs])
-        assert (prefill.computed[legs.there] > 150) is not is_over
+        assert prefill.computed[legs.there] > 150
         assert decode.early == 1
 
 
