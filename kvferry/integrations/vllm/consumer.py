@@ -195,9 +195,8 @@ class Consumer:
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request of which another engine has computed a part, if it has one.
 
-        If it is accepted, the workers connect to that engine before the request has blocks. If it
-        is refused, the request's load will be reported as failed; but if it is a conversation's,
-        nothing is loaded.
+        Workers then connect to that engine before the request has blocks. The load of a refused
+        ticket will be reported as failed; of a conversation's refused ticket, nothing is loaded.
         """
         # vLLM refuses some requests earlier, and drops the prompt against which the ticket has to
         # be checked. Releasing the hold could hurt another request; the lease ends it (ADR 7).
@@ -524,8 +523,8 @@ class Consumer:
     def loaded_request_waits(self, scheduler_output: SchedulerOutput) -> bool:
         """Return whether a request whose load is over waits for blocks for the rest of its prompt.
 
-        vLLM calls no hook for such a request. It waits for blocks if it is not computed although
-        nothing else is; otherwise it may wait for its turn. To be called once in each pass.
+        vLLM calls no hook for it. It waits for blocks if it is not computed although nothing else
+        is; otherwise it may wait for its turn. To be called once in each pass.
         """
         if not self._loaded:
             return False

@@ -62,11 +62,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def check_has_streams(device: torch.device) -> None:
-    """Refuse a device of which nobody can tell when it has done the work on a page.
-
-    Raises:
-        ConfigError: torch has no streams for the device.
-    """
+    """Raise ``ConfigError`` for a device of which nobody can tell when work on a page is done."""
     if device.type != CPU and not has_streams(device):
         raise ConfigError(
             f"torch has no streams and events for {device.type!r}, so nobody can tell when its "
@@ -112,10 +108,7 @@ class HighPriorityStream:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Enqueue torch's work within the context on this stream; at its end, wait for the work.
-
-        Also waits if the context ends by an error, since a part of the work may be enqueued.
-        """
+        """Enqueue torch's work in the context on this stream; wait for it, also after an error."""
         import torch
 
         if not has_streams(self._device):
@@ -142,10 +135,7 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
-    """Return a function that zeroes spans (ranges of addresses) of vLLM's cache tensors.
-
-    It returns when the spans are zeroed, and keeps the tensors' memory alive.
-    """
+    """Return a function that zeroes spans of addresses of vLLM's tensors, which it keeps."""
     tensors = list(caches)
     if all(tensor.device.type == CPU for tensor in tensors):
         return zero_cpu
@@ -156,10 +146,7 @@ def device_zero_function(
     caches: Iterable[torch.Tensor],
     stream_of: Callable[[torch.device], HighPriorityStream] = HighPriorityStream,
 ) -> Callable[[Spans], None]:
-    """Return a function that zeroes spans through torch, for the memory of any device.
-
-    It keeps the caches' memory alive. ``stream_of`` makes the stream for a device's zeroing.
-    """
+    """Return a function that zeroes spans on any device, through torch, on these streams."""
     memory = {region_of(tensor): storage_of(tensor) for tensor in caches}
     streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
 

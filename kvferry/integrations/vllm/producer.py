@@ -282,10 +282,7 @@ class Producer:
         return ticket
 
     def _sample_ticket(self, request_id: str, digest: bytes) -> dict[str, Any] | None:
-        """Return the ticket of another sample of a prompt, if its pages can still be read.
-
-        Not if the ticket is old: its lease began when that sample ended.
-        """
+        """Return the ticket of another sample of a prompt, unless its lease is half over."""
         found = self._sample_tickets.get(without_sample(request_id))
         if found is None or found[1] != digest:
             return None
@@ -503,10 +500,7 @@ class Producer:
         self._parts.place(request, blocks)
 
     def has_pending_block_frees(self) -> bool:
-        """Record that a running request waits for a block, and end holds of conversations.
-
-        Returns whether held blocks will be free soon, so that vLLM need not preempt a request.
-        """
+        """End holds of conversations for a running request; return whether any are ending."""
         if self._pages.is_staged:
             return self._pages.frees_blocks_soon
         self._running_request_waits = True

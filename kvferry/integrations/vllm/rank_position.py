@@ -67,11 +67,7 @@ def current_rank_position(vllm_config: VllmConfig) -> RankPosition:
 
 
 def shared_incarnation() -> Incarnation:
-    """Return the random number that distinguishes this start of the engine from others.
-
-    The first rank draws and broadcasts it, so every worker must call this, once and at the same
-    point of its start.
-    """
+    """Return a random number of this start of the engine; all workers must call this together."""
     from vllm.distributed import parallel_state as groups
 
     incarnation = random_incarnation()

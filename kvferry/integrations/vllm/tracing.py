@@ -29,10 +29,7 @@ def is_traced(vllm_config: VllmConfig) -> bool:
 
 
 class RequestSpans:
-    """Make the spans of requests when their load or hold is over, unless they have no headers.
-
-    OpenTelemetry must be installed. Attributes are named without ``PREFIX``.
-    """
+    """Make spans of requests with headers, by OpenTelemetry; attributes are without ``PREFIX``."""
 
     def __init__(self) -> None:
         from opentelemetry import trace

@@ -176,10 +176,7 @@ class FerryWorker:
         )
 
     def _not_whole(self, results: Results) -> Iterator[str]:
-        """Yield requests with a page that lacks tokens, and that another connector would keep.
-
-        Only vLLM's own cache can be told to leave it out (``prefix_cache``).
-        """
+        """Yield requests with an incomplete page that other connectors would keep."""
         for record in results.loads:
             tokens = record.first_tokens
             if any(g.splits_page(t) for g, t in zip(self._kept_elsewhere, tokens, strict=False)):

@@ -88,10 +88,7 @@ SPECS: Mapping[str, CacheSupport] = {
 
 
 def refusals(config: KVCacheConfig) -> Iterator[str]:
-    """Yield a text for each cache group that cannot be handed over, with the reason.
-
-    Groups that vLLM itself does not offer for transfer are ignored.
-    """
+    """Yield why cache groups, of those that vLLM offers for transfer, cannot be handed over."""
     for group in config.transfer_groups:
         reason = _refusal(group)
         if reason:
