@@ -19,7 +19,6 @@ from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SourceWatcher
 from kvferry.integrations.vllm import checks, compat_029, staging
@@ -270,18 +269,15 @@ class UnreadRankWorker:
         self._refused: set[str] = set()
 
     def apply(self, step: StepMetadata) -> None:
-        """Record the requests that got a ticket, or whose ticket was refused, for ``results``."""
-        self._apply_orders(step.orders)
-        self._refused.update(request for request, _ in step.refused)
-
-    def _apply_orders(self, orders: HoldOrders) -> None:
-        """Record as sent the requests that got a ticket; forget holds that ended without one."""
-        for hold in orders.drops:
+        """Record for ``results`` which requests got a ticket, and whose ticket was refused."""
+        orders = step.orders
+        for hold in orders.drops:  # holds that ended without a ticket
             self._held.pop(hold, None)
         self._held.update((hold, request) for request, hold in orders.take_ons)
         for hold, _ in orders.ready:
             if hold in self._held:
                 self._sent.add(self._held.pop(hold))
+        self._refused.update(request for request, _ in step.refused)
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that got a ticket, or whose ticket was refused."""
