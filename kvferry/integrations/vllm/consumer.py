@@ -65,10 +65,8 @@ class LoadMessages:
     """The messages to the workers about loads in one step.
 
     Attributes:
-        prepare: Tickets of new requests. Workers connect to the engines that made the tickets
-            before the requests have blocks.
-        loads: Loads to start. A load that reads nothing only tells the producer that it may free
-            the pages.
+        prepare: Tickets of new requests. Workers connect to their engines before these have blocks.
+        loads: Loads to start; one that reads nothing tells the producer that it may free the pages.
         parts: Newer parts of the tickets of requests whose loads are early, by request.
         refused: Ids of requests whose ticket was refused, each with the reason.
         aborted: Ids of requests that ended while their load was under way.
@@ -145,9 +143,6 @@ class Consumer:
     """Follow requests with a ticket from their arrival to the end of their load.
 
     Args:
-        groups: The engine's cache groups that are transferred.
-        checks: Decides which tickets are accepted.
-        metrics: Where loads and refused tickets are counted.
         recompute_threshold: The least number of tokens that the next turn of a conversation loads;
             fewer are computed.
         directory: Asks the engines that made tickets what the workers need of them.
@@ -155,7 +150,6 @@ class Consumer:
         blocks: How many blocks this engine has.
         is_staged: Whether loads fill host pages (``set_host_pages``), from which blocks are copied.
             No load begins before its ticket has come then.
-        prefix_cache: Keeps pages that a load has not filled whole out of vLLM's prefix cache.
     """
 
     def __init__(

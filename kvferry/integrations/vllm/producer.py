@@ -75,8 +75,6 @@ class Producer:
     """Hold the blocks of requests that other engines decode, and make their tickets.
 
     Args:
-        groups: The engine's cache groups that are transferred.
-        metrics: Counts tickets that were not made, and holds by how they ended.
         slots: How many requests can be held at once; the engine's number of blocks.
         lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
         conversation_ttl: Seconds for which an answer's pages are held until the next turn claims
@@ -86,10 +84,8 @@ class Producer:
         sizes: The engine's parallelism, as attributes of ``TicketParams``.
         max_held: How many blocks may be held at once.
         hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
-        clock: Returns monotonic seconds.
         adapter_content: See ``Adapters.content``.
-        rooms: Where parts of tickets are published.
-        lookahead: See ``PromptParts``.
+        rooms: Where parts of tickets are published; ``lookahead``: see ``PromptParts``.
         is_staged: Whether tickets name host pages (``set_host_pages``). No parts are published.
     """
 
@@ -313,10 +309,7 @@ class Producer:
         block_ids: Sequence[Sequence[int]],
         lists: Sequence[Sequence[int]],
     ) -> tuple[Hold, Sequence[Sequence[int]]]:
-        """Return hold and pages for a ticket that lists these blocks, or raise ``NoTicketError``.
-
-        All blocks of the request are held. Beyond ``max_held``, the oldest holds are ended.
-        """
+        """Return hold and pages for a ticket of these blocks, or raise ``NoTicketError``."""
         request_id = RequestId(request.request_id)
         is_answer = self._eligibility.is_answer(request)
         try:
@@ -418,7 +411,7 @@ class Producer:
                 held.ended = hold if held.ended is None else held.ended.combine(hold)
 
     def sends_finished(self, request_ids: Iterable[str]) -> None:
-        """End holds of requests that all workers have sent; if staged, only blocks are free."""
+        """End holds of requests that all workers have sent; if staged, only free their blocks."""
         self._end(self._pages.sent(request_ids))
 
     def holds_over(self, over: Mapping[int, Sequence[str]]) -> None:
@@ -490,7 +483,7 @@ class Producer:
         self._pressure.ranks = ranks
 
     def allocation_attempted(self, request: Request, computed: int) -> None:
-        """Record that vLLM tries to allocate blocks; without ``blocks_allocated``, they lack."""
+        """Record that vLLM tries to allocate blocks: if it can, ``blocks_allocated`` follows."""
         needed = num_blocks(self._groups, request.num_tokens - computed)
         self._blocks_needed[request.request_id] = needed
 

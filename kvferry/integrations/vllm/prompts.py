@@ -51,7 +51,7 @@ def has_chain(request: Request) -> bool:
 def block_digests(
     request: Request, tokens: int, every: int, salt: bytes, adapter: bytes | None = None
 ) -> BlockDigests:
-    """Return a digest for each whole block of ``every`` first tokens, also generated ones."""
+    """Return a digest for each whole block of ``every`` of a request's first ``tokens``."""
     media: dict[int, list[object]] = {}
     for offset, facts in _media_facts(request):
         media.setdefault(offset // every, []).append(facts)

@@ -44,7 +44,7 @@ MAX_LOGGED_KEYS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecuritySettings:
-    """The peers (replaced in place), tickets and own keys of an engine."""
+    """The peers and tickets that an engine accepts, replaced in place, and its own keys."""
 
     access: Access = NEARBY
     secrets: TicketSecrets | None = None  # ``None`` if tickets are not signed

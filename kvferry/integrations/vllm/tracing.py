@@ -55,7 +55,7 @@ class RequestSpans:
         load.end(_nanoseconds(max(at, record.ended)))
 
     def failed(self, headers: Headers, begun: float, **attributes: str | int) -> None:
-        """Make the span ``kvferry.load`` of a load that has failed, begun at epoch seconds."""
+        """Make the span ``kvferry.load`` of a load that failed; ``begun`` in epoch seconds."""
         if headers:
             load = self._begin("load", _parent(headers), begun, attributes)
             load.set_status(self._trace.StatusCode.ERROR)

@@ -79,17 +79,15 @@ than this share of the time for which the engine had nothing to do.
 class FerryWorker:
     """Apply the scheduler's messages to one rank's endpoint, and report sends and loads that ended.
 
-    ``start_worker`` makes it. It owns ``endpoint``, ``security_files`` (which reads the keys of
-    this rank's peers again) and ``staged`` (the host pages that the endpoint publishes, if the
-    cache is staged): ``close`` closes them.
+    It owns ``endpoint``, ``security_files`` (the keys of this rank's peers) and ``staged`` (the
+    host pages that the endpoint publishes): ``close`` closes them, and waits up to ``drain``
+    seconds for other engines to read the held pages.
 
     Args:
         mark_work: See ``work_marker``.
-        drain: Seconds that ``close`` waits at most for other engines to read the held pages.
         follows: Whether requests are followed in the log or in traces, so that the scheduler half
             needs the figures of each load and hold.
-        kept_elsewhere: The engine's cache groups, if other connectors may keep the pages of loads;
-            otherwise empty.
+        kept_elsewhere: The engine's cache groups, if other connectors may keep the pages of loads.
     """
 
     def __init__(
