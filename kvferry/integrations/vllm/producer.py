@@ -99,7 +99,7 @@ class Producer:
         conversation_ttl: float | None = None,
         backoff: int,
         computed: bool,
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, Any],
         max_held: int | None = None,
         secrets: TicketSecrets | None = None,
         hands_over: bool = True,

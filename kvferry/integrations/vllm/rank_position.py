@@ -6,7 +6,7 @@ The incarnation is a random number that an engine draws anew each time it starts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.messages import Coordinates
@@ -79,7 +79,7 @@ def shared_incarnation() -> Incarnation:
     return incarnation
 
 
-def parallel_sizes(parallel: ParallelConfig) -> dict[str, int]:
+def parallel_sizes(parallel: ParallelConfig) -> dict[str, Any]:
     """Return an engine's numbers of parallel ranks, by attributes of ``TicketParams``."""
     return {
         "tp_size": parallel.tensor_parallel_size,
