@@ -1,4 +1,4 @@
-"""Use the device of the caches: choose it in a thread, mark its work, use a stream, zero bytes."""
+"""The device of the caches: threads choose it, drivers must reach it, its bytes are zeroed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 from kvferry.core.memory import CPU, I64Array, region_of
 from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
-from kvferry.core.transport import EnterThread, enter_nothing
-from kvferry.integrations.vllm.config import ConfigError
+from kvferry.core.transport import EnterThread, Transport, enter_nothing, registry
+from kvferry.integrations.vllm.config import Config, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +132,36 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
 
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def make_transport(
+    config: Config, memory: Iterable[str], enter: EnterThread = enter_nothing
+) -> Transport:
+    """Return a transport of the configured driver; the caller closes it.
+
+    ``memory`` has the kinds of memory in which the caches are (``Region.kind``).
+
+    Raises:
+        ConfigError: The driver cannot reach one of the kinds of memory; names the installed drivers
+            that can.
+        DriverError: The driver cannot be used.
+    """
+    transport = registry.create(config.driver, config.driver_options, enter=enter)
+    missing = sorted(set(memory) - transport.capabilities.memory)
+    if not missing:
+        return transport
+    transport.close()
+    able = [
+        report.info.name
+        for report in map(registry.describe, registry.installed())
+        if report.capabilities is not None and report.capabilities.memory.issuperset(missing)
+    ]
+    raise ConfigError(
+        f"driver {config.driver!r} cannot reach {', '.join(missing)} memory, where this engine's "
+        "cache is: set kv_buffer_device 'cpu', which hands pages over by way of host memory, or "
+        "driver to one that can; of the installed ones: "
+        f"{', '.join(able) or 'none; kvferry drivers lists them, and why one does not work'}"
+    )
 
 
 def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:

@@ -29,6 +29,7 @@ from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.compatibility import endpoint_options, rank_identity
 from kvferry.integrations.vllm.device import (
     check_has_streams,
+    make_transport,
     platform_device,
     thread_setup,
     work_marker,
@@ -42,7 +43,6 @@ from kvferry.integrations.vllm.request_reports import is_followed
 from kvferry.integrations.vllm.security import read_security_settings, watch_security_files
 from kvferry.integrations.vllm.staging import StagedCache
 from kvferry.integrations.vllm.tracing import is_traced
-from kvferry.integrations.vllm.transport import make_transport
 
 if TYPE_CHECKING:
     import torch

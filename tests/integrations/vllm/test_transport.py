@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.core.transport import Capabilities, Quiescence, registry
 from kvferry.integrations.vllm.config import Config, ConfigError
-from kvferry.integrations.vllm.transport import make_transport
+from kvferry.integrations.vllm.device import make_transport
 
 
 class Described:
