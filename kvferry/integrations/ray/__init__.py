@@ -43,8 +43,10 @@ def build_pd_openai_app(pd_serving_args: dict[str, Any]) -> Application:
     for name in ("prefill_config", "decode_config"):
         # A dictionary or Ray's ``LLMConfig``; the backend checks those that are a file's name.
         config = pd_serving_args.get(name)
-        is_dict = isinstance(config, dict)
-        engine = config.get("engine_kwargs") if is_dict else getattr(config, "engine_kwargs", None)
+        if isinstance(config, dict):
+            engine = config.get("engine_kwargs")
+        else:
+            engine = getattr(config, "engine_kwargs", None)
         if isinstance(engine, dict):
             check_engine_id(engine.get("kv_transfer_config"))
     register()

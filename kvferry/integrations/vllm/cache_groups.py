@@ -63,10 +63,7 @@ class CacheGroup:
 
     @property
     def needs_exact_length(self) -> bool:
-        """Whether pages can be used only for the prompt length that they were computed for.
-
-        Those of full attention can be used for every prefix of the prompt, too.
-        """
+        """Whether pages fit only the length that they were computed for, not every prefix of it."""
         return self.is_state or self.has_gap
 
     def num_skipped_tokens(self, tokens: int) -> int:
@@ -81,10 +78,7 @@ class CacheGroup:
         return tokens // self.chunk * self.chunk if self.chunk else 0
 
     def most_pages(self, tokens: int) -> int:
-        """Return how many pages a request of this many tokens has at most to hand over or to load.
-
-        With a window or a chunk, vLLM may keep a page more than the next token needs.
-        """
+        """Return how many pages a request of so many tokens has at most to hand over or to load."""
         if self.is_state:
             return 1
         pages = -(-tokens // self.tokens)
@@ -132,34 +126,18 @@ class CacheGroup:
         return (first, tokens), Pages(ids=np.array(ids, dtype=np.int64), first_index=cached)
 
     def splits_page(self, token: int) -> bool:
-        """Return whether a load has left a page without some of its tokens.
-
-        Args:
-            token: The first token of the request that the load has written in this group.
-        """
+        """Return whether a load that writes from ``token`` on leaves a page incomplete."""
         return self.has_gap and token % self.tokens != 0
 
     def missing_tokens(self, first: int, token: int) -> int:
-        """Return how many of its first tokens a page lacks that was loaded.
-
-        Args:
-            first: The page's index among the request's pages in this group.
-            token: The first token of the request that the load has written in this group.
-        """
+        """Return how many tokens page ``first`` lacks if a load writes from ``token`` on."""
         return max(0, token - first * self.tokens) if self.splits_page(token) else 0
 
     def _state_block(self, blocks: Sequence[Block], tokens: int) -> Sequence[Block]:
-        """Return the block with a request's state after ``tokens`` tokens.
+        """Return a list of the block with the state after so many tokens, if there is one.
 
         vLLM's kernels find the block in the same way (``mamba_get_block_table_tensor`` in
         ``v1/attention/backends/utils.py``).
-
-        Args:
-            blocks: The request's blocks in this group, or their ids, in the order of its tokens.
-            tokens: How many tokens the state covers.
-
-        Returns:
-            A sequence of that one block; empty if the request has too few blocks.
         """
         index = (tokens - 1) // self.tokens if self.tokens else 0
         return blocks[index : index + 1]
@@ -173,8 +151,7 @@ def num_blocks(groups: Sequence[CacheGroup], tokens: int) -> int:
 def cache_groups(config: KVCacheConfig, context_size: int) -> tuple[CacheGroup, ...]:
     """Return the cache groups that vLLM offers for transfer, in vLLM's order.
 
-    Where a group's spec is ``dcp_sharded``, each of ``context_size`` decode context-parallel ranks
-    stores a part of the tokens.
+    ``context_size`` decode context-parallel ranks share a group's tokens if it is ``dcp_sharded``.
     """
     ids, groups = config.transfer_group_ids, config.transfer_groups
     return tuple(

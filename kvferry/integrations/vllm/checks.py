@@ -63,10 +63,7 @@ P = ParamSpec("P")
 def _refusing(
     beginning: str = "",
 ) -> Callable[[Callable[P, Iterable[str]]], Callable[P, None]]:
-    """Return a decorator that makes a check of what yields problems: it raises one error for all.
-
-    The ``ConfigError`` names everything that is wrong, and the remedies.
-    """
+    """Return a decorator of what yields problems: it raises one ``ConfigError`` for all of them."""
 
     def decorate(problems: Callable[P, Iterable[str]]) -> Callable[P, None]:
         @functools.wraps(problems)

@@ -30,10 +30,7 @@ def takes_failed_requests() -> bool:
 def transfer_results(
     *, sent: set[str], received: set[str], failed: set[str]
 ) -> KVConnectorTransferResults:
-    """Return a worker's results of a step, as an object of vLLM's class if this vLLM has one.
-
-    ``failed`` are those of ``received`` whose load failed.
-    """
+    """Return a worker's results, as vLLM's class if it has one; ``failed`` are of ``received``."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     make = getattr(base, "KVConnectorTransferResults", SimpleNamespace)
@@ -122,8 +119,7 @@ class FailedRequests:
     def among_finished(self, output: KVConnectorOutput, reported: Iterable[str]) -> Collection[str]:
         """Return the requests whose load ended on all workers in this step, and failed on one.
 
-        ``output`` has the reports of all workers, merged by vLLM; ``reported`` are the requests
-        whose failed load the connector's own report has.
+        ``reported`` are those whose failure the connector's own report has.
         """
         if hasattr(output, "failed_recving"):
             return output.failed_recving or ()

@@ -45,10 +45,7 @@ def rank_identity(
 
 
 def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the values, by name, that peers compare with theirs in the handshake.
-
-    These are the entries of ``FACTS``, ``JUDGEMENTS`` and ``TOLD`` that apply to this engine.
-    """
+    """Return what peers compare: the entries of ``FACTS``, ``JUDGEMENTS`` and ``TOLD`` by name."""
     tables = {**FACTS, **JUDGEMENTS, **TOLD}
     values = {name: value_of(vllm_config) for name, value_of in tables.items()}
     return {name: _truncated(value) for name, value in values.items() if value is not None}
@@ -86,10 +83,7 @@ def _cache_dtype(config: VllmConfig) -> str:
 
 
 def _quantization(config: VllmConfig) -> str:
-    """Return the model's quantization method as the checkpoint names it, or else as vLLM names it.
-
-    vLLM's name comes second because it depends on the kernels that are available on the machine.
-    """
+    """Return the quantization as the checkpoint names it; vLLM's name depends on kernels."""
     model = config.model_config
     declared = getattr(model.hf_config, "quantization_config", None)
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None

@@ -30,9 +30,8 @@ ANYWHERE = "anywhere"
 """The value of ``allowed_peers`` that accepts every address."""
 
 Source = Annotated[str, Meta(min_length=1, max_length=4096)]
-"""An entry of a setting that is a list: a network, or the place of a key or secret.
-
-Such a place is ``file:PATH`` or ``env:NAME``. An entry of ``curve_peers`` may also be the key.
+"""An entry of a setting that is a list: a network, a public key, or the place of a key or secret
+(``file:PATH`` or ``env:NAME``).
 """
 
 NIXL_KEYS = {
@@ -210,11 +209,7 @@ def acceptable(extra: Mapping[str, Any]) -> Config:
 
 
 def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
-    """Return the settings in ``kv_connector_extra_config``, validated.
-
-    Raises:
-        ConfigError: A key is unknown, or a value has the wrong type or is out of range.
-    """
+    """Return the settings in ``kv_connector_extra_config``, or raise ``ConfigError``."""
     if found := problems(extra):
         raise ConfigError("; ".join(found))
     config = msgspec.convert(dict(extra), Config)
@@ -222,11 +217,7 @@ def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
 
 
 def with_index(config: Config, data_parallel_index: int) -> Config:
-    """Return settings with the port of an engine: its data-parallel index added, unless it is 0.
-
-    Raises:
-        ConfigError: The sum is no port.
-    """
+    """Return settings with a data-parallel engine's port; ``ConfigError`` if it is none."""
     if not config.side_channel_port:
         return config
     port = config.side_channel_port + data_parallel_index

@@ -86,7 +86,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks = compat_029.FailedBlocks()
         self._has_siblings = False
         share_log_handlers()
-        settings = config.engine_config(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             versions.warn_outside_window()
             self._scheduler = FerryScheduler(vllm_config, kv_cache_config)
@@ -98,7 +97,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             outer = engine.kv_transfer_config or own
             checks.check_siblings(own, outer)
             self._has_siblings = checks.has_siblings(outer)
-            checks.warn_of_risks(settings, outer)
+            checks.warn_of_risks(config.engine_config(vllm_config), outer)
             if vllm_config.lora_config is not None:
                 self._adapter_loads = observe_loads(vllm_config)
 

@@ -65,10 +65,8 @@ class LoadMessages:
     """The messages to the workers about loads in one step.
 
     Attributes:
-        prepare: Tickets of new requests. Workers connect to the engines that made the tickets
-            before the requests have blocks.
-        loads: Loads to start. A load that reads nothing only tells the producer that it may free
-            the pages.
+        prepare: Tickets of new requests. Workers connect to their engines before these have blocks.
+        loads: Loads to start; one that reads nothing tells the producer that it may free the pages.
         parts: Newer parts of the tickets of requests whose loads are early, by request.
         refused: Ids of requests whose ticket was refused, each with the reason.
         aborted: Ids of requests that ended while their load was under way.
@@ -145,9 +143,6 @@ class Consumer:
     """Follow requests with a ticket from their arrival to the end of their load.
 
     Args:
-        groups: The engine's cache groups that are transferred.
-        checks: Decides which tickets are accepted.
-        metrics: Where loads and refused tickets are counted.
         recompute_threshold: The least number of tokens that the next turn of a conversation loads;
             fewer are computed.
         directory: Asks the engines that made tickets what the workers need of them.
@@ -155,7 +150,6 @@ class Consumer:
         blocks: How many blocks this engine has.
         is_staged: Whether loads fill host pages (``set_host_pages``), from which blocks are copied.
             No load begins before its ticket has come then.
-        prefix_cache: Keeps pages that a load has not filled whole out of vLLM's prefix cache.
     """
 
     def __init__(
@@ -197,9 +191,8 @@ class Consumer:
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request of which another engine has computed a part, if it has one.
 
-        If it is accepted, the workers connect to that engine before the request has blocks. If it
-        is refused, the request's load will be reported as failed; but if it is a conversation's,
-        nothing is loaded.
+        Workers then connect to that engine before the request has blocks. The load of a refused
+        ticket will be reported as failed; of a conversation's refused ticket, nothing is loaded.
         """
         # vLLM refuses some requests earlier, and drops the prompt against which the ticket has to
         # be checked. Releasing the hold could hurt another request; the lease ends it (ADR 7).
@@ -552,8 +545,8 @@ class Consumer:
     def loaded_request_waits(self, scheduler_output: SchedulerOutput) -> bool:
         """Return whether a request whose load is over waits for blocks for the rest of its prompt.
 
-        vLLM calls no hook for such a request. It waits for blocks if it is not computed although
-        nothing else is; otherwise it may wait for its turn. To be called once in each pass.
+        vLLM calls no hook for it. It waits for blocks if it is not computed although nothing else
+        is; otherwise it may wait for its turn. To be called once in each pass.
         """
         if not self._loaded:
             return False

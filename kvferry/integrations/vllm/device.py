@@ -1,4 +1,4 @@
-"""Use the device of the caches: choose it in a thread, mark its work, use a stream, zero bytes."""
+"""The device of the caches: threads choose it, drivers must reach it, its bytes are zeroed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 from kvferry.core.memory import CPU, I64Array, region_of
 from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
-from kvferry.core.transport import EnterThread, enter_nothing
-from kvferry.integrations.vllm.config import ConfigError
+from kvferry.core.transport import EnterThread, Transport, enter_nothing, registry
+from kvferry.integrations.vllm.config import Config, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -62,11 +62,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def check_has_streams(device: torch.device) -> None:
-    """Refuse a device of which nobody can tell when it has done the work on a page.
-
-    Raises:
-        ConfigError: torch has no streams for the device.
-    """
+    """Raise ``ConfigError`` for a device of which nobody can tell when work on a page is done."""
     if device.type != CPU and not has_streams(device):
         raise ConfigError(
             f"torch has no streams and events for {device.type!r}, so nobody can tell when its "
@@ -112,10 +108,7 @@ class HighPriorityStream:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Enqueue torch's work within the context on this stream; at its end, wait for the work.
-
-        Also waits if the context ends by an error, since a part of the work may be enqueued.
-        """
+        """Enqueue torch's work in the context on this stream; wait for it, also after an error."""
         import torch
 
         if not has_streams(self._device):
@@ -141,11 +134,38 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], None]:
-    """Return a function that zeroes spans (ranges of addresses) of vLLM's cache tensors.
+def make_transport(
+    config: Config, memory: Iterable[str], enter: EnterThread = enter_nothing
+) -> Transport:
+    """Return a transport of the configured driver; the caller closes it.
 
-    It returns when the spans are zeroed, and keeps the tensors' memory alive.
+    ``memory`` has the kinds of memory in which the caches are (``Region.kind``).
+
+    Raises:
+        ConfigError: The driver cannot reach one of the kinds of memory; names the installed drivers
+            that can.
+        DriverError: The driver cannot be used.
     """
+    transport = registry.create(config.driver, config.driver_options, enter=enter)
+    missing = sorted(set(memory) - transport.capabilities.memory)
+    if not missing:
+        return transport
+    transport.close()
+    able = [
+        report.info.name
+        for report in map(registry.describe, registry.installed())
+        if report.capabilities is not None and report.capabilities.memory.issuperset(missing)
+    ]
+    raise ConfigError(
+        f"driver {config.driver!r} cannot reach {', '.join(missing)} memory, where this engine's "
+        "cache is: set kv_buffer_device 'cpu', which hands pages over by way of host memory, or "
+        "driver to one that can; of the installed ones: "
+        f"{', '.join(able) or 'none; kvferry drivers lists them, and why one does not work'}"
+    )
+
+
+def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], None]:
+    """Return a function that zeroes spans of addresses of vLLM's tensors, which it keeps."""
     tensors = list(caches)
     if all(tensor.device.type == CPU for tensor in tensors):
         return zero_cpu
@@ -156,10 +176,7 @@ def device_zero_function(
     caches: Iterable[torch.Tensor],
     stream_of: Callable[[torch.device], HighPriorityStream] = HighPriorityStream,
 ) -> Callable[[list[Spans]], None]:
-    """Return a function that zeroes spans through torch, for the memory of any device.
-
-    It keeps the caches' memory alive. ``stream_of`` makes the stream for a device's zeroing.
-    """
+    """Return a function that zeroes spans on any device, through torch, on these streams."""
     memory = {region_of(tensor): storage_of(tensor) for tensor in caches}
     streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import CopyError
-from kvferry.core.layout.host_page_format import HostPageFormat, Rows
+from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.memory import CPU, I64Array, Region, region_of
 from kvferry.core.transport import EnterThread, enter_nothing, start_thread
 from kvferry.integrations.vllm.config import ConfigError
@@ -71,19 +71,18 @@ class HostPool:
         else:
             word = _word_bytes(form)
             host = _words(self._memory, word).view(pages, form.page_bytes // word)
-            rows = [(_rows_of(row, form, storages, word), _columns(row, word)) for row in form.rows]
-            self._copier = _device_copier(device, host, rows)
+            self._copier = _device_copier(device, host, _rows_and_columns(form, storages, word))
         self._out = _CopyThread("kvferry-copy-out", device, enter)
         self._into = _CopyThread("kvferry-copy-into", device, enter)
 
     def out(self, blocks: Sequence[int], pages: Sequence[int]) -> Callable[[], bool]:
         """Begin to copy blocks of the device to a host page each (``PageCopies.out``)."""
-        there, here = _index(blocks), _index(pages)
+        there, here = (np.array(ids, dtype=np.int64) for ids in (blocks, pages))
         return self._out.run(lambda: self._copier.copy(there, here, out=True))
 
     def into(self, pages: Sequence[int], blocks: Sequence[int]) -> Callable[[], bool]:
         """Begin to copy host pages to a block of the device each (``PageCopies.into``)."""
-        here, there = _index(pages), _index(blocks)
+        here, there = (np.array(ids, dtype=np.int64) for ids in (pages, blocks))
         return self._into.run(lambda: self._copier.copy(there, here, out=False))
 
     def close(self) -> None:
@@ -295,23 +294,21 @@ def _words(memory: torch.Tensor, word: int) -> torch.Tensor:
     return memory[: len(memory) // word * word].view(kinds[word])
 
 
-def _rows_of(
-    row: Rows, form: HostPageFormat, storages: Mapping[Region, torch.Tensor], word: int
-) -> torch.Tensor:
-    """Return one row of every block of a cache, (blocks, words)."""
-    storage = _words(storages[form.cache.regions[row.region]], word)
-    shape, steps = (_block_count(form), row.nbytes // word), (row.stride // word, 1)
-    return storage.as_strided(shape, steps, row.offset // word)
+def _rows_and_columns(
+    form: HostPageFormat, storages: Mapping[Region, torch.Tensor], word: int
+) -> list[_RowsAndColumns]:
+    blocks, found = _block_count(form), []
+    for row in form.rows:
+        storage = _words(storages[form.cache.regions[row.region]], word)
+        shape, steps = (blocks, row.nbytes // word), (row.stride // word, 1)
+        columns = slice(row.page_offset // word, (row.page_offset + row.nbytes) // word)
+        found.append((storage.as_strided(shape, steps, row.offset // word), columns))
+    return found
 
 
 def _block_count(form: HostPageFormat) -> int:
     """Return the number of blocks of a cache; 0 if it has no fields."""
     return max((f.pages for f in form.cache.fields), default=0)
-
-
-def _columns(row: Rows, word: int) -> slice:
-    """Return where a row lies in a host page, in words."""
-    return slice(row.page_offset // word, (row.page_offset + row.nbytes) // word)
 
 
 def _runs(pages: I64Array) -> Iterator[tuple[slice, slice]]:
@@ -322,10 +319,6 @@ def _runs(pages: I64Array) -> Iterator[tuple[slice, slice]]:
         first = int(pages[start])
         yield slice(first, first + end - start), slice(start, end)
         start = end
-
-
-def _index(ids: Sequence[int]) -> I64Array:
-    return np.array(ids, dtype=np.int64)
 
 
 def _tensor(ids: I64Array) -> torch.Tensor:

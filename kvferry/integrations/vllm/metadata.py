@@ -30,7 +30,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
     Attributes:
         payload: The encoded ``RankPayload``: the rank's layout, and what peers need to connect.
-        library: For the log, name, version and backend of the library that moves the rank's bytes.
+        library: Of the rank's transport, for the log.
         host_pages: How many host pages the rank has, the hole included; 0 if it is not staged.
     """
 

@@ -54,11 +54,7 @@ class PageSource:
         self._copying: dict[str, float] = {}
 
     def waits(self, request_id: str, tokens: int) -> bool:
-        """Return whether a request must wait for host pages for so many tokens.
-
-        Raises:
-            NoHostPagesError: It gets none, and waits no longer.
-        """
+        """Return whether a request must wait for host pages; ``NoHostPagesError`` without any."""
         if not self.is_staged:
             return False
         answer = self.host.reserve(RequestId(request_id), most_pages(self._groups, tokens))
@@ -69,12 +65,9 @@ class PageSource:
     def place(
         self, request_id: str, blocks: Sequence[Ids], tokens: int
     ) -> tuple[Sequence[Ids | list[int]], PageCopy | None]:
-        """Return the pages for a request's blocks, and the copy between both if they are others.
+        """Return the pages for a request's blocks, by group, and the copy between both if any.
 
-        Holes stay holes. There is an item for each cache group.
-
-        Raises:
-            NoHostPagesError: Too few were reserved by ``waits``, and are free.
+        Holes stay holes. Raises ``NoHostPagesError`` if too few were reserved, and are free.
         """
         if not self.is_staged:
             return blocks, None

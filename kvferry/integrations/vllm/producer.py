@@ -75,8 +75,6 @@ class Producer:
     """Hold the blocks of requests that other engines decode, and make their tickets.
 
     Args:
-        groups: The engine's cache groups that are transferred.
-        metrics: Counts tickets that were not made, and holds by how they ended.
         slots: How many requests can be held at once; the engine's number of blocks.
         lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
         conversation_ttl: Seconds for which an answer's pages are held until the next turn claims
@@ -86,10 +84,8 @@ class Producer:
         sizes: The engine's parallelism, as attributes of ``TicketParams``.
         max_held: How many blocks may be held at once.
         hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
-        clock: Returns monotonic seconds.
         adapter_content: See ``Adapters.content``.
-        rooms: Where parts of tickets are published.
-        lookahead: See ``PromptParts``.
+        rooms: Where parts of tickets are published; ``lookahead``: see ``PromptParts``.
         is_staged: Whether tickets name host pages (``set_host_pages``). No parts are published.
     """
 
@@ -103,7 +99,7 @@ class Producer:
         conversation_ttl: float | None = None,
         backoff: int,
         computed: bool,
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, Any],
         max_held: int | None = None,
         secrets: TicketSecrets | None = None,
         hands_over: bool = True,
@@ -282,10 +278,7 @@ class Producer:
         return ticket
 
     def _sample_ticket(self, request_id: str, digest: bytes) -> dict[str, Any] | None:
-        """Return the ticket of another sample of a prompt, if its pages can still be read.
-
-        Not if the ticket is old: its lease began when that sample ended.
-        """
+        """Return the ticket of another sample of a prompt, unless its lease is half over."""
         found = self._sample_tickets.get(without_sample(request_id))
         if found is None or found[1] != digest:
             return None
@@ -316,10 +309,7 @@ class Producer:
         block_ids: Sequence[Sequence[int]],
         lists: Sequence[Sequence[int]],
     ) -> tuple[Hold, Sequence[Sequence[int]]]:
-        """Return hold and pages for a ticket that lists these blocks, or raise ``NoTicketError``.
-
-        All blocks of the request are held. Beyond ``max_held``, the oldest holds are ended.
-        """
+        """Return hold and pages for a ticket of these blocks, or raise ``NoTicketError``."""
         request_id = RequestId(request.request_id)
         is_answer = self._eligibility.is_answer(request)
         try:
@@ -421,7 +411,7 @@ class Producer:
                 held.ended = hold if held.ended is None else held.ended.combine(hold)
 
     def sends_finished(self, request_ids: Iterable[str]) -> None:
-        """End holds of requests that all workers have sent; if staged, only blocks are free."""
+        """End holds of requests that all workers have sent; if staged, only free their blocks."""
         self._end(self._pages.sent(request_ids))
 
     def holds_over(self, over: Mapping[int, Sequence[str]]) -> None:
@@ -498,7 +488,7 @@ class Producer:
         self._pressure.ranks = ranks
 
     def allocation_attempted(self, request: Request, computed: int) -> None:
-        """Record that vLLM tries to allocate blocks; without ``blocks_allocated``, they lack."""
+        """Record that vLLM tries to allocate blocks: if it can, ``blocks_allocated`` follows."""
         needed = num_blocks(self._groups, request.num_tokens - computed)
         self._blocks_needed[request.request_id] = needed
 
@@ -508,10 +498,7 @@ class Producer:
         self._parts.place(request, blocks)
 
     def has_pending_block_frees(self) -> bool:
-        """Record that a running request waits for a block, and end holds of conversations.
-
-        Returns whether held blocks will be free soon, so that vLLM need not preempt a request.
-        """
+        """End holds of conversations for a running request; return whether any are ending."""
         if self._pages.is_staged:
             return self._pages.frees_blocks_soon
         self._running_request_waits = True

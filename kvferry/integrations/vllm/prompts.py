@@ -39,10 +39,7 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
 
 
 def whole_prompt_digest(request: Request) -> bytes:
-    """Return what tells a request, not truncated, from one with another prompt, before either runs.
-
-    Only the name of a LoRA adapter is part of it: its content is not known then.
-    """
+    """Return a digest of a whole prompt, without the content of a LoRA adapter."""
     return prompt_digest(request, request.num_prompt_tokens)
 
 
@@ -54,10 +51,7 @@ def has_chain(request: Request) -> bool:
 def block_digests(
     request: Request, tokens: int, every: int, salt: bytes, adapter: bytes | None = None
 ) -> BlockDigests:
-    """Return a digest for each block of ``every`` of a request's first tokens, if ``has_chain``.
-
-    Generated tokens follow those of the prompt; those behind the last whole block are left out.
-    """
+    """Return a digest for each whole block of ``every`` of a request's first ``tokens``."""
     media: dict[int, list[object]] = {}
     for offset, facts in _media_facts(request):
         media.setdefault(offset // every, []).append(facts)
@@ -180,9 +174,6 @@ def cuts_media(request: Request, tail: int) -> bool:
 
 
 def handed_over_tokens(request: Request, tail: int) -> int:
-    """Return how many tokens of a prompt, not truncated, a producer computes for another engine.
-
-    All of one that has no more than ``tail`` (the producer's ``prefill_backoff``).
-    """
+    """Return how many tokens of a prompt, not truncated, a producer computes for another engine."""
     tokens: int = request.num_prompt_tokens
     return tokens - tail if tokens > tail else tokens

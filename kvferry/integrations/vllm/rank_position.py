@@ -6,7 +6,7 @@ The incarnation is a random number that an engine draws anew each time it starts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.messages import Coordinates
@@ -67,11 +67,7 @@ def current_rank_position(vllm_config: VllmConfig) -> RankPosition:
 
 
 def shared_incarnation() -> Incarnation:
-    """Return the random number that distinguishes this start of the engine from others.
-
-    The first rank draws and broadcasts it, so every worker must call this, once and at the same
-    point of its start.
-    """
+    """Return a random number of this start of the engine; all workers must call this together."""
     from vllm.distributed import parallel_state as groups
 
     incarnation = random_incarnation()
@@ -83,7 +79,7 @@ def shared_incarnation() -> Incarnation:
     return incarnation
 
 
-def parallel_sizes(parallel: ParallelConfig) -> dict[str, int]:
+def parallel_sizes(parallel: ParallelConfig) -> dict[str, Any]:
     """Return an engine's numbers of parallel ranks, by attributes of ``TicketParams``."""
     return {
         "tp_size": parallel.tensor_parallel_size,

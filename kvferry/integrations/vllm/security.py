@@ -44,10 +44,7 @@ MAX_LOGGED_KEYS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecuritySettings:
-    """The peers and tickets that an engine accepts, and its own keys and secrets.
-
-    ``watch_security_files`` replaces the peers and the secrets in place.
-    """
+    """The peers and tickets that an engine accepts, replaced in place, and its own keys."""
 
     access: Access = NEARBY
     secrets: TicketSecrets | None = None  # ``None`` if tickets are not signed
@@ -69,10 +66,7 @@ def read_security_settings(config: Config) -> SecuritySettings:
 
 
 def examine_security_settings(config: Config) -> tuple[SecuritySettings, list[str]]:
-    """Return the settings, without those that cannot be used, and a text for each problem.
-
-    No text shows a secret.
-    """
+    """Return the usable settings, and a text for each problem, which shows no secret."""
     problems: list[str] = []
 
     @contextmanager
@@ -212,8 +206,7 @@ def _listed(keys: AbstractSet[bytes]) -> str:
 def open_access_risks(security: SecuritySettings, host: str) -> Iterator[str]:
     """Yield a warning for each setting that leaves access to this engine open, and what to set.
 
-    If the side channel listens at a loopback address, the only warnings are those of secrets that
-    other users can read.
+    On a loopback address, only for secrets that other users can read.
     """
     yield from security.exposed
     if is_loopback_host(host):

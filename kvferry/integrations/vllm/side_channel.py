@@ -29,8 +29,7 @@ class EngineSideChannel:
 def loopback_risk(config: Config, *, chosen: bool) -> str | None:
     """Return a warning that other hosts cannot load from this engine, if that may be an oversight.
 
-    It may be one if the user has not set (``chosen``) the host, but a driver other than the
-    default, which is for one host.
+    That is if the host was not ``chosen``, but a driver that is not the default one, for one host.
     """
     host = config.side_channel_host
     if chosen or config.driver == DEFAULT_DRIVER or not is_loopback_host(host):

@@ -42,7 +42,7 @@ class StagedCache:
 
 
 def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
-    """Return whether an engine's cache, on this type of device, is handed over by host memory.
+    """Return whether a cache in this device's memory is handed over by host memory.
 
     Raises:
         ConfigError: ``kv_buffer_device`` names another device.

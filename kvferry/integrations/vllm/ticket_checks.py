@@ -100,10 +100,7 @@ class TicketChecks:
         self._check_tokens(request, part.total)
 
     def tokens_to_have(self, request: Request, covered: int | None) -> int:
-        """Return how many of a prompt's first tokens are not computed here, but cached or loaded.
-
-        ``covered`` is how many tokens its ticket covers; ``None`` if that was refused.
-        """
+        """Return how many first tokens are cached or loaded; a ticket covers ``covered``."""
         if self.is_turn(request):  # prefilled here, so its prompt is truncated already
             total: int = request.num_prompt_tokens
         else:
@@ -162,11 +159,7 @@ class TicketChecks:
         )
 
     def _check_tokens(self, request: Request, tokens: int) -> None:
-        """Refuse a ticket that covers another number of tokens than this engine needs.
-
-        For a request with ``skip_reading_prefix_cache``, the number never matters, because vLLM
-        loads nothing.
-        """
+        """Refuse a ticket for another number of tokens than the engine needs, if that matters."""
         expected = handed_over_tokens(request, self.backoff)
         matters = self.needs_exact_length and not request.skip_reading_prefix_cache
         if matters and tokens != expected:

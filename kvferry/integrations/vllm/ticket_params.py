@@ -107,9 +107,7 @@ S = TypeVar("S", bound=Struct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketParams(TicketFields):
-    """A producer's ticket for one request, or a part of it.
-
-    In a part, ``total`` is the number of tokens that the ticket will cover; in a ticket it is 0.
+    """A producer's ticket for one request; or a part of it, which has the ``total`` of the ticket.
 
     Unlike ``Ticket``, this class validates nothing: an engine whose side channel is not open yet,
     as in a test of the scheduler alone, hands out params with port 0, which every reader refuses.
@@ -312,10 +310,7 @@ def names_room(params: Mapping[str, Any]) -> bool:
 
 
 def room_name(params: Mapping[str, Any]) -> str | None:
-    """Return the router's name of the room of a request that is prefilled for another engine.
-
-    ``None`` if the request has none, or one that no engine can follow.
-    """
+    """Return the router's name of a request's room, ``None`` without one that can be followed."""
     name = params.get("transfer_id")
     return name if isinstance(name, str) and 1 <= len(name) <= MAX_TRANSFER_ID else None
 

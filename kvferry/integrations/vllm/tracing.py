@@ -29,10 +29,7 @@ def is_traced(vllm_config: VllmConfig) -> bool:
 
 
 class RequestSpans:
-    """Make the spans of requests when their load or hold is over, unless they have no headers.
-
-    OpenTelemetry must be installed. Attributes are named without ``PREFIX``.
-    """
+    """Make spans of requests with headers, by OpenTelemetry; attributes are without ``PREFIX``."""
 
     def __init__(self) -> None:
         from opentelemetry import trace
@@ -58,7 +55,7 @@ class RequestSpans:
         load.end(_nanoseconds(max(at, record.ended)))
 
     def failed(self, headers: Headers, begun: float, **attributes: str | int) -> None:
-        """Make the span ``kvferry.load`` of a load that has failed, begun at epoch seconds."""
+        """Make the span ``kvferry.load`` of a load that failed; ``begun`` in epoch seconds."""
         if headers:
             load = self._begin("load", _parent(headers), begun, attributes)
             load.set_status(self._trace.StatusCode.ERROR)

@@ -33,10 +33,7 @@ OLD_KEYS = ("kv_buffer_size", "kv_ip", "kv_parallel_size", "kv_rank")
 
 
 def own_transfers(transfer: object) -> list[Mapping[str, Any]]:
-    """Return the configurations in a ``--kv-transfer-config`` that select ``KVFerryConnector``.
-
-    That is the configuration itself, or those of MultiConnector's children; as keys and values.
-    """
+    """Return the keys and values that select ``KVFerryConnector``: all, or those of children."""
     whole = as_mapping(transfer)
     if _is_own(whole):
         return [whole]

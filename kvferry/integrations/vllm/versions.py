@@ -112,10 +112,7 @@ def stores_every_state(vllm_config: VllmConfig) -> bool:
 
 
 def prefill_lookahead(vllm_config: VllmConfig) -> int:
-    """Return how many tokens past a computed one a drafter reads.
-
-    vLLM says so from 0.31 on (``num_prefill_lookahead_tokens``); before, this is as in vLLM 0.31.
-    """
+    """Return how many tokens past a computed one a drafter reads, also before vLLM 0.31."""
     if hasattr(vllm_config, "num_prefill_lookahead_tokens"):
         return int(vllm_config.num_prefill_lookahead_tokens)
     speculative = vllm_config.speculative_config
@@ -182,10 +179,7 @@ def interleaves_values(layer: object) -> bool:
 
 
 def page_variant(layer: object) -> str:
-    """Return how a layer's backend fills pages if not as it usually does; empty if it does.
-
-    vLLM 0.33 decides that when it compiles the model, which it does before it allocates the caches.
-    """
+    """Return what is unusual in pages of a layer's backend: vLLM 0.33 decides when it compiles."""
     if interleaves_values(layer):
         return "interleaved V"
     shuffles = getattr(getattr(layer, "impl", None), "_shuffle_kv_layout", False) is True
@@ -212,10 +206,7 @@ def is_of_drafter(spec: KVCacheSpec) -> bool:
 
 
 def indexer_scales() -> str:
-    """Return the format of the scales of an indexer's fp8 values; empty if they are float32.
-
-    From 0.33 on, vLLM stores them as four bytes of UE8M0 on some GPUs.
-    """
+    """Return the format of the scales of an indexer's fp8 values; empty if it is float32."""
     from vllm.utils import deep_gemm
 
     uses_mx = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)

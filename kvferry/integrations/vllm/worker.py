@@ -19,7 +19,6 @@ from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SourceWatcher
 from kvferry.integrations.vllm import checks, compat_029, staging
@@ -30,6 +29,7 @@ from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.compatibility import endpoint_options, rank_identity
 from kvferry.integrations.vllm.device import (
     check_has_streams,
+    make_transport,
     platform_device,
     thread_setup,
     work_marker,
@@ -43,7 +43,6 @@ from kvferry.integrations.vllm.request_reports import is_followed
 from kvferry.integrations.vllm.security import read_security_settings, watch_security_files
 from kvferry.integrations.vllm.staging import StagedCache
 from kvferry.integrations.vllm.tracing import is_traced
-from kvferry.integrations.vllm.transport import make_transport
 
 if TYPE_CHECKING:
     import torch
@@ -80,17 +79,15 @@ than this share of the time for which the engine had nothing to do.
 class FerryWorker:
     """Apply the scheduler's messages to one rank's endpoint, and report sends and loads that ended.
 
-    ``start_worker`` makes it. It owns ``endpoint``, ``security_files`` (which reads the keys of
-    this rank's peers again) and ``staged`` (the host pages that the endpoint publishes, if the
-    cache is staged): ``close`` closes them.
+    It owns ``endpoint``, ``security_files`` (the keys of this rank's peers) and ``staged`` (the
+    host pages that the endpoint publishes): ``close`` closes them, and waits up to ``drain``
+    seconds for other engines to read the held pages.
 
     Args:
         mark_work: See ``work_marker``.
-        drain: Seconds that ``close`` waits at most for other engines to read the held pages.
         follows: Whether requests are followed in the log or in traces, so that the scheduler half
             needs the figures of each load and hold.
-        kept_elsewhere: The engine's cache groups, if other connectors may keep the pages of loads;
-            otherwise empty.
+        kept_elsewhere: The engine's cache groups, if other connectors may keep the pages of loads.
     """
 
     def __init__(
@@ -176,10 +173,7 @@ class FerryWorker:
         )
 
     def _not_whole(self, results: Results) -> Iterator[str]:
-        """Yield requests with a page that lacks tokens, and that another connector would keep.
-
-        Only vLLM's own cache can be told to leave it out (``prefix_cache``).
-        """
+        """Yield requests with an incomplete page that other connectors would keep."""
         for record in results.loads:
             tokens = record.first_tokens
             if any(g.splits_page(t) for g, t in zip(self._kept_elsewhere, tokens, strict=False)):
@@ -273,18 +267,15 @@ class UnreadRankWorker:
         self._refused: set[str] = set()
 
     def apply(self, step: StepMetadata) -> None:
-        """Record the requests that got a ticket, or whose ticket was refused, for ``results``."""
-        self._apply_orders(step.orders)
-        self._refused.update(request for request, _ in step.refused)
-
-    def _apply_orders(self, orders: HoldOrders) -> None:
-        """Record as sent the requests that got a ticket; forget holds that ended without one."""
-        for hold in orders.drops:
+        """Record for ``results`` which requests got a ticket, and whose ticket was refused."""
+        orders = step.orders
+        for hold in orders.drops:  # holds that ended without a ticket
             self._held.pop(hold, None)
         self._held.update((hold, request) for request, hold in orders.take_ons)
         for hold, _ in orders.ready:
             if hold in self._held:
                 self._sent.add(self._held.pop(hold))
+        self._refused.update(request for request, _ in step.refused)
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that got a ticket, or whose ticket was refused."""

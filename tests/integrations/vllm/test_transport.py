@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm.config import Config, ConfigError
-from kvferry.integrations.vllm.transport import make_transport
+from kvferry.integrations.vllm.device import make_transport
 
 REACHED: dict[str, set[str] | None] = {
     "loopback": {"cpu"},

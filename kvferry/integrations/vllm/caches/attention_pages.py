@@ -25,9 +25,7 @@ Fields = tuple[Field, ...] | None
 """The fields of a page, or ``None`` if the content of the page is not known."""
 
 VECTOR_BYTES = 16
-"""Size in bytes of the vectors in which ROCm's kernels read keys.
-
-See ``PagedAttention.split_kv_cache``.
+"""Size in bytes of the vectors of keys that ROCm's kernels read: ``PagedAttention.split_kv_cache``.
 """
 
 TILE = 16
@@ -59,10 +57,8 @@ From ``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and `
 def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
     """Return the kind of a cache group, and the fields of its layers' pages.
 
-    If the content of one layer's pages is not known, all pages of the group are opaque.
-
-    Raises:
-        LayoutError: A page is opaque and has gaps (see ``opaque``).
+    They are opaque if the content of one layer's is not known. Raises ``LayoutError`` as
+    ``opaque``.
     """
     packings = [packing_of(page.facts.backend) for page in pages]
     fields = [

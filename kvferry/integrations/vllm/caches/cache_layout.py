@@ -145,7 +145,7 @@ def _distinct(
 
 
 def _kernels(layer: str, tensor: torch.Tensor, spec: KVCacheSpec, blocks: int) -> int:
-    """Return of how many kernel blocks, which may be smaller, a block of the scheduler consists."""
+    """Return how many kernel blocks make one of the scheduler's blocks."""
     shape = tuple(tensor.shape)
     kernels, rest = divmod(shape[0], blocks)
     if len(shape) != 4 or rest or not kernels or shape[1] != spec.num_heads:

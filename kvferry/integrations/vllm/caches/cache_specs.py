@@ -44,6 +44,11 @@ def _refused(why: str) -> CacheSupport:
     return CacheSupport(handling=Handling.REFUSED, why=why)
 
 
+HISPARSE = _refused(
+    "a HiSparse replica on the device, which vLLM fills on demand from host memory; the pages in "
+    "host memory would have to be registered and handed over instead"
+)
+
 SPECS: Mapping[str, CacheSupport] = {
     "FullAttentionSpec": _paged("every token has its place"),
     "MLAAttentionSpec": _paged("every token, or every few, has its place; the same on every rank"),
@@ -71,14 +76,8 @@ SPECS: Mapping[str, CacheSupport] = {
         "hidden states are an output, not a cache to decode from; use vLLM's "
         "ExampleHiddenStatesConnector for these"
     ),
-    "HiSparseHotSpec": _refused(
-        "a HiSparse replica on the device, which vLLM fills on demand from host memory; the pages "
-        "in host memory would have to be registered and handed over instead"
-    ),
-    "HiSparseResidentSpec": _refused(
-        "a HiSparse replica on the device, which vLLM fills on demand from host memory; the pages "
-        "in host memory would have to be registered and handed over instead"
-    ),
+    "HiSparseHotSpec": HISPARSE,
+    "HiSparseResidentSpec": HISPARSE,
     "SinkFullAttentionSpec": _refused(
         "the kernels read the sink's keys from the engine's first blocks, in front of every "
         "request's; that no load fills these blocks would have to be proven"
@@ -88,10 +87,7 @@ SPECS: Mapping[str, CacheSupport] = {
 
 
 def refusals(config: KVCacheConfig) -> Iterator[str]:
-    """Yield a text for each cache group that cannot be handed over, with the reason.
-
-    Groups that vLLM itself does not offer for transfer are ignored.
-    """
+    """Yield why cache groups, of those that vLLM offers for transfer, cannot be handed over."""
     for group in config.transfer_groups:
         reason = _refusal(group)
         if reason:

@@ -20,11 +20,8 @@ def layer_facts(
 ) -> dict[str, LayerFacts]:
     """Return the facts of every layer whose cache is transferred, by vLLM's name of the layer.
 
-    All ranks of a tensor-parallel group must call this together, since they may exchange the scales
-    of quantised caches.
-
-    Raises:
-        LayoutError: It cannot be determined how many KV heads a layer has on all ranks together.
+    All ranks of a tensor-parallel group must call this together: they may exchange scales. Raises
+    ``LayoutError`` if it is not clear how many KV heads a layer has on all ranks together.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -48,10 +45,7 @@ def layer_facts(
 
 
 def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
-    """Return whether a layer, by its name, belongs to the draft model of speculative decoding.
-
-    Its name begins with ``draft_model.``, or has a layer number beyond those of the main model.
-    """
+    """Return whether a layer is the draft model's: by its prefix, or by a higher number."""
     if vllm_config.speculative_config is None:
         return False
     if layer.startswith("draft_model."):
@@ -68,10 +62,7 @@ def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
 
 
 def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
-    """Return how many KV heads a layer has on all tensor-parallel ranks together.
-
-    Its spec counts only those of this rank. A cache that every rank stores whole counts as one.
-    """
+    """Return how many KV heads a layer has on all ranks; 1 if each of them stores it whole."""
     here = getattr(spec, "num_kv_heads", 1)
     if versions.is_whole_on_each_rank(spec):
         return 1

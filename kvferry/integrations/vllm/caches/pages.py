@@ -22,9 +22,7 @@ Pairs = tuple[tuple[int, int], ...]
 class ShardPosition:
     """The position of a rank, which decides what part of its layers' caches the rank stores.
 
-    Attributes:
-        interleave: How many consecutive tokens one context-parallel rank stores before the next
-            rank's tokens follow.
+    It has ``interleave`` consecutive tokens before those of the next context-parallel rank.
     """
 
     tp: int = 0
@@ -175,10 +173,7 @@ class Page:
 
 
 def share(total: int, position: ShardPosition) -> tuple[int, int]:
-    """Return the range [first, last) of the model's heads or channels that a rank stores.
-
-    If there are fewer heads or channels than ranks, neighbouring ranks store the same one.
-    """
+    """Return the range [first, last) of the model's heads or channels on a rank; some share one."""
     if position.tp_size >= total:
         first = position.tp * total // position.tp_size
         return first, first + 1

@@ -47,10 +47,7 @@ def with_encodings(
 
 
 def cache_format(cache_dtype: str) -> str:
-    """Return the format of a quantised cache, or an empty text if the cache is not quantised.
-
-    vLLM's ``CacheConfig.cache_dtype`` has several names for some formats.
-    """
+    """Return the format of a quantised cache, for which vLLM has several names, or ``""``."""
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 

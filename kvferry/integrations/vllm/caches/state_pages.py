@@ -51,10 +51,7 @@ def mamba1(page: Page) -> Fields:
 
 
 def mamba2(page: Page) -> Fields:
-    """Return the fields of a Mamba 2 state: the convolution's input, and a matrix for each head.
-
-    The input's channels are x, split among ranks by heads, and B and C, split by groups.
-    """
+    """Return the fields of a Mamba 2 state: x by heads, B and C by groups, a matrix per head."""
     match page.spec.shapes:
         case ((_, _), (heads, head, size)):
             groups = _groups(page, _channels(page) - heads * head, size)
@@ -269,10 +266,7 @@ def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
 
 
 def _columns(page: Page, width: int) -> int | None:
-    """Return how many of a convolution's columns must be handed over; ``None`` if unknown.
-
-    Further columns are scratch memory of speculative decoding.
-    """
+    """Return how many columns, without scratch of drafts, are handed over; ``None`` if unknown."""
     scratch = page.spec.num_speculative_blocks
     if not page.facts.kernel:
         return None if scratch or width < 1 else width
@@ -317,10 +311,7 @@ def _convolution(page: Page, parts: Sequence[Part]) -> Fields:
 
 
 def _recurrence(page: Page, *, rows_first: bool = True) -> Field:
-    """Return the field of the recurrent state: a matrix for each head, or a row for each channel.
-
-    Each matrix is stored row by row, or unless ``rows_first`` column by column.
-    """
+    """Return the field of the recurrent state, its matrices stored by rows or by columns."""
     tensor = _tensors(page)[-1]
     heads, *inside = tensor.shape
     item = tensor.itemsize
