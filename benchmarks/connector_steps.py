@@ -52,12 +52,6 @@ class Engine:
     """The scheduler's and the worker's connector of one rank.
 
     What describes vLLM's tensors and makes the driver is left out: it is over when steps begin.
-
-    Args:
-        name: the engine's id.
-        layout: of its cache, and ``transport``: that its endpoint uses.
-        slots: blocks of the engine, and ``layers``: of the model.
-        verify_prompt: whether tickets that were made for another prompt are refused.
     """
 
     def __init__(

@@ -146,11 +146,8 @@ def row(
 ) -> Row:
     """A row of what was measured round by round, and what it is divided by.
 
-    Args:
-        section: see ``Row``, as ``case`` and ``of``.
-        ours: the figures of each round, and ``theirs``: those that they are divided by.
-        unit: of ours times ``scale``, whose median is shown unless ``measured`` says what to show.
-        target: see ``Row``.
+    ``unit`` is that of ours times ``scale``, whose median is shown unless ``measured`` says what to
+    show.
     """
     figures = np.atleast_1d(np.asarray(ours, dtype=np.float64))
     low, middle, high = spread(figures / np.asarray(theirs))
@@ -183,11 +180,7 @@ def spread(ratios: Times) -> tuple[float, float, float]:
 
 
 def verdict(target: str | None, low: float, high: float) -> bool | None:
-    """Return whether an interval meets a target; ``None`` if it lies on both sides.
-
-    Raises:
-        ValueError: the target does not begin with ``≥`` or ``≤``.
-    """
+    """Return whether an interval meets a target; ``None`` if it lies on both sides."""
     if target is None:
         return None
     sign, limit = target[:2], float(target[2:])
@@ -199,11 +192,7 @@ def verdict(target: str | None, low: float, high: float) -> bool | None:
 
 
 def row_of(found: Any) -> Row:
-    """Return a row from a list in JSON, with the values of its fields in their order.
-
-    Raises:
-        ValueError: there are more or fewer, or one is of another type.
-    """
+    """Return a row from a list in JSON, with the values of its fields; else ``ValueError``."""
     kinds = [type(value) for value in found] if isinstance(found, list) else []
     if len(kinds) != len(FIELDS) or not set(kinds[3:6]) <= {int, float}:
         raise ValueError(f"a row is a list of {', '.join(FIELDS)}, and this is {found!r}")
@@ -228,10 +217,7 @@ def main(
 ) -> NoReturn:
     """Run a benchmark: its options, its rows as tables and, if asked for, as JSON.
 
-    Args:
-        measure: yields rows; it is told the options, among them ``quick``.
-        description: the docstring of the script.
-        options: names of further options, with the arguments of ``add_argument``.
+    ``options`` are names of further options, with the arguments of ``add_argument``.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     for name, arguments in options:
@@ -290,11 +276,7 @@ def working_drivers() -> list[str]:
 
 
 class WorkerProcess:
-    """An object in a process of its own, whose methods are called from here.
-
-    Args:
-        make: makes it, there; must be importable.
-    """
+    """An object that ``make`` makes in a process of its own, whose methods are called from here."""
 
     def __init__(self, make: Callable[[], object]) -> None:
         spawn = multiprocessing.get_context("spawn")

@@ -23,13 +23,7 @@ SECONDS = 120
 
 
 class Client:
-    """Has conversations.
-
-    Args:
-        folder: has the script, in vLLM's source distribution.
-        model: the folder of the checkpoint.
-        log: where all goes that this process has to say.
-    """
+    """Has conversations, by the script in a folder of vLLM's source distribution."""
 
     def __init__(self, folder: Path, model: Path, log: Path) -> None:
         with log.open("wb") as file:

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import engines, harness, vllm_worker
+from benchmarks import engines, harness, nixl_api, vllm_worker
 from benchmarks.engines import Shape
 from benchmarks.harness import Row, WorkerProcess, row
 from kvferry.core import messages as wire
@@ -196,8 +196,7 @@ class NixlFerry(Ferry):
 class Vllm(Side):
     """vLLM's half: its worker of decode's rank 0, and what prefill's ranks publish.
 
-    Args:
-        source: the source of a vLLM; by default, the installed one is measured.
+    Of the vLLM in ``source``, or of the installed one.
     """
 
     api: Any = None
@@ -289,7 +288,7 @@ class NixlVllm(Vllm):
         return found
 
     def _start(self, tp: int, blocks: int) -> vllm_worker.Worker:
-        with vllm_worker.patient():
+        with nixl_api.patient():
             made = super()._start(tp, blocks)
         self._started.append(made)
         return made
@@ -297,7 +296,7 @@ class NixlVllm(Vllm):
     def _another(self) -> bytes:
         """The metadata of an agent with the memory of the peer's first rank."""
         config = self.api.nixl_agent_config(num_threads=4, capture_telemetry=True)
-        with vllm_worker.patient():
+        with nixl_api.patient():
             agent = self.api.nixl_agent(f"prefill-{len(self._started)}", config)
         self._started.append(agent)
         for descs in self._far.worker._registered_descs:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import engines, harness, vllm_worker
+from benchmarks import engines, harness, nixl_api, vllm_worker
 from benchmarks.engines import Shape
 from benchmarks.harness import Row, WorkerProcess, row
 from benchmarks.no_transport import WORD
@@ -166,7 +166,7 @@ class Vllm:
         if source is not None:
             vllm_worker.use_source(source)
         self._clocks, self._numbers = Clocks(), itertools.count()
-        with vllm_worker.patient():
+        with nixl_api.patient():
             self._far, self._near = (
                 vllm_worker.start(
                     tp=1, layers=layers, blocks=BLOCKS, api=self._clocks.api, dim=SHAPE.dim

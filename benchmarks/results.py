@@ -31,11 +31,7 @@ does, and otherwise open. docs/performance.md says why the last release missed s
 
 
 def loads(text: str) -> Store:
-    """Return results from their text.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return results from their text; ``ValueError`` if it is something else."""
     found = json.loads(text)
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
         raise ValueError("no results by part")
@@ -83,13 +79,7 @@ def conditions_of(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_page(store: Store, titles: Mapping[str, str], path: Path) -> None:
-    """Write the page and its plots.
-
-    Args:
-        store: the results.
-        titles: of all parts, in their order.
-        path: of the page; the plots are in a folder beside it.
-    """
+    """Write the page of all parts, in the order of their titles, and its plots beside it."""
     drawn = _draw_all(store, path.parent / "plots")
     path.write_text("\n".join(_page(store, titles, drawn)) + "\n", encoding="utf-8")
 

@@ -54,12 +54,7 @@ class Answers:
 
 
 def make_model(folder: Path, **shape: Any) -> None:
-    """Write a checkpoint of a small model with random weights, from a process that ends then.
-
-    Args:
-        folder: where to.
-        shape: arguments of ``examples.tiny_llama.build``.
-    """
+    """Write a checkpoint, by ``examples.tiny_llama.build`` in a process that ends then."""
     context = multiprocessing.get_context("forkserver")
     builder = context.Process(target=_build, args=(folder, shape))
     builder.start()
@@ -75,11 +70,7 @@ def _build(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def prepare(folder: str) -> None:
-    """Let engines be forked from a process that has imported vLLM; before the first one.
-
-    Args:
-        folder: for what vLLM leaves behind.
-    """
+    """Let engines be forked from a process that has imported vLLM; before the first one."""
     os.chdir(ROOT)  # where the process that engines are forked from looks for modules
     own = {"VLLM_CACHE_ROOT": folder, "TMPDIR": folder, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     os.environ.update(ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "WARNING"} | own)
@@ -97,8 +88,6 @@ class Engine:
     """One engine. It serves when ``started`` has returned; closing it twice is fine.
 
     Args:
-        name: of its log.
-        folder: where that is.
         arguments: of ``AsyncEngineArgs``.
         patient: whether threads of NIXL's that NixlConnector starts sleep while nothing arrives.
         cores: the only ones that it runs on; none: all that this process may use.

@@ -189,13 +189,7 @@ class Consumers:
 
 
 def measure(ranks: int, known: Sequence[bool], quick: bool) -> Iterator[Row]:
-    """Handshakes of 1,000 consumers at once, then their watches.
-
-    Args:
-        ranks: of the producer.
-        known: whether the consumers know the producer's shape, in each measurement.
-        quick: fewer consumers, and one round.
-    """
+    """Handshakes of 1,000 consumers at once, who know the producer's shape or not; then watches."""
     count, rounds, seconds = (50, 1, 2.0) if quick else (1_000, 5, 15.0)
     with ExitStack() as stack:
         producer = stack.enter_context(WorkerProcess(partial(Producer, ranks)))
@@ -287,11 +281,7 @@ IDLE_SHARE = 0.02
 
 
 class Rank:
-    """What a rank's endpoint does about producers, without its thread.
-
-    Args:
-        count: how many producers it knows, with a connection to each of their ranks.
-    """
+    """What a rank's endpoint does, without its thread, about producers whose ranks it knows."""
 
     def __init__(self, count: int) -> None:
         self._now = 0.0

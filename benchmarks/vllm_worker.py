@@ -20,8 +20,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -97,15 +97,7 @@ class Worker:
 
 
 def start(*, tp: int, layers: int, blocks: int, api: Any = None, dim: int = engines.DIM) -> Worker:
-    """Rank 0 of an engine.
-
-    Args:
-        tp: ranks of the engine.
-        layers: of the model.
-        blocks: of the engine.
-        api: NIXL's module of agents; ``None`` for the stand-in.
-        dim: elements of a head; few, where the caches are to be touched.
-    """
+    """Rank 0 of an engine, with NIXL's module of agents as ``api``, or a stand-in for it."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorWorker
 
@@ -201,12 +193,6 @@ def use_source(folder: Path) -> None:
 
     NIXL's worker is Python, and no kernel of vLLM's is called for it. vLLM finds its platform by
     how it was built, so the platform is set here.
-
-    Args:
-        folder: an unpacked source distribution, with the package ``vllm`` in it.
-
-    Raises:
-        SystemExit: there is no such package.
     """
     if not (folder / "vllm" / "__init__.py").is_file():
         raise SystemExit(f"no package vllm in {folder}: name an unpacked source distribution")
@@ -244,17 +230,6 @@ def sources(newer: Path | None) -> list[Path | None]:
     return installed + ([newer] if newer else [])
 
 
-def patient() -> AbstractContextManager[None]:
-    """Within the context, give new agents of NIXL progress threads that sleep while they are idle.
-
-    vLLM leaves them spinning. Beside several workers of one machine they would take the cores from
-    all that is measured.
-    """
-    from benchmarks import nixl_api
-
-    return nixl_api.patient()
-
-
 def quiet() -> None:
     """Its log goes nowhere, and costs no more than a check of its level."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -264,6 +239,4 @@ def quiet() -> None:
 
 def available() -> bool:
     """Whether there is a vLLM to measure against."""
-    from importlib.util import find_spec
-
-    return find_spec("vllm") is not None and sys.version_info >= (3, 11)
+    return find_spec("vllm") is not None

@@ -52,5 +52,5 @@ def run() -> int:
         status = INTERRUPTED if isinstance(exc, KeyboardInterrupt) else exc.code
         if status == INTERRUPTED:  # with which typer ends an interrupted command, without a word
             sys.stderr.write("kvferry: interrupted\n")
-        return status if isinstance(status, int) else 0
+        return status if isinstance(status, int) else int(bool(status))
     return 0

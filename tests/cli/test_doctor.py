@@ -85,8 +85,10 @@ def test_driver_that_kills_its_process_is_bad(
 ) -> None:
     environment = install_drivers(tmp_path, DYING_CODE, deadly="Driver")
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
-    (finding,) = software.drivers(probe())
+    found = probe()
+    (finding,) = software.drivers(found)
     check(finding, BAD, "status 3: segmentation fault, say")
+    check(kernel.reading(found.reading), OK, "a process read this one")
 
 
 def test_unreachable_engine_is_bad_in_the_table(
@@ -180,13 +182,10 @@ def test_untested_vllm_is_a_warning(
     check(software.vllm(), verdict)
 
 
-def test_forbidden_memory_access_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_memory_access_is_bad() -> None:
     said = "the kernel forbids reading the memory of process 7: set kernel.x to 0"
-    answer = subprocess.CompletedProcess(args=[], returncode=0, stdout=said, stderr="")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: answer)
-    finding = kernel.reading()
-    check(finding, BAD)
-    assert f"{finding.found}: {finding.remedy}" == said
+    check(kernel.reading(said), BAD, "the memory of process 7", "set kernel.x to 0")
+    check(kernel.reading(None), WARN, "not known")
 
 
 @pytest.mark.parametrize("with_keys", [False, True])

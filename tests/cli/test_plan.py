@@ -109,7 +109,7 @@ LLAMA: Config = json.loads((ROOT / "examples/configs/grouped.json").read_text())
                 "a copy takes some 4 µs beside the time of its bytes: 164 ms for the 40,960 copies "
                 "of a decode rank.",
                 "Try layout=BLHNC on both: 4,096 copies of 640 KiB; 80 times fewer.",
-                "Between GPUs of one host (CUDA IPC): 2.0 ms.",
+                "Between GPUs of one host (CUDA IPC): 2.05 ms.",
                 "vLLM: VLLM_KV_CACHE_LAYOUT=BLHNC",
                 "FLASH_ATTN, FLASHINFER and TRITON_ATTN can; CPU_ATTN, FLEX_ATTENTION",
                 "Without the variable, kvferry asks for LBHNC (not with MLA).",

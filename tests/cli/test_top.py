@@ -184,12 +184,6 @@ def test_engine_that_does_not_answer_stays_listed_and_comes_back() -> None:
     assert back["loads_per_second"] * back["seconds"] == pytest.approx(3)
 
 
-def test_nothing_follows_the_only_report(screen: Screen) -> None:
-    text = screen(NOBODY)
-    assert "1 engine, 1 without an answer" in text
-    assert "next reading" not in text
-
-
 def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown(once: Once) -> None:
     with (
         MetricsServer(recorded("decode", 1)) as decode,

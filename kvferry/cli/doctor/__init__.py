@@ -87,7 +87,7 @@ def _findings(probed: Probed) -> Iterator[Finding]:
     yield software.package()
     yield software.vllm()
     yield from software.drivers(probed, nics=devices.active_nics())
-    yield kernel.reading()
+    yield kernel.reading(probed.reading)
     yield kernel.ptrace_scope()
     yield from hardware(probed)
     yield kernel.shared_memory()

@@ -4,65 +4,27 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
-
-import numpy as np
 
 from kvferry.cli.doctor.finding import Check, Finding
 from kvferry.cli.formatting import size
-from kvferry.core.errors import DriverError
-from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_read, why_forbidden
 
-READING = Check("reading processes")
-SECONDS = 30.0
 SHARED_ENOUGH = 1 << 30
 """Free bytes of /dev/shm that suffice for engines and UCX."""
 
 
-def reading() -> Finding:
+def reading(problem: str | None) -> Finding:
     """Return the finding about reading another process's memory, as the driver ``loopback`` does.
 
-    The check starts a child process that reads this process's memory. Where the kernel's Yama
-    module restricts such reads, a child cannot read its parent unless the parent allows readers. So
-    this process allows readers first, as engines do.
+    ``problem`` is what ``Probed.reading`` says.
     """
-    word = np.random.default_rng().integers(1, 1 << 62, 1, np.uint64)
-    try:
-        allow_readers()
-    except DriverError as exc:
-        return READING.bad(str(exc), "use another driver than loopback")
-    command = [sys.executable, "-m", __name__, str(os.getpid()), str(word.ctypes.data)]
-    try:
-        run = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        return READING.warn(f"not known: a process did not answer in {SECONDS:.0f} s", "try again")
-    said = run.stdout.strip()
-    if said == str(word[0]):
-        return READING.ok("process_vm_readv: a process read this one, which is not its child")
-    problem, _, remedy = said.rpartition(": ")
-    return READING.bad(
-        problem or said or f"the process that should read ended with status {run.returncode}",
-        remedy or "loopback between processes needs process_vm_readv: use another driver",
-    )
-
-
-def _read(pid: int, address: int) -> str:
-    """Read a word of another process; return the word as text, or why it cannot be read."""
-    word = np.zeros(1, np.uint64)
-    try:
-        vm_read(pid, IOVEC.pack(word.ctypes.data, word.nbytes), IOVEC.pack(address, word.nbytes))
-    except OSError as exc:
-        return why_forbidden(exc.errno or 0, pid)
-    return str(word[0])
+    check = Check("reading processes")
+    if problem is None:
+        return check.warn("not known: the process that should read did not answer", "try again")
+    if not problem:
+        return check.ok("process_vm_readv: a process read this one, which is not its child")
+    found, _, remedy = problem.rpartition(": ")
+    return check.bad(found, remedy)
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
@@ -112,7 +74,3 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
         f"enlarge or empty {folder} (--shm-size or --ipc=host for a container): vLLM's workers "
         "and UCX's shared-memory transports keep their buffers there",
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(_read(*map(int, sys.argv[1:3])))

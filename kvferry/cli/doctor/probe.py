@@ -1,9 +1,9 @@
 """Load every driver in a child process, and report whether each works.
 
-``probe`` starts this module as the child process. The process loads every driver, asks CUDA about
-the GPUs and every UCX that a driver has loaded for its devices, and writes its report as JSON. It
-is a process of its own because transport libraries print, start threads, and may crash in their
-exit handlers.
+``probe`` starts this module as the child process. The process reads memory of its parent, loads
+every driver, asks CUDA about the GPUs and every UCX that a driver has loaded for its devices, and
+writes its report as JSON. It is a process of its own because transport libraries print, start
+threads, and may crash in their exit handlers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+import numpy as np
+from msgspec import Struct, structs
 
 from kvferry.core.errors import DriverError, TransportError
 from kvferry.core.transport.registry import DriverReport, describe, installed
 from kvferry.drivers.cuda import CudaDriver, find_cuda
+from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_read, why_forbidden
 from kvferry.drivers.ucx import dlopen
 from kvferry.drivers.ucx.library import Devices, devices, find
 
@@ -84,62 +87,84 @@ class Probed(Struct, frozen=True, kw_only=True):
         gpus: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
         ucx: The UCX libraries that the drivers loaded. Some are missing if the process crashed
             when it asked a library for its devices.
-        trouble: Why there is no report (then there is nothing else); empty if there is a report.
+        reading: Why a process cannot read another one's memory; empty if it can, ``None`` if it
+            is not known.
+        trouble: Why there is no report on the drivers; empty if there is one.
     """
 
     drivers: list[Driver] = []
     gpus: list[Gpu] | None = None
     ucx: list[Ucx] = []
+    reading: str | None = None
     trouble: str = ""
 
 
 def probe() -> Probed:
     """Load every driver in a child process, and return the process's report."""
+    word = np.random.default_rng().integers(1, 1 << 62, 1, np.uint64)
+    command = [sys.executable, "-m", __name__, str(os.getpid()), str(word.ctypes.data)]
+    # Where the kernel's Yama module restricts reading, a child cannot read its parent unless the
+    # parent allows readers, as engines do. Why it cannot, the child says.
+    with suppress(DriverError):
+        allow_readers()
     try:
         run = subprocess.run(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=SECONDS,
-            check=False,
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False
         )
-        lines = run.stdout.splitlines()
-        report = Probed()
-        for line in lines:  # Each line has more than the line before: asking UCX may crash.
-            report = msgspec.json.decode(line, type=Probed)
-    except subprocess.TimeoutExpired:
-        return Probed(trouble=f"the drivers have not started within {SECONDS:.0f} s")
-    except (OSError, msgspec.DecodeError) as exc:
+        lines, last_line = run.stdout.splitlines(), run.stderr.splitlines()[-1:]
+        why = b" ".join(last_line).decode(errors="replace").strip()
+        trouble = f"the process ended with status {run.returncode}: {why}"
+    except subprocess.TimeoutExpired as exc:
+        lines = (exc.stdout or b"").splitlines()
+        trouble = f"the drivers have not started within {SECONDS:.0f} s"
+    except OSError as exc:
         return Probed(trouble=f"the drivers could not be asked: {exc}")
-    if lines:
-        return report
-    last_line = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    return Probed(trouble=f"the process ended with status {run.returncode}: {' '.join(last_line)}")
+    report = Probed(trouble=trouble)
+    # Each line has more than the line before: asking UCX may crash.
+    for line in lines:
+        with suppress(msgspec.DecodeError):
+            report = msgspec.json.decode(line, type=Probed)
+    reading = "" if report.reading == str(word[0]) else report.reading
+    return structs.replace(report, reading=reading, trouble="" if lines[1:] else trouble)
 
 
 def main() -> None:
     """Write the report on every driver and UCX, and end without running exit handlers.
 
-    The first line has all drivers. After the GPUs, and after each UCX, the whole report is written
-    again, as a new line with them: if CUDA or a UCX crashes the process, the last complete line is
-    the report.
+    The first line has what came of reading the parent's memory, the second one all drivers. After
+    the GPUs, and after each UCX, the whole report is written again, as a new line with them: if
+    CUDA or a UCX crashes the process, the last complete line is the report.
     """
     sys.stdout.flush()
     answer = os.dup(1)
     os.dup2(2, 1)  # libraries print to stdout; keep that out of the report
+    report = Probed(reading=_read(*map(int, sys.argv[1:3])))
+    _send(answer, report)
     drivers: list[Driver] = []
     owners: dict[str, str] = {}
     for info in installed():
         drivers.append(_driver(describe(info)))
         owners = dict.fromkeys(_loaded("libucp"), info.name) | owners
-    libraries: list[Ucx] = []
-    _send(answer, Probed(drivers=drivers))
-    found = gpus(find_cuda())
-    _send(answer, Probed(drivers=drivers, gpus=found))
+    report = structs.replace(report, drivers=drivers)
+    _send(answer, report)
+    report = structs.replace(report, gpus=gpus(find_cuda()))
+    _send(answer, report)
     for path, driver in owners.items():
-        libraries.append(ucx(path, driver))
-        _send(answer, Probed(drivers=drivers, gpus=found, ucx=libraries))
+        report = structs.replace(report, ucx=[*report.ucx, ucx(path, driver)])
+        _send(answer, report)
     os._exit(0)
+
+
+def _read(pid: int, address: int) -> str:
+    """Read a word of another process; return the word as text, or why it cannot be read."""
+    word = np.zeros(1, np.uint64)
+    try:
+        vm_read(pid, IOVEC.pack(word.ctypes.data, word.nbytes), IOVEC.pack(address, word.nbytes))
+    except OSError as exc:
+        return why_forbidden(exc.errno or 0, pid)
+    except DriverError as exc:
+        return f"{exc}: use another driver than loopback"
+    return str(word[0])
 
 
 def _send(descriptor: int, probed: Probed) -> None:

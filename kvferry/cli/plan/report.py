@@ -249,8 +249,8 @@ def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
     if many:
         say(
             f"{BY_IPC}, a copy takes some {IPC_SECONDS * 1e6:.0f} µs beside the time of its bytes: "
-            f"{_ipc_time(estimate.busiest)} for the {counted(estimate.busiest, 'copy')} of a "
-            "decode rank."
+            f"{duration(estimate.busiest * IPC_SECONDS)} for the "
+            f"{counted(estimate.busiest, 'copy')} of a decode rank."
         )
     for reason in given.reasons:
         say(reason)
@@ -261,7 +261,7 @@ def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
             f"{_sizes(asdict(change))}; {fewer:,.0f} times fewer."
         )
         if many:
-            say(f"{BY_IPC}: {_ipc_time(change.busiest)}.", 4)
+            say(f"{BY_IPC}: {duration(change.busiest * IPC_SECONDS)}.", 4)
         for line in _for_vllm(change):
             say(line, 4)
     if not given.changes:
@@ -277,29 +277,28 @@ def _print_early(console: Console, question: EarlyQuestion, cases: Sequence[Earl
         f"{counted(question.chunk, 'token')}{hop * bool(question.hop_seconds)}:"
     )
     late = any(case.late_bytes for case in cases)
-    headings = ["prompt", "chunks", "prefill", "moving", *["at end"] * late]
-    headings += ["sequential", "early", "saved"]
-    rows = []
-    for case in cases:
-        at_end = duration(case.late_bytes / case.bandwidth.bytes_per_second)
-        rows.append(
-            (
-                case.bandwidth.text,
-                f"{case.prompt:,}",
-                f"{case.chunks:,}",
-                *map(duration, (case.prefill_seconds, case.move_seconds)),
-                *[at_end] * late,
-                *map(duration, (case.sequential_seconds, case.early_seconds)),
-                f"{case.saved:.0%}",
-            )
-        )
-    print_table(console, {"bandwidth": "name"} | dict.fromkeys(headings, "number"), rows)
-
-
-def _ipc_time(copies: int) -> str:
-    """Return as text how long CUDA IPC takes for copies, beside the time of their bytes."""
-    milliseconds = copies * IPC_SECONDS * 1e3
-    return f"{milliseconds:,.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+    rows = [
+        {
+            "prompt": f"{case.prompt:,}",
+            "chunks": f"{case.chunks:,}",
+            "prefill": duration(case.prefill_seconds),
+            "moving": duration(case.move_seconds),
+            "at end": duration(case.late_bytes / case.bandwidth.bytes_per_second),
+            "sequential": duration(case.sequential_seconds),
+            "early": duration(case.early_seconds),
+            "saved": f"{case.saved:.0%}",
+        }
+        for case in cases
+    ]
+    shown = [heading for heading in rows[0] if late or heading != "at end"]
+    print_table(
+        console,
+        {"bandwidth": "name"} | dict.fromkeys(shown, "number"),
+        [
+            [case.bandwidth.text, *(row[heading] for heading in shown)]
+            for case, row in zip(cases, rows, strict=True)
+        ],
+    )
 
 
 def _copy_cells(reads: Sequence[ReadEstimate]) -> tuple[str, str, str]:

@@ -95,33 +95,6 @@ class MetricsChange:
         return {group: one.new / self.seconds for group, one in counted if one.new is not None}
 
 
-def changes(
-    reading: MetricsReading, before: MetricsReading | None
-) -> Iterator[tuple[str, MetricsChange]]:
-    """Yield the change of each engine on a page; vLLM has several with data parallelism."""
-    earlier = None if before is None else _engines(before.page)
-    restarted = before is not None and reading.page.get(STARTED) != before.page.get(STARTED)
-    for engine, page in _engines(reading.page).items():
-        yield (
-            engine,
-            MetricsChange(
-                now=page,
-                before=None if earlier is None else {} if restarted else earlier.get(engine, {}),
-                seconds=0.0 if before is None else reading.time - before.time,
-            ),
-        )
-
-
-def _engines(page: MetricsPage) -> dict[str, MetricsPage]:
-    """Split a page by the label ``engine``; what has none of this label is left out."""
-    engines: dict[str, MetricsPage] = {}
-    for name, series in page.items():
-        for labels, value in series.items():
-            if (engine := dict(labels).get("engine")) is not None:
-                engines.setdefault(engine, {}).setdefault(name, {})[labels] = value
-    return dict(sorted(engines.items()))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerPulls:
     """What a decode engine pulls from one prefill engine.
@@ -207,8 +180,39 @@ class EngineReport:
         return self.seconds is None and self.error is not None
 
 
-def engine_report(name: str, change: MetricsChange) -> EngineReport:
-    """Return what is shown of an engine that answered."""
+def engine_reports(
+    name: str, reading: MetricsReading, before: MetricsReading | None
+) -> list[EngineReport]:
+    """Return what is shown of each engine on a page; vLLM has several with data parallelism."""
+    found = _by_engine(reading.page)
+    earlier = None if before is None else _by_engine(before.page)
+    restarted = before is not None and reading.page.get(STARTED) != before.page.get(STARTED)
+    if not found:
+        return [EngineReport(name=name, error="the page has no metric of an engine")]
+    return [
+        _engine_report(
+            name if len(found) == 1 else f"{name}#{engine}",
+            MetricsChange(
+                now=page,
+                before=None if earlier is None else {} if restarted else earlier.get(engine, {}),
+                seconds=0.0 if before is None else reading.time - before.time,
+            ),
+        )
+        for engine, page in found.items()
+    ]
+
+
+def _by_engine(page: MetricsPage) -> dict[str, MetricsPage]:
+    """Split a page by the label ``engine``; what has none of this label is left out."""
+    engines: dict[str, MetricsPage] = {}
+    for name, series in page.items():
+        for labels, value in series.items():
+            if (engine := dict(labels).get("engine")) is not None:
+                engines.setdefault(engine, {}).setdefault(name, {})[labels] = value
+    return dict(sorted(engines.items()))
+
+
+def _engine_report(name: str, change: MetricsChange) -> EngineReport:
     without = not any(metric.startswith(KVFERRY) for metric in change.now)
     host_pages = change.counted("host_pages_used", "use")
     return EngineReport(

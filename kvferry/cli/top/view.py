@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kvferry.cli.formatting import counted
 from kvferry.cli.output import table_of
 from kvferry.cli.top.report import LOST, Counted, EngineReport, HoldsReport
 from kvferry.cli.top.scrape import brief
@@ -31,14 +32,14 @@ STAGE_HEADINGS = {
 Row = Sequence[str | Text]
 
 
-def tables(engines: Sequence[EngineReport], width: int, *, once: bool = False) -> RenderableType:
-    """Return the tables of all engines; ``once`` if no other report follows."""
+def tables(engines: Sequence[EngineReport], width: int) -> RenderableType:
+    """Return the tables of all engines."""
     is_staged = any(engine.host_pages_used is not None for engine in engines)
     staged = ",host\npages" if is_staged else ""
     copied = any(Stage.COPY in pull.seconds_per_pull for one in engines for pull in one.pulls)
     stages = [stage for stage in STAGE_HEADINGS if copied or stage is not Stage.COPY]
     answered = [engine for engine in engines if engine.error is None]
-    parts: list[RenderableType] = [_heading(engines, once=once)]
+    parts: list[RenderableType] = [_heading(engines)]
     for title, headings, rows in (
         (
             "Engines",
@@ -99,16 +100,13 @@ def number(value: float | None, factor: float = 1) -> str:
     return f"{value:,.{0 if whole else 1 if abs(value) >= 10 else 2}f}"
 
 
-def _heading(engines: Sequence[EngineReport], *, once: bool) -> Text:
+def _heading(engines: Sequence[EngineReport]) -> Text:
     """Return the first line: how many engines there are, and over how long rates were taken."""
     silent = sum(engine.is_silent for engine in engines)
     seconds = max((engine.seconds for engine in engines if engine.seconds), default=None)
-    words = [f"{len(engines)} engine{'s' if len(engines) != 1 else ''}"]
+    words = [counted(len(engines), "engine")]
     words += [f"{silent} without an answer"] if silent else []
-    if seconds:
-        words.append(f"rates over {seconds:.1f} s")
-    elif not once:
-        words.append("rates follow with the next reading")
+    words.append(f"rates over {seconds:.1f} s" if seconds else "no rates yet")
     return Text("kvferry top", style="bold").append(f"  {', '.join(words)}", style="not bold")
 
 
@@ -167,9 +165,9 @@ def _percent(share: float | None) -> str:
     return UNKNOWN if share is None else f"{100 * share:.0f}%"
 
 
-def _counted(counted: Counted | None, style: str = "red") -> Text:
+def _counted(one: Counted | None, style: str = "red") -> Text:
     """Return a total, with what came since the previous reading in a style: ``12 +2``."""
-    if counted is None:
+    if one is None:
         return Text(UNKNOWN)
-    text = Text(f"{counted.total:,.0f}" if counted.total < 1e9 else f"{counted.total:.3g}")
-    return text.append(f" +{counted.new:,.0f}", style=style) if counted.new else text
+    text = Text(f"{one.total:,.0f}" if one.total < 1e9 else f"{one.total:.3g}")
+    return text.append(f" +{one.new:,.0f}", style=style) if one.new else text
