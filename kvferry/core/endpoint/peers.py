@@ -60,7 +60,7 @@ MAX_DOWN = 1 << 12
 
 
 class PeerUse(enum.Enum):
-    """A use of a producer, which keeps it from being disconnected as idle or to make room."""
+    """A use of a producer, which keeps it from being disconnected as unused or to make room."""
 
     LOAD = enum.auto()
     """A load from the producer that is not over."""
@@ -278,8 +278,7 @@ class Peers:
         """Those that wait for a reply."""
         self._next_look = 0.0
         self._wanted: deque[tuple[PeerKey, int]] = deque()
-        self._by_use: dict[Peer, None] = {}
-        """Those that are connected, in the order of ``Peer.last_used``."""
+        self._connected: dict[Peer, None] = {}
         self._memory = PeerMemoryBudget()
         self._reader = ReplyReader(options, rank)
         self._read_calls = BlockingCalls(
@@ -353,7 +352,7 @@ class Peers:
             elif peer.suspect and waiter.loads:
                 self._deferred.setdefault(peer, []).append(waiter)
             else:
-                self._touch(peer)
+                peer.last_used = self._clock()
                 ready, fail = partial(waiter.ready, peer), partial(self._fail, [waiter])
                 self._containment.run("a ticket whose producer is connected", ready, fail)
         self._connect_if_due(producer)
@@ -523,10 +522,10 @@ class Peers:
 
     def _admit(self, peer: Peer) -> None:
         """Count a producer among those that can be used."""
-        for other in list(self._by_use):
+        for other in list(self._connected):
             if other.key.engine == peer.key.engine and not other.loads:  # an earlier incarnation
                 self.give_up(other)
-        self._by_use[peer] = None
+        self._connected[peer] = None
         self._down.pop(peer.key.engine, None)
         self._set_gauges()
         seconds = time.perf_counter() - peer.begun
@@ -561,14 +560,9 @@ class Peers:
     def release(self, peer: Peer, use: PeerUse) -> None:
         """End one use of a peer that ``Peer.acquire`` has counted."""
         peer.uses[use] -= 1
-        self._touch(peer)
+        peer.last_used = self._clock()
         if peer.is_ending and not peer.is_used:
             self.give_up(peer)
-
-    def _touch(self, peer: Peer) -> None:
-        peer.last_used = self._clock()
-        if self._by_use.pop(peer, peer) is None:
-            self._by_use[peer] = None
 
     def give_up(self, peer: Peer, error: KVFerryError | None = None) -> None:
         """End a peer's connections that no other uses, and their transfers.
@@ -580,7 +574,7 @@ class Peers:
         if error is not None:
             self._count_lost(peer, error)
         peer.connected = False
-        if self._by_use.pop(peer, peer) is None:
+        if self._connected.pop(peer, peer) is None:
             self._set_gauges()
         producer = self._producers.get(peer.name)
         if producer is not None and producer.peer is peer:
@@ -611,12 +605,12 @@ class Peers:
         self._set_gauges()
 
     def _set_gauges(self) -> None:
-        self._metrics.set(PEERS_UP, len(self._by_use))
+        self._metrics.set(PEERS_UP, len(self._connected))
         self._metrics.set(PEERS_DOWN, len(self._down))
 
     def using(self, connection: PeerId) -> list[Peer]:
         """Return the peers that use a connection; several engines may share it."""
-        return [peer for peer in self._by_use if connection in peer.connections.values()]
+        return [peer for peer in self._connected if connection in peer.connections.values()]
 
     @property
     def awaited(self) -> list[Peer]:
@@ -632,7 +626,7 @@ class Peers:
         return peer.path or ""
 
     def progress(self, now: float) -> None:
-        """Do what is due: connect anew, say what is lacking, disconnect what is idle."""
+        """Do what is due: connect anew, and say what is lacking."""
         for engine in [*takewhile(lambda each: self._down[each] <= now, self._down)]:
             del self._down[engine]
             self._set_gauges()
@@ -645,13 +639,6 @@ class Peers:
                 self._connect_if_due(producer)
         if self._unknown and now >= self._next_look:
             self._look_after_unknown(now)
-        since = now - self._engine_ttl
-        for idle in [*takewhile(lambda each: each.last_used < since, self._by_use)]:
-            if idle.is_used:
-                self._touch(idle)
-            else:  # its reply stays here until the directory lets the producer go
-                logger.info("engine %s: idle, disconnected", idle.key.engine)
-                self.give_up(idle)
 
     def _look_after_unknown(self, now: float) -> None:
         """Tell the directory which replies are lacking, and fail who has waited for too long."""
