@@ -81,7 +81,6 @@ class Peer:
         connected: ``False`` once the peer is given up.
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
-        is_ending: whether the directory watches it no more: it is given up when nothing uses it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
         uses: the number of each use, from ``acquire`` to ``Peers.release``.
     """
@@ -94,7 +93,6 @@ class Peer:
     connections: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
     suspect: bool = False
-    is_ending: bool = False
     path: str | None = None
     throughput: dict[int, Throughput | None] = field(default_factory=dict)
     uses: Counter[PeerUse] = field(default_factory=Counter)
@@ -108,8 +106,8 @@ class Peer:
             state = "given up"
         elif not self.connections:
             state = "connecting"
-        elif self.suspect or self.is_ending:
-            state = "suspect" if self.suspect else "ending"
+        elif self.suspect:
+            state = "suspect"
         uses = "".join(f", {n} {use.name.lower()}s" for use, n in self.uses.items() if n)
         name = f"{self.key.engine} {self.incarnation:x}"
         return f"<peer {name}: {state}{uses}, connections {self.connections}>"
@@ -386,26 +384,18 @@ class Peers:
     def _on_gone(self, key: PeerKey, incarnation: int, error: KVFerryError | None) -> None:
         """Let a producer go; without an error it was only unused, and what uses it may end."""
         producer = self._producers.get((key.engine, incarnation, key.ticket_key))
+        waiters = [] if error is None else self._unknown.pop(key, [])
         if producer is not None and producer.watched == key:
-            waiting, producer.waiting = producer.waiting, []
-            peer = producer.connected
-            if peer is not None and error is not None:
-                self._lost(peer, error)
-            elif peer is not None and peer.is_used:
-                peer.is_ending = True
+            waiters += producer.waiting
+            producer.waiting = []
+            if producer.connected is not None and error is not None:
+                self._lost(producer.connected, error)
             self._drop(producer)
-            if error is None:
-                for waiter in waiting:
-                    self._connect_for(waiter)
-            else:
-                self._fail(waiting, error)
-        if error is None:
-            return
-        for waiter in self._unknown.pop(key, []):
-            if waiter.ticket.incarnation == incarnation:
-                self._fail([waiter], error)
-            else:
+        for waiter in waiters:
+            if error is None or waiter.ticket.incarnation != incarnation:
                 self._connect_for(waiter)
+            else:
+                self._fail([waiter], error)
 
     def _add(self, key: PeerKey, reply: EncodedReply) -> None:
         """Keep and read a reply with payloads, unless its producer is known."""
@@ -561,8 +551,9 @@ class Peers:
         """End one use of a peer that ``Peer.acquire`` has counted."""
         peer.uses[use] -= 1
         peer.last_used = self._clock()
-        if peer.is_ending and not peer.is_used:
-            self.give_up(peer)
+        producer = self._producers.get(peer.name)
+        if not peer.is_used and (producer is None or producer.peer is not peer):
+            self.give_up(peer)  # the directory has let it go meanwhile
 
     def give_up(self, peer: Peer, error: KVFerryError | None = None) -> None:
         """End a peer's connections that no other uses, and their transfers.
