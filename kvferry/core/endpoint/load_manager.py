@@ -512,9 +512,7 @@ class LoadManager:
         self._connections.close(connection)
 
     def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
-        """Disconnect from a peer and fail all loads from it; nothing if it was given up before."""
-        if not peer.connected:
-            return
+        """Disconnect from a peer, unless it was given up before, and fail all loads from it."""
         self.peers.give_up(peer, error)
         for state in self._states.values():
             if state.peer is peer:
