@@ -80,23 +80,17 @@ class _PayloadHeader(Versions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         Versions.__post_init__(self)
-        if self.slots.address % WORD_BYTES or self.slots.nbytes % WORD_BYTES:
-            raise WireError(
-                f"slot table at {self.slots.address:#x} of {self.slots.nbytes} bytes: both must be "
-                f"multiples of {WORD_BYTES}, or a word could be read torn"
-            )
-        header = self.fingerprint
-        if header and (header.nbytes != FINGERPRINT_BYTES or header.address % WORD_BYTES):
-            raise WireError(
-                f"fingerprint of {header.nbytes} bytes at {header.address:#x}: it has "
-                f"{FINGERPRINT_BYTES}, at a multiple of {WORD_BYTES}"
-            )
-        marks = self.watermarks
-        if marks and (marks.nbytes != self.slots.nbytes or marks.address % WORD_BYTES):
-            raise WireError(
-                f"watermarks of {marks.nbytes} bytes at {marks.address:#x}: they have as many as "
-                f"the slot table, {self.slots.nbytes}, at a multiple of {WORD_BYTES}"
-            )
+        table = self.slots.nbytes
+        for name, words, nbytes in (
+            ("slot table", self.slots, table // WORD_BYTES * WORD_BYTES),
+            ("fingerprint", self.fingerprint, FINGERPRINT_BYTES),
+            ("watermarks", self.watermarks, table),
+        ):
+            if words and (words.address % WORD_BYTES or words.nbytes != nbytes):
+                raise WireError(
+                    f"{name} of {words.nbytes} bytes at {words.address:#x}: it has {nbytes}, "
+                    f"at a multiple of {WORD_BYTES}, or a word could be read torn"
+                )
 
 
 class RankPayload(_PayloadHeader, frozen=True, kw_only=True):

@@ -263,18 +263,13 @@ class Metrics:
         self._common = common
         self._new: Data = {}
         self._gauges: dict[tuple[str, ...], float] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def add(self, figure: Metric, value: float = 1, **labels: str) -> None:
-        """Add a value to a counter; adding 0 does nothing."""
-        if value:
+        """Add a value to a counter (0 does nothing), or an observed value to a histogram."""
+        if value or figure.kind is MetricKind.HISTOGRAM:
             with self._lock:
                 self._put(figure, value, labels)
-
-    def observe(self, figure: Metric, value: float, **labels: str) -> None:
-        """Add an observed value to a histogram."""
-        with self._lock:
-            self._put(figure, [value], labels)
 
     def set(self, figure: Metric, value: float, **labels: str) -> None:
         """Set a gauge (0 until then); pass its labels in the same order in each call."""
@@ -308,28 +303,22 @@ class Metrics:
                 (COPIES, record.copies),
                 (PULLS, 1),
             ):
-                if value:
-                    self._put(figure, value, carried)
-            self._put(LOAD_SECONDS, [record.seconds], {})
+                self.add(figure, value, **carried)
+            self.add(LOAD_SECONDS, record.seconds)
             for stage, seconds in record.stages.items():
-                self._put_stage(stage, seconds, record.peer)
+                self.count_stage(stage, seconds, record.peer)
 
     def count_stage(self, stage: Stage, seconds: float, peer: str) -> None:
         """Count the time that a load from a peer (its id or label) spent in a stage."""
         with self._lock:
-            self._put_stage(stage, seconds, peer)
+            self.add(STAGE_SECONDS, seconds, stage=stage.value)
+            self.add(PEER_SECONDS, seconds, peer=peer[:MAX_NAME], stage=stage.value)
 
-    def _put_stage(self, stage: Stage, seconds: float, peer: str) -> None:
-        """Count the time of a stage. The caller must hold the lock."""
-        self._put(STAGE_SECONDS, [seconds], {"stage": stage.value})
-        if seconds:
-            labels = {"peer": peer[:MAX_NAME], "stage": stage.value}
-            self._put(PEER_SECONDS, seconds, labels)
-
-    def _put(self, figure: Metric, value: Any, labels: Mapping[str, str]) -> None:  # noqa: ANN401
-        """Add a value, for a histogram a list of them. The caller must hold the lock."""
+    def _put(self, figure: Metric, value: float, labels: Mapping[str, str]) -> None:
+        """Add a value. The caller must hold the lock."""
         known = {**self._common, **labels}
-        _add(self._new, figure, [known[name] for name in figure.labels], value)
+        added = [value] if figure.kind is MetricKind.HISTOGRAM else value
+        _add(self._new, figure, [known[name] for name in figure.labels], added)
 
 
 class PeerNames:

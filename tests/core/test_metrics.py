@@ -150,7 +150,7 @@ def test_the_number_of_peer_names_is_bounded() -> None:
 def test_a_distribution_that_is_not_taken_does_not_grow_without_bound() -> None:
     metrics = new_metrics()
     for _ in range(MAX_OBSERVED + 10):
-        metrics.observe(LOAD_SECONDS, 1.0)
+        metrics.add(LOAD_SECONDS, 1.0)
     data = metrics.take()
     assert data is not None
     assert len(data["load_seconds"]["loopback"]) == MAX_OBSERVED
@@ -164,12 +164,10 @@ events = st.lists(st.tuples(st.sampled_from(FIGURES), names, names, amounts), ma
 def apply_events(metrics: Metrics, happened: list[tuple[Metric, str, str, int]]) -> None:
     for metric, one, two, amount in happened:
         labels = dict.fromkeys(set(metric.labels) - {"driver", "rank"}, one) | {"path": two}
-        if metric.kind is MetricKind.COUNTER:
-            metrics.add(metric, amount, **labels)
-        elif metric.kind is MetricKind.GAUGE:
+        if metric.kind is MetricKind.GAUGE:
             metrics.set(metric, amount)
         else:
-            metrics.observe(metric, amount, **labels)
+            metrics.add(metric, amount, **labels)
 
 
 @given(events, st.integers(0, 30), st.integers(0, 30))

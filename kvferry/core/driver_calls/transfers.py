@@ -102,7 +102,7 @@ class Read:
         has_ended: whether ``finished`` was called.
     """
 
-    peer: PeerId
+    connection: PeerId
     build: Callable[[], Copies | PagedCopies]
     finished: Callable[[Outcome], None]
     failing: Callable[[KVFerryError], None]
@@ -147,7 +147,7 @@ class Transfers:
         if read.urgent:
             self._urgent.append(read)
         else:
-            self._queued.setdefault(read.peer, deque()).append(read)
+            self._queued.setdefault(read.connection, deque()).append(read)
 
     def progress(self) -> bool:
         """Poll; without news, post queued reads and poll again. Return whether there was any."""
@@ -188,7 +188,7 @@ class Transfers:
         unwanted = [read for read in waiting if not read.tags]
         self._end(unwanted, TransferCancelledError("cancelled before it was posted"))
         for transfer, read in posted:
-            if not read.tags and read.peer not in self._disconnecting:
+            if not read.tags and read.connection not in self._disconnecting:
                 self._containment.run(
                     "the driver's cancel", partial(self._transport.cancel, transfer)
                 )
@@ -203,19 +203,19 @@ class Transfers:
             if not grace.reads or (posted and self._containment.run(what, escalate) is False):
                 del self._graces[grace]
 
-    def begin_disconnect(self, peer: PeerId) -> None:
+    def begin_disconnect(self, connection: PeerId) -> None:
         """Fail the reads queued for a connection. Called before the driver closes it."""
         # Until ``end_disconnect``, its posted reads are neither polled nor cancelled: the driver
         # allows no calls about them while its ``disconnect`` runs.
-        self._disconnecting.add(peer)
-        gone = [read for read in self._waiting() if read.peer == peer]
+        self._disconnecting.add(connection)
+        gone = [read for read in self._waiting() if read.connection == connection]
         self._end(gone, PeerLostError("its peer was disconnected"))
 
-    def end_disconnect(self, peer: PeerId, *, closed: bool) -> None:
+    def end_disconnect(self, connection: PeerId, *, closed: bool) -> None:
         """Resume polling a connection's reads; if it is ``closed``, none can write any more."""
-        self._disconnecting.discard(peer)
+        self._disconnecting.discard(connection)
         for read in self._posted.values():
-            read.is_quiesced |= closed and read.peer == peer
+            read.is_quiesced |= closed and read.connection == connection
 
     def _end(self, reads: Sequence[Read], error: KVFerryError) -> None:
         for read in reads:
@@ -228,23 +228,23 @@ class Transfers:
         return list(chain(self._urgent, *self._queued.values()))
 
     def _drop(self, read: Read) -> None:
-        reads = self._urgent if read.urgent else self._queued[read.peer]
+        reads = self._urgent if read.urgent else self._queued[read.connection]
         reads.remove(read)
         if not read.urgent and not reads:
-            del self._queued[read.peer]
+            del self._queued[read.connection]
 
     def _next(self) -> Read | None:
-        """Take the next read to post from its queue: urgent reads first, then each peer in turn."""
+        """Take the next read to post: urgent ones first, then from each connection in turn."""
         if self._limit is not None and len(self._posted) >= self._limit:
             return None
         if self._urgent:
             return self._urgent.popleft()
-        for peer in self._queued:
-            if self._under_way[peer] < UNDER_WAY_BYTES:
-                reads = self._queued.pop(peer)
+        for connection in self._queued:
+            if self._under_way[connection] < UNDER_WAY_BYTES:
+                reads = self._queued.pop(connection)
                 read = reads.popleft()
                 if reads:
-                    self._queued[peer] = reads
+                    self._queued[connection] = reads
                 return read
         return None
 
@@ -255,22 +255,26 @@ class Transfers:
         if transfer is not None:
             read.posted = time.perf_counter()
             self._posted[transfer] = read
-            self._under_way[read.peer] += read.nbytes
+            self._under_way[read.connection] += read.nbytes
 
     def _begin(self, read: Read) -> TransferId:
         copies = read.build()
         read.copies, read.nbytes = len(copies), copies.total
         begun = self._clock()  # a measured time does not include building the copies
         if isinstance(copies, PagedCopies):
-            transfer = self._transport.read_pages(read.peer, copies, read.notify)
+            transfer = self._transport.read_pages(read.connection, copies, read.notify)
         else:
-            transfer = self._transport.read(read.peer, copies, read.notify)
+            transfer = self._transport.read(read.connection, copies, read.notify)
         if read.throughput is not None:
             read.throughput.begin(begun)
         return transfer
 
     def _poll(self) -> bool:
-        ids = [each for each, read in self._posted.items() if read.peer not in self._disconnecting]
+        ids = [
+            each
+            for each, read in self._posted.items()
+            if read.connection not in self._disconnecting
+        ]
         if not ids:
             self._containment.succeeded(POLL)  # nothing had to be polled
             return False
@@ -280,7 +284,7 @@ class Transfers:
         has_news = False
         for transfer, status in zip(ids, statuses, strict=True):
             # A callback may have begun to close the connection: leave its other reads alone, too.
-            disconnecting = self._posted[transfer].peer in self._disconnecting
+            disconnecting = self._posted[transfer].connection in self._disconnecting
             if status.state is not State.PENDING and not disconnecting:
                 has_news = self._on_status(transfer, status) or has_news
         return has_news
@@ -312,9 +316,9 @@ class Transfers:
         if not status.state.final:
             return False
         del self._posted[transfer]
-        self._under_way[read.peer] -= read.nbytes
-        if not self._under_way[read.peer]:
-            del self._under_way[read.peer]
+        self._under_way[read.connection] -= read.nbytes
+        if not self._under_way[read.connection]:
+            del self._under_way[read.connection]
         self._containment.run("the driver's forget", partial(self._transport.forget, transfer))
         if read.throughput is not None:
             measure = partial(

@@ -237,8 +237,7 @@ def _clip(wanted: tuple[int, int] | None, since: int, until: int | None) -> tupl
 
 def check_same_engine(ticket: Ticket, part: Ticket) -> None:
     """Refuse a part whose engine, incarnation or ticket key is not that of its load's first."""
-    first, other = ((each.engine, each.incarnation, each.ticket_key) for each in (ticket, part))
-    if first != other:
+    if ticket.producer != part.producer:
         raise TicketError(
             f"a part of the prompt is from engine {part.engine!r} (incarnation "
             f"{part.incarnation}), and the first was from {ticket.engine!r} (incarnation "

@@ -311,7 +311,9 @@ class LoadManager:
         # Closing a connection also fails all other loads that read over it, even from other
         # engines. So while one of those is wanted, nothing is closed until the cancelled load's
         # deadline has passed.
-        connections = {read.peer for read in reads if self._connections.is_open(read.peer)}
+        connections = {
+            each.connection for each in reads if self._connections.is_open(each.connection)
+        }
         is_late = self._clock() >= state.machine.deadline
         if is_late or not self._are_wanted(connections):
             error = PeerLostError("disconnected, to end a read that was cancelled")
@@ -448,7 +450,7 @@ class LoadManager:
             path, measure = partial(self.peers.path, peer), self._slow_path_warnings.measure
             peer.throughput[rank] = measure(peer.key.engine, peer.sources[rank], path)
         read = Read(
-            peer=peer.connection(rank),
+            connection=peer.connection(rank),
             build=batches.build_paged if self._capabilities.paged_reads else batches.build,
             finished=finished,
             failing=partial(self._on_failing, state, rank),
@@ -512,9 +514,7 @@ class LoadManager:
         self._connections.close(connection)
 
     def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
-        """Disconnect from a peer and fail all loads from it; nothing if it was given up before."""
-        if not peer.connected:
-            return
+        """Disconnect from a peer, unless it was given up before, and fail all loads from it."""
         self.peers.give_up(peer, error)
         for state in self._states.values():
             if state.peer is peer:

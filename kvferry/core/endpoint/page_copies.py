@@ -159,6 +159,6 @@ class RunningCopies:
             copy.passed = None
             return False
         seconds = self._clock() - copy.begun
-        self._metrics.observe(COPY_SECONDS, seconds, direction=copy.direction.value)
+        self._metrics.add(COPY_SECONDS, seconds, direction=copy.direction.value)
         self._tell(copy.ended, None)
         return True

@@ -60,7 +60,7 @@ MAX_DOWN = 1 << 12
 
 
 class PeerUse(enum.Enum):
-    """A use of a producer, which keeps it from being disconnected as idle or to make room."""
+    """A use of a producer, which keeps it from being disconnected as unused or to make room."""
 
     LOAD = enum.auto()
     """A load from the producer that is not over."""
@@ -81,7 +81,6 @@ class Peer:
         connected: ``False`` once the peer is given up.
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
-        is_ending: whether the directory watches it no more: it is given up when nothing uses it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
         uses: the number of each use, from ``acquire`` to ``Peers.release``.
     """
@@ -94,7 +93,6 @@ class Peer:
     connections: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
     suspect: bool = False
-    is_ending: bool = False
     path: str | None = None
     throughput: dict[int, Throughput | None] = field(default_factory=dict)
     uses: Counter[PeerUse] = field(default_factory=Counter)
@@ -108,8 +106,8 @@ class Peer:
             state = "given up"
         elif not self.connections:
             state = "connecting"
-        elif self.suspect or self.is_ending:
-            state = "suspect" if self.suspect else "ending"
+        elif self.suspect:
+            state = "suspect"
         uses = "".join(f", {n} {use.name.lower()}s" for use, n in self.uses.items() if n)
         name = f"{self.key.engine} {self.incarnation:x}"
         return f"<peer {name}: {state}{uses}, connections {self.connections}>"
@@ -278,8 +276,7 @@ class Peers:
         """Those that wait for a reply."""
         self._next_look = 0.0
         self._wanted: deque[tuple[PeerKey, int]] = deque()
-        self._by_use: dict[Peer, None] = {}
-        """Those that are connected, in the order of ``Peer.last_used``."""
+        self._connected: dict[Peer, None] = {}
         self._memory = PeerMemoryBudget()
         self._reader = ReplyReader(options, rank)
         self._read_calls = BlockingCalls(
@@ -353,7 +350,7 @@ class Peers:
             elif peer.suspect and waiter.loads:
                 self._deferred.setdefault(peer, []).append(waiter)
             else:
-                self._touch(peer)
+                peer.last_used = self._clock()
                 ready, fail = partial(waiter.ready, peer), partial(self._fail, [waiter])
                 self._containment.run("a ticket whose producer is connected", ready, fail)
         self._connect_if_due(producer)
@@ -387,26 +384,18 @@ class Peers:
     def _on_gone(self, key: PeerKey, incarnation: int, error: KVFerryError | None) -> None:
         """Let a producer go; without an error it was only unused, and what uses it may end."""
         producer = self._producers.get((key.engine, incarnation, key.ticket_key))
+        waiters = [] if error is None else self._unknown.pop(key, [])
         if producer is not None and producer.watched == key:
-            waiting, producer.waiting = producer.waiting, []
-            peer = producer.connected
-            if peer is not None and error is not None:
-                self._lost(peer, error)
-            elif peer is not None and peer.is_used:
-                peer.is_ending = True
+            waiters += producer.waiting
+            producer.waiting = []
+            if producer.connected is not None and error is not None:
+                self._lost(producer.connected, error)
             self._drop(producer)
-            if error is None:
-                for waiter in waiting:
-                    self._connect_for(waiter)
-            else:
-                self._fail(waiting, error)
-        if error is None:
-            return
-        for waiter in self._unknown.pop(key, []):
-            if waiter.ticket.incarnation == incarnation:
-                self._fail([waiter], error)
-            else:
+        for waiter in waiters:
+            if error is None or waiter.ticket.incarnation != incarnation:
                 self._connect_for(waiter)
+            else:
+                self._fail([waiter], error)
 
     def _add(self, key: PeerKey, reply: EncodedReply) -> None:
         """Keep and read a reply with payloads, unless its producer is known."""
@@ -523,10 +512,10 @@ class Peers:
 
     def _admit(self, peer: Peer) -> None:
         """Count a producer among those that can be used."""
-        for other in list(self._by_use):
+        for other in list(self._connected):
             if other.key.engine == peer.key.engine and not other.loads:  # an earlier incarnation
                 self.give_up(other)
-        self._by_use[peer] = None
+        self._connected[peer] = None
         self._down.pop(peer.key.engine, None)
         self._set_gauges()
         seconds = time.perf_counter() - peer.begun
@@ -561,14 +550,10 @@ class Peers:
     def release(self, peer: Peer, use: PeerUse) -> None:
         """End one use of a peer that ``Peer.acquire`` has counted."""
         peer.uses[use] -= 1
-        self._touch(peer)
-        if peer.is_ending and not peer.is_used:
-            self.give_up(peer)
-
-    def _touch(self, peer: Peer) -> None:
         peer.last_used = self._clock()
-        if self._by_use.pop(peer, peer) is None:
-            self._by_use[peer] = None
+        producer = self._producers.get(peer.name)
+        if not peer.is_used and (producer is None or producer.peer is not peer):
+            self.give_up(peer)  # the directory has let it go meanwhile
 
     def give_up(self, peer: Peer, error: KVFerryError | None = None) -> None:
         """End a peer's connections that no other uses, and their transfers.
@@ -580,7 +565,7 @@ class Peers:
         if error is not None:
             self._count_lost(peer, error)
         peer.connected = False
-        if self._by_use.pop(peer, peer) is None:
+        if self._connected.pop(peer, peer) is None:
             self._set_gauges()
         producer = self._producers.get(peer.name)
         if producer is not None and producer.peer is peer:
@@ -611,12 +596,12 @@ class Peers:
         self._set_gauges()
 
     def _set_gauges(self) -> None:
-        self._metrics.set(PEERS_UP, len(self._by_use))
+        self._metrics.set(PEERS_UP, len(self._connected))
         self._metrics.set(PEERS_DOWN, len(self._down))
 
     def using(self, connection: PeerId) -> list[Peer]:
         """Return the peers that use a connection; several engines may share it."""
-        return [peer for peer in self._by_use if connection in peer.connections.values()]
+        return [peer for peer in self._connected if connection in peer.connections.values()]
 
     @property
     def awaited(self) -> list[Peer]:
@@ -632,7 +617,7 @@ class Peers:
         return peer.path or ""
 
     def progress(self, now: float) -> None:
-        """Do what is due: connect anew, say what is lacking, disconnect what is idle."""
+        """Do what is due: connect anew, and say what is lacking."""
         for engine in [*takewhile(lambda each: self._down[each] <= now, self._down)]:
             del self._down[engine]
             self._set_gauges()
@@ -645,13 +630,6 @@ class Peers:
                 self._connect_if_due(producer)
         if self._unknown and now >= self._next_look:
             self._look_after_unknown(now)
-        since = now - self._engine_ttl
-        for idle in [*takewhile(lambda each: each.last_used < since, self._by_use)]:
-            if idle.is_used:
-                self._touch(idle)
-            else:  # its reply stays here until the directory lets the producer go
-                logger.info("engine %s: idle, disconnected", idle.key.engine)
-                self.give_up(idle)
 
     def _look_after_unknown(self, now: float) -> None:
         """Tell the directory which replies are lacking, and fail who has waited for too long."""

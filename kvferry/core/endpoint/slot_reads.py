@@ -175,7 +175,7 @@ class SlotReads:
                 self._containment.run("a slot word's read that is failing", tell)
 
         return Read(
-            peer=first.peer.connections[first.rank],
+            connection=first.peer.connections[first.rank],
             build=build,
             finished=finished,
             failing=failing,

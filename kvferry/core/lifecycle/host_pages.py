@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import heapq
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,9 +65,8 @@ class HostPages:
         self._wishes: dict[RequestId, _Wish] = {}
         # Those of ``_wishes`` that wait, the first to ask first.
         self._waiting: dict[RequestId, _Wish] = {}
-        self._taken: dict[RequestId, tuple[int, ...]] = {}
-        self._over: dict[RequestId, set[int]] = defaultdict(set)
-        """Request to the ranks that have said that it is over; empty sets are left out."""
+        self._taken: dict[RequestId, tuple[tuple[int, ...], set[int]]] = {}
+        """Request to its pages, and to the ranks that have said that it is over."""
         self._waits: list[PageWait] = []
 
     @property
@@ -135,24 +133,23 @@ class HostPages:
             pages = self._draw(count)
         else:
             return None
-        self._taken[request] = pages
+        self._taken[request] = pages, set()
         self.cancel(request)
         return pages
 
     def over(self, request: RequestId, rank: int) -> bool:
         """Record that a rank is done with a request's pages; return whether it was the last."""
-        if request not in self._taken:
-            return False
-        self._over[request].add(rank)
-        if len(self._over[request]) < self.ranks:
-            return False
-        self.give_back(request)
-        return True
+        _, ranks = self._taken.get(request, ((), set()))
+        ranks.add(rank)
+        is_last = request in self._taken and len(ranks) >= self.ranks
+        if is_last:
+            self.give_back(request)
+        return is_last
 
     def give_back(self, request: RequestId) -> None:
         """Free the pages that a request has taken. No rank may use them any more."""
-        self._over.pop(request, None)
-        self._return(self._taken.pop(request, ()))
+        pages, _ = self._taken.pop(request, ((), None))
+        self._return(pages)
         self._grant()
 
     def take_waits(self) -> list[PageWait]:

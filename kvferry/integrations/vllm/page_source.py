@@ -144,7 +144,7 @@ class PageSource:
         metrics.set(HOST_PAGES_USED, self.host.used, use=self._use)
         for wait in self.host.take_waits():
             outcome = "granted" if wait.granted else "refused"
-            metrics.observe(HOST_PAGE_WAITS, wait.seconds, use=self._use, outcome=outcome)
+            metrics.add(HOST_PAGE_WAITS, wait.seconds, use=self._use, outcome=outcome)
 
 
 def most_pages(groups: Sequence[CacheGroup], tokens: int) -> int:

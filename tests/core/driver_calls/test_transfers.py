@@ -110,7 +110,7 @@ class Harness:
             self.failing[name] = error
 
         read = Read(
-            peer=peer,
+            connection=peer,
             build=build or (lambda: copies(nbytes)),
             finished=finished,
             failing=failing,
@@ -130,7 +130,7 @@ class Harness:
 
     def grace(self) -> Grace:
         def escalate(reads: Sequence[Read]) -> bool:
-            self.escalated.append({read.peer for read in reads})
+            self.escalated.append({read.connection for read in reads})
             return self.keep_grace
 
         return Grace(escalate=escalate)

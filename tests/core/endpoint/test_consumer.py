@@ -129,9 +129,11 @@ class Manager:
         self.loads.progress()
         _ = self.connections.closing  # for the pause before the next round
 
-    def idle(self) -> None:
-        """Let all producers be idle for so long that they are released."""
-        self.now += OPTIONS.engine_ttl
+    def let_go(self) -> None:
+        """Have the directory let all producers go, which it does when they were long unused."""
+        tickets = [replace(self.ticket, engine=f"prefill-{n + 1}") for n in range(self.asked)]
+        gone = tuple((PeerKey.of(each), each.incarnation, None) for each in tickets)
+        self.loads.peers.relay(ProducerNews(gone=gone))
         self.tick()
 
     def effort(self) -> int:
@@ -193,11 +195,11 @@ def test_a_tick_runs_no_more_lines_with_producers_that_are_down_or_being_closed(
     manager: Manager,
 ) -> None:
     manager.transport.does_quiesce = False
-    manager.idle()
+    manager.let_go()
     manager.meet(1, HandshakeError("nobody listens"))
     one = manager.effort()
     manager.meet(49)
-    manager.idle()
+    manager.let_go()
     manager.meet(50, HandshakeError("nobody listens"))
     assert manager.connections.closing == 200
     assert manager.effort() == one
@@ -206,20 +208,3 @@ def test_a_tick_runs_no_more_lines_with_producers_that_are_down_or_being_closed(
     manager.tick()
     manager.work()
     assert manager.connections.closing == 0
-
-
-def test_an_idle_producer_is_kept_from_the_end_of_its_last_use(manager: Manager) -> None:
-    # Without a lease, nothing is read while a ticket waits.
-    manager.payloads = [msgspec.structs.replace(each, lease=None) for each in manager.payloads]
-    manager.meet(1)
-    used = replace(manager.ticket, engine=f"prefill-{manager.asked}")
-    manager.loads.prepare(used)
-    for _ in range(2):
-        manager.idle()
-        assert manager.transport.open_connections == 4, "those of the other are closed"
-    manager.loads.begin(nothing(used, shared=True))  # ends the wait
-    manager.now += OPTIONS.engine_ttl - 1.0
-    manager.tick()
-    assert manager.transport.open_connections == 4
-    manager.idle()
-    assert manager.transport.open_connections == 0

@@ -139,7 +139,7 @@ def unfinished_read(failure: KVFerryError | None) -> Read:
     def never(*_: object) -> Any:
         raise AssertionError("not to be called")
 
-    return Read(peer=PeerId(1), build=never, finished=never, failing=never, failure=failure)
+    return Read(connection=PeerId(1), build=never, finished=never, failing=never, failure=failure)
 
 
 def test_an_unanswered_renewal_is_cancelled_and_reported_failing_after_its_grace() -> None:

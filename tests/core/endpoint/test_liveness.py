@@ -86,7 +86,9 @@ def test_a_side_channel_that_comes_back_in_time_is_the_same_producer(
 def test_an_unused_producer_is_released_and_connected_again(
     clock: Clock, driver: RecordingTransport, producer_transport: RecordingTransport
 ) -> None:
-    options = EndpointOptions(engine_ttl=100.0, load_timeout=1000.0)
+    options = EndpointOptions(
+        engine_ttl=100.0, load_timeout=1000.0, liveness_interval=0.05, liveness_misses=1000
+    )
     with (
         Engine("prefill", transport=lambda: producer_transport, clock=clock) as prefill,
         Engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
@@ -104,6 +106,7 @@ def test_an_unused_producer_is_released_and_connected_again(
         clock.skip(20.0)
         assert decode.load("d-3", waiting, [2]) is None
         assert driver.disconnected == set()
+        decode.directory.end(waiting.request)  # which was prepared
         clock.skip(100.0)
         eventually(lambda: driver.open_connections == 0, "the connection is released")
         assert decode.load("d-4", prefill.serve("p-4", [1], 4), [2]) is None

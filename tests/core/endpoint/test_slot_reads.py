@@ -137,7 +137,7 @@ def test_slot_reads_with_the_same_rank_and_kind_of_note_share_a_batch() -> None:
     assert len(harness.reads) == 5
     reads = harness.post()
     assert len(harness.reads) == 0
-    assert [read.peer for read in reads] == [5, 6, 5, 5]
+    assert [read.connection for read in reads] == [5, 6, 5, 5]
     assert [read.tags for read in reads] == [{"a3", "a9"}, {"b"}, {"check"}, {"renew"}]
     assert all(read.urgent for read in reads)
     assert reads[0].notify is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
@@ -260,11 +258,14 @@ class DeadlineWhileComputing(LoadMachine):
 
 @PLANTED.add("the old hold not dropped")
 class OldHoldNotDropped(SchedulerHolds):
-    def _replace(self, request: RequestId, entry: Any) -> Hold:
+    def take_on(self, request: RequestId) -> Hold | None:
+        entry = self._entries.get(request)
+        if entry is None or entry.ticketed:
+            return super().take_on(request)
         slot = self._free.popleft() if self._free else entry.hold.slot
-        hold = entry.hold = Hold(slot=slot, generation=self._draw())
-        self._take_ons.append((request, hold))
-        return hold
+        entry.hold = Hold(slot=slot, generation=self._draw())
+        self._take_ons.append((request, entry.hold))
+        return entry.hold
 
 
 @PLANTED.add("an abandon before the order forgotten")
