@@ -55,27 +55,18 @@ FINAL = (RefusedError, AdmissionError)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FollowedRequest:
-    """A request that follows a room.
-
-    Attributes:
-        producer: what asks for it; ``None`` if nothing could.
-        since: when it began to.
-        version: the version of the newest news that came, when it ``changed``; 0 if none came.
-        news: the newest news, until ``RoomFollower.news`` returns it.
-        has_part: whether there was news with a part.
-        is_last: whether the newest news is the ticket.
-    """
+    """A request that follows a room."""
 
     id: Hashable
     room: RoomId
     key: PeerKey
     since: float
-    producer: FollowedProducer | None = None
-    version: int = 0
+    producer: FollowedProducer | None = None  # what asks for it; ``None`` if nothing could
+    version: int = 0  # of the newest news that came, when it ``changed``; 0 if none came
     changed: float = 0.0
-    news: RoomNews | None = None
-    has_part: bool = False
-    is_last: bool = False
+    news: RoomNews | None = None  # the newest, until ``RoomFollower.news`` returns it
+    has_part: bool = False  # whether there was news with a part
+    is_last: bool = False  # whether the newest news is the ticket
     error: KVFerryError | None = None
 
     @property

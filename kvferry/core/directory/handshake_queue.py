@@ -38,16 +38,12 @@ MAX_TICKETS = 16
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Asking:
-    """A producer that is being asked, or is to be once it is due.
-
-    Attributes:
-        since, due: by the queue's clock.
-        incarnations: those for which it is asked, which genuine proofs name.
-    """
+    """A producer that is being asked, or is to be once it is due."""
 
     key: PeerKey
-    since: float
+    since: float  # by the queue's clock, as ``due``
     due: float
+    # Those for which it is asked, which genuine proofs name.
     incarnations: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_TICKETS))
     task: Task | None = None
 
@@ -159,9 +155,7 @@ def fetched(key: PeerKey, options: EndpointOptions, limits: ReplyLimits) -> Step
     """Return a producer's reply, of the first address that has ``key.ticket_key``.
 
     The last address's reply is returned whatever its key is; the addresses share the timeout.
-
-    Raises:
-        HandshakeError: no address has that key, and the last did not answer; says why each failed.
+    Raises ``HandshakeError``, which says why each failed, if there is no reply to return.
     """
     deadline = time.monotonic() + options.handshake_timeout
     begun = time.perf_counter()

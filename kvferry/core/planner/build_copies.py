@@ -8,7 +8,7 @@ an outer sum, into arrays that are reused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -137,26 +137,18 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _SubBlocks:
-    """Sub-blocks of a request in the pages of both ranks."""
-
-    match: Match
-    local: _Places
-    remote: _Places
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
     """n strips, each copied at s places (sub-blocks, joined where they touch): n * s copies."""
 
+    match: Match
     batch: StripBatch
     # (s,) int64: the bytes that each place adds to the addresses of any strip.
     local: I64Array
     remote: I64Array
     # (s,) int64, or one length for all.
     nbytes: I64Array | int
-    # Before any were joined; ``None`` for a piece of a part.
-    sub_blocks: _SubBlocks | None = None
+    # Local and remote sub-blocks, before any were joined; ``None`` for a piece of a part.
+    sub_blocks: tuple[_Places, _Places] | None
 
     @property
     def copies(self) -> int:
@@ -173,11 +165,13 @@ class _Part:
             batch = self.batch.select(first, first + strips)
             for place in range(0, len(self.local), places):
                 here = slice(place, place + places)
-                yield _Part(
+                yield replace(
+                    self,
                     batch=batch,
                     local=self.local[here],
                     remote=self.remote[here],
                     nbytes=self.nbytes if isinstance(self.nbytes, int) else self.nbytes[here],
+                    sub_blocks=None,
                 )
 
 
@@ -233,24 +227,22 @@ def build_copies(
 
 def _paged(parts: Sequence[_Part]) -> PagedCopies | None:
     """Return the copies named by pages; ``None`` if it is cheaper to write out addresses."""
-    whole = [(part.batch, part.sub_blocks) for part in parts if part.sub_blocks is not None]
+    whole = [(part.match, part.batch, *part.sub_blocks) for part in parts if part.sub_blocks]
     joined = sum(part.copies for part in parts)
-    unjoined = sum(len(batch.local) * len(each.local.ids) for batch, each in whole)
+    unjoined = sum(len(batch.local) * len(near.ids) for _, batch, near, _ in whole)
     if joined < MIN_PAGED_COPIES or len(whole) < len(parts) or 2 * joined <= unjoined:
         return None
     # A bound on what is kept for a plan: a peer's layout decides how many places a page has.
-    for batch, each in whole:
-        pairing = each.match.pairing
-        tokens = max(pairing.local.block_tokens, pairing.remote.block_tokens, 1)
+    for match, batch, _, _ in whole:
+        tokens = max(match.pairing.local.block_tokens, match.pairing.remote.block_tokens, 1)
         if len(batch.local) * tokens > MAX_PAGED_PLACES:
             return None
     placed = []
-    for batch, each in whole:
-        strips = each.match.strips.get(batch)
+    for match, batch, near, far in whole:
+        strips = match.strips.get(batch)
         if strips is None:
-            strips = each.match.strips[batch] = _strips(each.match, batch)
-        local = each.local.numbers(strips.local.pages)
-        remote = each.remote.numbers(strips.remote.pages)
+            strips = match.strips[batch] = _strips(match, batch)
+        local, remote = near.numbers(strips.local.pages), far.numbers(strips.remote.pages)
         placed.append(PlacedStrips(strips=strips, local=local, remote=remote))
     return PagedCopies(parts=tuple(placed))
 
@@ -345,13 +337,13 @@ def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
             f"remote group {match.remote_group}: token {wanted[0]} is wanted, and its first page "
             f"has the tokens from {there} on"
         )
-    places: dict[int, _SubBlocks] = {}
+    sub_blocks: dict[int, tuple[_Places, _Places]] = {}
     for batch in match.batches:
         granularity = batch.strides.granularity
-        if granularity not in places:
-            places[granularity] = _locate(match, request, start, stop, granularity)
-        if len(places[granularity].local.ids):
-            yield _part(batch, places[granularity])
+        if granularity not in sub_blocks:
+            sub_blocks[granularity] = _locate(match, request, start, stop, granularity)
+        if len(sub_blocks[granularity][0].ids):
+            yield _part(match, batch, *sub_blocks[granularity])
 
 
 def _first_token_there(match: Match, request: ReadRequest) -> int:
@@ -376,20 +368,16 @@ def _check_room(match: Match, stop: int, pages: Pages) -> None:
 
 def _locate(
     match: Match, request: ReadRequest, start: int, stop: int, granularity: int
-) -> _SubBlocks:
+) -> tuple[_Places, _Places]:
     """Return where the sub-blocks lie that a range of tokens has and both ranks hold."""
     near, far = match.pairing.block_maps(granularity)
     index = np.arange(start // granularity, stop // granularity, dtype=np.int64)
     index = far.held(near.held(index))
+    names = f"local group {match.local_group}", f"remote group {match.remote_group}"
     local, remote = request.local[match.local_group], request.remote[match.remote_group]
-    return _SubBlocks(
-        match=match,
-        local=_locate_on_side(
-            f"local group {match.local_group}", local, match.local_pages, near, index
-        ),
-        remote=_locate_on_side(
-            f"remote group {match.remote_group}", remote, match.remote_pages, far, index
-        ),
+    return (
+        _locate_on_side(names[0], local, match.local_pages, near, index),
+        _locate_on_side(names[1], remote, match.remote_pages, far, index),
     )
 
 
@@ -417,17 +405,23 @@ def _locate_on_side(
     return _Places(ids=ids, within=within)
 
 
-def _part(batch: StripBatch, sub_blocks: _SubBlocks) -> _Part:
+def _part(match: Match, batch: StripBatch, local: _Places, remote: _Places) -> _Part:
     """Return the copies of a batch of strips; joins sub-blocks that touch on both sides."""
-    near = sub_blocks.local.offsets(batch.strides.local)
-    far = sub_blocks.remote.offsets(batch.strides.remote)
+    near, far = local.offsets(batch.strides.local), remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
     nbytes: I64Array | int = batch.nbytes
     if not apart.all():
         first = np.flatnonzero(np.concatenate(([True], apart)))
         nbytes = np.diff(first, append=len(near)) * batch.nbytes
         near, far = near[first], far[first]
-    return _Part(batch=batch, local=near, remote=far, nbytes=nbytes, sub_blocks=sub_blocks)
+    return _Part(
+        match=match,
+        batch=batch,
+        local=near,
+        remote=far,
+        nbytes=nbytes,
+        sub_blocks=(local, remote),
+    )
 
 
 def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> list[Spans]:

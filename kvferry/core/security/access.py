@@ -98,22 +98,15 @@ def _is_here(address: Address) -> bool:
 class Access:
     """Which peers an engine accepts, both as clients and as servers of a side channel.
 
-    Attributes:
-        own: this engine's keys. With ``None`` its side channel is unencrypted, and it connects only
-            to unencrypted ones.
-        peers: public keys of accepted peers; empty without ``own``. A ``PeerKeys`` can be replaced
-            later, and counts from the next handshake or request on.
-        networks: networks in which a peer's address must lie; ``None`` for any address.
-        is_command: whether a ``kvferry`` command connects: errors then name its flags.
-
-    Raises:
-        SecretError: only one of ``own`` and ``peers`` is given.
+    A ``PeerKeys`` can be replaced later, and counts from the next handshake or request on. Raises
+    ``SecretError`` if only one of ``own`` and ``peers`` is given.
     """
 
+    # This engine's keys; with ``None``, its own side channel and those it asks are unencrypted.
     own: KeyPair | None = None
-    peers: AbstractSet[bytes] = frozenset()
-    networks: Networks | None = None
-    is_command: bool = False
+    peers: AbstractSet[bytes] = frozenset()  # public keys
+    networks: Networks | None = None  # that have a peer's address; ``None`` for any address
+    is_command: bool = False  # a ``kvferry`` command connects: errors name its flags
 
     def __post_init__(self) -> None:
         if self.own is None and self.peers:

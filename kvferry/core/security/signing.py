@@ -25,10 +25,8 @@ class TicketSecrets:
     """The ticket secrets of an engine: it signs with the first, and accepts signatures with any.
 
     To replace a secret without refusing a ticket: add the new secret as the second everywhere, then
-    make it the first everywhere, then remove the old one. Any thread may call the methods.
-
-    Raises:
-        SecretError: no secret, too many, or one is too short or occurs twice.
+    make it the first everywhere, then remove the old one. Any thread may call the methods. Raises
+    ``SecretError`` for no secret, too many, or one that is too short or occurs twice.
     """
 
     secrets: tuple[bytes, ...] = field(repr=False)  # changed by ``replace`` only

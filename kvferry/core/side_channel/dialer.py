@@ -53,25 +53,16 @@ class HungUpError(HandshakeError):
 
 @dataclass(slots=True, kw_only=True)
 class Dialer:
-    """How to reach one side channel.
-
-    Attributes:
-        timeout: seconds for connecting, and for each answer.
-        access: this engine's keys, and which side channels it may connect to.
-        key: the public key that the side channel must have; empty if it must have none.
-        longest: the most bytes in an answer; a longer answer ends the connection.
-        numeric: the numeric addresses of ``host``; empty until the host has been resolved.
-        found: the one of them that accepted a connection last; empty until one did.
-    """
+    """How to reach one side channel."""
 
     host: str
     port: int
-    timeout: float
+    timeout: float  # seconds for connecting, and for each answer
     access: Access
-    key: bytes
-    longest: int = MAX_SHORT_REPLY_BYTES
-    numeric: list[str] = field(default_factory=list)
-    found: str = field(default="", init=False)
+    key: bytes  # the public key that the side channel must have; empty if it must have none
+    longest: int = MAX_SHORT_REPLY_BYTES  # a longer answer ends the connection
+    numeric: list[str] = field(default_factory=list)  # empty until ``host`` has been resolved
+    found: str = field(default="", init=False)  # what of these has accepted a connection last
 
     @classmethod
     def to(cls, address: PeerKey, timeout: float, access: Access) -> Dialer:

@@ -68,8 +68,7 @@ class Task:
 def start(steps: Steps[T], over: Callable[[T | Exception], None]) -> Task:
     """Start a task; ``over`` gets what it returns or raises, on the thread of all tasks.
 
-    Raises:
-        HandshakeError: no file descriptor is left for the thread, or it cannot be started.
+    Raises ``HandshakeError`` if that thread cannot be started.
     """
     global _poller
     task = Task(steps, over)
@@ -96,11 +95,7 @@ def call(steps: Steps[T]) -> T:
 
 
 def wait_for(is_so: Callable[[], bool], until: float) -> Steps[bool]:
-    """Wait until a condition holds, of which a wake reminds, or a time by ``time.monotonic``.
-
-    Returns:
-        Whether the condition holds.
-    """
+    """Wait for a condition, of which a wake reminds, until a time; return whether it holds."""
     while not is_so():
         if time.monotonic() >= until:
             return False
@@ -116,9 +111,8 @@ def pause(seconds: float) -> Steps[None]:
 def on_thread(function: Callable[[], T], name: str, until: float = math.inf) -> Steps[T]:
     """Call what may block or take long on a daemon thread; return what it returns, or raise that.
 
-    Raises:
-        RuntimeError: no thread can be started.
-        TimeoutError: it has not returned at a time by ``time.monotonic``, and is left running.
+    Also raises ``RuntimeError`` if no thread can be started, and ``TimeoutError`` if it has not
+    returned at a time by ``time.monotonic``; it is then left running.
     """
     task, outcomes = running(), list[T | Exception]()
 

@@ -17,9 +17,9 @@ from kvferry.core.transport.base import (
     DriverTransfer,
     PagedRequest,
     TransferRequest,
+    parse_options,
 )
 from kvferry.core.transport.copies import Copies, Segment
-from kvferry.core.transport.options import parse_options
 from kvferry.core.transport.paged import PagedCopies, PlacedStrips, Strips, StripSide
 from kvferry.core.transport.threads import EnterThread, enter_nothing, start_thread
 

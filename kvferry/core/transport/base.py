@@ -31,12 +31,14 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from kvferry.core.errors import (
+    DriverError,
     PeerLostError,
     TransferCancelledError,
     TransportError,
@@ -92,6 +94,7 @@ RegistrationT = TypeVar("RegistrationT")
 AddressT = TypeVar("AddressT")
 ConnectionT = TypeVar("ConnectionT", bound=DriverConnection)
 TransferT = TypeVar("TransferT", bound=DriverTransfer)
+OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
 
 class TransferRequest(NamedTuple, Generic[ConnectionT]):
@@ -576,3 +579,17 @@ class _IdentityLocks:
             with self._changed:
                 self._held.discard(identity)
                 self._changed.notify_all()
+
+
+def parse_options(driver: str, kind: type[OptionsT], options: Mapping[str, object]) -> OptionsT:
+    """Return a user's options as a driver's struct, or raise ``DriverError``, which lists them.
+
+    ``kind`` is a struct with ``forbid_unknown_fields`` and a default for every field.
+    """
+    try:
+        return msgspec.convert(options, kind)
+    except msgspec.ValidationError as exc:
+        known = ", ".join(f"{name} ({getattr(kind(), name)})" for name in kind.__struct_fields__)
+        raise DriverError(
+            f"driver_options of {driver}: {exc}; it has, with their defaults: {known}"
+        ) from exc

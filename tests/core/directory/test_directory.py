@@ -195,19 +195,6 @@ def test_a_producer_is_gone_as_it_was_asked_last(
         assert isinstance(decode.error("d-1"), PeerLostError)
 
 
-def test_ranks_check_a_reply(clock: Clock) -> None:
-    with (
-        Engine("prefill", agreement={"model": "one"}) as prefill,
-        Channel(prefill) as channel,
-        Engine("decode", CacheShape(tp=2), agreement={"model": "two"}, clock=clock) as decode,
-    ):
-        for number in range(1, 3):
-            error = decode.load(f"d-{number}", channel.serve(number), [2])
-            assert "They differ in model: 'two' here, 'one' there" in str(error)
-            clock.skip(LONGEST_BACKOFF_SECONDS)
-        assert channel.asked == 1
-
-
 @pytest.mark.parametrize("payload", [b"\xc1", encode(Pong(incarnation=1))])
 def test_a_malformed_reply_fails_the_handshake(
     prefill: Engine, relay: Directory, payload: bytes

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.core import options
 from kvferry.core.directory import EncodedReply, ProducerNews, directory
-from kvferry.core.directory.liveness import start_pings
+from kvferry.core.directory.directory import start_pings
 from kvferry.core.endpoint import EndpointOptions, peers, replies
 from kvferry.core.endpoint.peers import Peer, PeerUse
 from kvferry.core.endpoint.replies import HandshakeResult, PeerMemoryBudget, memory_of

@@ -183,13 +183,6 @@ def test_values_that_would_overflow_64_bits_are_refused(change: dict[str, object
         Layout(regions=(everything,), groups=(paged(),), fields=(field,))
 
 
-def test_fields_may_interleave() -> None:
-    k = heads("k", packed=2)
-    layout(k, replace_field(k, key="v", offset=DIM))
-    with pytest.raises(LayoutError, match="fields 'k' and 'v'"):
-        layout(k, replace_field(k, key="v", offset=DIM - 1))
-
-
 @pytest.mark.parametrize("bounds", [(0, 8), (8, 0), ((1 << 63) - 4, 8)])
 def test_a_region_outside_the_address_space_is_refused(bounds: tuple[int, int]) -> None:
     with pytest.raises(LayoutError, match="must be positive and end below"):

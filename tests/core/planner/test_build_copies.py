@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import PageError
-from kvferry.core.layout import Layout, axis
+from kvferry.core.layout import Layout
 from kvferry.core.planner.build_copies import (
     CopyBatches,
     Pages,
@@ -26,7 +26,7 @@ from kvferry.core.planner.plan import make_plan
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies
 from tests.core.layouts import DIM, STATE, heads, layout, model, paged, plain_field, stacked
-from tests.core.planner.oracle import EnginePair, check_rank, pages
+from tests.core.planner.oracle import check_rank, pages
 from tests.core.planner.properties import SEEDS, pair_of
 
 PAGE = 4 * 16 * DIM
@@ -142,24 +142,6 @@ def test_tokens_that_the_remote_page_lacks_are_refused() -> None:
     assert len(copies_of(one, one, request((41, 96), range(1, 4), remote))) == 2
     with pytest.raises(PageError, match="token 40 is wanted, and its first page has the tokens"):
         copies_of(one, one, request((40, 96), range(1, 4), remote))
-
-
-@pytest.mark.parametrize("token_range", [(0, 24), (5, 17), (13, 14)])
-@pytest.mark.parametrize("name", ["tokens", "shard"])
-def test_tiled_axes_with_incommensurable_dims_are_copied_right(
-    name: str, token_range: tuple[int, int]
-) -> None:
-    def tiled(coarse: int, fine: int) -> Layout:
-        dims = axis((coarse, DIM), (fine, coarse * DIM))
-        if name == "tokens":
-            long = heads(order="NHD", block=12, shard=(0, 1), pages=30)
-            return layout(replace_field(long, tokens=dims), groups=[paged(12)])
-        wide = heads(order="NHD", block=1, shard=(0, 12), pages=30)
-        return layout(replace_field(wide, shard=dims), groups=[paged(1)])
-
-    listed = list(range(1, 3)) if name == "tokens" else list(range(1, 25))
-    read_request = request(token_range, listed, listed[::-1])
-    check_rank(EnginePair(local=(tiled(3, 4),), remote=(tiled(4, 3),), request=read_request), 0)
 
 
 ONE_PAGE = pages([1])

@@ -17,7 +17,7 @@ import pytest
 from kvferry.core.errors import KVFerryError
 from kvferry.core.planner import build_copies, coalesce, coverage, plan, strips
 from kvferry.core.planner.coverage import EngineHoldings
-from kvferry.core.planner.token_blocks import BlockMap, Pairing
+from kvferry.core.planner.token_blocks import BlockMap, Pairing, share_tokens
 from tests.core.planner.properties import CHECKS, SEEDS, pair_of
 
 BYTES, FEWEST = "every byte is right", "equal layouts need the fewest copies"
@@ -36,7 +36,7 @@ PLANTED: list[tuple[Callable[..., Any], str, str, str]] = [
     (coverage._covered, "raise _gap(", "return (", MISSING_RANK),
     (coverage._covered, "(cursor, end)", "held.shard", BYTES),
     (coverage.assign_pieces, "_read(key, remote, local)", "pieces", MISSING_RANK),
-    (coverage.share_tokens, "return lowest", "return one.rank == other.rank or lowest > 0", BYTES),
+    (share_tokens, "return lowest", "return one.rank == other.rank or lowest > 0", BYTES),
     (EngineHoldings.tensor_facts, '"element type": first.dtype,', "", CHANGED_FIELDS),
     (EngineHoldings.exclude, "for key in keys", "for key in ()", BYTES),
     (plan._check_drafts, "if False in holders", "if not holders", CHANGED_FIELDS),

@@ -22,8 +22,8 @@ RANKS = (payload(0), payload(1))
 
 def serve(*ranks: RankPayload, **options: Any) -> HandshakeServer:
     """Serve these ranks, or ``RANKS``."""
-    data = encoded(*(ranks or RANKS))
-    return HandshakeServer(data, **({"engine": "prefill", "incarnation": 7} | options))
+    given: dict[str, Any] = {"engine": "prefill", "incarnation": 7} | options
+    return HandshakeServer(encoded(*(ranks or RANKS)), **given)
 
 
 def fetched(server: HandshakeServer, **options: Any) -> EngineInfo:

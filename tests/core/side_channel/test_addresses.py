@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.security import NEARBY, Access, Networks
 from kvferry.core.side_channel import HandshakeServer, fetch, ping
 from kvferry.core.side_channel import sockets as module
+from kvferry.core.side_channel.sockets import is_loopback_host, own_address
 from tests.core.resource_limits import no_threads
 from tests.core.side_channel.servers import LONG, pinged
 
@@ -116,3 +118,42 @@ def test_addresses_that_are_not_nearby_must_be_allowed_explicitly() -> None:
     said = str(refused.value)
     assert "allowed_peers (this host and private networks)" in said
     assert "or set allowed_peers to 'anywhere'" in said
+
+
+def host_with(routes: dict[int, str]) -> Any:
+    """Return what makes UDP sockets on a host with these routes: family to local address."""
+
+    def make(family: int, kind: int) -> MagicMock:
+        assert kind == socket.SOCK_DGRAM
+        made = MagicMock()
+        opened = made.__enter__.return_value
+        opened.getsockname.return_value = routes.get(family), 9
+        opened.connect.side_effect = None if family in routes else OSError("unreachable")
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("routes", "address"),
+    [
+        ({socket.AF_INET: "10.0.0.7", socket.AF_INET6: "fd00::7"}, "10.0.0.7"),
+        ({socket.AF_INET6: "fd00::7"}, "fd00::7"),
+        ({socket.AF_INET: "127.0.0.1", socket.AF_INET6: "fd00::7"}, "fd00::7"),
+        ({socket.AF_INET: "127.0.0.1"}, None),
+        ({}, None),
+    ],
+)
+def test_ipv4_is_preferred_and_loopback_is_none(
+    monkeypatch: pytest.MonkeyPatch, routes: dict[int, str], address: str | None
+) -> None:
+    monkeypatch.setattr(socket, "socket", host_with(routes))
+    assert own_address() == address
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("::1", True), ("10.0.0.7", False), ("0.0.0.0", False), ("", False)],
+)
+def test_loopback_hosts(host: str, loopback: bool) -> None:
+    assert is_loopback_host(host) is loopback

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+import msgspec
 import pytest
 
 from kvferry.core.errors import (
     ConnectError,
+    DriverError,
     PeerLostError,
     TransportError,
     TransportUnsupportedError,
@@ -27,6 +30,7 @@ from kvferry.core.transport import (
     State,
     Status,
     TransferId,
+    parse_options,
 )
 from kvferry.core.transport.base import TransferRequest
 from kvferry.core.transport.copies import Copies, copies_between
@@ -320,3 +324,22 @@ def test_close_ends_everything_once_even_if_a_hook_raises() -> None:
         ALL,
         "",
     )
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    threads: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
+    backend: str = "fast"
+
+
+def test_options_are_the_struct_that_declares_them() -> None:
+    assert parse_options("mine", Options, {"threads": 3}) == Options(threads=3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"thread": 3}, {"threads": "3"}, {"threads": 9}, {"backend": None}]
+)
+def test_an_invalid_option_is_refused_and_all_options_are_listed(
+    options: dict[str, object],
+) -> None:
+    with pytest.raises(DriverError, match=r"of mine: .*has.*threads \(2\), backend \(fast\)"):
+        parse_options("mine", Options, options)

@@ -1,11 +1,14 @@
-"""What drivers do with batches alike: find runs of copies, and cut long ones."""
+"""Batches: copies outside their regions, runs of copies, and long ones that are cut."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from kvferry.core.memory import U64Array
-from kvferry.core.transport.copies import cut_long, run_starts
+from kvferry.core.errors import TransportUsageError
+from kvferry.core.memory import Region, U64Array
+from kvferry.core.transport.copies import Copies, Segment, check_copies, cut_long, run_starts
+from kvferry.testing.contract.copy_batches import batch
 
 
 def words(*numbers: int) -> U64Array:
@@ -34,3 +37,48 @@ def test_long_ones_are_cut_and_others_stay_whole() -> None:
     assert index.tolist() == [0, 1, 2, 2, 2, 3, 3]
     assert offset.tolist() == [0, 0, 0, 4, 8, 0, 4]
     assert offset.dtype == np.uint64
+
+
+BASE, SIZE = 1 << 20, 4096
+
+
+def check(copies: Copies) -> None:
+    check_copies(copies, np.empty(SIZE, np.uint64))
+
+
+TOP = 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "nbytes"),
+    [
+        pytest.param(0, 0, SIZE + 1, id="longer than the region"),
+        pytest.param(SIZE, 0, 1, id="starts at the end"),
+        pytest.param(SIZE + 1, 0, 0, id="no bytes, but outside"),
+        pytest.param(TOP, 0, 1, id="one byte before the region"),
+        pytest.param(0, TOP, 1, id="remote, one byte before"),
+        pytest.param(0, 1, SIZE, id="remote, one byte beyond"),
+        pytest.param(0, 0, TOP, id="a length that wraps around"),
+        pytest.param(8, 8, TOP - 8, id="an end that wraps around to inside"),
+        pytest.param(2**63, 0, 1, id="an address beyond all others"),
+        pytest.param(TOP - BASE, 0, 8, id="an address whose end wraps around"),
+    ],
+)
+def test_a_copy_outside_its_regions_is_refused(local: int, remote: int, nbytes: int) -> None:
+    region = Region(address=BASE, nbytes=SIZE)
+    for neighbours in (0, 100):
+        good = np.zeros(neighbours, np.uint64)
+        copies = Copies(
+            local=np.append(good, np.uint64(local)) + np.uint64(region.address),
+            remote=np.append(good, np.uint64(remote)) + np.uint64(region.address),
+            nbytes=np.append(good, np.uint64(nbytes)),
+            segments=(Segment(start=0, stop=neighbours + 1, local=region, remote=region),),
+        )
+        with pytest.raises(TransportUsageError):
+            check(copies)
+
+
+def test_more_bytes_than_can_be_counted_are_refused() -> None:
+    region = Region(address=4096, nbytes=1 << 62)
+    with pytest.raises(TransportUsageError, match="bytes together"):
+        check(batch(region, region, [0, 0], [0, 0], [1 << 62, 1 << 62]))
