@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region
@@ -170,7 +170,7 @@ _STATES_NONE = {name: value for name, value in vars(FaultyTransport).items() if 
 class InheritsInterfaceVersion(type("Delegating", (Transport,), _STATES_NONE)):  # type: ignore[misc]
     """The driver does not state the interface version for which it was written."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(LoopbackTransport(**options))
 
 
