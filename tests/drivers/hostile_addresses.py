@@ -217,7 +217,7 @@ def try_hello(transport: Any, worker: bytes, local: Region) -> str:
         server.worker._arrived.append(message)
         server.run_once()
         met = bool(server._by_endpoint)
-    transport._progress_driver.wake()
+    transport._wake()
     time.sleep(SETTLE_SECONDS)
     with server.lock:
         for connection in list(server._by_endpoint.values()):
