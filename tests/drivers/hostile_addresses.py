@@ -43,11 +43,7 @@ FACTORIES = {
     "nixl": "kvferry.drivers.nixl:NixlTransport",
     "loopback": "kvferry.drivers.loopback:LoopbackTransport",
 }
-OPTIONS: dict[str, dict[str, object]] = {
-    "ucx": {"connect_seconds": 0.15},
-    "nixl": {},
-    "loopback": {},
-}
+OPTIONS: dict[str, dict[str, object]] = {"ucx": {"connect_seconds": 0.15}}
 COUNT = int(os.environ.get("KVFERRY_HOSTILE", "100"))
 """Addresses that a test tries."""
 ADDRESSES_PER_PROCESS = 500
@@ -158,7 +154,7 @@ def main(side: str) -> None:
     """Read addresses from standard input and answer each with its outcome."""
     driver = side.removesuffix("-server")
     module, _, name = FACTORIES[driver].partition(":")
-    transport = getattr(__import__(module, fromlist=[name]), name)(**OPTIONS[driver])
+    transport = getattr(__import__(module, fromlist=[name]), name)(**OPTIONS.get(driver, {}))
     buffer = np.zeros(4096, np.uint8)
     transport.register(region_of(buffer))
     tried = try_hello if side.endswith("-server") else try_connect
@@ -217,7 +213,7 @@ def try_hello(transport: Any, worker: bytes, local: Region) -> str:
         server.worker._arrived.append(message)
         server.run_once()
         met = bool(server._by_endpoint)
-    transport._progress_driver.wake()
+    transport._wake()
     time.sleep(SETTLE_SECONDS)
     with server.lock:
         for connection in list(server._by_endpoint.values()):

@@ -3,8 +3,8 @@
 UCX moves bytes and delivers messages only while ``ucp_worker_progress`` is called. The client side
 and the server side of a transport each have workers, and a lock. To *drive* a side is to call its
 ``run_once``, which calls that function and handles what has arrived. A ``ProgressThread`` drives
-one side or both; a ``ProgressDriver`` drives a side within calls of the transport, too. While
-either drives a side that moves many bytes, a ``CopyThread`` makes progress in a second worker.
+one side or both, and so do calls of the transport. While either drives a side that moves many
+bytes, a ``CopyThread`` makes progress in a second worker.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ POLLED_SECONDS = 0.0003
 
 COPY_SECONDS = 0.002
 """How long two workers copy at once. To wake a thread takes 0.1 ms, to get the lock up to 5 ms."""
-
-_PAUSE_SECONDS = 0.0005  # of ``wait_until``
 
 _TIMER_MILLISECONDS = 20
 """A progress thread's longest sleep while something may end without an event (a deadline)."""
@@ -99,6 +97,17 @@ class ProgressTarget(ABC):
         """As ``run_once``, within a call of the transport."""
         return self.run_once()
 
+    def try_poll(self) -> bool:
+        """``poll``, unless another thread has the lock; return whether more may be left."""
+        if not self.lock.try_acquire():
+            return False
+        try:
+            busy = self.poll()
+            self.last_driven = time.monotonic()
+        finally:
+            self.lock.release()
+        return busy
+
 
 class ProgressThread:
     """A thread that calls ``run_once`` of one or both sides, and sleeps until UCX has work."""
@@ -158,47 +167,6 @@ class ProgressThread:
         self._wakes_soon = False
         if any(descriptor == self._wake for descriptor, _ in events):
             os.eventfd_read(self._wake)
-
-
-class ProgressDriver:
-    """Lets a side make progress within calls of the transport, such as ``poll``."""
-
-    def __init__(self, client: ProgressTarget, threads: Sequence[ProgressThread]) -> None:
-        self._client = client
-        self._threads = threads
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Drive the client side until a condition, checked without lock, holds; return whether."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline:
-                return False
-            if not self.poll(self._client):
-                time.sleep(_PAUSE_SECONDS)
-        return True
-
-    def poll(self, target: ProgressTarget) -> bool:
-        """Drive a side, unless its lock is in use; return whether more may be left."""
-        if not target.lock.try_acquire():
-            return False
-        try:
-            busy = target.poll()
-            target.last_driven = time.monotonic()
-        finally:
-            target.lock.release()
-        if busy:
-            self.wake()
-        return busy
-
-    def wake(self) -> None:
-        """Wake the progress threads."""
-        for thread in self._threads:
-            thread.wake()
-
-    def stop(self) -> None:
-        """End the progress threads."""
-        for thread in self._threads:
-            thread.stop()
 
 
 class CopyThread:

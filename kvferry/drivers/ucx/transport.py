@@ -9,7 +9,8 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +45,7 @@ from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
 from kvferry.drivers.ucx.options import UcxOptions, default_settings, user_settings
 from kvferry.drivers.ucx.posting import poster
-from kvferry.drivers.ucx.progress import ProgressDriver, ProgressTarget, ProgressThread
+from kvferry.drivers.ucx.progress import ProgressTarget, ProgressThread
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.transfer import LocalDevices, UcxTransfer
 from kvferry.drivers.ucx.ucp import BRIEF_BYTES, Memory, Ucp
@@ -60,6 +61,8 @@ _END_SECONDS = 3.0
 
 _BREAK_SECONDS = 7.0
 """How long transfers may take to end after their connections were closed: GPUs may be busy."""
+
+_PAUSE_SECONDS = 0.0005  # of ``_wait_until``
 
 _RELEASE_SECONDS = 2.0
 """How long peers may take to stop using memory that is to be deregistered."""
@@ -145,8 +148,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         )
         sides: list[ProgressTarget] = [self._server, self._client]
         shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
-        threads = [ProgressThread(name, share, enter) for share in shares]
-        self._progress_driver = ProgressDriver(self._client, threads)
+        self._threads = [ProgressThread(name, share, enter) for share in shares]
         _open_transports.add(self)
 
     @property
@@ -178,12 +180,12 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         with self._server.lock:
             number = self._server.withdraw(KeyId(registration.published.key))
         confirmed = partial(self._server.is_confirmed, number)
-        self._progress_driver.wake()
-        if not self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS):
+        self._wake()
+        if not self._wait_until(confirmed, _RELEASE_SECONDS):
             with self._server.lock:
                 self._server.disconnect_unconfirmed(number)
-            self._progress_driver.wake()
-            self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS)
+            self._wake()
+            self._wait_until(confirmed, _RELEASE_SECONDS)
         with self._server.lock, self._client.lock:
             self._ucp.unmap(self._context, registration.memory)
 
@@ -243,9 +245,9 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
 
     def _wait_ready(self, connection: UcxConnection) -> None:
         """Wait until a connection is ready; raise ``ConnectError`` if it will not be."""
-        self._progress_driver.wake()
+        self._wake()
         # Twice the time after which the client itself breaks a connection that is not answered.
-        self._progress_driver.wait_until(
+        self._wait_until(
             lambda: connection.state is not ConnectionState.CONNECTING,
             2 * self._options.connect_seconds,
         )
@@ -255,7 +257,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     def _disconnect(self, connection: UcxPeer, transfers: Sequence[UcxTransfer]) -> None:
         with self._client.lock:
             self._client.disconnect(connection)
-        self._progress_driver.wake()
+        self._wake()
 
     def _path(self, connection: UcxPeer) -> str:
         return "+".join(sorted(connection.connection.transports))
@@ -272,7 +274,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                 transfer = self._make_transfer(request, runs)
                 busy = self._client.start(transfer)
         if busy:
-            self._progress_driver.wake()
+            self._wake()
         return transfer
 
     def _read_small(self, request: TransferRequest[UcxPeer]) -> UcxTransfer | None:
@@ -326,14 +328,14 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     def _progress(self, transfers: Sequence[UcxTransfer]) -> None:
         # A caller that has news to handle need not wait while others move.
         if not any(one.final and not one.reported for one in transfers):
-            self._progress_driver.poll(self._client)
+            self._poll(self._client)
         for one in transfers:
             one.reported = one.final
 
     def _fail(self, transfer: UcxTransfer, error: TransportError) -> None:
         with self._client.lock:
             transfer.fail(error)
-        self._progress_driver.wake()
+        self._wake()
 
     def _end_transfers(self, transfers: Sequence[UcxTransfer], error: TransportError) -> bool:
         with self._client.lock:
@@ -344,13 +346,13 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             return all(transfer.final for transfer in transfers)
 
         # Transfers get some time to end by themselves. Then their connections are closed.
-        if self._progress_driver.wait_until(all_final, _END_SECONDS):
+        if self._wait_until(all_final, _END_SECONDS):
             return True
         with self._client.lock:
             for transfer in transfers:
                 for window in transfer.windows:
                     window.connection.close(error)
-        return self._progress_driver.wait_until(all_final, _BREAK_SECONDS)
+        return self._wait_until(all_final, _BREAK_SECONDS)
 
     # Notifications.
 
@@ -365,17 +367,41 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             latest.notify(payload)
             sent = latest.state is ConnectionState.READY and not latest.worker.needs_thread
         if not sent:
-            self._progress_driver.wake()
+            self._wake()
 
     def _receive(self) -> list[Notification]:
-        self._progress_driver.poll(self._server)
+        self._poll(self._server)
         with self._server.lock:
             return self._server.take_notifications()
+
+    # Progress.
+
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Drive the client side until a condition, checked without lock, holds; return whether."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            if not self._poll(self._client):
+                time.sleep(_PAUSE_SECONDS)
+        return True
+
+    def _poll(self, target: ProgressTarget) -> bool:
+        """Drive a side, unless another thread does; the progress threads go on if more is left."""
+        busy = target.try_poll()
+        if busy:
+            self._wake()
+        return busy
+
+    def _wake(self) -> None:
+        for thread in self._threads:
+            thread.wake()
 
     # The end.
 
     def _stop_threads(self) -> None:
-        self._progress_driver.stop()
+        for thread in self._threads:
+            thread.stop()
         self._client.stop()
 
     def _close(self, transfers: Sequence[UcxTransfer]) -> None:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import TransportUnsupportedError, TransportUsageError
-from kvferry.core.transport import Notification, PeerId, State
+from kvferry.core.transport import PeerId, State
 from kvferry.testing.contract.copy_batches import batch, joined
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
-from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Process, TransportPeer
 
 
@@ -111,9 +110,9 @@ class NotificationTests(ContractSettings):
         assert shared.notifications(1, 0.05) == []
 
     def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench) -> None:
-        """A notification does not arrive before the long transfer that it is bound to is DONE.
+        """A notification does not arrive before all segments of its long transfer are DONE.
 
-        The notification never arrives if the transfer fails.
+        It never arrives if the transfer fails.
         """
         neighbour = lab.neighbour()
         peer = lab.connect(neighbour)
@@ -170,36 +169,6 @@ class NotificationTests(ContractSettings):
         for sort in (0, 1):
             wanted = [lab.payload(number) for number in range(sort, 60, 2)]
             assert [one for one in found if one[-1] % 2 == sort] == wanted
-
-    def test_a_bound_one_waits_for_every_segment(self, lab: Workbench) -> None:
-        """A bound notification arrives once, when all segments of its transfer have arrived."""
-        other = lab.make()
-        here = [lab.buffer(MIB, lab.transport) for _ in range(4)]
-        there = [lab.buffer(MIB, other) for _ in range(4)]
-        for index in range(4):
-            here[index].put(pattern(MIB, 10 + index))
-            there[index].put(pattern(MIB, 20 + index))
-        copies = joined(
-            [batch(a.region, b.region, [0], [0], [MIB]) for a, b in zip(here, there, strict=True)]
-        )
-        peer = lab.connect(other)
-        if not lab.notifies:
-            return
-        transfer = lab.transport.read(peer, copies, lab.bound())
-        notes: list[Notification] = []
-
-        def arrived() -> bool:
-            # First the notifications: if one is there, all bytes must be. The poll lets a driver
-            # without threads notice that the transfer has ended.
-            notes.extend(other.notifications())
-            return bool(notes) or lab.poll([transfer]) == []
-
-        lab.wait_for(arrived, "no notification")
-        (note,) = notes
-        for index, target in enumerate(here):
-            np.testing.assert_array_equal(target.get(), pattern(MIB, 20 + index))
-        assert note.payload == lab.bound()
-        lab.finish(transfer)
 
     def test_what_a_transfer_that_was_refused_was_to_say_is_not_said(
         self, lab: Workbench, shared: Process

@@ -211,8 +211,8 @@ class TransferTests(ContractSettings):
         peer = lab.connect(shared)
         starts = 3000 * np.arange(100)
         plain = batch(lab.mine.region, shared.region, starts, starts + 1, np.full(100, 999))
-        arrays = {name: _strided(getattr(plain, name)) for name in ("local", "remote", "nbytes")}
-        copies = replace(plain, **arrays)
+        local, remote, nbytes = map(_strided, (plain.local, plain.remote, plain.nbytes))
+        copies = replace(plain, local=local, remote=remote, nbytes=nbytes)
         lab.finish(lab.transport.read(peer, copies))
         expected = moved(mine, starts, theirs, starts + 1, np.full(100, 999))
         np.testing.assert_array_equal(lab.mine.get(), expected)

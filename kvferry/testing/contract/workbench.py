@@ -168,7 +168,7 @@ class Workbench:
         """Return another transport of this process with a buffer of 1 MiB, filled by the seed."""
         return LocalPeer(self, self.make(), seed)
 
-    def connect(self, remote: TransportPeer) -> PeerId:
+    def connect(self, remote: TransportPeer | Transport) -> PeerId:
         """Connect the transport under test to a peer."""
         return self.transport.connect(remote.address())
 

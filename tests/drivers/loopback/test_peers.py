@@ -151,26 +151,19 @@ def test_forbidden_memory_access_is_reported_with_setting_to_change(
 def test_malformed_addresses_are_refused(transport: LoopbackTransport, make: Make) -> None:
     good = paired(transport, make()).other.address()
     fields = msgspec.msgpack.decode(good)
-    bad_fields: list[dict[str, object]] = [
-        {"magic": "kvferry-loopback-2"},
-        {"name": ""},
-        {"name": "x" * 1000},
-        {"pid": 0},
-        {"pid": -1},
-        {"pid": 1 << 40},
-        {"instance": b"short"},
-        {"socket": "x" * 1000},
-        {"board": -1},
-        {"board": 1 << 63},
-        {"regions": [[0, 8, 0, 0, 1]]},
-        {"regions": [[8, 0, 0, 0, 1]]},
-        {"regions": [[(1 << 63) - 1, (1 << 63) - 1, 0, 0, 1]]},
-        {"regions": [[4096, 8, 0, 1 << 30, 1]]},
-        {"regions": [[4096, 8, 0]]},
-        {"regions": fields["regions"] * 70_000},
-        {"regions": None},
-    ]
-    forged = [msgspec.msgpack.encode(fields | change) for change in bad_fields]
+    bad: dict[str, list[object]] = {
+        "magic": ["kvferry-loopback-2"],
+        "name": ["", "x" * 1000],
+        "pid": [0, -1, 1 << 40],
+        "instance": [b"short"],
+        "socket": ["x" * 1000],
+        "board": [-1, 1 << 63],
+        "regions": [
+            *([[0, 8, 0, 0, 1]], [[8, 0, 0, 0, 1]], [[(1 << 63) - 1, (1 << 63) - 1, 0, 0, 1]]),
+            *([[4096, 8, 0, 1 << 30, 1]], [[4096, 8, 0]], fields["regions"] * 70_000, None),
+        ],
+    }
+    forged = [msgspec.msgpack.encode(fields | {name: value}) for name in bad for value in bad[name]]
     forged.append(good.replace(b"loopback-", b"\xff\xfeopback-"))  # not UTF-8
     forged.append(b"\x91" * 10_000)  # deeply nested lists
     for garbage in (b"", b"\0", b"garbage", good[:-1], good + b"\0", bytes(1 << 23), *forged):

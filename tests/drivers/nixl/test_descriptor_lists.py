@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -76,8 +77,8 @@ def test_every_nonempty_copy_is_in_a_chunk_of_its_memory_kinds(copies: Copies, m
 def test_large_batches_are_cut_into_as_few_chunks_as_can_be() -> None:
     n = 2 * CHUNK_ROWS + 3
     rows = np.arange(n, dtype=np.uint64)
-    cuts = (Segment(start=0, stop=9, local=LOCAL[0], remote=REMOTE[1]),)
-    cuts += (Segment(start=9, stop=n, local=LOCAL[0], remote=REMOTE[1]),)
+    first = Segment(start=0, stop=9, local=LOCAL[0], remote=REMOTE[1])
+    cuts = (first, replace(first, start=9, stop=n))
     copies = Copies(local=rows + 1, remote=rows + 2, nbytes=np.full_like(rows, 7), segments=cuts)
     lists = DescriptorLists()
     for _ in range(2):  # in arrays that are used again

@@ -45,14 +45,14 @@ class AlteredTransfers(LoopbackTransport):
         return copies
 
 
-class Claims(LoopbackTransport):
+class OtherCapabilities(LoopbackTransport):
     """Base class: a subclass has other capabilities than loopback has."""
 
-    claims: ClassVar[Mapping[str, Any]]
+    can: ClassVar[Mapping[str, Any]]
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, **self.claims)
+        return replace(super().capabilities, **self.can)
 
 
 class Watched(LoopbackTransport):

@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.long.drivers.planted.base import Claims, caught_by, connection_of, cut, transfer_of
+from tests.long.drivers.planted.base import (
+    OtherCapabilities,
+    caught_by,
+    connection_of,
+    cut,
+    transfer_of,
+)
 
 
 @caught_by("test_a_bound_one_does_not_overtake_a_long_transfer")
@@ -107,10 +113,10 @@ class CutsTheLongestPayload(LoopbackTransport):
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
-class ExceedsMaxNotification(Claims):
+class ExceedsMaxNotification(OtherCapabilities):
     """A payload one byte longer than ``max_notification`` is sent."""
 
-    claims: ClassVar = {"max_notification": 100}
+    can: ClassVar = {"max_notification": 100}
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")

@@ -20,7 +20,7 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
 from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
-from tests.long.drivers.planted.base import Claims, caught_by
+from tests.long.drivers.planted.base import OtherCapabilities, caught_by
 
 
 class ReadsPages(LoopbackTransport):
@@ -51,10 +51,10 @@ class IgnoresPlacesWithinPages(ReadsPages):
 
 
 @caught_by("test_paged_read_moves_the_right_bytes")
-class ExceedsCapabilities(Claims, ReadsPages):
+class ExceedsCapabilities(OtherCapabilities, ReadsPages):
     """It can do what its capabilities deny."""
 
-    claims: ClassVar = {"paged_reads": False}
+    can: ClassVar = {"paged_reads": False}
 
 
 @caught_by("test_paged_read_moves_the_right_bytes")

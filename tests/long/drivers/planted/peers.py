@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region
@@ -13,7 +13,7 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback import address as wire
 from kvferry.testing import FaultyTransport
-from tests.long.drivers.planted.base import Claims, caught_by
+from tests.long.drivers.planted.base import OtherCapabilities, caught_by
 
 
 @caught_by("test_connecting_again_tells_which_regions_the_peer_has")
@@ -136,10 +136,10 @@ class IgnoresUnknownOptions(LoopbackTransport):
 
 
 @caught_by("test_a_limit_of_unfinished_transfers_is_kept")
-class ExceedsMaxOutstanding(Claims):
+class ExceedsMaxOutstanding(OtherCapabilities):
     """More transfers than ``max_outstanding`` are accepted."""
 
-    claims: ClassVar = {"max_outstanding": 2}
+    can: ClassVar = {"max_outstanding": 2}
 
 
 @caught_by("test_bytes_that_are_no_address_are_refused")
@@ -170,14 +170,14 @@ _STATES_NONE = {name: value for name, value in vars(FaultyTransport).items() if 
 class InheritsInterfaceVersion(type("Delegating", (Transport,), _STATES_NONE)):  # type: ignore[misc]
     """The driver does not state the interface version for which it was written."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(LoopbackTransport(**options))
 
 
-class AtMostTwo(Claims):
+class AtMostTwo(OtherCapabilities):
     """Base class: at most two unfinished transfers, as ``counted`` counts them."""
 
-    claims: ClassVar = {"max_outstanding": 2}
+    can: ClassVar = {"max_outstanding": 2}
 
     def counted(self) -> int:
         return sum(not job.final for _, _, job in self._transfers.values())

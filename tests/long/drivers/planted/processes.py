@@ -15,7 +15,7 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.peer_memory import OtherProcess
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
-from tests.long.drivers.planted.base import DONE, PENDING, Claims, Watched, caught_by
+from tests.long.drivers.planted.base import DONE, PENDING, OtherCapabilities, Watched, caught_by
 
 
 @caught_by("test_killed_before_a_transfer")
@@ -109,10 +109,10 @@ class FailingForEver(Watched):
 
 
 @caught_by("test_killed_during_a_transfer")
-class FailingAfterDisconnect(Claims, FailingForEver):
+class FailingAfterDisconnect(OtherCapabilities, FailingForEver):
     """A failing transfer does not become FAILED after ``disconnect``, as promised."""
 
-    claims: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
+    can: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
 
 
 @caught_by("test_gone_and_back_is_another_peer")

@@ -24,7 +24,7 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.long.drivers.planted.base import (
-    Claims,
+    OtherCapabilities,
     Watched,
     caught_by,
     connection_of,
@@ -193,10 +193,10 @@ class LandsBytesOfAClosedPeer(LandsAReadAfterAFailure):
 
 
 @caught_by("test_quiet_after_a_cancel")
-class LandsAfterDisconnectOfFailing(Claims, LateBytes):
+class LandsAfterDisconnectOfFailing(OtherCapabilities, LateBytes):
     """A failing transfer is FAILED after ``disconnect``, as promised, but not quiet."""
 
-    claims: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
+    can: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         failing = transfer in self._batches and isinstance(status.error, TransferCancelledError)
