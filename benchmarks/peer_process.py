@@ -6,7 +6,10 @@ import mmap
 import time
 from typing import Any
 
+import numpy as np
+
 from benchmarks import nixl_api
+from kvferry.core.memory import region_of
 from kvferry.testing.memory import Bytes, CpuBuffer
 from kvferry.testing.peer_process import PeerServer
 
@@ -20,7 +23,8 @@ class HugeBuffer(CpuBuffer):
     def __init__(self, nbytes: int) -> None:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-        self._map(memory)
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._region = region_of(self._bytes)
         self._bytes[:] = 1  # touch the pages now, so that the first read need not
 
     @property

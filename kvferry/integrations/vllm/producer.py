@@ -447,7 +447,7 @@ class Producer:
             Whether there are holds that not all workers have reported to have ended.
         """
         self._holds.reset()
-        return self._holds.ending
+        return self._holds.is_ending
 
     def update_metrics(self) -> None:
         """Set the metrics of held blocks, and log the holds evicted since the last call."""
