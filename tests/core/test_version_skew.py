@@ -19,7 +19,7 @@ from kvferry.core.memory import Region
 from kvferry.core.side_channel import fetch, ping
 from tests.core.messages import encoded, payload
 from tests.core.side_channel.servers import LONG, patient, scripted, serve
-from tests.pinned import store
+from tests.pinned import write as store
 from tests.pinned.samples import SAMPLES
 
 PINNED = store.load()

@@ -31,7 +31,7 @@ from kvferry.integrations.vllm import ticket_params as tickets
 from tests.core.messages import payload
 from tests.faults.cells import figure
 from tests.faults.mutations import Mutator
-from tests.pinned import store
+from tests.pinned import write as store
 
 INPUTS = int(os.environ.get("KVFERRY_FUZZ", "20000"))
 SEED = int(os.environ.get("KVFERRY_FUZZ_SEED", "1"))

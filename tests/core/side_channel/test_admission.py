@@ -104,6 +104,7 @@ def test_a_server_with_another_key_is_refused_and_both_sides_say_so(
         (SERVES, OPEN, b"", "is encrypted: set curve_secret_key and curve_peers here"),
         (OPEN, READS, PREFILL.public, "is open: set curve_secret_key and curve_peers on that"),
     ],
+    ids=["the server", "the client"],
 )
 def test_that_only_one_side_has_keys_is_reported(
     serves: Access, asks: Access, key: bytes, text: str
