@@ -15,3 +15,8 @@ settings.load_profile("kvferry")
 # interrupt would not end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes by their argument: keys are made anew in each process, and all have to agree."""
+    return argname if isinstance(val, bytes) else None

@@ -39,7 +39,7 @@ def printed_settings(output: str) -> dict[str, dict[str, Any]]:
 
 
 def security_settings(settings: dict[str, Any]) -> SecuritySettings:
-    return read_security_settings(parse(settings), {})
+    return read_security_settings(parse(settings))
 
 
 def test_printed_settings_work(keygen: Keygen, tmp_path: Path) -> None:
