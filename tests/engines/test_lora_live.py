@@ -21,7 +21,7 @@ from tests.engines.conversations import (
     same_answer,
     words,
 )
-from tests.engines.early import Legs, early_loads
+from tests.engines.early import Legs, early_loads, status
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fleet import fleet
 from tests.engines.lora import RANK, load, lora, write_adapter
@@ -237,6 +237,30 @@ def test_files_that_changed_after_they_were_loaded(engines: Engines, tmp_path: P
     [ticket] = engines.prefill.prefill(prompt(50, seed=69), lora=there)
     assert "kvferry" not in ticket
     assert "vLLM keeps blocks of those in its prefix cache" in engines.prefill.log()
+
+
+def test_files_that_are_replaced_before_decode_loads_them(engines: Engines, tmp_path: Path) -> None:
+    """Decode has checked the ticket, and loads the adapter in the step that computes with it."""
+    asked, decode = prompt(100, seed=85), engines.decode
+    here = lora(write_adapter(tmp_path / "here", seed=21), name="late", number=41)
+    there = lora(write_adapter(tmp_path / "there", seed=21), name="late", number=41)
+    tickets = engines.prefill.prefill(asked, lora=there)
+    rest = left_alone(decode)
+    with decode.paused():
+        ids = decode.submit(asked, params=tickets, max_tokens=12, lora=here)
+
+        def loads() -> bool:
+            decode.step()
+            return bool(decode.run(status, ids[0]) == "WAITING_FOR_REMOTE_KVS")
+
+        eventually(loads)
+        write_adapter(tmp_path / "here", seed=22)
+    [completion] = decode.results(ids)
+    assert (completion.finish_reason, completion.text) == ("error", "")
+    assert "adapter late was loaded with other weights than its ticket is for" in decode.log()
+    expected = lora(write_adapter(tmp_path / "new", seed=22), name="new", number=42)
+    assert text(decode, asked, here) == text(engines.believing, asked, expected)
+    come_to(rest, decode)
 
 
 def test_two_ranks(engines: Engines, first: Path) -> None:

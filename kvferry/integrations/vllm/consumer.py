@@ -442,7 +442,10 @@ class Consumer:
             if not self._checks.is_turn(pull.request):
                 self._refuse(pull.request, TicketError(why, reason=TicketReason.ADAPTER))
         request = self._adapted.get(request_id)
-        return request is not None and not request.num_output_tokens
+        if request is None or request.num_output_tokens:
+            return False
+        self._metrics.add(REFUSED, reason=TicketReason.ADAPTER.value)
+        return True
 
     def request_finished(self, request: Request) -> None:
         """Abort the load of a request that ended, or tell the producer that none comes."""
