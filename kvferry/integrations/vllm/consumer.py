@@ -420,11 +420,7 @@ class Consumer:
         self._messages.aborted.append(pull.name)
 
     def request_finished(self, request: Request) -> None:
-        """Abort the load of a request that ended, or tell the producer that none will come.
-
-        If the producer has not made the ticket yet, it is told when it has. Nothing happens if the
-        load is over.
-        """
+        """Abort the load of a request that ended, or tell the producer that none comes."""
         self._loaded.discard(request.request_id)
         self._first_tokens.pop(request.request_id, None)
         pull = self._pulls.get(request.request_id)

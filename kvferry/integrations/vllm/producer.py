@@ -441,10 +441,7 @@ class Producer:
         self._reports.hold_ended(held, end, self._clock() - held.made)
 
     def reset(self) -> None:
-        """End every hold that a ticket names: pages of these tickets can no longer be loaded.
-
-        vLLM gets each request's blocks back when all workers have reported the request as sent.
-        """
+        """End every hold that a ticket names; workers then report the requests as sent."""
         self._holds.reset()
 
     def update_metrics(self) -> None:
