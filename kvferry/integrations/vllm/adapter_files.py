@@ -43,14 +43,7 @@ class AdapterError(KVFerryError):
 
 
 def adapter_version(path: str) -> AdapterVersion:
-    """Return the current version of an adapter's files.
-
-    Args:
-        path: The adapter's folder, as vLLM got it.
-
-    Raises:
-        AdapterError: A file is missing or cannot be read.
-    """
+    """Return the current version of the files in an adapter's folder, or ``AdapterError``."""
     try:
         folder = Path(path).expanduser()
         weights = next((name for name in WEIGHTS if (folder / name).is_file()), WEIGHTS[0])
@@ -85,9 +78,8 @@ class AdapterContents:
     def read(self, path: str) -> tuple[AdapterVersion, bytes]:
         """Return the version of the files as they are now, and their content, hashed if need be.
 
-        Returns:
-            The version, which any later change changes, and ``CONTENT_BYTES`` bytes that depend on
-            the files' contents and names, but not on the folder.
+        Any later change changes the version. The content has ``CONTENT_BYTES`` bytes, which depend
+        on the files' contents and names, but not on the folder.
 
         Raises:
             AdapterError: A file is missing, cannot be read, or changes meanwhile.

@@ -65,11 +65,8 @@ class _Follower:
 class Adapters:
     """Follow requests with LoRA adapters from their arrival to their end.
 
-    Args:
-        prefix_caching: Whether the engine keeps blocks for later prompts. vLLM keeps them by the
-            adapter's name and path, whatever the content.
-        settings: The engine's settings for LoRA (``lora_settings``), appended to every content.
-        clock: Returns the time in seconds.
+    With ``prefix_caching``, vLLM keeps blocks by the adapter's name and path, whatever the content.
+    ``settings`` (``lora_settings``) are appended to every content.
     """
 
     def __init__(
@@ -127,11 +124,9 @@ class Adapters:
         return follower.waiting
 
     def content(self, request: Request) -> bytes | None:
-        """Return the content of a request's adapter.
+        """Return the content of a request's adapter; ``None`` if the request has none.
 
-        Returns:
-            The content; ``None`` if the request has no adapter. Equal contents mean that engines
-            of the same model compute the same pages with the adapters.
+        Equal contents mean that engines of the same model compute the same pages with the adapters.
 
         Raises:
             AdapterError: The content is not known, or is not what the engine computes with.

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """The prefix cache of an engine that loads.
-
-    Args:
-        groups: The engine's cache groups that are transferred.
-        is_used: Whether the engine loads, and caches prefixes.
-    """
+    """The prefix cache of an engine; ``is_used`` if the engine loads, and caches prefixes."""
 
     def __init__(self, groups: Sequence[CacheGroup], *, is_used: bool = False) -> None:
         self._groups = groups
@@ -54,17 +49,11 @@ class PrefixCache:
             )
 
     def keep_out(self, request_id: str, first_tokens: Sequence[int]) -> bool:
-        """Keep the pages of a load that are not whole from being cached.
+        """Keep the pages of a load that are not whole from being cached; return whether any are.
 
         Call this when the load has succeeded, before vLLM makes the hashes of its blocks. They stay
-        without a hash until the request ends or is preempted.
-
-        Args:
-            request_id: vLLM's id of the request, which has not ended.
-            first_tokens: For each group, the first token that the load has written.
-
-        Returns:
-            Whether there is such a page.
+        without a hash until the request ends or is preempted. ``first_tokens`` are, for each group,
+        the first token that the load has written.
         """
         found = False
         for group, token in zip(self._groups, first_tokens, strict=True):

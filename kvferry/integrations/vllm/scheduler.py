@@ -73,10 +73,6 @@ class FerryScheduler:
     The engine's ``kv_role`` can forbid either; with ``kv_both`` one engine does both, and with
     ``bidirectional_kv_xfer`` it may do both for one request.
 
-    Args:
-        vllm_config: The engine's configuration.
-        kv_cache_config: The engine's cache groups.
-
     Raises:
         ConfigError: The configuration is refused.
         SecretError: The library that signs tickets does not work on this machine.
@@ -200,14 +196,10 @@ class FerryScheduler:
     ) -> None:
         """Open the side channel, on which other engines fetch what this engine's ranks published.
 
+        ``metadata`` is by (pipeline rank, tensor rank); what other connectors published is ignored.
         If no rank published anything, log a warning and open nothing. vLLM 0.33 calls this again
         when an engine is woken up: if the ranks published the same as before, the side channel
         stays open at its address, which tickets name.
-
-        Args:
-            metadata: What the ranks published (their layouts, and what peers need to connect), by
-                (pipeline rank, tensor rank). Under MultiConnector, every connector gets the
-                metadata of the first; what other connectors published is ignored.
 
         Raises:
             ConfigError: The prefix cache would get pages that are not whole (``PrefixCache``).
@@ -250,9 +242,8 @@ class FerryScheduler:
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request that was prefilled elsewhere, or truncate a prompt.
 
-        The prompt of a request that is prefilled here for another engine loses the tokens that
-        this other engine must compute itself (``prefill_backoff``). The ticket of a request with a
-        LoRA adapter is checked later, once the adapter's content is known.
+        A prompt loses the tokens that the other engine must compute itself (``prefill_backoff``).
+        The ticket of a request with a LoRA adapter is checked once the adapter's content is known.
         """
         self._producer.on_new_request(request)
         self._forget_adapted(request.request_id)  # an earlier request with this id
@@ -264,17 +255,11 @@ class FerryScheduler:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many of a request's tokens will be loaded from another engine.
+        """Return how many tokens beyond the computed ones are to be loaded, and whether any are.
 
-        Args:
-            request: vLLM's request.
-            num_computed_tokens: How many of the request's tokens are cached here already.
-
-        Returns:
-            The number of tokens beyond the cached ones, and whether they are loaded asynchronously:
-            ``True`` unless the number is 0. ``None`` and ``False`` if vLLM is to ask again later:
-            while the content of the request's LoRA adapter is not known, while the request waits
-            for the engine that prefills it, and while it waits for host pages.
+        ``None`` and ``False`` if vLLM is to ask again later: while the content of the request's
+        LoRA adapter is not known, while the request waits for the engine that prefills it, and
+        while it waits for host pages.
         """
         waits = self._waits_for_adapter(request) or self._producer.waits_for_host_pages(request)
         tokens = None if waits else self._consumer.num_matched_tokens(request, num_computed_tokens)
@@ -286,15 +271,10 @@ class FerryScheduler:
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Queue the load of a request, or give a hold to a request that another engine will decode.
+        """Queue the load of a request, or give a hold to one that another engine will decode.
 
-        Called when vLLM has allocated blocks for the request. A hold is a slot and random bits that
-        stand for the request's pages. Workers start the load, or the hold, in the next step.
-
-        Args:
-            request: vLLM's request.
-            blocks: The request's blocks.
-            num_external_tokens: How many of the request's tokens are to be loaded into the blocks.
+        Called when vLLM has allocated its blocks. Workers start the load, or the hold, in the next
+        step.
         """
         self._producer.blocks_allocated(request, blocks)
         self._producer.take_on(request)
@@ -363,13 +343,9 @@ class FerryScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Make the ticket of a request that ended, or abort its load if one is under way.
 
-        Args:
-            request: vLLM's request.
-            block_ids: The ids of the request's blocks, one list per cache group of vLLM.
-
         Returns:
             Whether vLLM must keep the blocks until the request is reported as sent, and the ticket
-            (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
+                (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
         """
         if not self._consumer.has_ticket(request):
             self._unchecked.pop(request.request_id, None)
@@ -385,11 +361,7 @@ class FerryScheduler:
         return is_held, params
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether blocks that are held for other engines will be free soon.
-
-        Called when a running request lacks a block. If the result is ``True``, vLLM waits instead
-        of preempting a request.
-        """
+        """Return whether held blocks will be free soon, so that vLLM need not preempt a request."""
         return self._producer.has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:

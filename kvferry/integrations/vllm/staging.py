@@ -69,11 +69,6 @@ def warn_of_ignored_settings(transfer: KVTransferConfig, *, is_staged: bool) -> 
         logger.warning("ignored: %s, since %s", " and ".join(ignored), why)
 
 
-def uses(transfer: KVTransferConfig) -> int:
-    """Return for how many uses an engine's host pages are: for holds, for loads, or both."""
-    return int(transfer.is_kv_producer) + int(transfer.is_kv_consumer)
-
-
 def stage(
     caches: Iterable[torch.Tensor],
     cache: Layout,
@@ -87,8 +82,8 @@ def stage(
 ) -> StagedCache:
     """Allocate a rank's pool of host pages.
 
-    The cache has ``pages`` blocks, and the largest request may need ``largest`` of them. ``enter``
-    is called first on each of the pool's threads.
+    The cache has ``pages`` blocks, and the largest request may need ``largest`` of them, for each
+    of the ``uses``: for holds, for loads, or both. ``enter`` is called first on the pool's threads.
 
     Raises:
         ConfigError: The memory cannot be allocated, or is too little for one page for each use; or

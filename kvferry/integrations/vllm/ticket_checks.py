@@ -100,7 +100,7 @@ class TicketChecks:
         self._check_tokens(request, part.total)
 
     def tokens_to_have(self, request: Request, covered: int | None) -> int:
-        """Return how many first tokens are cached or loaded; a ticket covers ``covered``."""
+        """Return how many of a prompt's first tokens are cached or loaded, not computed, here."""
         if self.is_turn(request):  # prefilled here, so its prompt is truncated already
             total: int = request.num_prompt_tokens
         else:

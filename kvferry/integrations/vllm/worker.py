@@ -339,7 +339,7 @@ def start_worker(
             config=config,
             pages=kv_cache_config.num_blocks,
             largest=most_pages(groups, longest),
-            uses=staging.uses(transfer),
+            uses=transfer.is_kv_producer + transfer.is_kv_consumer,
             device=device,
             enter=enter,
         )
