@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from kvferry.cli import bench as bench_command
 from kvferry.cli.bench import measure
 from kvferry.cli.bench.grid import BenchError, Case, options_of, sizes_of
-from kvferry.cli.bench.measure import Bench, Result, far_process, near_buffer
+from kvferry.cli.bench.measure import Bench, far_process, near_buffer
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Capabilities, PeerId, State, Status, TransferId, Transport
@@ -258,12 +258,3 @@ def test_case_moves_every_block_once(block: int, count: int, rest: int, scattere
     assert batch.total == case.size
     for starts, region in ((batch.local, local), (batch.remote, remote)):
         assert np.array_equal(np.sort(starts), region.address + np.arange(count) * block)
-
-
-def test_results_are_computed_from_seconds() -> None:
-    case = Case(size=10**6, block=1000, scattered=True)
-    result = Result(case=case, rounds=3, seconds=1e-3, memcpy_seconds=2.5e-4)
-    assert result.gb_per_s == pytest.approx(1.0)
-    assert result.us_per_copy == pytest.approx(1.0)
-    assert result.memcpy_gb_per_s == pytest.approx(4.0)
-    assert result.ratio == pytest.approx(0.25)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec import structs
 
 from kvferry.cli.plan.engines import Engine, make_engine, parse
 from kvferry.cli.plan.model import read_model
-from kvferry.core.layout import Layout
 from kvferry.core.security import OPEN, Access, generate
 from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
@@ -20,26 +19,21 @@ from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import TINY, WINDOWS, Config, PlanCommand, write_config
 from tests.core.messages import payload
 
-VLLM_NAMES = {".attn/": ".self_attn.attn/", ".mixer/": ".linear_attn/"}
+VLLM_NAMES = {
+    '"layers.': '"language_model.model.layers.',
+    ".attn/": ".self_attn.attn/",
+    ".mixer/": ".linear_attn/",
+}
 PROBE, PREFILL, DECODE = generate(), generate(), generate()
 
 
 def engine_of(folder: Path, config: Config, settings: str = "tp=1") -> Engine:
     """Return an engine with vLLM's names of a multimodal model's layers."""
     model = read_model(Path(write_config(folder, config)))
-    made = make_engine(model, parse(settings, "--prefill"), 4096)
-    return replace(made, ranks=tuple(map(_with_vllm_names, made.ranks)))
-
-
-def _with_vllm_names(layout: Layout) -> Layout:
-    fields = (structs.replace(field, key=_vllm_name(field.key)) for field in layout.fields)
-    return replace(layout, fields=tuple(fields))
-
-
-def _vllm_name(key: str) -> str:
+    made = msgspec.json.encode(make_engine(model, parse(settings, "--prefill"), 4096)).decode()
     for ours, theirs in VLLM_NAMES.items():
-        key = key.replace(ours, theirs)
-    return f"language_model.model.{key}"
+        made = made.replace(ours, theirs)
+    return msgspec.json.decode(made, type=Engine)
 
 
 @contextmanager

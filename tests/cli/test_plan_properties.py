@@ -24,7 +24,7 @@ from kvferry.cli.plan.engines import (
     read_engine,
     write_engine,
 )
-from kvferry.cli.plan.estimate import estimate_reads, merged
+from kvferry.cli.plan.estimate import CopySizes, estimate_reads, merged
 from kvferry.cli.plan.model import Model
 from kvferry.core.layout import axis_length
 from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
@@ -105,6 +105,12 @@ def test_every_byte_of_decode_is_read_once(drawn: tuple[Model, PlanSettings, Pla
     assert {read.prefill for read in found.reads} | set(found.told) == set(
         range(len(prefill.ranks))
     )
+
+
+def test_median_is_the_smaller_of_two_in_the_middle() -> None:
+    assert CopySizes({8: 1, 1: 2, 4: 1}).median == 1
+    assert CopySizes({8: 2, 1: 1}).median == 8
+    assert set(CopySizes().figures.values()) == {0}
 
 
 @FEW_EXAMPLES
