@@ -399,7 +399,7 @@ def test_a_slow_disconnect_delays_no_other_connection() -> None:
     assert driver.disconnected == [quick], "no second disconnect while the first has not returned"
     assert calls.problems == ()
     clock.skip(module.STUCK_SECONDS + 1)
-    assert [each.partition(" of ")[0] for each in calls.problems] == ["1 calls"]
+    assert "1 calls of the driver" in "".join(calls.problems)
     assert not calls.wait(clock())
     driver.may_return.set()
     assert calls.wait(clock() + LONG)
