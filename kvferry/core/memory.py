@@ -6,7 +6,6 @@ A region never owns memory: the caller keeps it alive while it is registered wit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -59,19 +58,6 @@ class Region:
         return same and self.address <= other.address and other.end <= self.end
 
 
-@runtime_checkable
-class _Storage(Protocol):
-    def data_ptr(self) -> int: ...
-    def nbytes(self) -> int: ...
-
-
-@runtime_checkable
-class _TorchLike(Protocol):
-    device: Any
-
-    def untyped_storage(self) -> _Storage: ...
-
-
 def region_of(tensor: object) -> Region:
     """Return the memory of a tensor or array as a region; the caller keeps it alive.
 
@@ -86,9 +72,8 @@ def region_of(tensor: object) -> Region:
                 "pass the buffer that it is a view of"
             )
         return Region(address=tensor.ctypes.data, nbytes=tensor.nbytes)
-    if isinstance(tensor, _TorchLike):
-        storage = tensor.untyped_storage()
-        device = tensor.device
+    if hasattr(tensor, "untyped_storage") and hasattr(tensor, "device"):
+        storage, device = tensor.untyped_storage(), tensor.device
         return Region(
             address=storage.data_ptr(),
             nbytes=storage.nbytes(),

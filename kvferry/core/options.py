@@ -23,8 +23,8 @@ class EndpointOptions:
         liveness_misses: pings in a row without an answer after which a producer counts as dead.
         max_copies: the most copies in one read. A load that takes more from one rank of a producer
             is read in several batches, one after another.
-        engine_ttl: time after which a producer that no request uses is disconnected; an idle engine
-            does so in its next step.
+        engine_ttl: time after which a producer that no request uses is disconnected; without pings,
+            in the engine's next step.
         judgements: which differences between two engines the operator allows.
         access: this engine's keys, and the networks that it may connect to.
     """

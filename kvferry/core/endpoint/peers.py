@@ -234,8 +234,8 @@ class _KnownProducer:
 
     @property
     def is_idle(self) -> bool:
-        is_used = self.peer is not None and self.peer.is_used
-        return not (is_used or self.is_connecting or self.waiting or self.handshake is None)
+        is_used = self.is_connecting or (self.peer is not None and self.peer.is_used)
+        return not (is_used or self.waiting or self.handshake is None)
 
 
 class Peers:
@@ -363,7 +363,14 @@ class Peers:
             self._count_down(key.engine)
             self._fail(waiters, outcome)
             return
-        genuine = [each for each in waiters if self._is_made_by(outcome, each)]
+        genuine = []
+        for waiter in waiters:
+            try:
+                check_producer(waiter.ticket, outcome.incarnation, outcome.ticket_key)
+            except TicketError as error:
+                self._fail([waiter], error)
+            else:
+                genuine.append(waiter)
         unread = sum(producer.reply.nbytes for producer in self._unread)
         if outcome.ranks and (outcome.name in self._producers or unread <= MAX_UNREAD_BYTES):
             self._add(key, outcome)
@@ -371,15 +378,6 @@ class Peers:
                 self._connect_for(waiter)
         elif genuine:  # asked for after that reply, or it is dropped: another one will follow
             self._unknown[key] = genuine
-
-    def _is_made_by(self, reply: EncodedReply, waiter: _Waiter) -> bool:
-        """Return whether the engine that answered made a ticket; otherwise the waiter fails."""
-        try:
-            check_producer(waiter.ticket, reply.incarnation, reply.ticket_key)
-        except TicketError as error:
-            self._fail([waiter], error)
-            return False
-        return True
 
     def _on_gone(self, key: PeerKey, incarnation: int, error: KVFerryError | None) -> None:
         """Let a producer go; without an error it was only unused, and what uses it may end."""

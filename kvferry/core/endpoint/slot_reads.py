@@ -143,11 +143,6 @@ class SlotReads:
         for read in reads:
             self._containment.run("a slot word that was not read", partial(read.lost, error))
 
-    def _land(self, read: SlotRead, value: int, seconds: float) -> None:
-        """Call a read's ``landed`` with the word; if it raises, call ``lost``."""
-        landed, lost = partial(read.landed, value, seconds), partial(self._lose, [read])
-        self._containment.run("a slot word that was read", landed, lost)
-
     def _batch_read(self, batch: Sequence[SlotRead]) -> Read:
         first = batch[0]
         words = [self._scratch.take() for _ in batch]
@@ -167,7 +162,9 @@ class SlotReads:
                 self._lose(batch, outcome.error)
                 return
             for read, value in zip(batch, values, strict=True):
-                self._land(read, value, outcome.seconds)
+                landed = partial(read.landed, value, outcome.seconds)
+                lost = partial(self._lose, [read])
+                self._containment.run("a slot word that was read", landed, lost)
 
         def failing(error: KVFerryError) -> None:
             for read in batch:

@@ -282,14 +282,8 @@ class SchedulerHolds:
 
     def reset(self) -> None:
         """Give up all tickets. Their pages may be freed once the requests are reported as sent."""
-        ticketed = {r: entry for r, entry in self._entries.items() if entry.ticketed}
-        self._ends.extend(sorted({entry.hold for entry in ticketed.values()} - set(self._ends)))
-        self._ending.update(ticketed)
-        self._oldest.clear()
-        self._conversations.clear()
-        for entry in ticketed.values():
-            self._uncount(entry)
-            entry.given_up = entry.given_up or HoldEnd.REVOKED
+        for request in list(self._oldest):
+            self._give_up(request, HoldEnd.REVOKED)
 
     def reclaim(self, pages: int) -> int:
         """Give up conversations' tickets, oldest first, to free enough pages; return how many."""

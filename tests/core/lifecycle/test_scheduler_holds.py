@@ -111,12 +111,9 @@ def test_a_reset_ends_ticketed_holds_and_keeps_computing_ones() -> None:
     holds.drain()
     holds.reset()
     holds.reset()
-    assert holds.drain() == HoldOrders(ends=(late, early))
+    assert holds.drain() == HoldOrders(ends=(early, late))
     assert holds.held == 3
     assert not holds.drain()
-    holds.reset()
-    # Repeated, since no request was sent meanwhile.
-    assert holds.drain().ends == (late, early)
 
 
 def test_the_oldest_tickets_are_evicted_when_too_many_pages_are_held(four: SchedulerHolds) -> None:
