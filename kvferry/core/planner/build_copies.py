@@ -427,11 +427,10 @@ def _part(match: Match, batch: StripBatch, local: _Places, remote: _Places) -> _
 def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> list[Spans]:
     """Return, by region, the bytes in local pages that reading all sources may leave unwritten.
 
-    In every group whose range is not ``None``: the bytes before the first sub-block that is read
-    and after the last, and all bytes of fields that are not read. The caller zeroes them before the
-    reads start, because attention kernels also compute over tokens outside the range. Where remote
-    groups have different block sizes, the reads write some of these bytes after that. Raises
-    ``PageError`` if a range or page list does not fit, ``PlanError`` if there are too many spans.
+    In every group whose range is not ``None``: the pages that are not read whole, and in others the
+    fields that are not read. Attention kernels also compute over tokens outside the range, so the
+    caller zeroes all this before the reads start, which then write some of it. Raises ``PageError``
+    if a range or page list does not fit, ``PlanError`` if there are too many spans.
     """
     regions: dict[Region, int] = {}
     runs = [
@@ -501,16 +500,14 @@ def _unread(
 ) -> Iterator[tuple[StripBatch, I64Array]]:
     """Yield strips that may stay unwritten, with the ids of their pages: (n,) int64, no holes."""
     block, limit = max(layout.groups[group].block_tokens, 1), plan.local_groups[group].pages
-    (first, head), (last, tail) = (divmod(token, block) for token in written)
-    inside = pages.entries(first, last + bool(tail))
-    for ids, window, read in (
-        (pages.ids[: inside.start], None, None),
-        (pages.ids[inside.stop :], None, None),
-        (pages.ids[inside], None, False),
-        (pages.ids[pages.entries(first, first + bool(head))], (0, head), True),
-        (pages.ids[pages.entries(last, last + bool(tail))], (tail, block), True),
+    first, last = -(-written[0] // block), written[1] // block
+    whole = pages.entries(first, max(first, last))
+    for ids, read in (
+        (pages.ids[: whole.start], True),
+        (pages.ids[whole.stop :], True),
+        (pages.ids[whole], False),
     ):
-        strips = plan.unread_strips(layout, group, window, read=read) if len(ids) else ()
+        strips = plan.page_strips(layout, group, read=read) if len(ids) else ()
         if not strips:
             continue
         if ids.min() < 0 or ids.max() >= limit:

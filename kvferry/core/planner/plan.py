@@ -23,8 +23,6 @@ from kvferry.core.planner.token_blocks import Pairing
 from kvferry.core.transport.paged import Strips
 from kvferry.core.work_budget import MAX_STEPS, WorkBudget
 
-MAX_WINDOWS = 256
-"""The most results of ``unread_strips`` that a plan keeps; large pages have many windows."""
 MAX_PLANS = 64
 """The most plans that are kept; the plan that was unused for longest is dropped first."""
 MAX_PLAN_STEPS = MAX_STEPS // 10
@@ -92,32 +90,27 @@ class Plan:
     notified_ranks: tuple[int, ...]  # the remote ranks, ascending, that only this one notifies
     local_groups: tuple[LocalGroup, ...]
     steps: int = 0  # of ``work_budget``, that making the plan took
-    _windows: LRUCache[tuple[StripBatch, ...]] = field(
-        default_factory=lambda: LRUCache(MAX_WINDOWS), repr=False
+    _page_strips: dict[tuple[int, bool], tuple[StripBatch, ...]] = field(
+        default_factory=dict, repr=False
     )
 
-    def unread_strips(
-        self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
-    ) -> tuple[StripBatch, ...]:
-        """Return strips of this rank's own pages, to be zeroed; remote addresses equal local ones.
+    def page_strips(self, layout: Layout, group: int, *, read: bool) -> tuple[StripBatch, ...]:
+        """Return strips of this rank's whole pages, to be zeroed; remote addresses are local ones.
 
-        ``window`` is token positions ``[start, stop)`` in a page, in whole entries, or ``None`` for
-        all. ``read`` selects the fields that are read (``True``), those that are not, or all
-        (``None``). Raises ``PlanError`` if there are too many strips.
+        They are of all fields, or without ``read`` of those that are not read. Raises ``PlanError``
+        if there are too many.
         """
-        key = group, window, read
-        strips = self._windows.get(key)
+        strips = self._page_strips.get((group, read))
         if strips is None:
-            kinds = (True, False) if read is None else (read,)
             # The strips of a field's overlap with itself are its longest runs of bytes.
             parts = [
                 Overlaps(local=fields, remote=fields, shard=fields.first.shard_range)
-                for kind in kinds
+                for kind in (True, False)[not read :]
                 for fields in self.local_groups[group].fields[kind]
             ]
             page_tokens = max(layout.groups[group].block_tokens, 1)
-            strips = find_strips(parts, layout, layout, page_tokens, window) if parts else ()
-            self._windows.put(key, strips)
+            strips = find_strips(parts, layout, layout, page_tokens) if parts else ()
+            self._page_strips[group, read] = strips
         return strips
 
 

@@ -133,15 +133,13 @@ def find_strips(
     local: Layout,
     remote: Layout,
     granularity: int,
-    window: tuple[int, int] | None = None,
     *,
     budget: WorkBudget | None = None,
 ) -> tuple[StripBatch, ...]:
     """Return the strips of fields of one local group that are read from one remote group.
 
-    ``window`` limits them to token positions ``[start, stop)`` in each sub-block, in whole entries.
-    Without one, a batch's ``strides.granularity`` may be a divisor of ``granularity``. Raises
-    ``PlanError``, which names a field, if there are too many strips, or is too much work.
+    A batch's ``strides.granularity`` may be a divisor of ``granularity``. Raises ``PlanError``,
+    which names a field, if there are too many strips, or is too much work.
     """
     first = parts[0].first
     budget = budget or WorkBudget(PlanError, "finding strips")
@@ -153,7 +151,7 @@ def find_strips(
         budget.spend(LOOP_STEPS + len(shapes), WHERE)
         if geometry not in shapes:
             budget.spend(SHAPE_STEPS, WHERE)
-            shapes[geometry] = _shape(part.first, granularity, window), []
+            shapes[geometry] = _shape(part.first, granularity), []
             budget.spend(len(shapes[geometry][0].local), WHERE)
         shapes[geometry][1].append(part)
     box_count = sum(
@@ -184,17 +182,13 @@ def _geometry(o: Overlap) -> object:
     )
 
 
-def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Shape:
-    """Return the shape of an overlap; without a window, sub-blocks may get fewer tokens."""
+def _shape(o: Overlap, granularity: int) -> _Shape:
+    """Return the shape of an overlap; its sub-blocks may get fewer tokens."""
     near, far = axis_dims(o.local.tokens), axis_dims(o.remote.tokens)
     per_entry = o.local.tokens_per_state if near or far else granularity
-    entries = granularity // per_entry
-    if window is None:
-        entries = _uniform_entries(near, far, entries)
-        window = 0, entries * per_entry
-    first, stop = (token // per_entry for token in window)
+    entries = _uniform_entries(near, far, granularity // per_entry)
     try:
-        walks = walk_together(near, far, (first, first), stop - first), *_entry_walks(o)
+        walks = walk_together(near, far, (0, 0), entries), *_entry_walks(o)
     except OverflowError:
         raise _too_many(o) from None
     _check_count(o, math.prod(len(walk.local) for walk in walks))

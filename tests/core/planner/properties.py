@@ -35,25 +35,20 @@ from kvferry.core.planner.build_copies import (
     ReadRequest,
     Workspace,
     build_copies,
-    unwritten_spans,
 )
 from kvferry.core.planner.plan import Plan, make_plan
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies, check_places
 from tests.core.planner.engine_pairs import POOL, random_engine_pair
 from tests.core.planner.oracle import (
-    ZERO,
     EnginePair,
     Labels,
     check_rank,
-    entries,
     field_offsets,
-    is_wanted,
     pages,
     poison,
     run,
     tokens_of_page,
-    zero,
 )
 
 Layouts = tuple[Layout, ...]
@@ -314,33 +309,6 @@ def _only(request: ReadRequest, group: int) -> ReadRequest:
     return replace(request, ranges=tuple(ranges))
 
 
-# What is zeroed.
-
-
-def check_nothing_wanted_is_zeroed(pair: EnginePair, rng: Random) -> None:
-    """Check that no requested byte is zeroed.
-
-    Groups that are read from several groups are left out: their blocks may end at different tokens.
-    """
-    rank = rng.randrange(len(pair.local))
-    layout, found = pair.local[rank], make_plan(pair.local, pair.remote, rank)
-    memory = poison(layout)
-    zero(unwritten_spans(layout, found, pair.request), layout, memory)
-    from_: dict[int, set[tuple[int, int]]] = {}
-    for source in found.sources:
-        for match in source.matches:
-            meets = match.remote_group, match.pairing.remote.block_tokens
-            from_.setdefault(match.local_group, set()).add(meets)
-    for f in layout.fields:
-        wanted = pair.request.ranges[f.group]
-        if wanted is None or len(from_.get(f.group, ())) != 1 or f.key in _drafts(pair.local):
-            continue
-        one = replace(layout, fields=(f,))
-        for entry in entries(one, {f.key: 0}, pair.request.local):
-            if is_wanted(entry, wanted):
-                assert (memory[entry.region][entry.where] != ZERO).all(), (f.key, entry)
-
-
 # The number of copies.
 
 
@@ -473,7 +441,6 @@ CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {
     "changed fields are refused": check_misfits,
     "damaged page lists": check_damaged_lists,
     "page ids out of range": check_strange_ids,
-    "nothing requested is zeroed": check_nothing_wanted_is_zeroed,
     "equal layouts need the fewest copies": check_equal_layouts_move_whole,
     "copies named by pages are the same": lambda pair, _: check_pages_name_the_same(pair),
     "batches are the whole": check_batches_are_the_whole,

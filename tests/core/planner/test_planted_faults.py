@@ -25,7 +25,6 @@ NOTIFIED, EVEN = "producers are notified", "replicated ranks are read evenly"
 MISSING_RANK, CHANGED_FIELDS = "a missing rank", "changed fields are refused"
 BY_PAGES, BATCHES = "copies named by pages are the same", "batches are the whole"
 DAMAGED, OUT_OF_RANGE = "damaged page lists", "page ids out of range"
-ZEROED = "nothing requested is zeroed"
 ENTRY = "math.lcm(*(part.local.first.tokens_per_state for part in parts))"
 ONE_REGION = "runs._replace(pair=0 * runs.pair).select(runs.local.argsort())"
 UNLIKE = " | (np.diff(far) != batch.nbytes)"
@@ -65,7 +64,6 @@ PLANTED: list[tuple[Callable[..., Any], str, str, str]] = [
     (build_copies._in_batches, "piece.copies > room", "piece.copies > room + 1", BATCHES),
     # What is zeroed.
     (build_copies._common, "return (start, stop)", "return (start, stop + 64 * entry)", BYTES),
-    (build_copies._common, "return (start, stop)", "return (0, 0)", ZEROED),
     (plan._local_groups, "is_read: tuple(sets)", "is_read: tuple(sets[: int(is_read)])", BYTES),
 ]
 
