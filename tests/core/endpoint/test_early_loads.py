@@ -12,7 +12,6 @@ import pytest
 
 from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord
 from kvferry.core.errors import (
-    DeadlineError,
     EndpointClosedError,
     KVFerryError,
     PeerLostError,
@@ -227,32 +226,6 @@ def test_after_a_preemption_everything_is_read_again(prompt: Prompt, decode: Eng
     assert finish(prompt, decode).early_nbytes == CHUNK_NBYTES
     prompt.prefill.released("p")
     assert prompt.prefill.endpoint.held == 0
-
-
-def test_a_load_that_is_given_up_ends_the_hold_with_the_order(
-    prompt: Prompt, decode: Engine
-) -> None:
-    begin(prompt, decode)
-    endpoint = prompt.prefill.endpoint
-    decode.endpoint.abort(RequestId("d"))
-    assert decode.error("d") is not None
-    eventually(lambda: endpoint.held == 0, "the hold ends")
-    assert not endpoint.results().sent
-    prompt.finish()
-    assert prompt.prefill.released("p").end is HoldEnd.ABANDONED
-
-
-def test_the_load_timeout_counts_from_the_last_part(clock: Clock) -> None:
-    with both(clock=clock, options=EndpointOptions(load_timeout=5.0)) as (prompt, decode):
-        begin(prompt, decode)
-        clock.skip(100.0)
-        prompt.compute(2)
-        decode.extend("d", prompt.part(2))
-        wait_for(decode, 2 * CHUNK)
-        decode.extend("d", prompt.finish(computed=False, order=False), is_last=True)
-        assert decode.endpoint.pending == 1
-        clock.skip_until(lambda: decode.endpoint.wait(0.05), 100.0)
-        assert isinstance(decode.error("d"), DeadlineError)
 
 
 def test_of_an_older_producer_nothing_is_read_early(prompt: Prompt, decode: Engine) -> None:

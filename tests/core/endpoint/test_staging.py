@@ -84,27 +84,6 @@ def test_blocks_are_free_before_anybody_reads() -> None:
         prefill.over("p-1")
 
 
-def test_pages_are_copied_when_the_device_is_done_and_read_when_their_copy_has_passed() -> None:
-    is_computed = False
-    with pair() as (prefill, decode):
-        [device], [rank] = prefill.devices, prefill.ranks
-        device.lets.clear()
-        prefill.compute("p-1", BLOCKS, TOKENS)
-        ticket = prefill.finish("p-1", BLOCKS, TOKENS, passed=lambda: is_computed)
-        assert not rank.endpoint.wait(0.05)
-        assert device.begun == []
-        is_computed = True
-        decode.pull("d-1", ticket, [8, 9])
-        eventually(lambda: bool(device.begun), "the copy begins")
-        assert not rank.endpoint.wait(0.05)
-        assert not rank.endpoint.results().sent
-        assert decode.endpoint.pending == 1
-        device.lets.set()
-        assert decode.error("d-1") is None
-        assert_held(decode.device_ranks, [8, 9], TOKENS)
-        until(rank.endpoint, lambda r: "p-1" in r.sent)
-
-
 @pytest.mark.parametrize("when", ["begin", "pass"])
 def test_a_hold_ends_whose_copy_fails(when: str) -> None:
     with pair() as (prefill, decode):
@@ -133,22 +112,6 @@ def test_nothing_reaches_the_device_that_the_fence_refused() -> None:
         assert_untouched(decode)
         assert decode.devices[0].begun == []
         assert decode.host_pages.used == 0
-
-
-def test_a_load_is_reported_when_its_copy_has_passed() -> None:
-    with pair() as (prefill, decode):
-        [device], [rank] = decode.devices, decode.ranks
-        device.lets.clear()
-        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
-        eventually(lambda: bool(device.begun), "the copy begins")
-        prefill.over("p-1")  # nobody has to wait for the device of the consumer
-        assert not rank.endpoint.wait(0.05)
-        assert rank.endpoint.pending == 1
-        rank.endpoint.abort(RequestId("d-1"))
-        device.lets.set()
-        assert decode.error("d-1") is None
-        assert rank.endpoint.pending == 0
-        assert device.copied[0][:2] == ("into", (8, 9))
 
 
 @pytest.mark.parametrize("when", ["begin", "pass"])
