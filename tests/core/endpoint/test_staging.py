@@ -12,7 +12,7 @@ import pytest
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.endpoint import endpoint as endpoint_module
 from kvferry.core.errors import Cause, CopyError, StaleError
-from kvferry.core.lifecycle.holds import HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import LoadMachine
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
@@ -20,7 +20,7 @@ from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
 from kvferry.testing.engines import CacheShape, EngineRank
 from tests.core.endpoint.engines import Clock, Engine, MetricTotals, eventually, fail_once, until
-from tests.core.endpoint.staged_engines import StagedEngine, failed_copy
+from tests.core.endpoint.staged_engines import LateDevice, StagedEngine, failed_copy
 
 TOKENS = 7
 BLOCKS = [30, 21]
@@ -84,14 +84,18 @@ def test_blocks_are_free_before_anybody_reads() -> None:
         prefill.over("p-1")
 
 
+def break_copies(device: LateDevice, when: str, error: Exception) -> None:
+    """Let copies fail when they begin, or when they are half done."""
+    if when == "begin":
+        device.refuses = error
+    else:
+        device.fails = error
+
+
 @pytest.mark.parametrize("when", ["begin", "pass"])
 def test_a_hold_ends_whose_copy_fails(when: str) -> None:
     with pair() as (prefill, decode):
-        [device] = prefill.devices
-        if when == "begin":
-            device.refuses = failed_copy()
-        else:
-            device.fails = failed_copy()
+        break_copies(prefill.devices[0], when, failed_copy())
         ticket = prefill.serve("p-1", BLOCKS, TOKENS)
         results = until(prefill.endpoint, lambda r: bool(r.ended))
         assert results.sent == {"p-1"}
@@ -117,11 +121,7 @@ def test_nothing_reaches_the_device_that_the_fence_refused() -> None:
 @pytest.mark.parametrize("when", ["begin", "pass"])
 def test_a_load_fails_whose_copy_fails(when: str) -> None:
     with pair() as (prefill, decode):
-        [device] = decode.devices
-        if when == "begin":
-            device.refuses = failed_copy()
-        else:
-            device.fails = failed_copy()
+        break_copies(decode.devices[0], when, failed_copy())
         error = decode.load("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
         assert isinstance(error, CopyError)
         assert error.cause is Cause.COPY
@@ -150,16 +150,12 @@ def test_memory_is_kept_if_the_end_of_a_copy_is_unknown(
     way: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_module, "WIND_DOWN_SECONDS", 0.1)
-    lost = RuntimeError("the device is gone")
     with contextlib.ExitStack() as stack:
         prefill = stack.enter_context(StagedEngine("prefill"))
         decode = stack.enter_context(StagedEngine("decode"))
         hurt = prefill if way == "out" else decode
         [device], [rank] = hurt.devices, hurt.ranks
-        if when == "begin":
-            device.refuses = lost
-        else:
-            device.fails = lost
+        break_copies(device, when, RuntimeError("the device is gone"))
         decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
         eventually(lambda: not rank.endpoint.healthy, "the endpoint reports a problem")
         assert "may still be under way" in rank.endpoint.problems[0]
@@ -189,32 +185,21 @@ def test_a_copy_that_does_not_end_is_a_problem_until_it_does(clock: Clock) -> No
         eventually(lambda: rank.endpoint.healthy, "the copy has ended")
 
 
-def test_an_endpoint_that_does_not_stage_refuses_copies(prefill: Engine) -> None:
+def test_a_copy_is_refused_where_nothing_is_staged_and_needed_where_it_is(prefill: Engine) -> None:
     prefill.compute("p-1", [1], 4)
-    holds = prefill.scheduler_holds
-    assert holds.ticket(RequestId("p-1"), 30.0, copy=PageCopy(blocks=(1,), pages=(2,)))
-    orders = holds.drain()
+    copy = PageCopy(blocks=(1,), pages=(2,))
+    assert prefill.scheduler_holds.ticket(RequestId("p-1"), 30.0, copy=copy)
+    orders = prefill.scheduler_holds.drain()
     with pytest.raises(CopyError, match="has no copies"):
         prefill.endpoint.apply(orders)
-
-
-def test_a_staged_endpoint_refuses_a_ticket_without_a_copy() -> None:
-    with StagedEngine("prefill") as prefill:
-        prefill.compute("p-1", BLOCKS, TOKENS)
-        holds = prefill.scheduler_holds
-        hold = holds.ticket(RequestId("p-1"), 30.0)
-        assert hold is not None
+    with pair() as (staged, decode):
         with pytest.raises(CopyError, match="its copy was not ordered"):
-            prefill.endpoint.apply(HoldOrders(ready=((hold, 30.0),)))
-
-
-def test_a_staged_endpoint_refuses_a_load_without_a_copy() -> None:
-    with pair() as (prefill, decode):
-        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
+            staged.endpoint.apply(HoldOrders(ready=((Hold(slot=0, generation=7), 30.0),)))
+        ticket = staged.serve("p-2", BLOCKS, TOKENS)
         with pytest.raises(CopyError, match=r"set Load\.copy"):
             Engine.pull(decode, "d-1", ticket, [3, 4])
         Engine.pull(decode, "d-1", ticket, [], nothing=True)
-        prefill.over("p-1")
+        staged.over("p-2")
 
 
 def test_the_time_of_copies_is_counted() -> None:
