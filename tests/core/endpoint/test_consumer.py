@@ -54,13 +54,7 @@ class ManyPeersTransport(AnyAddressTransport):
 
 
 class Manager:
-    """A ``LoadManager`` on this thread, and producers that it knows by relayed replies.
-
-    Args:
-        own: what its rank publishes.
-        ticket: of a producer like all others.
-        payloads: what that one publishes.
-    """
+    """A ``LoadManager`` on this thread, and producers like one, known by relayed replies."""
 
     def __init__(self, own: RankPayload, ticket: Ticket, payloads: Sequence[RankPayload]) -> None:
         self.ticket, self.payloads = ticket, payloads
@@ -100,7 +94,6 @@ class Manager:
                 eventually(self.is_at_rest, "all have answered")
 
     def reply(self, ticket: Ticket) -> EncodedReply:
-        """Return what a ticket's producer answers."""
         ranks = [
             msgspec.structs.replace(
                 each, engine=ticket.engine, address=f"{ticket.engine}/{each.rank}".encode()
@@ -118,7 +111,6 @@ class Manager:
         return not len(self.loads)
 
     def tick(self) -> None:
-        """Let the time of a tick pass."""
         self.now += TICK_SECONDS
         self.work()
 
@@ -130,7 +122,6 @@ class Manager:
         _ = self.connections.closing  # for the pause before the next round
 
     def idle(self) -> None:
-        """Let all producers be idle for so long that they are released."""
         self.now += OPTIONS.engine_ttl
         self.tick()
 
@@ -140,7 +131,6 @@ class Manager:
 
 
 def nothing(ticket: Ticket, *, shared: bool = False) -> Load:
-    """Return a load that reads nothing."""
     return Load(
         request=RequestId("d"),
         ticket=ticket,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from kvferry.core.driver_calls.transfers import Grace, Read
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal
 from kvferry.core.endpoint.peers import PeerUse
@@ -39,6 +37,12 @@ class PeerStub:
         self.payloads = ()
         self.page_limits = ()
         self.heartbeats: dict[int, Any] = {}
+        self.denies: Exception | None = None
+        """What ``check`` raises."""
+
+    def check(self, *_: object) -> None:
+        if self.denies is not None:
+            raise self.denies
 
     def acquire(self, use: PeerUse) -> None:
         assert use is PeerUse.TICKET
@@ -185,16 +189,10 @@ def test_a_renewal_that_fails_without_being_cancelled_is_reported_at_once() -> N
 class PendingTicketsHarness:
     """``PendingTickets`` whose producers are reached when the test says so."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.reach_calls: list[tuple[Any, Any]] = []
         self.renewals = RenewalHarness()
-        self.check_error: Exception | None = None
-        monkeypatch.setattr(PeerStub, "check", self._check, raising=False)
         self.pending_tickets = PendingTickets(self, self.renewals.renewal, lambda: 0.0)  # type: ignore[arg-type]
-
-    def _check(self, *_: object) -> None:
-        if self.check_error is not None:
-            raise self.check_error
 
     def connect(self, ticket: Ticket, ready: Any, failed: Any) -> None:
         self.reach_calls.append((ready, failed))
@@ -203,8 +201,8 @@ class PendingTicketsHarness:
         peer.release(use)
 
 
-def test_requests_with_the_same_ticket_share_one_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
+def test_requests_with_the_same_ticket_share_one_renewal() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
     for _ in range(2):
         harness.pending_tickets.add(sample_ticket())
     harness.pending_tickets.add(sample_ticket(generation=8))
@@ -222,10 +220,8 @@ def test_requests_with_the_same_ticket_share_one_renewal(monkeypatch: pytest.Mon
     assert peer.uses == 1
 
 
-def test_a_lost_hold_is_reported_when_its_request_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
+def test_a_lost_hold_is_reported_when_its_request_is_taken() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
     harness.pending_tickets.add(sample_ticket())
     harness.reach_calls[0][0](peer)
     for read in harness.renewals.due(0.0):
@@ -236,10 +232,8 @@ def test_a_lost_hold_is_reported_when_its_request_is_taken(
     assert isinstance(harness.pending_tickets.take(sample_ticket())[1], StaleError)
 
 
-def test_a_producer_that_could_not_be_reached_is_tried_again_at_intervals(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
+def test_a_producer_that_could_not_be_reached_is_tried_again_at_intervals() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
     harness.pending_tickets.add(sample_ticket())
     harness.pending_tickets.progress(1.0)
     assert len(harness.reach_calls) == 1, "it is being reached"
@@ -256,11 +250,9 @@ def test_a_producer_that_could_not_be_reached_is_tried_again_at_intervals(
     assert (peer.uses, len(harness.renewals.renewal), len(harness.reach_calls)) == (0, 0, 3)
 
 
-def test_a_ticket_that_its_producer_denies_is_not_renewed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
-    harness.check_error = TicketError("no")
+def test_a_ticket_that_its_producer_denies_is_not_renewed() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
+    peer.denies = TicketError("no")
     harness.pending_tickets.add(sample_ticket())
     harness.reach_calls[0][0](peer)
     harness.pending_tickets.progress(1.0)
@@ -268,10 +260,8 @@ def test_a_ticket_that_its_producer_denies_is_not_renewed(
     assert harness.pending_tickets.take(sample_ticket())[1] is None, "the load will say so"
 
 
-def test_a_producer_reached_after_its_ticket_was_taken_is_not_renewed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
+def test_a_producer_reached_after_its_ticket_was_taken_is_not_renewed() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
     harness.pending_tickets.add(sample_ticket())
     harness.pending_tickets.take(sample_ticket())
     harness.reach_calls[0][0](peer)
