@@ -103,8 +103,6 @@ class Commands:
 
 
 class Acquired:
-    """The results of acquisitions."""
-
     def __init__(self) -> None:
         self.ids: list[dict[int, PeerId]] = []
         self.errors: list[KVFerryError] = []
@@ -134,7 +132,6 @@ class Links:
         return Connections(self.driver, self.driver, calls or at_once, clock)  # type: ignore[arg-type]
 
     def acquire(self, *addresses: bytes, engine: str = "e") -> Acquired:
-        """Acquire an engine's connections."""
         return self.acquire_ranks(dict(enumerate(addresses)), engine)
 
     def acquire_ranks(self, addresses: dict[int, bytes], engine: str = "e") -> Acquired:
@@ -423,7 +420,6 @@ class ConnectionsStateMachine(RuleBasedStateMachine):
             assert set(held.values()) <= set(self.driver.connected.values())
 
     def teardown(self) -> None:
-        """In the end every acquisition was answered, and no connection is left."""
         self.set_driver_errors(fails=False)
         for _ in range(100):
             while self.held:

@@ -62,7 +62,6 @@ class Harness:
 
     @property
     def sizes(self) -> list[int]:
-        """The bytes of each read that was posted."""
         return [nbytes for _, nbytes, _ in self.posted]
 
     @property

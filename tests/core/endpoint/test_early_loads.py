@@ -61,7 +61,6 @@ class Prompt:
         self.take_on()
 
     def take_on(self) -> None:
-        """Begin, or begin again after a preemption."""
         self.prefill.take_on("p")
 
     def compute(self, chunks: int) -> None:
@@ -80,7 +79,6 @@ class Prompt:
         return replace(part, port=self.port)
 
     def finish(self, *, computed: bool = True, order: bool = True) -> Ticket:
-        """Compute what is left, and return the ticket."""
         self.compute(3)
         ticket = self.prefill.finish("p", self.pages, TOKENS, computed=computed, order=order)
         return replace(ticket, port=self.port)
@@ -111,7 +109,6 @@ def prompt(prefill: Engine) -> Prompt:
 
 
 def has_tokens(decode: Engine, tokens: int) -> bool:
-    """Return whether every rank of the decode engine has the first tokens."""
     return all(
         np.array_equal(rank.read(layer, TO)[:tokens], rank.values(layer, tokens))
         for rank in decode.ranks
@@ -138,7 +135,6 @@ def begin(prompt: Prompt, decode: Engine, request: str = "d") -> None:
 
 
 def finish(prompt: Prompt, decode: Engine, *, computed: bool = True) -> LoadRecord:
-    """Pass on the ticket, and return the record of the load, which succeeds."""
     decode.extend("d", prompt.finish(computed=computed), is_last=True)
     record, *_ = records(decode)
     assert has_tokens(decode, TOKENS)

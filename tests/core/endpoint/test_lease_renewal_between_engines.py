@@ -103,7 +103,6 @@ def test_a_lost_hold_fails_its_request_before_anything_is_read(clock: Clock) -> 
 
 
 def silent(prefill: Engine) -> list[int]:
-    """Return how many holds are silent on each rank."""
     return [len(rank.endpoint.silent()) for rank in prefill.ranks]
 
 

@@ -29,18 +29,15 @@ BLOCKS = [30, 21]
 
 @contextlib.contextmanager
 def pair(**how: Any) -> Iterator[tuple[StagedEngine, StagedEngine]]:
-    """Run a staged prefill and a staged decode engine."""
     with StagedEngine("prefill", **how) as prefill, StagedEngine("decode", **how) as decode:
         yield prefill, decode
 
 
 def assert_held(ranks: list[EngineRank], blocks: list[int], tokens: int) -> None:
-    """Check that blocks hold a request's tokens, and zeros after the last."""
     assert not any(rank.wrong_bytes(blocks, tokens) for rank in ranks)
 
 
 def assert_untouched(decode: StagedEngine) -> None:
-    """Check that nothing was copied to a device."""
     assert all(np.isnan(device.read()).all() for device in decode.devices)
 
 

@@ -241,7 +241,6 @@ def routed(ticket: Ticket, port: int, host: str = "127.0.0.1") -> Ticket:
 
 
 def from_port(prefill: Engine, port: int) -> Ticket:
-    """Return a genuine ticket that names a port."""
     ticket = prefill.serve("p-1", [1, 2], 8)
     return proved(replace(ticket, proof=None, port=port), KEY)
 
