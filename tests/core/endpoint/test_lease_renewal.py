@@ -20,7 +20,7 @@ from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.samples import sample_ticket
+from tests.core.messages import ticket
 
 HOLD = Hold(slot=3, generation=7)
 
@@ -194,7 +194,7 @@ class PendingTicketsHarness:
         self.renewals = RenewalHarness()
         self.pending_tickets = PendingTickets(self, self.renewals.renewal, lambda: 0.0)  # type: ignore[arg-type]
 
-    def connect(self, ticket: Ticket, ready: Any, failed: Any) -> None:
+    def connect(self, _: Ticket, ready: Any, failed: Any) -> None:
         self.reach_calls.append((ready, failed))
 
     def release(self, peer: PeerStub, use: PeerUse) -> None:
@@ -204,37 +204,37 @@ class PendingTicketsHarness:
 def test_requests_with_the_same_ticket_share_one_renewal() -> None:
     harness, peer = PendingTicketsHarness(), PeerStub()
     for _ in range(2):
-        harness.pending_tickets.add(sample_ticket())
-    harness.pending_tickets.add(sample_ticket(generation=8))
+        harness.pending_tickets.add(ticket())
+    harness.pending_tickets.add(ticket(generation=8))
     assert len(harness.reach_calls) == 2
     harness.reach_calls[0][0](peer)
     assert (peer.uses, len(harness.renewals.renewal)) == (1, 1)
-    waited, gone = harness.pending_tickets.take(sample_ticket())
+    waited, gone = harness.pending_tickets.take(ticket())
     assert waited >= 0
     assert gone is None
     assert peer.uses == 1
-    harness.pending_tickets.take(sample_ticket())
+    harness.pending_tickets.take(ticket())
     assert (peer.uses, len(harness.renewals.renewal)) == (0, 0)
-    assert harness.pending_tickets.take(sample_ticket()) == (0.0, None)
+    assert harness.pending_tickets.take(ticket()) == (0.0, None)
     harness.reach_calls[1][0](peer)
     assert peer.uses == 1
 
 
 def test_a_lost_hold_is_reported_when_its_request_is_taken() -> None:
     harness, peer = PendingTicketsHarness(), PeerStub()
-    harness.pending_tickets.add(sample_ticket())
+    harness.pending_tickets.add(ticket())
     harness.reach_calls[0][0](peer)
     for read in harness.renewals.due(0.0):
         read.landed(NOTHING, 0.1)
     assert peer.uses == 0
     harness.pending_tickets.progress(1.0)
     assert len(harness.reach_calls) == 1, "there is nothing to renew"
-    assert isinstance(harness.pending_tickets.take(sample_ticket())[1], StaleError)
+    assert isinstance(harness.pending_tickets.take(ticket())[1], StaleError)
 
 
 def test_a_producer_that_could_not_be_reached_is_tried_again_at_intervals() -> None:
     harness, peer = PendingTicketsHarness(), PeerStub()
-    harness.pending_tickets.add(sample_ticket())
+    harness.pending_tickets.add(ticket())
     harness.pending_tickets.progress(1.0)
     assert len(harness.reach_calls) == 1, "it is being reached"
     harness.reach_calls[0][1](TransportError("no"))
@@ -253,20 +253,20 @@ def test_a_producer_that_could_not_be_reached_is_tried_again_at_intervals() -> N
 def test_a_ticket_that_its_producer_denies_is_not_renewed() -> None:
     harness, peer = PendingTicketsHarness(), PeerStub()
     peer.denies = TicketError("no")
-    harness.pending_tickets.add(sample_ticket())
+    harness.pending_tickets.add(ticket())
     harness.reach_calls[0][0](peer)
     harness.pending_tickets.progress(1.0)
     assert (peer.uses, len(harness.renewals.renewal), len(harness.reach_calls)) == (0, 0, 1)
-    assert harness.pending_tickets.take(sample_ticket())[1] is None, "the load will say so"
+    assert harness.pending_tickets.take(ticket())[1] is None, "the load will say so"
 
 
 def test_a_producer_reached_after_its_ticket_was_taken_is_not_renewed() -> None:
     harness, peer = PendingTicketsHarness(), PeerStub()
-    harness.pending_tickets.add(sample_ticket())
-    harness.pending_tickets.take(sample_ticket())
+    harness.pending_tickets.add(ticket())
+    harness.pending_tickets.take(ticket())
     harness.reach_calls[0][0](peer)
     assert (peer.uses, len(harness.renewals.renewal)) == (0, 0)
-    harness.pending_tickets.add(sample_ticket())
+    harness.pending_tickets.add(ticket())
     harness.reach_calls[0][0](peer)
     assert peer.uses == 0, "that call was for the earlier wait"
     harness.reach_calls[1][0](peer)
