@@ -255,13 +255,6 @@ def test_two_engines_that_connect_at_once_share_one_dial_and_its_failure(manual:
     assert manual.driver.dialled == [A, B, C]
 
 
-def test_an_address_that_does_not_answer_delays_only_its_own_engine(manual: Links) -> None:
-    stuck, other = manual.acquire(B, A, engine="stuck"), manual.acquire(A, engine="other")
-    manual.calls.run_next(1)
-    assert other.ids == [{0: 1}]
-    assert not stuck.ids
-
-
 @pytest.mark.parametrize("address", [b"a/1", b"a/2"])
 @pytest.mark.parametrize("is_about_to_be_closed", [False, True])
 def test_an_acquisition_during_a_disconnect_gets_a_new_connection(

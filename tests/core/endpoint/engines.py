@@ -103,6 +103,21 @@ def alias_engine(real: Engine) -> Iterator[AliasEngine]:
         yield AliasEngine(server, name["incarnation"])
 
 
+@contextlib.contextmanager
+def side_channel_with(prefill: Engine, change: dict[str, Any], without: str = "") -> Iterator[int]:
+    """Serve a producer's payloads as another version would; yield the port."""
+    payloads = [msgspec.msgpack.decode(encode(rank.endpoint.payload)) for rank in prefill.ranks]
+    changed = [
+        {key: value for key, value in one.items() if key != without} | change for one in payloads
+    ]
+    with HandshakeServer(
+        [msgspec.msgpack.encode(one) for one in changed],
+        engine=prefill.name,
+        incarnation=prefill.incarnation,
+    ) as server:
+        yield server.port
+
+
 class MetricTotals:
     """Sums of the metrics of all ranks of an engine, from when they were begun."""
 

@@ -33,8 +33,8 @@ from tests.core.endpoint.engines import (
     load,
     outcomes,
     pull,
+    side_channel_with,
 )
-from tests.core.endpoint.test_rolling_upgrade import side_channel_with
 from tests.core.endpoint.transports import (
     LOAD_TIMEOUT,
     PENDING,

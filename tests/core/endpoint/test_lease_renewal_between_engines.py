@@ -9,20 +9,24 @@ import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
 from kvferry.core.errors import EndpointClosedError, StaleError, TransportError
-from kvferry.core.lifecycle.holds import Hold, RequestId, random_incarnation
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, HEARTBEAT_SECONDS
 from kvferry.core.messages import Heartbeat, Note, Release, Renewal, decode_notes
-from kvferry.core.metrics import Metrics
 from kvferry.core.transport import PeerId, Transport
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
-from tests.core.endpoint.test_rolling_upgrade import side_channel_with
+from tests.core.endpoint.engines import (
+    Clock,
+    Engine,
+    RecordingTransport,
+    eventually,
+    side_channel_with,
+    until,
+)
 
 LEASE = 30.0
 OPTIONS = EndpointOptions(liveness_interval=0, lease=LEASE, load_timeout=1000.0)
@@ -99,6 +103,25 @@ def test_a_lost_hold_fails_its_request_before_anything_is_read(clock: Clock) -> 
         assert np.isnan(decode.ranks[0].cache).all()
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_producers_of_older_and_newer_versions_are_read_and_renewed_as_they_know(
+    clock: Clock, newer: bool
+) -> None:
+    """As in a rolling upgrade: the older one knows no renewals."""
+    more = {"newest": 9, "of_a_newer_version": {"any": ["thing", 1, None]}} if newer else {}
+    with (
+        pair(clock) as (prefill, decode, drivers),
+        side_channel_with(prefill, more, without="" if newer else "lease") as port,
+    ):
+        ticket = dataclasses.replace(prefill.serve("p-1", [1, 2], 8), port=port)
+        decode.prepare(ticket)
+        if newer:
+            wait_for_more(drivers, Renewal, [0])
+        assert decode.load("d-1", ticket, [3, 4]) is None
+        prefill.released("p-1")
+        assert bool(drivers[0].notes(Renewal)) is newer
+
+
 # Heartbeats: a producer knows within seconds that a consumer is dead.
 
 
@@ -144,19 +167,6 @@ def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ende
         prefill.released("p-1")
         with Engine("decode", options=OPTIONS, clock=clock) as successor:
             assert isinstance(successor.load("d-1", ticket, [3, 4]), StaleError)
-
-
-def test_a_producer_that_could_not_listen_counts_no_consumer_as_dead(clock: Clock) -> None:
-    """Silence is measured only while its thread runs: heartbeats may have arrived meanwhile."""
-    metrics = Metrics(driver="loopback", rank="0")
-    server = HoldServer(SlotTable(4), random_incarnation(), clock, metrics)
-    request, hold = RequestId("p-1"), Hold(slot=1, generation=7)
-    server.apply(HoldOrders(take_ons=((request, hold),)), None)
-    server.apply(HoldOrders(ready=((hold, 30.0),)), None)
-    clock.skip(100.0)
-    assert server.silent() == []
-    server.listened(clock())
-    assert [each.request for each in server.silent()] == [request]
 
 
 def test_a_producer_that_does_not_know_heartbeats_gets_none(clock: Clock) -> None:
