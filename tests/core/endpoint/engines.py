@@ -90,7 +90,7 @@ class AliasEngine:
 
     def ticket(self, ticket: Ticket) -> Ticket:
         """Return a ticket of the real engine as if the alias had made it."""
-        where = {"host": self.server.host, "port": self.server.port}
+        where: dict[str, Any] = {"host": self.server.host, "port": self.server.port}
         return dataclasses.replace(ticket, engine="alias", incarnation=self._incarnation, **where)
 
 
