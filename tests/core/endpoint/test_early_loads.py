@@ -43,7 +43,7 @@ from tests.core.endpoint.transports import (
     pass_time,
     three_engines,
 )
-from tests.core.ticket_proofs import altered
+from tests.core.messages import altered
 
 CHUNK = 8
 """Tokens of a chunk; two pages of prefill."""

@@ -32,7 +32,7 @@ from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import CacheShape, proved
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 from tests.core.endpoint.transports import PENDING, ScriptedTransport, failing
-from tests.core.ticket_proofs import altered, said
+from tests.core.messages import altered, said
 
 KEY, OTHER_KEY = TicketKey(), TicketKey()
 
