@@ -94,7 +94,6 @@ class Mutant:
         return f"{self.path}:{self.line}: {was} -> {text}   in   {self.code}"
 
     def applied(self, source: bytes) -> bytes:
-        """Return the file's source with the change."""
         return source[: self.start] + self.text.encode() + source[self.stop :]
 
 
@@ -190,7 +189,6 @@ def _code(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _stores(node: ast.AST) -> bool:
-    """Return whether a statement only changes a part of something that was there before."""
     kinds = ast.Attribute | ast.Subscript
     return isinstance(node, ast.Assign) and all(isinstance(t, kinds) for t in node.targets)
 
@@ -348,7 +346,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw, try and report."""
     options = _parser().parse_args(arguments)
     drawn = list(enumerate(draw(options.paths, options.count, options.seed), start=1))
     if options.only:

@@ -15,7 +15,6 @@ PAGES = 100
 
 
 def paged(block: int = 16, context: ContextParallel = ContextParallel()) -> Group:  # noqa: B008
-    """Return a group of tokens."""
     return Group(kind=GroupKind.PAGED, block_tokens=block, context=context)
 
 
@@ -69,7 +68,6 @@ def heads(
 def layout(
     *fields: Field, groups: Sequence[Group] | None = None, base: int = 1 << 32, gap: int = 4096
 ) -> Layout:
-    """Return a layout of fields, with as many regions as they need, ``gap`` bytes apart."""
     regions: list[Region] = []
     start = base
     for index in range(max((f.region for f in fields), default=-1) + 1):

@@ -1,13 +1,20 @@
-"""Payloads for servers in tests."""
+"""Payloads and tickets in tests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.layout import Dim, Layout
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
+from kvferry.core.security.proof import content_of
 from tests.core.layouts import paged, plain_field
 
 
@@ -56,3 +63,23 @@ def payload(
 
 def encoded(*ranks: wire.RankPayload) -> list[bytes]:
     return [side.encode(rank) for rank in ranks]
+
+
+def ticket(generation: int = 7, **changes: Any) -> Ticket:
+    """Return a ticket for two pages, with changes."""
+    plain: dict[str, Any] = {"engine": "prefill", "incarnation": 5, "request": "p-1"}
+    plain |= {"host": "127.0.0.1", "port": 1, "hold": Hold(slot=3, generation=generation)}
+    plain |= {"pages": ((1, 2),), "first_index": (4,), "tokens": 8, "digest": bytes(16)}
+    return Ticket(**({**plain, "computed": True} | changes))
+
+
+def said(one: Ticket) -> dict[str, Any]:
+    """Return the part of a ticket that its proof covers."""
+    return {**msgspec.to_builtins(one), "proof": None, "routed": None}
+
+
+def altered(one: Ticket, **changes: Any) -> Ticket:
+    """Return the ticket as its reader decodes it after somebody altered it."""
+    assert one.proof is not None
+    changed = replace(one, **changes)
+    return replace(changed, proof=replace(one.proof, content=content_of(said(changed))))

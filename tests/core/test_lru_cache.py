@@ -29,7 +29,6 @@ def payload(of: Layout, rank: int = 0) -> bytes:
 
 
 def move(of: Layout, starts: list[int]) -> Layout:
-    """Return the layout with its regions at these addresses."""
     regions = tuple(
         replace(each, address=(start + 1) << 40)
         for each, start in zip(of.regions, starts, strict=True)

@@ -25,7 +25,6 @@ PENDING = Status(state=State.PENDING)
 
 
 def is_slot_read(copies: Copies) -> bool:
-    """Return whether a read is of slot words."""
     return copies.total == 8 * len(copies)
 
 
@@ -100,7 +99,6 @@ class CableTransport(LoopbackTransport):
         self._random = random.Random(1)
 
     def mend(self) -> None:
-        """End all faults."""
         self.is_cut, self.is_noisy, self.delay, self.held = False, False, 0.0, frozenset()
 
     def connect(self, address: bytes) -> PeerId:
@@ -208,7 +206,6 @@ class Channel:
             self._changed.notify_all()
 
     def mend(self) -> None:
-        """End all faults; data that was held back goes on."""
         self.delay, self.noisy = 0.0, frozenset()
         self.cut(frozenset())
 
@@ -252,7 +249,6 @@ class Channel:
 
 
 def pester(port: int) -> None:
-    """Connect to a side channel many times and send random bytes."""
     noise = random.Random(port)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port)) as stranger:

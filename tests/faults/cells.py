@@ -104,8 +104,6 @@ CELLS = frozenset(
 
 @dataclass(kw_only=True)
 class Cell:
-    """A cell while its test runs."""
-
     side: str
     fault: str
     stage: str
@@ -120,7 +118,6 @@ class Cell:
         return Key(self.side, self.fault, self.stage, self.driver)
 
     def start_clock(self) -> None:
-        """Start the clock of the cell; called when the fault happens."""
         self.begun = time.monotonic()
 
     def write(self, outcome: str, seconds: float | None = None) -> None:

@@ -94,18 +94,15 @@ class EnginePair:
         self._failed: dict[RequestId, KVFerryError] = {}
 
     def start_producer(self, name: str = "prefill") -> ProducerProcess:
-        """Start another producer process."""
         return ProducerProcess(name, self._name, self._stack, proxied=self._proxied)
 
     @property
     def cable(self) -> StagedCable:
-        """The driver, if it simulates a cable."""
         assert isinstance(self.driver, StagedCable)
         return self.driver
 
     @property
     def is_cut(self) -> bool:
-        """Whether the link is cut."""
         return isinstance(self.driver, StagedCable) and self.driver.is_cut
 
     def cut(self) -> None:
@@ -173,7 +170,6 @@ class EnginePair:
         return self.outcome(request) if self.reported[name] else "quarantined until it went on"
 
     def load_until(self, stage: str, act: Callable[[], None]) -> str:
-        """Run a load, call ``act`` when it reaches a stage, and return its outcome."""
         self.begin_load_until(stage, act)
         return self.outcome("d-1")
 

@@ -57,7 +57,6 @@ class EngineProcess:
     pipe: Connection
 
     def ask(self, *order: object) -> Any:
-        """Send a command with its arguments and return the answer."""
         self.pipe.send(order)
         return self.answer()
 
@@ -131,12 +130,10 @@ class ProducerCommands:
         return sum(rank.endpoint.held for rank in self.prefill.ranks)
 
     def count(self) -> dict[str, int]:
-        """Return how often each request was reported as sent so far."""
         self._sent.update(self.prefill.results().sent)
         return dict(self._sent)
 
     def reset(self) -> None:
-        """Give up the holds of all pages."""
         self.prefill.scheduler_holds.reset()
         self.prefill.step()
 
@@ -165,7 +162,6 @@ class ProducerCommands:
             rank.cache[:, HELD_PAGES] += 1.0
 
     def corrupt_slot_table(self) -> None:
-        """Fill the slot table with random bytes."""
         table = self.prefill.ranks[0].endpoint.payload.slots
         noise = random.Random(1).randbytes(table.nbytes)
         ctypes.memmove(table.address, noise, table.nbytes)
@@ -193,7 +189,6 @@ def run_producer(
 
 
 def serve_request(prefill: Engine, request: str, lease: float = LEASE) -> Ticket:
-    """Compute a request and return its ticket, by default with a short lease."""
     prefill.compute(request, HELD_PAGES, TOKENS)
     return prefill.finish(request, HELD_PAGES, TOKENS, lease=lease)
 

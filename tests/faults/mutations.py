@@ -56,7 +56,6 @@ class Mutator:
         return self.raw(wrong) if self.random.random() < 0.1 else wrong
 
     def value(self) -> Any:
-        """Return a value of any type that msgpack can encode."""
         pick = self.random.choice
         plain = [pick(NUMBERS), pick(TEXTS), pick(FLOATS), None, True, False, b"\xff" * 9]
         kind = self.random.random()
@@ -67,7 +66,6 @@ class Mutator:
         return pick(plain)
 
     def _changed(self, tree: Any) -> Any:
-        """Return the tree with one change at a random depth."""
         node = tree
         while True:
             keys = _keys(node)

@@ -62,7 +62,6 @@ class Run(NamedTuple):
             self.figures[tuple(about)] = line
 
     def lines(self) -> Iterator[Line]:
-        """Yield all lines in a fixed order."""
         yield from (self.cells[key] for key in sorted(CELLS & self.cells.keys()))
         yield from (self.figures[key] for key in sorted(self.figures))
 
@@ -83,12 +82,10 @@ def read(paths: Iterable[Path]) -> Run:
 
 
 def tables(run: Run) -> str:
-    """Return the tables, which stand between the two marks of the page."""
     return "\n".join(part for make in SECTIONS for part in make(run))
 
 
 def current_tables(page: str) -> str:
-    """Return what stands between the two marks of a page."""
     return page.split(BEGIN)[1].split(END)[0]
 
 

@@ -43,7 +43,6 @@ CUT_DIRECTIONS = {
 
 
 def local_producer(driver: str) -> AbstractContextManager[Engine]:
-    """Return a producer in this process, over a driver."""
     return Engine("prefill", SHAPE, options=OPTIONS, transport=lambda: create(driver))
 
 
@@ -57,7 +56,6 @@ def load_until_stage(decode: EngineProcess, prefill: Engine, lease: float = LEAS
 
 
 def overwrite_pages(prefill: Engine) -> None:
-    """Overwrite the pages as another request would."""
     for rank in prefill.ranks:
         rank.cache[:, HELD_PAGES] += 1.0
 

@@ -26,7 +26,6 @@ Promised: pages go from either engine to the other, with every kind of ticket th
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
-    """Return the command line's arguments."""
     parser = argparse.ArgumentParser(prog="make upgrade", description=__doc__.splitlines()[0])
     parser.add_argument("commit", help="the older commit")
     every = ",".join(hand_over.WAYS)
@@ -51,7 +50,6 @@ def _listed(names: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def check_all(old: Tree, new: Tree, settings: argparse.Namespace) -> bool:
-    """Run everything; return whether all of it holds."""
     report = Report()
     report.say(f"old: {described(settings.commit)}\nnew: {new.root}\n")
     report.say(PROMISED)
@@ -67,7 +65,6 @@ def _ended(number: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; return its exit status."""
     settings = parsed(arguments)
     signal.signal(signal.SIGTERM, _ended)
     signal.signal(

@@ -56,7 +56,6 @@ class Child:
         self._send(settings)
 
     def ask(self, do: str, *, patience: float = 120.0, **arguments: Any) -> Any:
-        """Give a command and wait for its answer."""
         self._send({"do": do, **arguments})
         return self.answer(patience)
 
@@ -71,7 +70,6 @@ class Child:
         return reply["answer"]
 
     def tail(self) -> str:
-        """Return the end of the process's output."""
         return self._log.read_text("utf-8", "replace")[-EXCERPT:]
 
     def begin_close(self) -> None:

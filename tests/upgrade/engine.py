@@ -26,13 +26,11 @@ class Engine:
         self._llm = LLM(kv_transfer_config=transfer, **arguments)
 
     def facts(self) -> dict[str, Any]:
-        """Return where the code is."""
         import kvferry
 
         return {"source": kvferry.__file__}
 
     def generate(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Answer requests, all at once."""
         from vllm import SamplingParams
 
         sampling = [

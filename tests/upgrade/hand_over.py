@@ -43,8 +43,6 @@ RELEASE_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How bytes go from one side to the other."""
-
     name: str
     driver: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -67,15 +65,12 @@ WAYS = {
 
 @dataclass(slots=True, kw_only=True)
 class Side:
-    """One of the two engines."""
-
     name: str
     child: Child
     block: int
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def pages(self, tokens: int) -> list[int]:
-        """Return pages for a prompt that none of the last few requests has."""
         first = 1 + RESERVED * (next(self._numbers) % 7)
         count = -(-tokens // self.block)
         return list(range(first, first + count))[::-1]
@@ -83,8 +78,6 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A ticket, and the expected content of its pages."""
-
     request: str
     params: dict[str, Any]
     seed: int
@@ -95,7 +88,6 @@ _seeds = itertools.count(1)
 
 
 def serve(producer: Side, *, lease: float = LONG_LEASE, secret: str = "") -> Ticket:
-    """Let an engine compute a request for the other one."""
     seed = next(_seeds)
     request = f"{producer.name}-{seed}"
     params = producer.child.ask(
@@ -188,7 +180,6 @@ class Wait:
 
     @property
     def way(self) -> str:
-        """Return both engines, for the report."""
         return f"{self.producer.name} to {self.consumer.name}"
 
     def is_known(self, until: float) -> bool:
@@ -209,7 +200,6 @@ class Wait:
         return found
 
     def check_released(self, report: Report) -> None:
-        """Check that both requests' pages come back."""
         back = [
             self.producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS)
             for ticket in (self.claimed, self.unclaimed)
@@ -241,7 +231,6 @@ def _check_abandoned(producer: Side, consumer: Side, report: Report) -> None:
 def both(
     old: Tree, new: Tree, way: Way, shape: tuple[int, int], lease: float = LONG_LEASE
 ) -> Iterator[list[Side]]:
-    """Yield an engine of either tree."""
     keys = [secrets.token_bytes(32) if way.encrypted else b"" for _ in shape]
     peers = [z85.decode(zmq.curve_public(z85.encode(key))).hex() for key in keys if key]
     children: list[Child] = []

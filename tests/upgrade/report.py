@@ -10,8 +10,6 @@ _SHOWN = {True: "[green]yes[/]", False: "[red]NO[/] "}
 
 
 class Report:
-    """Results of checks, printed at once."""
-
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._began = time.monotonic()
@@ -20,12 +18,10 @@ class Report:
         self._failed: list[str] = []
 
     def heading(self, text: str) -> None:
-        """Print a heading."""
         self._heading = text
         self._console.print(f"\n[bold]{text}[/]")
 
     def say(self, text: str) -> None:
-        """Print a remark."""
         self._console.print(text, markup=False)
 
     def check(self, what: str, holds: bool, why: str = "") -> None:

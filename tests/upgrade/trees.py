@@ -39,12 +39,10 @@ class Tree:
 
 
 def this_tree(folder: Path) -> Tree:
-    """Return the working tree as it is."""
     return prepared("new", ROOT, folder / "new")
 
 
 def older_tree(commit: str, folder: Path) -> Tree:
-    """Unpack a commit."""
     found = _commit(commit)
     root = folder / "old" / "tree"
     root.mkdir(parents=True)
@@ -55,7 +53,6 @@ def older_tree(commit: str, folder: Path) -> Tree:
 
 
 def described(commit: str) -> str:
-    """Return a commit's short hash, date and subject."""
     return _git("show", "--no-patch", "--format=%h of %as, %s", commit).decode().strip()
 
 

@@ -62,7 +62,6 @@ class Harness:
 
     @property
     def sizes(self) -> list[int]:
-        """The bytes of each read that was posted."""
         return [nbytes for _, nbytes, _ in self.posted]
 
     @property
@@ -542,16 +541,3 @@ def test_reads_that_fail_or_cannot_be_posted_are_not_measured(harness: Harness) 
         harness.end(*harness.statuses, status=status)
         harness.now += 100.0
     assert [sample.seconds for sample in samples] == [1.0]
-
-
-def test_a_read_ends_although_its_measurement_raises(harness: Harness) -> None:
-    def slow(sample: Sample) -> None:
-        raise ZeroDivisionError(sample)
-
-    throughput = Throughput(slow)
-    for name in "abc":
-        harness.add(name, nbytes=NBYTES, throughput=throughput)
-        harness.transfers.progress()
-        harness.now += 1.0
-        harness.end(*harness.statuses)
-        assert harness.error(name) is None

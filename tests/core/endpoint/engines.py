@@ -56,12 +56,10 @@ class Engine(ModelFreeEngine):
     def load(
         self, request: str, ticket: Ticket, pages: list[int], **how: Any
     ) -> KVFerryError | None:
-        """Load a request; return its error, if any."""
         self.pull(request, ticket, pages, **how)
         return self.error(request)
 
     def error(self, request: str) -> KVFerryError | None:
-        """Wait until a load is over; return its error, if any."""
         return self.outcome(request).failed.get(RequestId(request))
 
 
@@ -69,7 +67,6 @@ class Engine(ModelFreeEngine):
 
 
 def pull(producer: Engine, decode: Engine, *numbers: int) -> None:
-    """Serve and start these loads."""
     for number in numbers:
         decode.pull(f"d-{number}", producer.serve(f"p-{number}", [number], TOKENS), [number])
 
@@ -93,7 +90,7 @@ class AliasEngine:
 
     def ticket(self, ticket: Ticket) -> Ticket:
         """Return a ticket of the real engine as if the alias had made it."""
-        where = {"host": self.server.host, "port": self.server.port}
+        where: dict[str, Any] = {"host": self.server.host, "port": self.server.port}
         return dataclasses.replace(ticket, engine="alias", incarnation=self._incarnation, **where)
 
 
@@ -104,6 +101,21 @@ def alias_engine(real: Engine) -> Iterator[AliasEngine]:
     payloads = [encode(msgspec.structs.replace(r.endpoint.payload, **name)) for r in real.ranks]
     with HandshakeServer(payloads, **name) as server:
         yield AliasEngine(server, name["incarnation"])
+
+
+@contextlib.contextmanager
+def side_channel_with(prefill: Engine, change: dict[str, Any], without: str = "") -> Iterator[int]:
+    """Serve a producer's payloads as another version would; yield the port."""
+    payloads = [msgspec.msgpack.decode(encode(rank.endpoint.payload)) for rank in prefill.ranks]
+    changed = [
+        {key: value for key, value in one.items() if key != without} | change for one in payloads
+    ]
+    with HandshakeServer(
+        [msgspec.msgpack.encode(one) for one in changed],
+        engine=prefill.name,
+        incarnation=prefill.incarnation,
+    ) as server:
+        yield server.port
 
 
 class MetricTotals:
@@ -139,7 +151,6 @@ class Clock:
         return time.monotonic() + self._ahead
 
     def skip(self, seconds: float) -> None:
-        """Move the clock forward."""
         self._ahead += seconds
 
     def skip_until(self, holds: Callable[[], bool], seconds: float) -> None:
@@ -152,7 +163,6 @@ class Clock:
 
 
 def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    """Wait until ``holds()`` is true; fail with ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"never: {what}"
@@ -183,13 +193,11 @@ class RecordingTransport(LoopbackTransport):
         self.disconnected.add(peer)
 
     def notes(self, kind: type[N]) -> list[N]:
-        """Return all notes of a kind that have arrived, in their order."""
         arrived = (note for each in self.received for note in decode_notes(each.payload))
         return [note for note in arrived if isinstance(note, kind)]
 
     @property
     def open_connections(self) -> int:
-        """Return how many connections are open."""
         return len(self.connected - self.disconnected)
 
 

@@ -65,11 +65,9 @@ class LateDevice:
         return seen
 
     def out(self, blocks: Sequence[int], pages: Sequence[int]) -> Callable[[], bool]:
-        """See ``PageCopies``."""
         return self._begin("out", blocks, pages)
 
     def into(self, pages: Sequence[int], blocks: Sequence[int]) -> Callable[[], bool]:
-        """See ``PageCopies``."""
         return self._begin("into", blocks, pages)
 
     def _begin(self, way: str, blocks: Sequence[int], pages: Sequence[int]) -> Callable[[], bool]:
@@ -104,7 +102,6 @@ class LateDevice:
 
 
 def failed_copy() -> CopyError:
-    """Return the error of a copy that has failed, and does nothing any more."""
     return CopyError("the device reports an error")
 
 

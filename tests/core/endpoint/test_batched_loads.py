@@ -44,7 +44,6 @@ def two_engines(
 
 
 def start(prefill: Engine, decode: Engine) -> None:
-    """Start the load ``d-1`` of two pages."""
     decode.pull("d-1", prefill.serve("p-1", [1, 2], TOKENS), [3, 4])
 
 
@@ -55,7 +54,6 @@ def run_to_second_batch(driver: ScriptedTransport) -> None:
 
 
 def results(decode: Engine) -> Results:
-    """Wait until the load ``d-1`` is reported."""
     return decode.outcome("d-1")
 
 

@@ -54,13 +54,7 @@ class ManyPeersTransport(AnyAddressTransport):
 
 
 class Manager:
-    """A ``LoadManager`` on this thread, and producers that it knows by relayed replies.
-
-    Args:
-        own: what its rank publishes.
-        ticket: of a producer like all others.
-        payloads: what that one publishes.
-    """
+    """A ``LoadManager`` on this thread, and producers like one, known by relayed replies."""
 
     def __init__(self, own: RankPayload, ticket: Ticket, payloads: Sequence[RankPayload]) -> None:
         self.ticket, self.payloads = ticket, payloads
@@ -100,7 +94,6 @@ class Manager:
                 eventually(self.is_at_rest, "all have answered")
 
     def reply(self, ticket: Ticket) -> EncodedReply:
-        """Return what a ticket's producer answers."""
         ranks = [
             msgspec.structs.replace(
                 each, engine=ticket.engine, address=f"{ticket.engine}/{each.rank}".encode()
@@ -118,7 +111,6 @@ class Manager:
         return not len(self.loads)
 
     def tick(self) -> None:
-        """Let the time of a tick pass."""
         self.now += TICK_SECONDS
         self.work()
 
@@ -142,7 +134,6 @@ class Manager:
 
 
 def nothing(ticket: Ticket, *, shared: bool = False) -> Load:
-    """Return a load that reads nothing."""
     return Load(
         request=RequestId("d"),
         ticket=ticket,

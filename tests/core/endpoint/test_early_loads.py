@@ -12,8 +12,6 @@ import pytest
 
 from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord
 from kvferry.core.errors import (
-    DeadlineError,
-    EndpointClosedError,
     KVFerryError,
     PeerLostError,
     TicketError,
@@ -35,8 +33,8 @@ from tests.core.endpoint.engines import (
     load,
     outcomes,
     pull,
+    side_channel_with,
 )
-from tests.core.endpoint.test_rolling_upgrade import side_channel_with
 from tests.core.endpoint.transports import (
     LOAD_TIMEOUT,
     PENDING,
@@ -45,7 +43,7 @@ from tests.core.endpoint.transports import (
     pass_time,
     three_engines,
 )
-from tests.core.ticket_proofs import altered
+from tests.core.messages import altered
 
 CHUNK = 8
 """Tokens of a chunk; two pages of prefill."""
@@ -63,7 +61,6 @@ class Prompt:
         self.take_on()
 
     def take_on(self) -> None:
-        """Begin, or begin again after a preemption."""
         self.prefill.take_on("p")
 
     def compute(self, chunks: int) -> None:
@@ -82,7 +79,6 @@ class Prompt:
         return replace(part, port=self.port)
 
     def finish(self, *, computed: bool = True, order: bool = True) -> Ticket:
-        """Compute what is left, and return the ticket."""
         self.compute(3)
         ticket = self.prefill.finish("p", self.pages, TOKENS, computed=computed, order=order)
         return replace(ticket, port=self.port)
@@ -113,7 +109,6 @@ def prompt(prefill: Engine) -> Prompt:
 
 
 def has_tokens(decode: Engine, tokens: int) -> bool:
-    """Return whether every rank of the decode engine has the first tokens."""
     return all(
         np.array_equal(rank.read(layer, TO)[:tokens], rank.values(layer, tokens))
         for rank in decode.ranks
@@ -140,7 +135,6 @@ def begin(prompt: Prompt, decode: Engine, request: str = "d") -> None:
 
 
 def finish(prompt: Prompt, decode: Engine, *, computed: bool = True) -> LoadRecord:
-    """Pass on the ticket, and return the record of the load, which succeeds."""
     decode.extend("d", prompt.finish(computed=computed), is_last=True)
     record, *_ = records(decode)
     assert has_tokens(decode, TOKENS)
@@ -227,32 +221,6 @@ def test_after_a_preemption_everything_is_read_again(prompt: Prompt, decode: Eng
     assert finish(prompt, decode).early_nbytes == CHUNK_NBYTES
     prompt.prefill.released("p")
     assert prompt.prefill.endpoint.held == 0
-
-
-def test_a_load_that_is_given_up_ends_the_hold_with_the_order(
-    prompt: Prompt, decode: Engine
-) -> None:
-    begin(prompt, decode)
-    endpoint = prompt.prefill.endpoint
-    decode.endpoint.abort(RequestId("d"))
-    assert decode.error("d") is not None
-    eventually(lambda: endpoint.held == 0, "the hold ends")
-    assert not endpoint.results().sent
-    prompt.finish()
-    assert prompt.prefill.released("p").end is HoldEnd.ABANDONED
-
-
-def test_the_load_timeout_counts_from_the_last_part(clock: Clock) -> None:
-    with both(clock=clock, options=EndpointOptions(load_timeout=5.0)) as (prompt, decode):
-        begin(prompt, decode)
-        clock.skip(100.0)
-        prompt.compute(2)
-        decode.extend("d", prompt.part(2))
-        wait_for(decode, 2 * CHUNK)
-        decode.extend("d", prompt.finish(computed=False, order=False), is_last=True)
-        assert decode.endpoint.pending == 1
-        clock.skip_until(lambda: decode.endpoint.wait(0.05), 100.0)
-        assert isinstance(decode.error("d"), DeadlineError)
 
 
 def test_of_an_older_producer_nothing_is_read_early(prompt: Prompt, decode: Engine) -> None:
@@ -351,9 +319,8 @@ def test_parts_for_a_request_without_an_early_load_are_ignored(
     assert has_tokens(decode, TOKENS)
 
 
-@pytest.mark.parametrize("is_aborted", [False, True], ids=["last part", "abort"])
 def test_a_load_that_only_says_done_is_not_taken_for_the_early_load_with_its_id(
-    prompt: Prompt, decode: Engine, is_aborted: bool
+    prompt: Prompt, decode: Engine
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         prompt.compute(1)
@@ -362,13 +329,7 @@ def test_a_load_that_only_says_done_is_not_taken_for_the_early_load_with_its_id(
         elsewhere = replace(part, engine="silent", port=silent.getsockname()[1])
         decode.pull("d", elsewhere, [], nothing=True)
         wait_for(decode, CHUNK)
-        if is_aborted:
-            decode.endpoint.abort(RequestId("d"))
-            assert isinstance(decode.error("d"), EndpointClosedError)
-        else:
-            decode.extend("d", prompt.finish(), is_last=True)
-            assert len(records(decode)) == 1
-            assert has_tokens(decode, TOKENS)
+        finish(prompt, decode)
 
 
 def test_a_load_from_a_producer_that_is_gone_fails(decode: Engine) -> None:

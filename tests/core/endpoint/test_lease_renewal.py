@@ -23,7 +23,7 @@ from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.samples import sample_ticket
+from tests.core.messages import ticket
 
 HOLD = Hold(slot=3, generation=7)
 SLOTS = Region(address=1 << 40, nbytes=1 << 10)
@@ -40,6 +40,12 @@ class PeerStub:
         self.connected = True
         self.payloads = [SimpleNamespace(slots=SLOTS)] * 3
         self.heartbeats: dict[int, Any] = {}
+        self.denies: Exception | None = None
+        """What ``check`` raises."""
+
+    def check(self, *_: object) -> None:
+        if self.denies is not None:
+            raise self.denies
 
     def acquire(self, use: PeerUse) -> None:
         assert use is PeerUse.TICKET
@@ -186,62 +192,52 @@ def test_a_renewal_that_fails_without_being_cancelled_is_reported_at_once() -> N
 class PendingTicketsHarness:
     """``PendingTickets`` whose producers are reached when the test says so."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.reach_calls: list[tuple[Any, Any]] = []
         self.renewals = RenewalHarness()
-        self.check_error: Exception | None = None
-        monkeypatch.setattr(PeerStub, "check", self._check, raising=False)
         self.pending_tickets = PendingTickets(self, self.renewals.renewal, lambda: 0.0)  # type: ignore[arg-type]
 
-    def _check(self, *_: object) -> None:
-        if self.check_error is not None:
-            raise self.check_error
-
-    def connect(self, ticket: Ticket, ready: Any, failed: Any) -> None:
+    def connect(self, _: Ticket, ready: Any, failed: Any) -> None:
         self.reach_calls.append((ready, failed))
 
     def release(self, peer: PeerStub, use: PeerUse) -> None:
         peer.release(use)
 
 
-def test_requests_with_the_same_ticket_share_one_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
+def test_requests_with_the_same_ticket_share_one_renewal() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
     for _ in range(2):
-        harness.pending_tickets.add(sample_ticket())
-    harness.pending_tickets.add(sample_ticket(generation=8))
+        harness.pending_tickets.add(ticket())
+    harness.pending_tickets.add(ticket(generation=8))
     assert len(harness.reach_calls) == 2
     harness.reach_calls[0][0](peer)
     assert (peer.uses, len(harness.renewals.renewal)) == (1, 1)
-    waited, gone = harness.pending_tickets.take(sample_ticket())
+    waited, gone = harness.pending_tickets.take(ticket())
     assert waited >= 0
     assert gone is None
     assert peer.uses == 1
-    harness.pending_tickets.take(sample_ticket())
+    harness.pending_tickets.take(ticket())
     assert (peer.uses, len(harness.renewals.renewal)) == (0, 0)
-    assert harness.pending_tickets.take(sample_ticket()) == (0.0, None)
+    assert harness.pending_tickets.take(ticket()) == (0.0, None)
     harness.reach_calls[1][0](peer)
     assert peer.uses == 1
 
 
-def test_a_lost_hold_is_reported_when_its_request_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
-    harness.pending_tickets.add(sample_ticket())
+def test_a_lost_hold_is_reported_when_its_request_is_taken() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
+    harness.pending_tickets.add(ticket())
     harness.reach_calls[0][0](peer)
     for read in harness.renewals.due(0.0):
         read.landed(NOTHING, 0.1)
     assert peer.uses == 0
     harness.pending_tickets.progress(1.0)
     assert len(harness.reach_calls) == 1, "there is nothing to renew"
-    assert isinstance(harness.pending_tickets.take(sample_ticket())[1], StaleError)
+    assert isinstance(harness.pending_tickets.take(ticket())[1], StaleError)
 
 
-def test_a_producer_that_could_not_be_reached_is_tried_again_at_intervals(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
-    harness.pending_tickets.add(sample_ticket())
+def test_a_producer_that_could_not_be_reached_is_tried_again_at_intervals() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
+    harness.pending_tickets.add(ticket())
     harness.pending_tickets.progress(1.0)
     assert len(harness.reach_calls) == 1, "it is being reached"
     harness.reach_calls[0][1](TransportError("no"))
@@ -257,30 +253,26 @@ def test_a_producer_that_could_not_be_reached_is_tried_again_at_intervals(
     assert (peer.uses, len(harness.renewals.renewal), len(harness.reach_calls)) == (0, 0, 3)
 
 
-def test_a_ticket_that_its_producer_denies_is_not_renewed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
-    harness.check_error = TicketError("no")
-    harness.pending_tickets.add(sample_ticket())
+def test_a_ticket_that_its_producer_denies_is_not_renewed() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
+    peer.denies = TicketError("no")
+    harness.pending_tickets.add(ticket())
     ready, failed = harness.reach_calls[0]
     with pytest.raises(TicketError) as refused:
         ready(peer)
     failed(refused.value)
     harness.pending_tickets.progress(1.0)
     assert (peer.uses, len(harness.renewals.renewal), len(harness.reach_calls)) == (0, 0, 1)
-    assert harness.pending_tickets.take(sample_ticket())[1] is None, "the load will say so"
+    assert harness.pending_tickets.take(ticket())[1] is None, "the load will say so"
 
 
-def test_a_producer_reached_after_its_ticket_was_taken_is_not_renewed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()
-    harness.pending_tickets.add(sample_ticket())
-    harness.pending_tickets.take(sample_ticket())
+def test_a_producer_reached_after_its_ticket_was_taken_is_not_renewed() -> None:
+    harness, peer = PendingTicketsHarness(), PeerStub()
+    harness.pending_tickets.add(ticket())
+    harness.pending_tickets.take(ticket())
     harness.reach_calls[0][0](peer)
     assert (peer.uses, len(harness.renewals.renewal)) == (0, 0)
-    harness.pending_tickets.add(sample_ticket())
+    harness.pending_tickets.add(ticket())
     harness.reach_calls[0][0](peer)
     assert peer.uses == 0, "that call was for the earlier wait"
     harness.reach_calls[1][0](peer)

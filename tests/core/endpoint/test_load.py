@@ -7,20 +7,22 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.core.driver_calls.transfers import Outcome
-from kvferry.core.endpoint.load import LoadState
+from kvferry.core.endpoint.load import Load, LoadState
 from kvferry.core.errors import (
     EndpointClosedError,
     StaleError,
 )
-from kvferry.core.layout import Group, GroupKind
-from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.layout import HOLE, Group, GroupKind
+from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.load_machine import LoadId, LoadMachine
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Stage
-from tests.core.endpoint.samples import sample_load, sample_ticket
+from kvferry.core.planner.build_copies import Pages
+from tests.core.messages import ticket
 
 MACHINE = LoadMachine(
     id=LoadId(1),
@@ -30,6 +32,16 @@ MACHINE = LoadMachine(
     reads=True,
     deadline=0.0,
 )
+
+
+def sample_load(**how: Any) -> Load:
+    ids = np.array([5, HOLE, 6], dtype=np.int64)
+    parts: dict[str, Any] = {
+        "ranges": ((2, 8), None, (0, 4)),
+        "local": (Pages(ids=ids, first_index=0),),
+        **how,
+    }
+    return Load(request=RequestId("d-1"), ticket=ticket(), **parts)
 
 
 def outcome(**how: Any) -> Outcome:
@@ -97,8 +109,7 @@ def test_holes_do_not_count_as_pages_and_remote_pages_are_the_tickets() -> None:
 
 def part(*pages: tuple[int, ...], generation: int = 7) -> Ticket:
     """Return a part, or a ticket, of a producer with a group for each of these."""
-    ticket = sample_ticket(generation=generation)
-    return dataclasses.replace(ticket, pages=pages, first_index=(0,) * len(pages))
+    return ticket(generation, pages=pages, first_index=(0,) * len(pages))
 
 
 def early(first: Ticket) -> LoadState:

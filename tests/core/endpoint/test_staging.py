@@ -12,7 +12,7 @@ import pytest
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.endpoint import endpoint as endpoint_module
 from kvferry.core.errors import Cause, CopyError, StaleError
-from kvferry.core.lifecycle.holds import HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import LoadMachine
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
@@ -20,7 +20,7 @@ from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
 from kvferry.testing.engines import CacheShape, EngineRank
 from tests.core.endpoint.engines import Clock, Engine, MetricTotals, eventually, fail_once, until
-from tests.core.endpoint.staged_engines import StagedEngine, failed_copy
+from tests.core.endpoint.staged_engines import LateDevice, StagedEngine, failed_copy
 
 TOKENS = 7
 BLOCKS = [30, 21]
@@ -29,18 +29,15 @@ BLOCKS = [30, 21]
 
 @contextlib.contextmanager
 def pair(**how: Any) -> Iterator[tuple[StagedEngine, StagedEngine]]:
-    """Run a staged prefill and a staged decode engine."""
     with StagedEngine("prefill", **how) as prefill, StagedEngine("decode", **how) as decode:
         yield prefill, decode
 
 
 def assert_held(ranks: list[EngineRank], blocks: list[int], tokens: int) -> None:
-    """Check that blocks hold a request's tokens, and zeros after the last."""
     assert not any(rank.wrong_bytes(blocks, tokens) for rank in ranks)
 
 
 def assert_untouched(decode: StagedEngine) -> None:
-    """Check that nothing was copied to a device."""
     assert all(np.isnan(device.read()).all() for device in decode.devices)
 
 
@@ -84,35 +81,18 @@ def test_blocks_are_free_before_anybody_reads() -> None:
         prefill.over("p-1")
 
 
-def test_pages_are_copied_when_the_device_is_done_and_read_when_their_copy_has_passed() -> None:
-    is_computed = False
-    with pair() as (prefill, decode):
-        [device], [rank] = prefill.devices, prefill.ranks
-        device.lets.clear()
-        prefill.compute("p-1", BLOCKS, TOKENS)
-        ticket = prefill.finish("p-1", BLOCKS, TOKENS, passed=lambda: is_computed)
-        assert not rank.endpoint.wait(0.05)
-        assert device.begun == []
-        is_computed = True
-        decode.pull("d-1", ticket, [8, 9])
-        eventually(lambda: bool(device.begun), "the copy begins")
-        assert not rank.endpoint.wait(0.05)
-        assert not rank.endpoint.results().sent
-        assert decode.endpoint.pending == 1
-        device.lets.set()
-        assert decode.error("d-1") is None
-        assert_held(decode.device_ranks, [8, 9], TOKENS)
-        until(rank.endpoint, lambda r: "p-1" in r.sent)
+def break_copies(device: LateDevice, when: str, error: Exception) -> None:
+    """Let copies fail when they begin, or when they are half done."""
+    if when == "begin":
+        device.refuses = error
+    else:
+        device.fails = error
 
 
 @pytest.mark.parametrize("when", ["begin", "pass"])
 def test_a_hold_ends_whose_copy_fails(when: str) -> None:
     with pair() as (prefill, decode):
-        [device] = prefill.devices
-        if when == "begin":
-            device.refuses = failed_copy()
-        else:
-            device.fails = failed_copy()
+        break_copies(prefill.devices[0], when, failed_copy())
         ticket = prefill.serve("p-1", BLOCKS, TOKENS)
         results = until(prefill.endpoint, lambda r: bool(r.ended))
         assert results.sent == {"p-1"}
@@ -135,30 +115,10 @@ def test_nothing_reaches_the_device_that_the_fence_refused() -> None:
         assert decode.host_pages.used == 0
 
 
-def test_a_load_is_reported_when_its_copy_has_passed() -> None:
-    with pair() as (prefill, decode):
-        [device], [rank] = decode.devices, decode.ranks
-        device.lets.clear()
-        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
-        eventually(lambda: bool(device.begun), "the copy begins")
-        prefill.over("p-1")  # nobody has to wait for the device of the consumer
-        assert not rank.endpoint.wait(0.05)
-        assert rank.endpoint.pending == 1
-        rank.endpoint.abort(RequestId("d-1"))
-        device.lets.set()
-        assert decode.error("d-1") is None
-        assert rank.endpoint.pending == 0
-        assert device.copied[0][:2] == ("into", (8, 9))
-
-
 @pytest.mark.parametrize("when", ["begin", "pass"])
 def test_a_load_fails_whose_copy_fails(when: str) -> None:
     with pair() as (prefill, decode):
-        [device] = decode.devices
-        if when == "begin":
-            device.refuses = failed_copy()
-        else:
-            device.fails = failed_copy()
+        break_copies(decode.devices[0], when, failed_copy())
         error = decode.load("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
         assert isinstance(error, CopyError)
         assert error.cause is Cause.COPY
@@ -187,16 +147,12 @@ def test_memory_is_kept_if_the_end_of_a_copy_is_unknown(
     way: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_module, "WIND_DOWN_SECONDS", 0.1)
-    lost = RuntimeError("the device is gone")
     with contextlib.ExitStack() as stack:
         prefill = stack.enter_context(StagedEngine("prefill"))
         decode = stack.enter_context(StagedEngine("decode"))
         hurt = prefill if way == "out" else decode
         [device], [rank] = hurt.devices, hurt.ranks
-        if when == "begin":
-            device.refuses = lost
-        else:
-            device.fails = lost
+        break_copies(device, when, RuntimeError("the device is gone"))
         decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
         eventually(lambda: not rank.endpoint.healthy, "the endpoint reports a problem")
         assert "may still be under way" in rank.endpoint.problems[0]
@@ -226,32 +182,21 @@ def test_a_copy_that_does_not_end_is_a_problem_until_it_does(clock: Clock) -> No
         eventually(lambda: rank.endpoint.healthy, "the copy has ended")
 
 
-def test_an_endpoint_that_does_not_stage_refuses_copies(prefill: Engine) -> None:
+def test_a_copy_is_refused_where_nothing_is_staged_and_needed_where_it_is(prefill: Engine) -> None:
     prefill.compute("p-1", [1], 4)
-    holds = prefill.scheduler_holds
-    assert holds.ticket(RequestId("p-1"), 30.0, copy=PageCopy(blocks=(1,), pages=(2,)))
-    orders = holds.drain()
+    copy = PageCopy(blocks=(1,), pages=(2,))
+    assert prefill.scheduler_holds.ticket(RequestId("p-1"), 30.0, copy=copy)
+    orders = prefill.scheduler_holds.drain()
     with pytest.raises(CopyError, match="has no copies"):
         prefill.endpoint.apply(orders)
-
-
-def test_a_staged_endpoint_refuses_a_ticket_without_a_copy() -> None:
-    with StagedEngine("prefill") as prefill:
-        prefill.compute("p-1", BLOCKS, TOKENS)
-        holds = prefill.scheduler_holds
-        hold = holds.ticket(RequestId("p-1"), 30.0)
-        assert hold is not None
+    with pair() as (staged, decode):
         with pytest.raises(CopyError, match="its copy was not ordered"):
-            prefill.endpoint.apply(HoldOrders(ready=((hold, 30.0),)))
-
-
-def test_a_staged_endpoint_refuses_a_load_without_a_copy() -> None:
-    with pair() as (prefill, decode):
-        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
+            staged.endpoint.apply(HoldOrders(ready=((Hold(slot=0, generation=7), 30.0),)))
+        ticket = staged.serve("p-2", BLOCKS, TOKENS)
         with pytest.raises(CopyError, match=r"set Load\.copy"):
             Engine.pull(decode, "d-1", ticket, [3, 4])
         Engine.pull(decode, "d-1", ticket, [], nothing=True)
-        prefill.over("p-1")
+        staged.over("p-2")
 
 
 def test_the_time_of_copies_is_counted() -> None:

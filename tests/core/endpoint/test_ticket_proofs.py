@@ -32,7 +32,7 @@ from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import CacheShape, proved
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 from tests.core.endpoint.transports import PENDING, ScriptedTransport, failing
-from tests.core.ticket_proofs import altered, said
+from tests.core.messages import altered, said
 
 KEY, OTHER_KEY = TicketKey(), TicketKey()
 
@@ -240,7 +240,6 @@ def routed(ticket: Ticket, port: int, host: str = "127.0.0.1") -> Ticket:
 
 
 def from_port(prefill: Engine, port: int) -> Ticket:
-    """Return a genuine ticket that names a port."""
     ticket = prefill.serve("p-1", [1, 2], 8)
     return proved(replace(ticket, proof=None, port=port), KEY)
 

@@ -100,7 +100,6 @@ class ScriptedTransport(RecordingTransport):
         return [self._status(transfer) or status for transfer, status in found]
 
     def _status(self, transfer: TransferId) -> Status | None:
-        """Return the status of a read of pages, if it is not the driver's."""
         if transfer not in self.pages:
             return None
         if self.peers[transfer] in self.disconnected:

@@ -11,7 +11,7 @@ from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.lifecycle.fabric import Content, Link, Transfer
 from tests.core.lifecycle.producer import PAGES, IssuedTicket, tokens_digest
-from tests.core.ticket_proofs import altered
+from tests.core.messages import altered
 
 STALE = "stale"
 LATE = "late"

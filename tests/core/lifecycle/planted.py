@@ -70,7 +70,7 @@ def plant(model: str, fault: str) -> type[Model]:
 
 def search(machine: type[Model], examples: int) -> None:
     chosen = settings(
-        _settings(machine), max_examples=int(EXAMPLES or examples), derandomize=EXAMPLES is None
+        settings_of(machine), max_examples=int(EXAMPLES or examples), derandomize=EXAMPLES is None
     )
     run_state_machine_as_test(machine, settings=chosen)
 
@@ -79,7 +79,7 @@ def catch(
     machine: type[Model], examples: int = FAULT_EXAMPLES, *, shrinks: bool = False
 ) -> ProtocolViolation | None:
     chosen = settings(
-        _settings(machine),
+        settings_of(machine),
         max_examples=examples,
         derandomize=True,
         phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
@@ -93,7 +93,7 @@ def catch(
     return None
 
 
-def _settings(machine: type[Model]) -> settings:
+def settings_of(machine: type[Model]) -> settings:
     return settings(
         database=None,
         stateful_step_count=machine.steps,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from msgspec import structs
+
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, Incarnation, RequestId, random_incarnation
 from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
@@ -24,7 +25,6 @@ from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.memory import Region
 from kvferry.core.messages import (
     WORD_BYTES,
-    Coordinates,
     Heartbeat,
     RankPayload,
     Renewal,
@@ -32,10 +32,12 @@ from kvferry.core.messages import (
 )
 from kvferry.core.security import TicketKey
 from kvferry.testing.engines import proved
+from tests.core.layouts import heads, layout, paged
 from tests.core.lifecycle.fabric import Content, Message, require
 from tests.core.lifecycle.model import Components
 from tests.core.lifecycle.protocol_table import Cause, ProtocolTable
 from tests.core.lifecycle.schedulers import Scheduler
+from tests.core.messages import payload, ticket
 
 PAGES = 4
 """Pages of an engine's cache, without the null page."""
@@ -45,7 +47,6 @@ TTL = 15.0
 LOAD_TIMEOUT = 25.0
 """Longer than a lease, so that holds of waiting loads need renewal."""
 BLOCK = 4
-ENGINE = "prefill"
 
 
 class PrefillState(enum.Enum):
@@ -474,12 +475,9 @@ def tokens_digest(tokens: Sequence[int]) -> bytes:
 
 
 def _ticket(producer: Producer, prompt: PrefillRequest, hold: Hold) -> Ticket:
-    ticket = Ticket(
-        engine=ENGINE,
+    made = ticket(
         incarnation=producer.incarnation,
         request=prompt.id,
-        host="127.0.0.1",
-        port=1,
         hold=hold,
         pages=(prompt.pages,),
         first_index=(0,),
@@ -488,43 +486,17 @@ def _ticket(producer: Producer, prompt: PrefillRequest, hold: Hold) -> Ticket:
         computed=producer.computed(prompt),
         tp_size=len(producer.ranks),
     )
-    return proved(ticket, producer.ticket_key)
+    return proved(made, producer.ticket_key)
 
 
-_LAYOUT = Layout(
-    regions=(Region(address=4096, nbytes=(PAGES + 1) * BLOCK),),
-    groups=(Group(kind=GroupKind.PAGED, block_tokens=BLOCK),),
-    fields=(
-        Field(
-            key="k",
-            group=0,
-            region=0,
-            offset=0,
-            page_stride=BLOCK,
-            pages=PAGES + 1,
-            dtype="uint8",
-            unit=1,
-            tokens=axis((BLOCK, 1)),
-            shard=axis((1, 1)),
-        ),
-    ),
-)
+_LAYOUT = layout(heads(block=BLOCK, pages=PAGES + 1), groups=[paged(BLOCK)])
 
 
 def _payloads(producer: Producer) -> list[RankPayload]:
+    slots = Region(address=1 << 20, nbytes=WORD_BYTES * producer.slots)
     return [
-        RankPayload(
-            oldest=1,
-            newest=1,
-            engine=ENGINE,
-            incarnation=producer.incarnation,
-            rank=rank.rank,
-            coordinates=Coordinates(tp=rank.rank),
-            agreement={},
-            layout=_LAYOUT,
-            driver="fabric",
-            address=b"",
-            slots=Region(address=1 << 20, nbytes=WORD_BYTES * producer.slots),
+        structs.replace(
+            payload(rank.rank, incarnation=producer.incarnation), layout=_LAYOUT, slots=slots
         )
         for rank in producer.ranks
     ]

@@ -7,31 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.lifecycle.hold_users import HoldUsers
-from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.holds import RequestId
+from tests.core.messages import ticket
 
 A, B, C, D = (RequestId(name) for name in "abcd")
-
-
-def ticket(
-    generation: int = 7,
-    host: str = "10.0.0.1",
-    engine: str = "prefill",
-    incarnation: int = 5,
-) -> Ticket:
-    return Ticket(
-        engine=engine,
-        incarnation=incarnation,
-        request="p",
-        host=host,
-        port=5600,
-        hold=Hold(slot=3, generation=generation),
-        pages=((1,),),
-        first_index=(0,),
-        tokens=4,
-        digest=bytes(16),
-        computed=True,
-    )
 
 
 def test_done_that_is_not_ordered_yet_waits_for_a_new_user() -> None:

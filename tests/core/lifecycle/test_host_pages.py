@@ -31,16 +31,6 @@ def pool() -> Pool:
     return Pool()
 
 
-def test_a_request_takes_what_it_has_reserved(pool: Pool) -> None:
-    assert pool.pages.reserve(A, 4) is GRANTED
-    assert pool.pages.used == 4
-    pages = pool.pages.take(A, 3)
-    assert pages == (1, 2, 3)
-    assert (pool.pages.used, pool.pages.taken, pool.pages.total) == (3, 1, 10)
-    pool.pages.give_back(A)
-    assert (pool.pages.used, pool.pages.taken) == (0, 0)
-
-
 def test_a_request_waits_until_pages_are_free(pool: Pool) -> None:
     pool.fill()
     assert pool.pages.reserve(B, 4) is WAITING
@@ -99,12 +89,6 @@ def test_a_request_that_is_not_asked_about_holds_others_up_until_its_deadline(po
     assert pool.pages.reserve(B, 10) is REFUSED
 
 
-def test_more_than_there_are_is_refused_at_once(pool: Pool) -> None:
-    assert pool.pages.reserve(A, 11) is REFUSED
-    assert pool.pages.waiting == 0
-    assert pool.pages.reserve(B, 10) is GRANTED
-
-
 def test_a_request_that_needs_more_waits_anew(pool: Pool) -> None:
     assert pool.pages.reserve(A, 2) is GRANTED
     assert pool.pages.reserve(B, 7) is GRANTED
@@ -114,16 +98,6 @@ def test_a_request_that_needs_more_waits_anew(pool: Pool) -> None:
     pool.pages.cancel(B)
     assert pool.pages.reserve(A, 4) is GRANTED
     assert pool.pages.take(A, 4) is not None
-
-
-def test_a_request_that_ends_gives_its_reservation_back(pool: Pool) -> None:
-    pool.pages.reserve(A, 10)
-    pool.pages.reserve(B, 10)
-    pool.pages.cancel(A)
-    assert pool.pages.reserve(B, 10) is GRANTED
-    pool.pages.cancel(B)
-    pool.pages.cancel(B)
-    assert pool.pages.used == 0
 
 
 def test_pages_that_were_taken_stay_taken_until_every_rank_is_over() -> None:

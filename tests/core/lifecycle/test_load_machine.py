@@ -149,25 +149,6 @@ def test_a_load_can_fail_in_every_stage(stage: str, late: bool) -> None:
     assert load.stage is None
 
 
-@pytest.mark.parametrize("succeeds", [True, False])
-def test_a_load_aborted_during_its_handshake_is_reported_at_once_and_abandoned_after_it(
-    succeeds: bool,
-) -> None:
-    load = begin(handshake=False)
-    load.abort(GIVEN_UP)
-    load.tick(DEADLINE)
-    load.abort(KVFerryError("again"))
-    assert load.acts == [REPORT]
-    assert not load.is_over
-    if succeeds:
-        load.handshake_succeeded(ranks(0, notified=(1,)))
-    else:
-        load.handshake_failed(CABLE)
-    assert load.acts == ([(ABANDON, 0), (ABANDON, 1)] if succeeds else [])
-    assert load.failure is GIVEN_UP
-    assert load.is_over
-
-
 def test_unexpected_events_change_nothing() -> None:
     load = begin(0, 1)
     load.fence(1)
@@ -200,155 +181,69 @@ def test_unexpected_events_change_nothing() -> None:
 # Early loads, whose parts come while the producer computes the rest.
 
 
-class Early:
-    """One early load, whose first part covers 8 tokens, and the time."""
-
-    def __init__(self, *reading: int, **how: Any) -> None:
-        self.load = begin(*(reading or (0,)), computed=False, tokens=8, **{"deadline": 10.0, **how})
-        self.now = 0.0
-
-    def tick(self) -> Acts:
-        """Let the time pass after which watermarks are read again."""
-        self.now += WATERMARK_SECONDS
-        self.load.tick(self.now)
-        return self.load.acts
-
-    def check(self, word: int = HOLD.computing) -> Acts:
-        self.load.checked(0, word)
-        return self.load.acts
-
-    def mark(self, tokens: int, hold: Hold = HOLD) -> Acts:
-        self.load.watermark_read(0, hold.watermark(tokens))
-        return self.load.acts
-
-    def read(self) -> Acts:
-        self.load.pages_read(0)
-        return self.load.acts
-
-    def finish(self, hold: Hold = HOLD, *, computed: bool = True) -> Acts:
-        self.load.finish(hold, computed=computed, deadline=LATE)
-        return self.load.acts
-
-    def proceed_to(self, stage: str) -> None:
-        """Go on until the slot word, the watermark or the first 8 tokens are being read."""
-        assert self.tick() == [(CHECK, 0)]
-        if stage in ("mark", "read"):
-            assert self.check() == [(MARK, 0)]
-        if stage == "read":
-            assert self.mark(8) == [(READ, 0, 8)]
-
-    @property
-    def state(self) -> tuple[bool, bool]:
-        return self.load.awaits_parts, self.load.is_idle
-
-
 def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
-    early = Early()
-    assert early.state == (True, True)
-    early.proceed_to("read")
-    assert early.state == (True, False)
-    assert early.read() == []
-    assert early.state == (True, True)
-    early.load.extend(HOLD, 16, 10.0)
-    assert early.tick() == [(MARK, 0)]
-    assert early.mark(14) == [(READ, 8, 12)]
-    assert early.read() == []
-    assert early.finish() == [(READ, 12, None)]
-    assert early.state == (False, False)
-    assert early.read() == [(FENCE, 0)]
-    early.load.fenced(0, HOLD.computing)
-    assert early.load.acts == [REPORT]
-    assert early.load.failure is None
-
-
-def test_no_more_is_read_than_the_newest_part_covers() -> None:
-    early = Early()
-    early.proceed_to("mark")
-    early.load.extend(HOLD, 4, 10.0)  # it came out of order
-    assert early.mark(100) == [(READ, 0, 8)]
-    assert early.read() == early.tick() == []
-
-
-@pytest.mark.parametrize(("tokens", "hold"), [(0, HOLD), (3, HOLD), (8, OTHER)])
-def test_a_watermark_of_no_page_of_the_hold_is_read_again_but_not_too_soon(
-    tokens: int, hold: Hold
-) -> None:
-    early = Early()
-    early.proceed_to("mark")
-    assert early.mark(tokens, hold) == []
-    early.load.tick(early.now + WATERMARK_SECONDS / 2)
-    assert early.load.acts == []
-    assert early.tick() == [(MARK, 0)]
-
-
-def test_the_deadline_counts_after_the_last_part() -> None:
-    early = Early()
-    early.proceed_to("read")
-    early.read()
-    early.now = 100.0
-    assert REPORT not in early.tick()
-    early.finish(computed=False)
-    early.now = LATE
-    early.tick()
-    early.check()
-    assert isinstance(early.load.failure, DeadlineError)
+    load, now = begin(0, computed=False, tokens=8, deadline=10.0), 100.0
+    assert (load.awaits_parts, load.is_idle) == (True, True)
+    load.tick(now)
+    assert load.acts == [(CHECK, 0)], "the deadline counts after the last part"
+    assert not load.is_idle
+    load.checked(0, HOLD.computing)
+    assert load.acts == [(MARK, 0)]
+    for tokens, hold in ((0, HOLD), (3, HOLD), (8, OTHER)):  # of no page of the hold
+        load.watermark_read(0, hold.watermark(tokens))
+        load.tick(now + WATERMARK_SECONDS / 2)
+        assert load.acts == []
+        now += WATERMARK_SECONDS
+        load.tick(now)
+        assert load.acts == [(MARK, 0)]
+    load.watermark_read(0, HOLD.watermark(8))
+    assert load.acts == [(READ, 0, 8)]
+    load.pages_read(0)
+    assert (load.awaits_parts, load.is_idle) == (True, True)
+    load.extend(HOLD, 16, 10.0)
+    load.tick(now + WATERMARK_SECONDS)
+    load.watermark_read(0, HOLD.watermark(14))
+    assert load.acts == [(MARK, 0), (READ, 8, 12)]
+    load.pages_read(0)
+    load.finish(HOLD, computed=True, deadline=LATE)
+    assert load.acts == [(READ, 12, None)]
+    assert (load.awaits_parts, load.is_idle) == (False, False)
+    load.pages_read(0)
+    load.tick(LATE - 1.0)
+    assert load.acts == [(FENCE, 0)]
+    load.fenced(0, HOLD.computing)
+    assert load.acts == [REPORT]
+    assert load.failure is None
 
 
 # Loads that wait for the device, and those of a staged cache, which are copied there.
 
 
-@pytest.fixture
-def staged() -> Load:
-    """Return a load that is being fenced, and whose blocks the device still works on."""
+@pytest.mark.parametrize("device_first", [True, False])
+def test_a_load_is_copied_once_it_is_fenced_and_the_device_is_ready(device_first: bool) -> None:
     load = begin(0, awaits_device=True, needs_copy=True)
     load.pages_read(0)
     assert load.acts == [(READ, 0), (FENCE, 0)]
-    return load
 
-
-@pytest.mark.parametrize("device_first", [True, False])
-def test_a_load_is_copied_once_it_is_fenced_and_the_device_is_ready(
-    staged: Load, device_first: bool
-) -> None:
     def fenced() -> None:
-        staged.fenced(0, HOLD.ready)
+        load.fenced(0, HOLD.ready)
 
-    events: list[Callable[[], None]] = [staged.passed, fenced]
+    events: list[Callable[[], None]] = [load.passed, fenced]
     first, second = events if device_first else events[::-1]
     first()
-    staged.copied()
-    assert staged.acts == []
+    load.copied()
+    assert load.acts == []
     for event in (second, first, second):
         event()
-    assert staged.acts == [COPY]
-    assert staged.stage is Stage.COPY
-    staged.abort(CopyError("too late: the copy writes the blocks until it has passed"))
-    staged.tick(1e9)
-    assert staged.acts == []
-    for _ in range(2):
-        staged.copied()
-    assert staged.acts == [REPORT]
-    assert staged.failure is None
-
-
-def test_a_load_whose_copy_fails_is_reported_as_failed(staged: Load) -> None:
-    error = CopyError("the device reports an error")
-    staged.passed()
-    staged.fenced(0, HOLD.ready)
-    staged.copied(error)
-    _, report = staged.actions
-    assert (report.op, report.error, report.stage) == (REPORT[0], error, Stage.COPY)
-
-
-@pytest.mark.parametrize("early", [0, 8])
-def test_nothing_is_read_before_the_device_has_finished_with_the_pages(early: int) -> None:
-    load = begin(0, awaits_device=True, tokens=early)
-    load.tick(0.0)
-    load.finish(HOLD, computed=True, deadline=DEADLINE)
+    assert load.acts == [COPY]
+    assert load.stage is Stage.COPY
+    load.abort(CopyError("too late: the copy writes the blocks until it has passed"))
+    load.tick(1e9)
     assert load.acts == []
-    assert load.stage is Stage.WAIT
-    load.passed()
-    assert load.acts == [(READ, 0)]
+    for _ in range(2):
+        load.copied()
+    assert load.acts == [REPORT]
+    assert load.failure is None
 
 
 def test_a_load_fails_whose_device_takes_too_long() -> None:

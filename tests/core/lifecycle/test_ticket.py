@@ -9,27 +9,17 @@ import msgspec
 import pytest
 
 from kvferry.core.errors import TicketError
-from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
 from kvferry.core.lifecycle import ticket as module
-from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.prompt_digest import MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.memory import Region
-from kvferry.core.messages import Coordinates, RankPayload
+from kvferry.core.messages import RankPayload
 from kvferry.core.side_channel_messages import GENERATION_LIMIT
+from tests.core.layouts import heads, layout, paged
+from tests.core.messages import payload, ticket
 
-TICKET = Ticket(
-    engine="prefill",
-    incarnation=99,
-    request="r",
-    host="10.0.0.1",
-    port=5600,
-    hold=Hold(slot=3, generation=7),
-    pages=((0, 0, 4, 7), (1,)),
-    first_index=(0, 5),
-    tokens=50,
-    digest=bytes(16),
-    computed=True,
+TICKET = ticket(
+    port=5600, incarnation=99, pages=((0, 0, 4, 7), (1,)), first_index=(0, 5), tokens=50
 )
 
 
@@ -143,43 +133,17 @@ def test_a_ticket_survives_msgspec() -> None:
 
 def payloads(ranks: int = 1, pages: tuple[int, int] = (8, 2), slots: int = 4) -> list[RankPayload]:
     """Return the payloads of a producer with two groups."""
-    groups = (Group(kind=GroupKind.PAGED, block_tokens=4),) * 2
-    fields = tuple(
-        Field(
-            key=f"layer.{group}/k",
-            group=group,
-            region=0,
-            offset=0,
-            page_stride=64,
-            pages=count,
-            dtype="uint8",
-            unit=16,
-            tokens=(Dim(extent=4, stride=16),),
-        )
-        for group, count in enumerate(pages)
-    )
+    fields = [heads(f"{i}", group=i, region=i, pages=count) for i, count in enumerate(pages)]
+    changes = {"layout": layout(*fields, groups=[paged(), paged()])}
+    table = Region(address=1 << 20, nbytes=8 * slots)
     return [
-        RankPayload(
-            oldest=1,
-            newest=1,
-            engine="prefill",
-            incarnation=99,
-            rank=rank,
-            coordinates=Coordinates(tp=rank),
-            agreement={},
-            layout=Layout(
-                regions=(Region(address=4096, nbytes=4096),), groups=groups, fields=fields
-            ),
-            driver="loopback",
-            address=b"",
-            slots=Region(address=1 << 20, nbytes=8 * slots),
-        )
+        msgspec.structs.replace(payload(rank, incarnation=99), slots=table, **changes)
         for rank in range(ranks)
     ]
 
 
-def check(ticket: Ticket, ranks: list[RankPayload]) -> None:
-    check_against(ticket, ranks, page_limits(ranks))
+def check(one: Ticket, ranks: list[RankPayload]) -> None:
+    check_against(one, ranks, page_limits(ranks))
 
 
 def test_a_ticket_that_fits_the_handshake_is_accepted() -> None:

@@ -36,6 +36,7 @@ from tests.core.lifecycle.model import Components
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
 from tests.core.lifecycle.reading_rank import Move, RankLoad, ReadingRank
 from tests.core.lifecycle.schedulers import Scheduler, check_unused
+from tests.core.messages import ticket
 
 PAGES = 4
 """Pages of each engine's cache."""
@@ -193,8 +194,8 @@ class Rank(ReadingRank[Pull]):
                 self._waits[turn.uid] = turn.source.ticket
         for turn, shared in step.begins:
             self._begin(turn, shared)
-        for ticket in step.done:
-            self._start(Pull(request=None, ticket=ticket))
+        for unused in step.done:
+            self._start(Pull(request=None, ticket=unused))
         for request in step.aborts:
             self.abort(request)
         if step.asks:
@@ -427,21 +428,18 @@ class Engine(Scheduler):
             self._forget(turn)
             return
         turn.stage = Stage.HELD
-        ticket = Ticket(
+        made = ticket(
             engine=self.name,
             incarnation=self.incarnation,
             request=turn.id,
-            host="127.0.0.1",
-            port=1,
             hold=hold,
             pages=(turn.pages,),
             first_index=(0,),
             tokens=turn.size,
-            digest=bytes(16),
             computed=self.computed(turn),
             tp_size=RANKS,
         )
-        self.world.issues.append(Issue(engine=self.name, ticket=ticket, contents=turn.contents()))
+        self.world.issues.append(Issue(engine=self.name, ticket=made, contents=turn.contents()))
 
     def _hear_received(self, rank: int, request: RequestId, error: KVFerryError | None) -> None:
         turn = self.turns.get(request)
