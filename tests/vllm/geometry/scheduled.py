@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -314,7 +314,7 @@ def _scheduler(
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    config = _vllm_config(made, batch, reserve, two_way)
+    config = _config_of(made, batch, reserve, two_way)
     block, unit = resolve_kv_cache_block_sizes(made.config, config)
     scheduler = Scheduler(
         vllm_config=config,
@@ -335,7 +335,19 @@ def _shuffle(scheduler: Any) -> None:
     pool.free_blocks([blocks[i] for i in order])
 
 
-def _vllm_config(made: Engine, batch: int, reserve: bool, two_way: bool) -> Any:
+def vllm_config(
+    engine_id: str,
+    *,
+    block: int,
+    batch: int,
+    length: int = LONGEST,
+    policy: str = "fail",
+    caching: bool = True,
+    reserve: bool = True,
+    extra: Mapping[str, object],
+    **parallel: Any,
+) -> Any:
+    """The configuration of an engine with the connector that computes ``batch`` tokens a step."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -345,44 +357,54 @@ def _vllm_config(made: Engine, batch: int, reserve: bool, two_way: bool) -> Any:
         VllmConfig,
     )
 
-    shape = made.shape
-    states = any(group.is_state and group.tokens for group in made.groups)
-    caching = shape.caches and (shape.mode == "align" or not states)
     config: Any = VllmConfig(
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=batch,
-            max_model_len=LONGEST,
+            max_model_len=length,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=False,
             scheduler_reserve_full_isl=reserve,
         ),
-        cache_config=CacheConfig(block_size=shape.block, enable_prefix_caching=caching),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=shape.tp,
-            pipeline_parallel_size=shape.pp,
-            decode_context_parallel_size=shape.dcp,
-            cp_kv_cache_interleave_size=shape.interleave,
-            distributed_executor_backend="mp",
-        ),
+        cache_config=CacheConfig(block_size=block, enable_prefix_caching=caching),
+        parallel_config=ParallelConfig(**parallel),
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVFerryConnector",
             kv_connector_module_path="kvferry.integrations.vllm",
             kv_role="kv_both",
-            engine_id=made.name,
-            kv_load_failure_policy="fail",
-            kv_connector_extra_config={
-                "kv_lease_duration": 120.0,
-                "staging": bool(shape.host_pages),
-                "staging_timeout": 600.0,
-                "bidirectional_kv_xfer": two_way,
-                "kv_recompute_threshold": 0,
-            },
+            engine_id=engine_id,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=dict(extra),
         ),
         device_config=DeviceConfig("cpu"),
     )
-    config.model_config = Plain(max_model_len=LONGEST, runner_type="generate")
+    config.model_config = Plain(max_model_len=length, runner_type="generate")
+    return config
+
+
+def _config_of(made: Engine, batch: int, reserve: bool, two_way: bool) -> Any:
+    shape = made.shape
+    states = any(group.is_state and group.tokens for group in made.groups)
+    config = vllm_config(
+        made.name,
+        block=shape.block,
+        batch=batch,
+        caching=shape.caches and (shape.mode == "align" or not states),
+        reserve=reserve,
+        extra={
+            "kv_lease_duration": 120.0,
+            "staging": bool(shape.host_pages),
+            "staging_timeout": 600.0,
+            "bidirectional_kv_xfer": two_way,
+            "kv_recompute_threshold": 0,
+        },
+        tensor_parallel_size=shape.tp,
+        pipeline_parallel_size=shape.pp,
+        decode_context_parallel_size=shape.dcp,
+        cp_kv_cache_interleave_size=shape.interleave,
+        distributed_executor_backend="mp",
+    )
     # Not supported by the model runner of a CPU.
     config.parallel_config.prefill_context_parallel_size = shape.pcp
     config.cache_config.num_gpu_blocks = shape.blocks
