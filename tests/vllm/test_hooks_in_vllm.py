@@ -11,7 +11,7 @@ import pytest
 from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.request_ids import SAMPLE
-from tests.vllm.geometry.scheduled import Plain
+from tests.vllm.geometry.scheduled import vllm_config
 
 
 def test_plugin_registers_once() -> None:
@@ -38,16 +38,14 @@ def test_plugin_does_not_take_a_name_that_is_taken() -> None:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """A worker's connector, which is vLLM's of this process, and the configuration."""
-    from vllm.config import DeviceConfig, KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvferry.integrations.vllm import KVFerryConnector
 
-    transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")
-    config: Any = VllmConfig(kv_transfer_config=transfer, device_config=DeviceConfig("cpu"))
-    config.model_config = Plain(max_model_len=1024, runner_type="generate", multimodal_config=None)
+    config = vllm_config("worker", block=16, batch=64, extra={})
+    config.model_config.multimodal_config = None
     caches = KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[])
     connector = KVFerryConnector(config, KVConnectorRole.WORKER, caches)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)

@@ -126,7 +126,10 @@ def test_no_log_line_where_nothing_happened() -> None:
     assert LoggedStats({}).is_empty()
     failed = {"failed_loads": {"loopback": 1}}
     assert LoggedStats(failed).reduce() == {"failed": 1}
-    assert not FerryStats({"peers_up": {"loopback": {"0": 1}}}).is_empty()
+    stats = FerryStats({"peers_up": {"loopback": {"0": 1}}})
+    assert not stats.is_empty()
+    stats.reset()
+    assert stats.is_empty()
 
 
 def test_buckets_cover_what_loads_take() -> None:

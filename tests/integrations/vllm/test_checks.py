@@ -32,7 +32,7 @@ def media(**settings: object) -> Any:
     return SimpleNamespace(**{"mm_processor_cache_gb": 4, "video_pruning_rate": None} | settings)
 
 
-REPLICAS = {"prefill_context_parallel_size": 2}
+REPLICAS: dict[str, Any] = {"prefill_context_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def launched(transfer: object, **changes: Any) -> Any:
     return engine(kv_transfer_config=transfer, **changes)
 
 
-TALKS = {"bidirectional_kv_xfer": True}
+TALKS: dict[str, Any] = {"bidirectional_kv_xfer": True}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,238 @@
-"""`KVFerryConnector` as vLLM finds, builds and calls it."""
+"""Every hook of the connector reaches the half that it concerns; vLLM is not needed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
+
+from kvferry.core.errors import KVFerryError
+from tests.integrations.vllm import without_vllm
+from tests.integrations.vllm.without_vllm import Role
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[list[Any]]:
+    with without_vllm.modules("connector", "metadata") as found:
+        yield found
+
+
+@pytest.fixture
+def vllm(modules: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``connector`` and ``metadata``, with stand-ins for both halves and for what is checked."""
+    connector, metadata = modules
+    halves = MagicMock()
+    monkeypatch.setattr(connector, "FerryScheduler", halves.scheduler)  # hooks are found by name
+    monkeypatch.setattr(connector, "start_worker", halves.worker)
+    monkeypatch.setattr(connector, "checks", halves.checks)
+    monkeypatch.setattr(connector, "share_log_handlers", halves.share_log_handlers)
+    return SimpleNamespace(connector=connector, metadata=metadata, halves=halves)
+
+
+TRANSFER = SimpleNamespace(kv_connector_extra_config={}, engine_id="e")
+CONFIG = SimpleNamespace(
+    kv_transfer_config=TRANSFER,
+    parallel_config=SimpleNamespace(data_parallel_index=0),
+    model_config=SimpleNamespace(use_mla=False),
+    lora_config=None,
+)
+CACHES = SimpleNamespace(transfer_group_ids=(0, 2))
+
+
+def made(vllm: Any, role: Role) -> Any:
+    return vllm.connector.KVFerryConnector(CONFIG, role, CACHES)
+
+
+SCHEDULED = [
+    ("on_new_request", ("r",)),
+    ("get_num_new_matched_tokens", ("r", 16)),
+    ("update_state_after_alloc", ("r", "blocks", 24)),
+    ("build_connector_meta", ("output",)),
+    ("update_connector_output", ("output",)),
+    ("request_finished", ("r", [1, 2])),
+    ("request_finished_all_groups", ("r", ([1], [2]))),
+    ("has_pending_block_frees", ()),
+    ("has_pending_push_work", ()),
+    ("set_xfer_handshake_metadata_pp_aware", ({(0, 0): "m"},)),
+    ("reset_cache", ()),
+    ("get_kv_connector_stats", ()),
+]
+
+
+@pytest.mark.parametrize(("hook", "arguments"), SCHEDULED)
+def test_hooks_of_the_scheduler(vllm: Any, hook: str, arguments: tuple[Any, ...]) -> None:
+    connector = made(vllm, Role.SCHEDULER)
+    half = vllm.halves.scheduler.return_value
+    returned = getattr(connector, hook)(*arguments)
+    assert half.mock_calls == [getattr(call, hook)(*arguments)]
+    assert returned is getattr(half, hook).return_value
+
+
+def test_what_the_scheduler_is_told_of_the_engine(vllm: Any) -> None:
+    connector = made(vllm, Role.SCHEDULER)
+    assert vllm.halves.scheduler.mock_calls[0] == call(CONFIG, CACHES)
+    assert connector.get_loaded_kv_cache_group_ids("r") == (0, 2)
+    assert connector.supports_divergent_local_hybrid_hits is True
+    assert connector.get_handshake_metadata() is None
+    connector.shutdown()
+    assert vllm.halves.scheduler.return_value.shutdown.called
+    assert vllm.halves.share_log_handlers.called
+    assert not vllm.halves.checks.mock_calls
+
+
+def test_a_worker_with_caches(vllm: Any) -> None:
+    connector = made(vllm, Role.WORKER)
+    connector.register_kv_caches({"layer": "cache"})
+    siblings = vllm.halves.checks.has_siblings.return_value
+    assert vllm.halves.worker.mock_calls == [
+        call(CONFIG, CACHES, {"layer": "cache"}, has_siblings=siblings)
+    ]
+    half = vllm.halves.worker.return_value
+    step = vllm.metadata.StepMetadata()
+    connector.bind_connector_metadata(step)
+    assert (connector.bound, half.mock_calls) == (step, [call.apply(step)])
+    connector.bind_connector_metadata("another connector's")
+    assert (connector.bound, half.mock_calls) == ("another connector's", [call.apply(step)])
+    assert connector.get_handshake_metadata() is half.handshake
+    assert connector.get_transfer_results(set()) is half.results.return_value
+    assert connector.build_connector_worker_meta() is half.take_report.return_value
+    assert connector.get_kv_connector_stats() is half.take_stats.return_value
+    connector.shutdown()
+    assert half.close.called
+
+
+def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
+    """vLLM 0.33 calls the hook before it unmaps the cache, and then does not unmap it."""
+    connector = made(vllm, Role.WORKER)
+    connector.register_kv_caches({"layer": "cache"})
+    with pytest.raises(KVFerryError, match=r"refuses to sleep.*use level 0"):
+        connector.unregister_kv_caches()
+    assert not vllm.halves.worker.return_value.close.called
+
+
+def test_results_are_taken_before_a_drafter_runs(vllm: Any) -> None:
+    """Runner V2 of vLLM 0.33 (``post_forward``, ``finalize_step``): what ends a step comes last.
+
+    A drafter that fails leaves a step unended; the next one begins and reports all the same.
+    """
+    connector = made(vllm, Role.WORKER)
+    connector.register_kv_caches({"layer": "cache"})
+    half = vllm.halves.worker.return_value
+    half.results.side_effect = [
+        without_vllm.Results(finished_sending={"a"}),
+        without_vllm.Results(finished_recving={"b"}),
+    ]
+    steps = [vllm.metadata.StepMetadata(aborted=(name,)) for name in "ab"]
+    found = []
+    for step, drafter_fails in zip(steps, (True, False), strict=True):
+        connector.bind_connector_metadata(step)
+        connector.start_load_kv(None)
+        found.append(connector.get_transfer_results(set()))
+        connector.build_connector_worker_meta()
+        if not drafter_fails:
+            connector.wait_for_save()
+            connector.clear_connector_metadata()
+    assert [each.finished_sending | each.finished_recving for each in found] == [{"a"}, {"b"}]
+    of_a_step = [call.results(), call.take_report()]
+    assert half.mock_calls == [each for step in steps for each in (call.apply(step), *of_a_step)]
+    assert connector.bound is None
+
+
+def test_a_worker_with_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = vllm.connector.LoadLog()
+    monkeypatch.setattr(vllm.connector, "observe_loads", lambda config: log)
+    config = SimpleNamespace(**{**vars(CONFIG), "lora_config": object()})
+    connector = vllm.connector.KVFerryConnector(config, Role.WORKER, CACHES)
+    connector.register_kv_caches({})
+    report = vllm.metadata.RankReport(problems={0: ("it burns",)})
+    vllm.halves.worker.return_value.take_report.side_effect = [None, None, report]
+    assert connector.build_connector_worker_meta() is None
+    for expected in (vllm.metadata.RankReport(), report):
+        connector.bind_connector_metadata(vllm.metadata.StepMetadata(asks_adapters=5))
+        found = connector.build_connector_worker_meta()
+        assert (found.problems, found.adapters.step) == (expected.problems, 5)
+
+
+def test_a_worker_of_a_vllm_that_takes_the_blocks_of_failed_loads(vllm: Any) -> None:
+    connector = made(vllm, Role.WORKER)
+    connector.register_kv_caches({})
+    half = vllm.halves.worker.return_value
+    half.take_report.return_value = None
+    connector.bind_connector_metadata(
+        vllm.metadata.StepMetadata(blocks={"good": (4, 5), "bad": (6, 7)})
+    )
+    half.results.return_value = without_vllm.Results()
+    assert connector.get_finished(set()) == (None, None)
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert connector.build_connector_worker_meta() is None
+    half.results.return_value = without_vllm.Results(
+        finished_sending={"sent"}, finished_recving={"good", "bad"}, failed_recving={"bad"}
+    )
+    assert connector.get_finished(set()) == ({"sent"}, {"good", "bad"})
+    assert connector.get_block_ids_with_load_errors() == {6, 7}
+    assert connector.build_connector_worker_meta() == vllm.metadata.RankReport(
+        failed=frozenset({"bad"})
+    )
+    assert connector.build_connector_worker_meta() is None
+
+
+def test_a_worker_without_caches(vllm: Any) -> None:
+    connector = made(vllm, Role.WORKER)
+    connector.bind_connector_metadata(vllm.metadata.StepMetadata())
+    connector.start_load_kv(None)
+    connector.wait_for_layer_load("layer")
+    connector.save_kv_layer("layer", None, None)
+    connector.wait_for_save()
+    connector.unregister_kv_caches()
+    assert connector.get_handshake_metadata() is None
+    assert connector.get_transfer_results(set()) == without_vllm.Results()
+    assert connector.build_connector_worker_meta() is None
+    assert connector.get_kv_connector_stats() is None
+    connector.shutdown()
+    with pytest.raises(KVFerryError, match="a scheduler's hook was called"):
+        connector.reset_cache()
+
+
+@pytest.mark.parametrize("outer", [None, "its own", "another's"])
+def test_what_is_checked_at_start(
+    vllm: Any, outer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around = SimpleNamespace(kv_transfer_config=None if outer == "its own" else "around")
+    found = None if outer is None else around
+    monkeypatch.setattr(vllm.connector, "get_current_vllm_config_or_none", lambda: found)
+    made(vllm, Role.WORKER)
+    engine = "around" if outer == "another's" else TRANSFER
+    assert vllm.halves.checks.mock_calls == [
+        call.check_engine(CONFIG),
+        call.check_siblings(TRANSFER, engine),
+        call.has_siblings(engine),
+        call.warn_of_risks(ANY, engine),
+    ]
+    assert vllm.halves.share_log_handlers.called
+    assert not vllm.halves.scheduler.called
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (SimpleNamespace(use_mla=False), "LBHNC"),
+        (SimpleNamespace(use_mla=True), None),
+        (None, None),
+    ],
+)
+def test_the_order_that_is_asked_for(vllm: Any, model: Any, layout: str | None) -> None:
+    asked = vllm.connector.KVFerryConnector.get_required_kvcache_layout
+    assert asked(SimpleNamespace(model_config=model)) == layout
+
+
+def test_sleep_mode_is_not_supported(vllm: Any) -> None:
+    """vLLM 0.33 asks, and takes silence for a yes."""
+    assert vllm.connector.KVFerryConnector.supports_sleep_mode(TRANSFER) is False
 
 
 def test_import_loads_neither_vllm_nor_torch() -> None:

@@ -278,9 +278,8 @@ def loaded(made: Consumer, each: Any, computed: int = 0) -> int | None:
     return tokens
 
 
-WEIGHTS, OTHERS = (
-    {"adapter_content": lambda each, content=content: content} for content in (b"w", b"others")
-)
+WEIGHTS: dict[str, Any] = {"adapter_content": lambda each: b"weights"}
+OTHERS: dict[str, Any] = {"adapter_content": lambda each: b"others"}
 LORA = {"lora_request": SimpleNamespace(lora_name="sql")}
 
 

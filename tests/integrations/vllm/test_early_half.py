@@ -426,8 +426,19 @@ class TestConsumer:
         decode.hear(prefill, "second")
         assert decode.matched(name="second") is None
         assert decode.matched(16, name="second") == 84
-        decode.hear(finished(prefill), "second")
+        decode.hear(finished(prefill))
+        decode.consumer.drain()
         assert decode.matched(name="second") == 100
+
+    def test_requests_of_one_room_wait_for_the_ticket(self) -> None:
+        decode, prefill = Decoding("r", "second"), computed(40)
+        for name in ("r", "second"):
+            decode.hear(prefill, name)
+            assert decode.matched(name=name) is None
+        finished(prefill)
+        for name in ("r", "second"):
+            decode.hear(prefill, name)
+            assert decode.matched(name=name) == 100
 
     def test_samples_wait_for_the_ticket(self) -> None:
         decode = Decoding("0_r")

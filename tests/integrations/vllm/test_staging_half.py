@@ -115,13 +115,15 @@ class TestProducer:
         assert not made.waits_for_host_pages(waiting)
         assert not made.pending
 
-    def test_slot_returns_when_it_is_over(self) -> None:
+    def test_slot_and_id_return_when_it_is_over(self, caplog: pytest.LogCaptureFixture) -> None:
         made, _ = staged_producer(count=8, slots=1)
         assert prefill(made, "a", 1, 2, 3) is not None
         made.sends_finished(["a"])
         assert prefill(made, "b", 4, 5, 6) is None
+        assert prefill(made, "a", 4, 5, 6) is None
+        assert "give requests ids of their own" in caplog.messages[-1]
         made.holds_over({0: ["a"]})
-        assert prefill(made, "b", 4, 5, 6) is not None
+        assert prefill(made, "a", 4, 5, 6) is not None
 
     def test_a_wait_ends_without_a_ticket(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")

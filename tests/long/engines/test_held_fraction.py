@@ -51,13 +51,9 @@ def fraction(server: HttpServer) -> float:
     return server.gauge("vllm:kvferry_held_fraction")
 
 
-def expirations(server: HttpServer) -> float:
-    return server.counter("vllm:kvferry_holds", 'outcome="expired"')
-
-
 def test_fraction_falls_when_leases_end_although_no_request_comes(server: HttpServer) -> None:
     assert fraction(server) == 0
     prefill(server)
     eventually(lambda: fraction(server) == HELD / MAY_HOLD)
     eventually(lambda: fraction(server) == 0)
-    assert expirations(server) == len(PROMPTS)
+    assert server.counter("vllm:kvferry_holds", 'outcome="expired"') == len(PROMPTS)

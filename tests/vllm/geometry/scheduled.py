@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -303,7 +303,7 @@ def serving(
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
     with engine(name, layers, shape) as made:
-        config = _vllm_config(made, batch, reserve, two_way, ahead)
+        config = _config_of(made, batch, reserve=reserve, two_way=two_way, ahead=ahead)
         if adapters:
             config.lora_config = Plain(max_loras=1, target_modules=None)
         scheduler, unit = _scheduler(made, config)
@@ -325,7 +325,7 @@ def plannable(layers: Sequence[Layer], shape: Shape) -> bool:
     """Whether vLLM's scheduler can keep the books of such an engine's groups."""
     with engine("never", layers, shape) as made:
         try:
-            _scheduler(made, _vllm_config(made, 64, reserve=True))
+            _scheduler(made, _config_of(made, 64, reserve=True))
         except (AssertionError, ValueError):  # of blocks whose sizes do not divide
             return False
     return True
@@ -355,9 +355,20 @@ def _shuffle(scheduler: Any) -> None:
     pool.free_blocks([blocks[i] for i in order])
 
 
-def _vllm_config(
-    made: Engine, batch: int, reserve: bool, two_way: bool = False, ahead: bool = False
+def vllm_config(
+    engine_id: str,
+    *,
+    block: int,
+    batch: int,
+    length: int = LONGEST,
+    policy: str = "fail",
+    caching: bool = True,
+    reserve: bool = True,
+    ahead: bool = False,
+    extra: Mapping[str, object],
+    **parallel: Any,
 ) -> Any:
+    """The configuration of an engine with the connector that computes ``batch`` tokens a step."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -367,44 +378,57 @@ def _vllm_config(
         VllmConfig,
     )
 
-    shape = made.shape
-    states = any(group.is_state and group.tokens for group in made.groups)
-    caching = shape.caches and (shape.mode == "align" or not states)
     config: Any = VllmConfig(
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=batch,
-            max_model_len=LONGEST,
+            max_model_len=length,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=ahead,
             scheduler_reserve_full_isl=reserve,
         ),
-        cache_config=CacheConfig(block_size=shape.block, enable_prefix_caching=caching),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=shape.tp,
-            pipeline_parallel_size=shape.pp,
-            decode_context_parallel_size=shape.dcp,
-            cp_kv_cache_interleave_size=shape.interleave,
-            distributed_executor_backend="mp",
-        ),
+        cache_config=CacheConfig(block_size=block, enable_prefix_caching=caching),
+        parallel_config=ParallelConfig(**parallel),
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVFerryConnector",
             kv_connector_module_path="kvferry.integrations.vllm",
             kv_role="kv_both",
-            engine_id=made.name,
-            kv_load_failure_policy="fail",
-            kv_connector_extra_config={
-                "kv_lease_duration": 120.0,
-                "staging": bool(shape.host_pages),
-                "staging_timeout": 600.0,
-                "bidirectional_kv_xfer": two_way,
-                "kv_recompute_threshold": 0,
-            },
+            engine_id=engine_id,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=dict(extra),
         ),
         device_config=DeviceConfig("cpu"),
     )
-    config.model_config = Plain(max_model_len=LONGEST, runner_type="generate")
+    config.model_config = Plain(max_model_len=length, runner_type="generate")
+    return config
+
+
+def _config_of(
+    made: Engine, batch: int, *, reserve: bool, two_way: bool = False, ahead: bool = False
+) -> Any:
+    shape = made.shape
+    states = any(group.is_state and group.tokens for group in made.groups)
+    config = vllm_config(
+        made.name,
+        block=shape.block,
+        batch=batch,
+        caching=shape.caches and (shape.mode == "align" or not states),
+        reserve=reserve,
+        ahead=ahead,
+        extra={
+            "kv_lease_duration": 120.0,
+            "staging": bool(shape.host_pages),
+            "staging_timeout": 600.0,
+            "bidirectional_kv_xfer": two_way,
+            "kv_recompute_threshold": 0,
+        },
+        tensor_parallel_size=shape.tp,
+        pipeline_parallel_size=shape.pp,
+        decode_context_parallel_size=shape.dcp,
+        cp_kv_cache_interleave_size=shape.interleave,
+        distributed_executor_backend="mp",
+    )
     # Not supported by the model runner of a CPU.
     config.parallel_config.prefill_context_parallel_size = shape.pcp
     config.cache_config.num_gpu_blocks = shape.blocks

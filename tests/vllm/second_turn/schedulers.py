@@ -15,8 +15,8 @@ from typing import Any
 from kvferry.core.memory import Region
 from kvferry.core.security.proof import FINGERPRINT_BYTES
 from tests.core.messages import encoded, payload
-from tests.engines.engines import CONNECTOR, PREFILL
-from tests.vllm.geometry.scheduled import Plain
+from tests.engines.engines import PREFILL
+from tests.vllm.geometry.scheduled import vllm_config
 
 BLOCK_TOKENS = 16
 BLOCKS = 1000
@@ -28,35 +28,10 @@ _numbers = itertools.count(1)
 
 def configuration(*, engine: str | None = None, **extra: Any) -> Any:
     """Return the ``VllmConfig`` of an engine with prefix caching that computes 64 tokens a step."""
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        KVTransferConfig,
-        SchedulerConfig,
-        VllmConfig,
+    engine_id = engine or f"engine-{next(_numbers)}"
+    return vllm_config(
+        engine_id, block=BLOCK_TOKENS, batch=64, length=1000, policy="recompute", extra=extra
     )
-
-    length = 1000
-    config: Any = VllmConfig(
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=64,
-            max_model_len=length,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-        ),
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
-        device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(
-            **CONNECTOR,
-            kv_role="kv_both",
-            engine_id=engine or f"engine-{next(_numbers)}",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=extra,
-        ),
-    )
-    config.model_config = Plain(max_model_len=length, runner_type="generate")
-    return config
 
 
 def scheduler_of(config: Any) -> Any:

@@ -72,7 +72,7 @@ def _keys(node: ast.AST, params: Collection[str]) -> Iterator[str]:
         func = node.func
         if isinstance(func, ast.Attribute) and func.attr in ("get", "pop") and node.args:
             yield from _constant(node.args[0], func.value, params)
-        if reading.simple_name(func) == "dict" and _makes_ticket(node):
+        if reading.simple_name(func) == "dict" and TICKET_KEY in {k.arg for k in node.keywords}:
             yield from (keyword.arg for keyword in node.keywords if keyword.arg)
     if isinstance(node, ast.Subscript):
         yield from _constant(node.slice, node.value, params)
@@ -82,10 +82,6 @@ def _constant(key: ast.expr, value: ast.expr, params: Collection[str]) -> Iterat
     """Yield a constant key of an object that is called as params are."""
     if reading.simple_name(value) in params and isinstance(key, ast.Constant):
         yield str(key.value)
-
-
-def _makes_ticket(node: ast.Call) -> bool:
-    return TICKET_KEY in {keyword.arg for keyword in node.keywords}
 
 
 def connector_section(old: Source, new: Source) -> Section:
@@ -133,13 +129,10 @@ def _imports() -> set[tuple[str, str]]:
         (node.module, alias.name)
         for path in OURS.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module and _is_of_vllm(node.module)
+        if isinstance(node, ast.ImportFrom) and node.module
+        if node.module.split(".")[0] == "vllm"
         for alias in node.names
     }
-
-
-def _is_of_vllm(module: str) -> bool:
-    return module.split(".")[0] == "vllm"
 
 
 def _definition(source: Source, module: str, name: str) -> str | None:

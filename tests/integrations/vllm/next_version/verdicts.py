@@ -15,7 +15,7 @@ RUNNER = "v1/worker/gpu/kv_connector.py"
 BACKENDS = "v1/attention/backends"
 
 REPLAYED = "the reports of a failed step come with those of the next: `test_replayed_reports.py`"
-DRAFTER = "results are taken before a drafter runs: `test_connector_hooks.py`"
+DRAFTER = "results are taken before a drafter runs: `test_connector.py`"
 SLEEP = "refused, so that peers never read memory that is gone: `unregister_kv_caches`"
 REWOKEN = "the same metadata again changes nothing: `FerryScheduler`"
 SAME_BYTES = "the same bytes in the same places"
