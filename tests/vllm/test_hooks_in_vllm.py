@@ -90,7 +90,11 @@ def test_loads_begin_before_the_model_runs(
     happened: list[str] = []
 
     def happens(name: str, result: object = None) -> Callable[..., Any]:
-        return lambda *_: happened.append(name) or result
+        def hook(*_: object) -> object:
+            happened.append(name)
+            return result
+
+        return hook
 
     half = MagicMock(
         apply=happens("messages"),

@@ -97,7 +97,7 @@ def test_the_device_is_not_asked_for_holds_that_have_ended(rank: Rank) -> None:
     rank.server.tick()
     assert device.asked == 0
     assert rank.words == [NOTHING] * len(rank.holds)
-    assert not rank.server.is_computing
+    assert not rank.server.waits_for_device
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no device")])

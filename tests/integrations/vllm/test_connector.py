@@ -60,6 +60,7 @@ SCHEDULED = [
     ("has_pending_push_work", ()),
     ("set_xfer_handshake_metadata_pp_aware", ({(0, 0): "m"},)),
     ("reset_cache", ()),
+    ("bind_gpu_block_pool", ("pool",)),
     ("get_kv_connector_stats", ()),
 ]
 
