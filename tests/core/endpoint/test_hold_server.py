@@ -197,7 +197,6 @@ BEAT = Heartbeat(incarnation=INCARNATION, engine="decode", life=5)
         ((15.0,), SILENT.format(15)),
         ((10.0, 20.0), LONGER),
         ((2.5, 17.0), LONGER),
-        ((14.0, 29.0), SILENT.format(15)),  # it is back
     ],
 )
 def test_a_longer_lease_is_advised_only_if_consumers_were_heard(
