@@ -186,7 +186,7 @@ class Host:
         done: dict[str, Callable[[], bool]] = {
             "held": lambda: engine.endpoint.held == count,
             "waiting": lambda: len(loads._lease_renewal) == count,
-            "peers": lambda: len(loads._peers._by_use) == len(loads._lease_renewal) == count,
+            "peers": lambda: len(loads.peers._connected) == len(loads._lease_renewal) == count,
             "loading": lambda: len(engine.endpoint._transfers._posted) == count,
         }
         harness.wait_until(
