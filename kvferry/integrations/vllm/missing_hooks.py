@@ -19,47 +19,42 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 RESET = "reset_prefix_cache"
-"""The method of vLLM's ``BlockPool`` that counts the free blocks, and then forgets all hashes."""
-
 OUTPUT = "update_from_output"
-"""The method of vLLM's schedulers that takes the output of a step, and makes that of the engine."""
 
-Doomed = Callable[["KVConnectorOutput"], Collection[str]]
-"""Returns, by what the workers report of a step, the requests that must not get its tokens."""
-
-_DOOMED = WeakKeyDictionary[Any, Doomed]()
-"""By the scheduler's pool of blocks."""
-
-_WRAPPED = WeakSet[Any]()
-"""The wrapped ``OUTPUT`` of each class of schedulers."""
+# By the engine's blocks: returns the requests that must fail, by what workers report of a step.
+_DOOMED = WeakKeyDictionary[Any, Callable[["KVConnectorOutput"], Collection[str]]]()
+_WRAPPED = WeakSet[Any]()  # ``OUTPUT`` of classes of schedulers
 
 
 def before_reset(pool: BlockPool, end_holds: Callable[[], bool]) -> None:
-    """Call ``end_holds`` whenever vLLM is to reset the prefix cache of a pool.
+    """Call ``end_holds`` before vLLM counts a pool's free blocks to reset its prefix cache.
 
-    The reset fails if that returns ``True``: pages are held that are not free in this call.
+    The reset fails if that returns ``True``: something is still held.
     """
     reset: Callable[[], bool] = getattr(pool, RESET)
 
     @functools.wraps(reset)
     def reset_prefix_cache() -> bool:
-        is_holding = end_holds()  # first: without holds, the blocks may be free
+        is_holding = end_holds()
         return reset() and not is_holding
 
     setattr(pool, RESET, reset_prefix_cache)
 
 
-def before_output(scheduler: type[SchedulerInterface], pool: BlockPool, doomed: Doomed) -> None:
-    """Fail the requests that ``doomed`` returns before vLLM uses what they have computed.
+def before_output(
+    scheduler: type[SchedulerInterface],
+    pool: BlockPool,
+    doomed: Callable[[KVConnectorOutput], Collection[str]],
+) -> None:
+    """Fail the requests that ``doomed`` returns before vLLM uses what a step has computed of them.
 
     They end with an error, whatever ``kv_load_failure_policy``, and their blocks leave the prefix
-    cache. vLLM itself fails a request for its load only while the request waits for that, or if the
-    model has one cache group.
+    cache. ADR 17 says why vLLM cannot be told of such requests.
 
     Args:
         scheduler: The class of the engine's scheduler.
-        pool: The engine's blocks, by which its scheduler is known.
-        doomed: Called with the workers' reports of each step.
+        pool: The engine's blocks.
+        doomed: Called with the workers' merged reports of each step.
     """
     _DOOMED[pool] = doomed
     original = getattr(scheduler, OUTPUT)
@@ -73,42 +68,32 @@ def before_output(scheduler: type[SchedulerInterface], pool: BlockPool, doomed: 
         find = _DOOMED.get(self.kv_cache_manager.block_pool)
         report = model_runner_output.kv_connector_output
         names = set(find(report)) if find is not None and report is not None else set[str]()
-        ended = _fail(self, names) if names else []
-        outputs: dict[int, EngineCoreOutputs] = original(
-            self, scheduler_output, model_runner_output
-        )
-        for client, each in ended:
-            outputs.setdefault(client, _no_outputs()).outputs.append(each)
-        return outputs
+        update = functools.partial(original, self, scheduler_output, model_runner_output)
+        return _fail(self, names, update) if names else update()
 
     _WRAPPED.add(update_from_output)
     setattr(scheduler, OUTPUT, update_from_output)
 
 
-def _fail(scheduler: Scheduler, names: set[str]) -> list[tuple[int, Any]]:
-    """End requests with an error; return what to tell each one's client."""
-    from vllm.v1.engine import EngineCoreOutput
+def _fail(
+    scheduler: Scheduler, names: set[str], update: Callable[[], dict[int, EngineCoreOutputs]]
+) -> dict[int, EngineCoreOutputs]:
+    """End requests as vLLM ends those whose load failed, and then update the others."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import RequestStatus
 
     manager = scheduler.kv_cache_manager
     for name in names:
         manager.evict_blocks({each for ids in manager.get_block_ids(name) for each in ids})
-    return [
-        (
-            request.client_index,
-            EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-            ),
+    ended = scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)
+    outputs = update()
+    for request in ended:
+        error = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
         )
-        for request in scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)
-    ]
-
-
-def _no_outputs() -> EngineCoreOutputs:
-    from vllm.v1.engine import EngineCoreOutputs
-
-    return EngineCoreOutputs()
+        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(error)
+    return outputs
