@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import pty
@@ -176,12 +177,14 @@ def test_engine_that_does_not_answer_stays_listed_and_comes_back() -> None:
         )
         with process:
             assert process.stdout is not None
-            silent, back = (only(json.loads(process.stdout.readline())["engines"]) for _ in "12")
+            reports = (only(json.loads(line)["engines"]) for line in process.stdout)
+            silent, back, idle = itertools.islice(reports, 3)
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0
     assert (silent["name"], silent["error"]) == (server.address, "answers with HTTP status 503")
     assert back["error"] is None
     assert back["loads_per_second"] * back["seconds"] == pytest.approx(3)
+    assert idle["loads_per_second"] == 0
 
 
 def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown(once: Once) -> None:

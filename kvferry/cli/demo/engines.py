@@ -92,7 +92,8 @@ def requests_of(nbytes: int, count: int = 8) -> tuple[Request, ...]:
     ends = [total * k * (k + 1) // (count * (count + 1)) for k in range(count + 1)]
     lengths = [max(end - start, 1) for start, end in pairwise(ends)]
     starts = accumulate(lengths, initial=0)
-    return tuple(Request(f"demo-{n}", *own) for n, own in enumerate(zip(starts, lengths)))  # noqa: B905
+    ranges = zip(starts, lengths, strict=False)
+    return tuple(Request(f"demo-{n}", *own) for n, own in enumerate(ranges))
 
 
 def _page_counts(shape: CacheShape, requests: Sequence[Request]) -> list[int]:
