@@ -23,6 +23,8 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.side_channel import Judgements
 from kvferry.core.transport import Status, TransferId
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing import FaultyTransport
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine, eventually, load, until
 from tests.core.endpoint.transports import PENDING, ScriptedTransport
@@ -299,3 +301,12 @@ def test_abandon_is_sent_before_the_failure_is_reported(
         assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is not None
         decode.endpoint.close()
         prefill.released("p-1")
+
+
+def test_loads_fail_when_the_consumers_transport_dies(prefill: Engine) -> None:
+    """``tests/faults/test_driver_faults.py`` has its other faults."""
+    transport = FaultyTransport(LoopbackTransport())
+    with Engine("decode", transport=lambda: transport) as decode:
+        assert decode.load("d-1", prefill.serve("p-1", [1, 2], 8), [3, 4]) is None
+        transport.die()
+        assert decode.load("d-2", prefill.serve("p-2", [5, 6], 8), [7, 8]) is not None
