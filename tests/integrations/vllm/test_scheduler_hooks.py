@@ -53,6 +53,7 @@ def make(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def build(*, drafts: bool = False, **settings: Any) -> Any:
         config = configured(**settings)
         config.speculative_config = object() if drafts else None
+        config.num_prefill_lookahead_tokens = 3 if drafts else 0
         made.append(vllm.scheduler.FerryScheduler(config, SimpleNamespace(num_blocks=100)))
         return made[-1]
 
@@ -290,8 +291,9 @@ class TestProducing:
         assert (stats["held_pages"], stats["held_fraction"]) == ({"loopback": 0}, {"loopback": 0})
 
     def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
+        """The last two tokens are left to decode, which drafts, too."""
         _, params = prefilled(make(drafts=True))
-        assert params["kvferry"]["computed"] is False
+        assert (params["remote_num_tokens"], params["kvferry"]["computed"]) == (38, False)
 
     def test_settings_reach_it(self, make: Any) -> None:
         half = make(kv_lease_duration=7, max_held_fraction=0.02)
