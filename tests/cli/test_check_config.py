@@ -150,6 +150,10 @@ def test_all_problems_are_listed_at_once(checked: Checker) -> None:
             multi(transfer(), {"kv_connector": "NixlConnector", "kv_role": "kv_both"}),
             "KVFerryConnector and NixlConnector under one MultiConnector",
         ),
+        (
+            multi(transfer(kv_role="kv_both"), role="kv_producer"),
+            "kv_role 'kv_both' under a MultiConnector with kv_role 'kv_producer'",
+        ),
     ],
 )
 def test_one_problem(checked: Checker, given: object, words: str) -> None:
