@@ -85,6 +85,23 @@ def test_a_watermark_is_ordered_once_for_the_newest_tokens(one: SchedulerHolds) 
     assert not one.drain()
 
 
+@pytest.mark.parametrize("end", ["ticket", "drop", "preemption"])
+def test_a_watermark_is_not_ordered_for_a_hold_that_is_computed_or_gone(
+    end: str, one: SchedulerHolds
+) -> None:
+    take_on(one)
+    one.drain()
+    one.mark(A, 16)
+    if end == "ticket":
+        one.ticket(A, LEASE)
+        assert one.mark(A, 32) is None
+    elif end == "drop":
+        one.drop(A)
+    else:
+        one.take_on(A)
+    assert not one.drain().watermarks
+
+
 def test_a_reset_ends_ticketed_holds_and_keeps_computing_ones() -> None:
     holds = SchedulerHolds(4)
     late, early = take_on(holds, A), take_on(holds, B)
