@@ -216,6 +216,15 @@ def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
     assert load.failure is None
 
 
+def test_a_watermark_that_lands_after_a_failure_starts_no_read() -> None:
+    load = begin(0, 1, computed=False, tokens=8)
+    load.tick(1.0)
+    load.checked(0, HOLD.computing)
+    load.lost(1, CABLE)
+    load.watermark_read(0, HOLD.watermark(8))
+    assert load.acts[-1] == REPORT
+
+
 # Loads that wait for the device, and those of a staged cache, which are copied there.
 
 

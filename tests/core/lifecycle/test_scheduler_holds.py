@@ -85,6 +85,23 @@ def test_a_watermark_is_ordered_once_for_the_newest_tokens(one: SchedulerHolds) 
     assert not one.drain()
 
 
+@pytest.mark.parametrize("end", ["ticket", "drop", "preemption"])
+def test_a_watermark_is_not_ordered_for_a_hold_that_is_computed_or_gone(
+    end: str, one: SchedulerHolds
+) -> None:
+    take_on(one)
+    one.drain()
+    one.mark(A, 16)
+    if end == "ticket":
+        one.ticket(A, LEASE)
+        assert one.mark(A, 32) is None
+    elif end == "drop":
+        one.drop(A)
+    else:
+        one.take_on(A)
+    assert not one.drain().watermarks
+
+
 def test_a_reset_ends_ticketed_holds_and_keeps_computing_ones() -> None:
     holds = SchedulerHolds(4)
     late, early = take_on(holds, A), take_on(holds, B)
@@ -229,6 +246,39 @@ def test_a_prompt_that_was_sent_leaves_room_for_answers(six: SchedulerHolds) -> 
     six.sent(RequestId("p"))
     assert six.reclaimable_pages == 1
     assert six.has_room(frozenset({6, 7, 8, 9, 10, 11}))
+
+
+def test_holds_that_a_reset_ended_are_not_evicted(four: SchedulerHolds) -> None:
+    holds = ticket(four, "a", 1, 2), ticket(four, "b", 3, 4)
+    four.reset()
+    assert four.drain().ends == holds
+    ticket(four, "c", 5, 6)
+    assert four.take_evicted() == []
+    assert not four.drain().ends
+    assert four.sent(A) is HoldEnd.REVOKED
+
+
+def test_a_page_of_several_answers_is_free_when_all_are_reclaimed(six: SchedulerHolds) -> None:
+    for name in "abc":
+        ticket(six, name, 1, 2, ttl=TTL)
+    assert six.reclaimable_pages == 2
+    assert six.reclaim(1) == 3
+
+
+def test_answers_that_ended_otherwise_are_not_reclaimed(six: SchedulerHolds) -> None:
+    for name in "abc":
+        ticket(six, name, ord(name), ttl=TTL)
+    six.revoke(A)
+    six.sent(B)
+    assert six.reclaim(9) == 1
+    six.reset()
+    assert six.reclaimable_pages == 0
+    assert (six.sent(A), six.sent(C)) == (HoldEnd.REVOKED, HoldEnd.RECLAIMED)
+    ticket(six, "d", 4, ttl=TTL)
+    six.reset()
+    assert six.reclaim(9) == 0
+    assert not six.reclaiming
+    assert six.sent(RequestId("d")) is HoldEnd.REVOKED
 
 
 # Silent holds, which are given up when blocks are lacking.
