@@ -77,7 +77,7 @@ class PollBlocks(LoopbackTransport):
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         self._workers.wait_final(
-            [transfer_of(self, one) for one in transfers], time.monotonic() + 0.1
+            [transfer_of(self, one) for one in transfers], time.monotonic() + 0.06
         )
         return super().poll(transfers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 
@@ -105,5 +106,7 @@ class DropsTheBoundNotification(ReadsPages):
 class ForgetsNothing(ReadsPages):
     """Strips that were read once are read again although their memory is not registered."""
 
-    def _local_regions(self, segments: Any) -> Any:
-        return frozenset(segment.local for segment in segments)
+    def _checked(self, peer: PeerId, segments: Any, notify: bytes | None) -> Any:
+        unknown = {segment.local: None for segment in segments} | self._registered
+        with patch.object(self, "_registered", unknown):
+            return super()._checked(peer, segments, notify)
