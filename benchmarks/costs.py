@@ -38,7 +38,7 @@ from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.messages import decode_payload
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import TicketKey, TicketSecrets
-from kvferry.core.security.proof import verify
+from kvferry.core.security.ticket_proof import verify
 from kvferry.core.transport.registry import create
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from kvferry.testing import CacheShape, ModelFreeEngine

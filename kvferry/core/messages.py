@@ -15,7 +15,7 @@ from kvferry.core.errors import WireError
 from kvferry.core.layout import MAX_FIELDS, MAX_GROUPS, MAX_REGIONS, Field, Group, Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
-from kvferry.core.security.proof import FINGERPRINT_BYTES
+from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES
 from kvferry.core.side_channel_messages import (
     DECODE_ERRORS,
     MAX_PAYLOAD_BYTES,

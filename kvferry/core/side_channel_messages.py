@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvferry.core.errors import WireError
-from kvferry.core.security.proof import TICKET_KEY_BYTES
+from kvferry.core.security.ticket_proof import TICKET_KEY_BYTES
 
 # msgspec lets the UnicodeDecodeError (a ValueError) of an invalid string through, and deep nesting
 # is a RecursionError.

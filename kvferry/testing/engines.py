@@ -42,7 +42,7 @@ from kvferry.core.metrics import LoadRecord
 from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import Proof, TicketKey
-from kvferry.core.security.proof import content_of
+from kvferry.core.security.ticket_proof import content_of
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 

@@ -14,7 +14,7 @@ from kvferry.core.layout import Dim, Layout
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
-from kvferry.core.security.proof import content_of
+from kvferry.core.security.ticket_proof import content_of
 from tests.core.layouts import paged, plain_field
 
 

@@ -28,8 +28,8 @@ from kvferry.core.lifecycle.prompt_digest import BlockDigests, chain
 from kvferry.core.lifecycle.ticket import Ticket, TicketFields
 from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey, TicketSecrets
-from kvferry.core.security.proof import check as check_proof
-from kvferry.core.security.proof import fingerprint
+from kvferry.core.security.ticket_proof import check as check_proof
+from kvferry.core.security.ticket_proof import fingerprint
 from kvferry.core.side_channel.shapes import EngineShape
 from kvferry.core.transport.addresses import digest_of
 from kvferry.drivers.loopback import address as loopback

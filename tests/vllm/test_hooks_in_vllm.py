@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -89,19 +88,12 @@ def test_loads_begin_before_the_model_runs(
 
     happened: list[str] = []
 
-    def happens(name: str, result: object = None) -> Callable[..., Any]:
-        def hook(*_: object) -> object:
-            happened.append(name)
-            return result
+    def results() -> KVConnectorTransferResults:
+        happened.append("results")
+        return KVConnectorTransferResults()
 
-        return hook
-
-    half = MagicMock(
-        apply=happens("messages"),
-        results=happens("results", KVConnectorTransferResults()),
-        take_report=lambda: None,
-        take_stats=lambda: None,
-    )
+    half = MagicMock(results=results, take_report=lambda: None, take_stats=lambda: None)
+    half.apply.side_effect = lambda step: happened.append("messages")
     connector, config = worker
     monkeypatch.setattr(module, "start_worker", lambda *_, **__: half)
     connector.register_kv_caches({})

@@ -33,7 +33,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.ticket import PeerKey, ProducerName, Ticket
 from kvferry.core.options import EndpointOptions, most_peers
-from kvferry.core.security.proof import verify
+from kvferry.core.security.ticket_proof import verify
 from kvferry.core.side_channel.client import ReplyLimits
 from kvferry.core.side_channel.connection import connected
 from kvferry.core.side_channel.dialer import Dialer

@@ -18,7 +18,7 @@ from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.options import EndpointOptions
-from kvferry.core.security.proof import load_library
+from kvferry.core.security.ticket_proof import load_library
 from kvferry.core.side_channel.client import ReplyLimits, payloads
 from kvferry.core.side_channel.connection import explained
 from kvferry.core.side_channel.dialer import Dialer

@@ -42,7 +42,7 @@ from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
 from kvferry.core.options import DEFAULTS, EndpointOptions
 from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
-from kvferry.core.security.proof import fingerprint
+from kvferry.core.security.ticket_proof import fingerprint
 from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL
 from kvferry.core.transport import EnterThread, Transport, enter_nothing

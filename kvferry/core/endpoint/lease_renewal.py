@@ -157,7 +157,7 @@ class LeaseRenewal:
                 self._failing(peer, request.rank, error)
 
         def lost(error: KVFerryError) -> None:
-            self._renewals.unanswered(request)
+            self._renewals.read_ended(request)
             self._lost(peer, request.rank, error)
 
         return SlotRead(

@@ -141,7 +141,7 @@ class LoadManager:
             failing=self._on_peer_failing,
         )
         self._pending_tickets = PendingTickets(self.peers, self._lease_renewal, clock)
-        self._waiting: deque[tuple[LoadState, Passed]] = deque()
+        self._awaiting_device: deque[tuple[LoadState, Passed]] = deque()
         """The loads that wait for the device, in the order in which it works."""
         self._touched: set[LoadId] = set()
         """Loads that may be over since the last ``_drop_ended``."""
@@ -160,7 +160,7 @@ class LoadManager:
     @property
     def waits_for_device(self) -> bool:
         """Return whether a load waits for the device's earlier work."""
-        return bool(self._waiting)
+        return bool(self._awaiting_device)
 
     # What the integration asks for.
 
@@ -200,7 +200,7 @@ class LoadManager:
         if gone is not None:
             machine.abort(gone, Stage.WAIT)
         elif passed is not None and load.reads:
-            self._waiting.append((state, passed))
+            self._awaiting_device.append((state, passed))
         self.peers.connect(
             load.ticket,
             partial(self._on_connected, state),
@@ -246,8 +246,8 @@ class LoadManager:
             self._next_tick = now + TICK_SECONDS
             self._tick(now)
         busy = False
-        while self._waiting and self._is_past(*self._waiting[0]):
-            self._waiting.popleft()
+        while self._awaiting_device and self._is_past(*self._awaiting_device[0]):
+            self._awaiting_device.popleft()
             busy = True
         while self._actions:
             busy = True
@@ -548,7 +548,7 @@ class LoadManager:
             generation=ticket.hold.generation,
             engine=self._own.engine,
             rank=self._own.rank,
-            expected=state.known_peer.handshake.plan.readers[action.rank],
+            expected=state.known_peer.handshake.plan.notifiers[action.rank],
             abandoned=action.op is LoadAction.ABANDON,
         )
 

@@ -19,7 +19,7 @@ from kvferry.core.directory.news import EncodedReply, ProducerNews
 from kvferry.core.driver_calls.connections import BlockingCalls, Connections
 from kvferry.core.driver_calls.error_containment import ErrorContainment
 from kvferry.core.driver_calls.slow_path import Throughput
-from kvferry.core.endpoint.replies import HandshakeResult, PeerMemoryBudget, ReplyReader
+from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, ReplyReader
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     ConnectError,

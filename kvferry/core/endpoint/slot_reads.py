@@ -17,7 +17,7 @@ from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import WORD_BYTES, Note
-from kvferry.core.security.proof import fingerprint
+from kvferry.core.security.ticket_proof import fingerprint
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.copies import Copies, copies_between
 

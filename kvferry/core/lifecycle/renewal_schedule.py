@@ -39,7 +39,7 @@ class _Renewed:
     interval: float
     due: float
     # Producer ranks on which the read of the last renewal has not ended yet.
-    unanswered: set[int] = field(default_factory=set)
+    under_way: set[int] = field(default_factory=set)
 
 
 class Renewals:
@@ -79,7 +79,7 @@ class Renewals:
     def take_due(self, now: float) -> tuple[list[RenewalRequest], list[RenewalRequest]]:
         """Return the renewals that are due, once: those to make now, and those not to make.
 
-        Of the latter, the renewal before is unanswered; the caller must cancel that one.
+        Of the latter, the renewal before is under way; the caller must cancel that one.
         """
         due: list[RenewalRequest] = []
         overdue: list[RenewalRequest] = []
@@ -90,20 +90,20 @@ class Renewals:
                 continue
             found.due = now + found.interval
             for rank in sorted(found.ranks):
-                requests = overdue if rank in found.unanswered else due
+                requests = overdue if rank in found.under_way else due
                 requests.append(RenewalRequest(renewal=renewal, rank=rank))
-            found.unanswered.update(found.ranks)
+            found.under_way.update(found.ranks)
         self._soonest = min((each.due for each in self._renewed.values()), default=math.inf)
         return due, overdue
 
     def answered(self, request: RenewalRequest, *, stands: bool) -> bool:
         """Record that a renewal's read has ended; return whether this rank's pages are lost."""
-        self.unanswered(request)
+        self.read_ended(request)
         found = self._renewed.get(request.renewal)
         return found is not None and found.ranks.get(request.rank, False) and not stands
 
-    def unanswered(self, request: RenewalRequest) -> None:
-        """Record that a renewal has failed, so that the next can be made when it is due."""
+    def read_ended(self, request: RenewalRequest) -> None:
+        """Record that a renewal is no longer under way, so that the next can be made when due."""
         found = self._renewed.get(request.renewal)
         if found is not None:
-            found.unanswered.discard(request.rank)
+            found.under_way.discard(request.rank)

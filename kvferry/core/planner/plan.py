@@ -86,7 +86,7 @@ class Plan:
     sources: tuple[Source, ...]  # by ascending remote rank, for each that this rank reads from
     # For each remote rank, how many local ranks notify it ("done" or "abandon"): all that read from
     # it, or 1 if none does.
-    readers: tuple[int, ...]
+    notifiers: tuple[int, ...]
     notified_ranks: tuple[int, ...]  # the remote ranks, ascending, that only this one notifies
     local_groups: tuple[LocalGroup, ...]
     steps: int = 0  # of ``work_budget``, that making the plan took
@@ -142,7 +142,7 @@ def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> P
     return Plan(
         rank=rank,
         sources=sources,
-        readers=tuple(max(count, 1) for count in readers),
+        notifiers=tuple(max(count, 1) for count in readers),
         notified_ranks=tuple(
             source
             for source, count in enumerate(readers)

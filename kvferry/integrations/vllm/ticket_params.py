@@ -20,7 +20,7 @@ from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.prompt_digest import DIGEST_BYTES, MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, PeerKey, Ticket, TicketFields
 from kvferry.core.security import KEY_BYTES, Proof, TicketKey, TicketSecrets
-from kvferry.core.security.proof import content_of
+from kvferry.core.security.ticket_proof import content_of
 from kvferry.core.side_channel_messages import DECODE_ERRORS
 
 VERSION = 1

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvferry.core.driver_calls.error_containment import REPEATED, ErrorContainment
-from kvferry.core.endpoint import replies
+from kvferry.core.endpoint import handshake_reader
 from kvferry.core.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -212,7 +212,7 @@ def test_an_exception_in_reading_an_engines_reply_fails_its_loads_and_is_not_kep
             raise MemoryError("there is none")
         return page_limits(payloads)
 
-    monkeypatch.setattr(replies, "page_limits", fails)
+    monkeypatch.setattr(handshake_reader, "page_limits", fails)
     with (
         Engine("other") as other,
         Engine("decode", transport=lambda: driver) as decode,

@@ -18,9 +18,9 @@ import pytest
 from kvferry.core import options
 from kvferry.core.directory import EncodedReply, ProducerNews, directory
 from kvferry.core.directory.directory import start_pings
-from kvferry.core.endpoint import EndpointOptions, peers, replies
+from kvferry.core.endpoint import EndpointOptions, handshake_reader, peers
+from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, memory_of
 from kvferry.core.endpoint.peers import Peer, PeerUse
-from kvferry.core.endpoint.replies import HandshakeResult, PeerMemoryBudget, memory_of
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
@@ -169,13 +169,13 @@ def test_replies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatc
     """Those dropped are asked for again; of those that were read, no encoded payload is kept."""
     monkeypatch.setattr(directory, "AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(peers, "MAX_UNREAD_BYTES", 0)
-    released, read = threading.Event(), replies.ReplyReader.read
+    released, read = threading.Event(), handshake_reader.ReplyReader.read
 
-    def slow(reader: replies.ReplyReader, reply: EncodedReply) -> HandshakeResult:
+    def slow(reader: handshake_reader.ReplyReader, reply: EncodedReply) -> HandshakeResult:
         assert released.wait(60.0)
         return read(reader, reply)
 
-    monkeypatch.setattr(replies.ReplyReader, "read", slow)
+    monkeypatch.setattr(handshake_reader.ReplyReader, "read", slow)
     with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
         known = decode.endpoint._load_manager.peers
         pull(one, decode, 1)

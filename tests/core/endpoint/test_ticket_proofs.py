@@ -22,7 +22,7 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey
-from kvferry.core.security.proof import FINGERPRINT_BYTES
+from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES
 from kvferry.core.side_channel import engine_info
 from kvferry.core.side_channel.dialer import Dialer
 from kvferry.core.side_channel.poller import Steps

@@ -280,7 +280,7 @@ class RenewedOnce(Renewals):
     def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
         gone = super().answered(ask, stands=stands)
         if ask.renewal in self._renewed:
-            self._renewed[ask.renewal].unanswered.add(ask.rank)
+            self._renewed[ask.renewal].under_way.add(ask.rank)
         return gone
 
 

@@ -117,7 +117,7 @@ class RankRenewals:
     def hear(self, transfer: Transfer) -> None:
         for ask in transfer.loads:
             if transfer.state is State.FAILED:
-                self._renewals.unanswered(ask)
+                self._renewals.read_ended(ask)
             else:
                 self._answered(ask, transfer)
 

@@ -71,5 +71,5 @@ def test_an_overdue_request_is_repeated_once_unanswered() -> None:
     due, overdue = harness.renewals.take_due(10.0)
     assert (ranks(due), ranks(overdue)) == ([0, 1], [2])
     harness.answer(0), harness.answer(1)
-    harness.renewals.unanswered(RenewalRequest(renewal=harness.id, rank=2))
+    harness.renewals.read_ended(RenewalRequest(renewal=harness.id, rank=2))
     assert harness.due(20.0) == [0, 1, 2]

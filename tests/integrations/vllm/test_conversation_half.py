@@ -13,7 +13,7 @@ from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
-from kvferry.core.security.proof import check
+from kvferry.core.security.ticket_proof import check
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.consumer import Consumer

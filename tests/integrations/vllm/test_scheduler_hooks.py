@@ -17,7 +17,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.memory import Region
 from kvferry.core.security import generate
-from kvferry.core.security.proof import FINGERPRINT_BYTES, check
+from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES, check
 from kvferry.core.side_channel import fetch, health, ping
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload

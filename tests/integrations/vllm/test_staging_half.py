@@ -123,7 +123,7 @@ class TestProducer:
         assert prefill(made, "a", 4, 5, 6) is None
         assert "give requests ids of their own" in caplog.messages[-1]
         made.holds_over({0: ["a"]})
-        assert prefill(made, "a", 4, 5, 6) is not None
+        assert prefill(made, "b", 4, 5, 6) is not None
 
     def test_a_wait_ends_without_a_ticket(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")

@@ -16,7 +16,7 @@ from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.prompt_digest import MAX_BLOCK_DIGESTS, BlockDigests, chain
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey, TicketSecrets
-from kvferry.core.security.proof import check
+from kvferry.core.security.ticket_proof import check
 from kvferry.integrations.vllm import ticket_params as ticket
 from kvferry.integrations.vllm.ticket_params import (
     KEY,

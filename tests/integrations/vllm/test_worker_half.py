@@ -209,12 +209,17 @@ def test_silence_is_told_once_when_it_is_asked_for(
 
 
 def test_reports_of_ranks_are_put_together(half: Any) -> None:
-    first = half.RankReport(problems={0: ("ill",)}, silent={0: (SILENCE,)}, failed=frozenset({"a"}))
-    second = half.RankReport(problems={1: ()}, silent={1: ()}, failed=frozenset({"b"}))
+    first = half.RankReport(
+        problems={0: ("ill",)}, silent={0: (SILENCE,)}, failed=frozenset({"a"}), over={0: ("r",)}
+    )
+    second = half.RankReport(
+        problems={1: ()}, silent={1: ()}, failed=frozenset({"b"}), over={1: ("r",)}
+    )
     both = first.aggregate(second)
     assert both.problems == {0: ("ill",), 1: ()}
     assert both.silent == {0: (SILENCE,), 1: ()}
     assert both.failed == {"a", "b"}
+    assert both.over == {0: ("r",), 1: ("r",)}
     assert first.aggregate(object()) is first
 
 

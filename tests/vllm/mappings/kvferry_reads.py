@@ -27,7 +27,7 @@ def reads(case: Case, rank: int) -> Reads:
     near, far = (_pages(case, side) for side in (case.decode, case.prefill))
     ranges = ((0, case.tokens),) * len(near)
     request = ReadRequest(ranges=ranges, local=near, remote=far)
-    made = Reads(releases={source.remote: plan.readers[source.remote] for source in plan.sources})
+    made = Reads(releases={source.remote: plan.notifiers[source.remote] for source in plan.sources})
     for source in plan.sources:
         copies = build_copies(source, request)
         local, remote = copies.local.astype(np.int64), copies.remote.astype(np.int64)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.core.memory import Region
-from kvferry.core.security.proof import FINGERPRINT_BYTES
+from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES
 from tests.core.messages import encoded, payload
 from tests.engines.engines import PREFILL
 from tests.vllm.geometry.scheduled import vllm_config

@@ -13,7 +13,7 @@ from kvferry.core.lifecycle.ticket import ProducerName, page_limits
 from kvferry.core.messages import RankPayload
 from kvferry.core.options import EndpointOptions
 from kvferry.core.planner.plan import Plan, PlanCache
-from kvferry.core.security.proof import load_library
+from kvferry.core.security.ticket_proof import load_library
 from kvferry.core.side_channel import agree
 from kvferry.core.side_channel.compatibility import differing_software, engine_info
 from kvferry.core.side_channel.connection import explained

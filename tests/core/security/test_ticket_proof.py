@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.security import Proof, TicketKey
-from kvferry.core.security.proof import (
+from kvferry.core.security.ticket_proof import (
     CONTENT_BYTES,
     PROOF_BYTES,
     TICKET_KEY_BYTES,
