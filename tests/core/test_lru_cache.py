@@ -38,9 +38,9 @@ def move(of: Layout, starts: list[int]) -> Layout:
 
 def assert_equal(found: Plan, wanted: Plan) -> None:
     """Compare plans, whose arrays need a comparison of their own."""
-    assert (found.rank, found.readers, found.notified_ranks) == (
+    assert (found.rank, found.notifiers, found.notified_ranks) == (
         wanted.rank,
-        wanted.readers,
+        wanted.notifiers,
         wanted.notified_ranks,
     )
     assert [each.remote for each in found.sources] == [each.remote for each in wanted.sources]

@@ -60,7 +60,7 @@ def test_each_rank_reads_what_the_table_says() -> None:
         read = {source.remote: source.matches[0].overlaps[0].shard for source in found.sources}
         numbers = [[int(head) for head in re.findall(r"\d", cell)] for cell in cells]
         assert read == {rank: (n[0], n[-1] + 1) for rank, n in enumerate(numbers) if n}
-        assert found.readers == (2, 2)
+        assert found.notifiers == (2, 2)
 
 
 def test_sub_blocks_and_zeroed_tokens_are_those_of_the_picture() -> None:

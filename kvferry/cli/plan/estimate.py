@@ -164,7 +164,7 @@ def estimate_reads(
         except PlanError as exc:
             raise PlanError(f"{exc} (local is decode, remote is prefill)") from exc
         told |= dict.fromkeys(planned.notified_ranks, rank)
-        readers = planned.readers
+        readers = planned.notifiers
         for source in planned.sources:
             by_group = _counted(source, decode, tokens, workspace)
             early = sum(by_group[group].nbytes for group in by_group if _is_early(decode, group))

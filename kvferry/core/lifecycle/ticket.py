@@ -22,7 +22,7 @@ from kvferry.core.lifecycle.prompt_digest import (
     BlockDigests,
 )
 from kvferry.core.messages import RankPayload
-from kvferry.core.security import KEY_BYTES, Proof, proof
+from kvferry.core.security import KEY_BYTES, Proof, ticket_proof
 from kvferry.core.side_channel_messages import GENERATION_LIMIT
 
 MAX_TICKET_PAGES = 1 << 20
@@ -252,7 +252,7 @@ def check_producer(ticket: Ticket, incarnation: int, ticket_key: bytes) -> None:
             f"{ticket.incarnation}, now {incarnation}): it was restarted since",
             reason=TicketReason.RESTARTED,
         )
-    proof.check(ticket.proof, ticket_key)
+    ticket_proof.check(ticket.proof, ticket_key)
 
 
 def _handshake_problems(

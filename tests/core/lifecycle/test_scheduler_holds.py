@@ -277,7 +277,7 @@ def test_answers_that_ended_otherwise_are_not_reclaimed(six: SchedulerHolds) -> 
     ticket(six, "d", 4, ttl=TTL)
     six.reset()
     assert six.reclaim(9) == 0
-    assert not six.reclaiming
+    assert not six.is_reclaiming
     assert six.sent(RequestId("d")) is HoldEnd.REVOKED
 
 

@@ -85,8 +85,8 @@ def refused(error: type[KVFerryError], call: Callable[..., object], *args: objec
 def check_producers_are_told(pair: EnginePair) -> None:
     """Check that every remote rank gets "done" from as many local ranks as their plans say."""
     found = plans(pair)
-    assert len({one.readers for one in found}) == 1
-    assert len(found[0].readers) == len(pair.remote)
+    assert len({one.notifiers for one in found}) == 1
+    assert len(found[0].notifiers) == len(pair.remote)
     told: list[set[int]] = [set() for _ in pair.remote]
     for one in found:
         read = [source.remote for source in one.sources]
@@ -94,7 +94,7 @@ def check_producers_are_told(pair: EnginePair) -> None:
         assert list(one.notified_ranks) == sorted(set(one.notified_ranks) - set(read))
         for rank in (*read, *one.notified_ranks):
             told[rank].add(one.rank)
-    assert [len(ranks) for ranks in told] == list(found[0].readers)
+    assert [len(ranks) for ranks in told] == list(found[0].notifiers)
     assert all(told)
 
 

@@ -67,7 +67,7 @@ def test_the_ranks_that_are_read_and_those_that_are_only_notified(
     assert [one.notified_ranks for one in found] == notified
     both = [{*ranks, *told} for ranks, told in zip(read, notified, strict=True)]
     readers = tuple(sum(rank in each for each in both) for rank in range(len(remote)))
-    assert {one.readers for one in found} == {readers}
+    assert {one.notifiers for one in found} == {readers}
 
 
 def count_strips(found: Plan) -> list[int]:
