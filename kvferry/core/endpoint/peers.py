@@ -6,6 +6,8 @@ Engines share connections (``Connections``); what each engine is to this rank is
 from __future__ import annotations
 
 import enum
+import heapq
+import itertools
 import logging
 import time
 from collections import Counter, deque
@@ -285,8 +287,9 @@ class Peers:
         self._unread: deque[_KnownProducer] = deque()
         """Replies to read; the first is being read."""
         self._connections = connections
-        self._retries: set[_KnownProducer] = set()
-        """Those to connect to when that is due."""
+        self._retries: list[tuple[float, int, _KnownProducer]] = []
+        """Heap of those to connect to: (when that is due, number that orders equal times, it)."""
+        self._numbers = itertools.count()
         self._deferred: dict[Peer, list[_Waiter]] = {}
         """Loads that wait until a suspect peer has no others."""
 
@@ -463,7 +466,7 @@ class Peers:
         if handshake is None or producer.peer is not None or not producer.waiting:
             return
         if self._clock() < producer.due:
-            self._retries.add(producer)
+            heapq.heappush(self._retries, (producer.due, next(self._numbers), producer))
             return
         key, begun = producer.reply.address, producer.begun or time.perf_counter()
         peer = Peer(key=key, handshake=handshake, begun=begun, last_used=self._clock())
@@ -622,8 +625,8 @@ class Peers:
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
             for waiter in self._deferred.pop(peer):
                 self._connect_for(waiter)
-        for producer in [each for each in self._retries if each.due <= now]:
-            self._retries.discard(producer)
+        while self._retries and self._retries[0][0] <= now:
+            _, _, producer = heapq.heappop(self._retries)
             if self._is_kept(producer):
                 self._connect_if_due(producer)
         if self._unknown and now >= self._next_look:
