@@ -106,7 +106,7 @@ PARTS := $(subst $(comma), ,$(TEST) $(ALL))
 test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Run everything that has to pass before a change goes in: 15 minutes
 	@$(BIN)/python tests/parts.py $(TEST)
 
-test-all: $(STAMP) prometheus $(OTHER_STAMPS) $(DYNAMO_STAMP) $(RAY_STAMP) ## The rest: 75 minutes; CONTRIBUTING.md says which part is for which change
+test-all: $(STAMP) prometheus $(OTHER_STAMPS) $(DYNAMO_STAMP) $(RAY_STAMP) ## Run the rest: 40 to 75 minutes; CONTRIBUTING.md says which part is for which change
 	@$(BIN)/python tests/parts.py $(ALL)
 
 lint: $(STAMP)
