@@ -139,12 +139,14 @@ class HostPages:
 
     def over(self, request: RequestId, rank: int) -> bool:
         """Record that a rank is done with a request's pages; return whether it was the last."""
-        _, ranks = self._taken.get(request, ((), set()))
+        if request not in self._taken:
+            return False
+        _, ranks = self._taken[request]
         ranks.add(rank)
-        is_last = request in self._taken and len(ranks) >= self.ranks
-        if is_last:
-            self.give_back(request)
-        return is_last
+        if len(ranks) < self.ranks:
+            return False
+        self.give_back(request)
+        return True
 
     def give_back(self, request: RequestId) -> None:
         """Free the pages that a request has taken. No rank may use them any more."""

@@ -183,6 +183,8 @@ class Adapters:
 
     def contradicted(self, report: AdapterReport) -> list[str]:
         """Return the requests that have not ended, and whose ticket is not for what was loaded."""
+        if not report.loads:  # as in most steps
+            return []
         return [
             request_id
             for request_id, follower in self._followers.items()

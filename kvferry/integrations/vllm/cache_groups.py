@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 TokenRange = tuple[int, int]
-"""A request's tokens from one index until before another."""
+"""A range of a request's tokens, by index: the first token, and the token after the last one."""
 
 Block = TypeVar("Block")
 

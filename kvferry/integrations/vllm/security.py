@@ -77,11 +77,11 @@ def examine_security_settings(config: Config) -> tuple[SecuritySettings, list[st
             problems.append(f"kv_connector_extra_config: {setting}{exc}")
 
     own: list[Secret] = []
-    pairs: list[KeyPair] = []
-    for place in filter(None, [config.curve_secret_key]):
+    pair: KeyPair | None = None
+    if config.curve_secret_key:
         with noting("curve_secret_key: "):
-            own.append(read_secret(place))
-            pairs.append(KeyPair.of(own[0].text, own[0].source))
+            own.append(read_secret(config.curve_secret_key))
+            pair = KeyPair.of(own[0].text, own[0].source)
     # The keys in ``curve_peers`` itself are one list, and each place of more keys is another.
     groups = [[text for text in config.curve_peers if not is_source(text)]]
     groups += [[text] for text in config.curve_peers if is_source(text)]
@@ -93,7 +93,6 @@ def examine_security_settings(config: Config) -> tuple[SecuritySettings, list[st
     with noting(""):
         networks = _networks(config)
         if not problems:
-            pair = pairs[0] if pairs else None
             access = Access(own=pair, peers=PeerKeys(peers), networks=networks)
     tickets: list[Secret] = []
     for place in config.ticket_secrets:
