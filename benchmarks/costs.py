@@ -313,8 +313,8 @@ def _gaps(prefill: Any, decode: Any, count: int) -> tuple[float, list[float]]:
 COSTS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "request_profile": request_profile,
     "steps": steps,
-    "channel": lambda quick: side_channel(1, [False], quick),
-    "cold_start": lambda quick: side_channel(8, [False, True], quick),
+    "channel": lambda quick: side_channel(1, quick),
+    "cold_start": lambda quick: side_channel(8, quick),
     "known_producers": known_producers,
     "replies": replies,
     "fence": fence,

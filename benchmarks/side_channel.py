@@ -39,16 +39,14 @@ from kvferry.core.metrics import Metrics
 from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import NEARBY, OPEN
-from kvferry.core.side_channel import HandshakeServer, poller
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel.connection import asked
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.poller import Task
 from kvferry.core.side_channel.server import BACKLOG
-from kvferry.core.side_channel.shapes import EngineShape
+from kvferry.core.side_channel.tasks import Task, call
 from kvferry.core.side_channel_messages import (
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
-    PayloadHeads,
     PayloadRequest,
     Payloads,
     Pong,
@@ -79,12 +77,7 @@ class Producer:
         self._bare = zmq.Context().socket(zmq.ROUTER)
         self._bare.setsockopt(zmq.BACKLOG, BACKLOG)
         self._port = self._bare.bind_to_random_port("tcp://127.0.0.1")
-        whole, shape = Payloads(ranks=raw), EngineShape.of(raw)
-        if shape is None:
-            raise SystemExit("the payloads do not end with their fields")
-        self._shape = shape.digest
-        self._replies = encode(whole), encode(shape.heads(whole))
-        self._reply = self._replies[0]
+        self._reply = encode(Payloads(ranks=raw))
         self._stop, self._thread = threading.Event(), threading.Thread()
         self._steps: list[float] = []
         self._cpu = self._own = 0.0
@@ -95,11 +88,9 @@ class Producer:
         """The server's, and the bare socket's."""
         return self._server.port, self._port
 
-    def answer(self, leave_out: bool) -> tuple[int, bytes]:
-        """Choose whether the bare socket leaves out the shape; the bytes of its answer, and the
-        digest of the shape."""
-        self._reply = self._replies[leave_out]
-        return len(self._reply), self._shape
+    def answer(self) -> int:
+        """The bytes of an answer."""
+        return len(self._reply)
 
     def begin(self) -> None:
         """Make steps from now on."""
@@ -145,16 +136,14 @@ class Consumers:
         self._tasks: list[Task] = []
         self._lost: list[str] = []
 
-    def ask(self, port: int, known: Sequence[bytes], count: int) -> float:
+    def ask(self, port: int, count: int) -> float:
         """All shake hands at once; after how many seconds the last had its answer."""
-        request = PayloadRequest(
-            oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=NAME, known=list(known)
-        )
+        request = PayloadRequest(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=NAME)
         dialer = Dialer(host="127.0.0.1", port=port, timeout=60.0, access=OPEN, key=b"")
 
         def one(_: int) -> None:
-            reply = poller.call(asked(dialer, request, time.monotonic() + 60.0))
-            if not isinstance(reply, PayloadHeads if known else Payloads):
+            reply = call(asked(dialer, request, time.monotonic() + 60.0))
+            if not isinstance(reply, Payloads):
                 raise SystemExit(f"an answer of {type(reply).__name__}")
 
         start = time.perf_counter()
@@ -188,15 +177,14 @@ class Consumers:
         return self._lost
 
 
-def measure(ranks: int, known: Sequence[bool], quick: bool) -> Iterator[Row]:
-    """Handshakes of 1,000 consumers at once, who know the producer's shape or not; then watches."""
+def measure(ranks: int, quick: bool) -> Iterator[Row]:
+    """Handshakes of 1,000 consumers at once; then watches."""
     count, rounds, seconds = (50, 1, 2.0) if quick else (1_000, 5, 15.0)
     with ExitStack() as stack:
         producer = stack.enter_context(WorkerProcess(partial(Producer, ranks)))
         consumers = [stack.enter_context(WorkerProcess(Consumers)) for _ in range(PROCESSES)]
         run = _Run(producer, consumers, count)
-        for is_known in known:
-            yield from run.handshakes(is_known, rounds)
+        yield from run.handshakes(rounds)
         yield from run.watches(seconds)
 
 
@@ -209,12 +197,11 @@ class _Run:
         self._producer, self._consumers, self._count = producer, consumers, count
         self._ports = producer.ask("ports")
 
-    def handshakes(self, is_known: bool, rounds: int) -> Iterator[Row]:
+    def handshakes(self, rounds: int) -> Iterator[Row]:
         """All shake hands at once: with the server, and with the bare socket; and nobody asks."""
-        nbytes, shape = self._producer.ask("answer", is_known)
-        known = [shape] if is_known else []
+        nbytes = self._producer.ask("answer")
         ways = [
-            *(partial(self._beside, partial(self._asked, port, known)) for port in self._ports),
+            *(partial(self._beside, partial(self._asked, port)) for port in self._ports),
             partial(self._beside, lambda: time.sleep(1.0)),
         ]
         harness.say(f"{self._count:,} consumers, {nbytes:,} bytes for an answer")
@@ -256,9 +243,9 @@ class _Run:
         yield say(name, of, step, idle_step, unit="ms", scale=1e3, target="≤ 1.1")
         yield say("memory of the server for each", "itself", grown, grown, unit="KB", scale=1e-3)
 
-    def _asked(self, port: int, known: Sequence[bytes]) -> float:
+    def _asked(self, port: int) -> float:
         for one in self._consumers:
-            one.begin("ask", port, known, self._count // len(self._consumers))
+            one.begin("ask", port, self._count // len(self._consumers))
         return max(float(one.end()) for one in self._consumers)
 
     def _beside(self, call: Callable[[], float | None]) -> tuple[float, float, float]:

@@ -191,17 +191,6 @@ def decode_payload(data: bytes) -> RankPayload:
         raise WireError(f"not a payload of this protocol: {exc}") from exc
 
 
-def shape_of(data: bytes) -> bytes:
-    """Return the end of an encoded payload: groups and fields, equal for ranks laid out alike.
-
-    Empty if the payload ends otherwise, as one of a newer build may; ``WireError`` if it is
-    malformed.
-    """
-    layout = decode(_payload, data, MAX_PAYLOAD_BYTES, "payload").layout
-    end = bytes(layout.groups) + FIELDS_KEY + bytes(layout.fields)
-    return end if data.endswith(end) else b""
-
-
 def _layout(unread: _Unread) -> Layout:
     regions, groups, fields = unread.regions, bytes(unread.groups), bytes(unread.fields)
     key = tuple(each.nbytes for each in regions), groups, fields

@@ -32,10 +32,6 @@ MAX_SHORT_REPLY_BYTES = 3 << 17
 """The longest short reply (8 ranks of 80 layers: 309 kB); few longer are received at once."""
 MAX_PAYLOAD_BYTES = 1 << 19
 """The longest payload of a rank (80 layers: 39 kB); decoding it stops all threads for 20 ms."""
-SHAPE_DIGEST_BYTES = 32
-"""The length of the digest of an engine's shape."""
-MAX_KNOWN_SHAPES = 1 << 4
-"""The most shapes that a ``PayloadRequest`` names."""
 MAX_PONG_BYTES = 1 << 13
 """The longest answer to a ping, which may be a refusal."""
 ROOM_BYTES = 16
@@ -67,7 +63,6 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
-ShapeDigest = Annotated[bytes, Meta(min_length=SHAPE_DIGEST_BYTES, max_length=SHAPE_DIGEST_BYTES)]
 RandomBits = Annotated[int, Meta(ge=1, le=GENERATION_LIMIT - 1)]
 Room = Annotated[bytes, Meta(min_length=ROOM_BYTES, max_length=ROOM_BYTES)]
 PromptDigest = Annotated[bytes, Meta(max_length=PROMPT_BYTES)]
@@ -100,10 +95,9 @@ SPOKEN = Versions(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL)
 
 
 class PayloadRequest(Versions, frozen=True, kw_only=True, tag="ask", omit_defaults=True):
-    """Ask for the payloads of all ranks; ``known`` are digests of shapes that may be left out."""
+    """Ask for the payloads of all ranks."""
 
     engine: Name
-    known: Annotated[list[ShapeDigest], Meta(max_length=MAX_KNOWN_SHAPES)] = []
 
 
 class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
@@ -177,23 +171,10 @@ class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
     ticket_key: Annotated[bytes, Meta(max_length=TICKET_KEY_BYTES)] = b""
 
     def __post_init__(self) -> None:
-        _check_ticket_key(self.ticket_key)
-
-
-class PayloadHeads(Struct, frozen=True, kw_only=True, tag="heads"):
-    """Answer a ``PayloadRequest`` that names the engine's ``shape``: payloads without ends."""
-
-    shape: ShapeDigest
-    ranks: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
-    ticket_key: Annotated[bytes, Meta(max_length=TICKET_KEY_BYTES)] = b""
-
-    def __post_init__(self) -> None:
-        _check_ticket_key(self.ticket_key)
-
-
-def _check_ticket_key(key: bytes) -> None:
-    if len(key) not in (0, TICKET_KEY_BYTES):
-        raise WireError(f"a ticket_key of {len(key)} bytes; it has {TICKET_KEY_BYTES}")
+        if len(self.ticket_key) not in (0, TICKET_KEY_BYTES):
+            raise WireError(
+                f"a ticket_key of {len(self.ticket_key)} bytes; it has {TICKET_KEY_BYTES}"
+            )
 
 
 class _AfterRanks(Struct, frozen=True, kw_only=True):
@@ -223,7 +204,7 @@ class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
 
 
 Request = PayloadRequest | Ping | Health | Follow
-Reply = Payloads | PayloadHeads | Pong | Condition | Followed | Refusal
+Reply = Payloads | Pong | Condition | Followed | Refusal
 
 
 T = TypeVar("T")

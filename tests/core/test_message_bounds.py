@@ -91,8 +91,6 @@ def test_coordinates_are_bounded_and_default_to_0(name: str) -> None:
         (side.decode_request, lambda n: {"type": "ping", "engine": "e" * n}, 256),
         (side.decode_request, lambda n: {"type": "health", "engine": "e" * n}, 256),
         (side.decode_request, lambda n: ASK | {"engine": "e" * n}, 256),
-        (side.decode_request, lambda n: ASK | {"known": [bytes(32)] * n}, 16),
-        (side.decode_request, lambda n: ASK | {"known": [bytes(n)]}, 32),
         (side.decode_reply, lambda n: {"type": "payloads", "ranks": [b""] * n}, 1 << 12),
         (side.decode_reply, lambda n: {"type": "refusal", "reason": "r" * n}, 1 << 12),
         (side.decode_reply, lambda n: CONDITION | {"problems": ["p" * n]}, 1 << 12),
@@ -136,7 +134,6 @@ def test_lengths_are_bounded(
     [
         (side.decode_reply, {"type": "payloads", "ranks": []}),
         (side.decode_reply, {"type": "condition", "engine": "", "incarnation": 1}),
-        (side.decode_request, ASK | {"known": [bytes(31)]}),
         (side.decode_request, FOLLOW | {"rooms": [(bytes(15), 1)]}),
         (side.decode_request, FOLLOW | {"rooms": [(bytes(16), -1)]}),
         (side.decode_request, FOLLOW | {"prompts": [b"of no room"]}),

@@ -30,7 +30,6 @@ from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.ticket_proof import check as check_proof
 from kvferry.core.security.ticket_proof import fingerprint
-from kvferry.core.side_channel.shapes import EngineShape
 from kvferry.core.transport.addresses import digest_of
 from kvferry.drivers.loopback import address as loopback
 from kvferry.drivers.loopback.notifications import ChannelHello
@@ -220,15 +219,8 @@ PAYLOADS = {
 
 # Requests, replies and notes.
 
-SHAPE = EngineShape.of([side.encode(FULL_PAYLOAD)])
-if SHAPE is None:
-    raise ValueError("a payload of this build does not end with its fields")
-
 REQUESTS: dict[str, side.Request] = {
     "request, ask": side.PayloadRequest(oldest=1, newest=1, engine="prefill"),
-    "request, ask with known shapes": side.PayloadRequest(
-        oldest=1, newest=1, engine="prefill", known=[bytes(range(32)), SHAPE.digest]
-    ),
     "request, ping": side.Ping(engine="prefill"),
     "request, follow": side.Follow(
         engine="prefill", rooms=[(bytes(range(16)), 0), (bytes(16), 1 << 40)], wait_ms=200
@@ -248,10 +240,6 @@ REPLIES: dict[str, side.Reply] = {
     "reply, payloads": side.Payloads(ranks=[b"rank 0", b"rank 1" * 50]),
     "reply, payloads with a key": side.Payloads(
         ranks=[side.encode(FULL_PAYLOAD)], ticket_key=TICKET_KEY.public
-    ),
-    "reply, heads": side.PayloadHeads(shape=bytes(range(32)), ranks=[b"rank 0", b"rank 1"]),
-    "reply, heads with a key": SHAPE.heads(
-        side.Payloads(ranks=[side.encode(FULL_PAYLOAD)], ticket_key=TICKET_KEY.public)
     ),
     "reply, followed": side.Followed(
         incarnation=INCARNATION,

@@ -7,6 +7,7 @@ replies they lack (``Endpoint.take_wanted``).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -37,7 +38,7 @@ from kvferry.core.security.ticket_proof import verify
 from kvferry.core.side_channel.client import ReplyLimits
 from kvferry.core.side_channel.connection import connected
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.poller import Steps, Task, pause, start
+from kvferry.core.side_channel.tasks import Steps, Task, start
 from kvferry.core.side_channel_messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply
 
 logger = logging.getLogger(__name__)
@@ -294,7 +295,7 @@ def start_pings(
 
     An answer with another incarnation means a restart. ``wanted`` is called before each ping, and
     at the end ``lost`` with the error, or with ``None`` for a producer that is not wanted; both on
-    the thread of all tasks (``poller``). Raises ``HandshakeError`` if that cannot be started.
+    the thread of all tasks. Raises ``HandshakeError`` if that cannot be started.
     """
 
     def over(outcome: Exception | None) -> None:
@@ -303,12 +304,12 @@ def start_pings(
             outcome = PeerLostError(f"it cannot be watched any more: {outcome!r}")
         lost(outcome)
 
-    return start(_pinged(reply, options, wanted), over)
+    return start(partial(_pinged, reply, options, wanted), over)
 
 
-def _pinged(
+async def _pinged(
     reply: EncodedReply, options: EndpointOptions, wanted: Callable[[], bool]
-) -> Steps[None]:
+) -> None:
     """Ping; raise ``PeerLostError`` if the producer is dead, restarted or refuses pings."""
     engine, interval = reply.address.engine, options.liveness_interval
     ping = Ping(engine=engine)
@@ -318,12 +319,12 @@ def _pinged(
     misses, limit = 0, options.liveness_misses
     while wanted():
         try:
-            with contextlib.closing((yield from connected(dialer))) as connection:
+            with contextlib.closing(await connected(dialer)) as connection:
                 while wanted():
-                    answer = yield from connection.ask(ping, time.monotonic() + interval)
+                    answer = await connection.ask(ping, time.monotonic() + interval)
                     _check(answer, reply)
                     misses = 0
-                    yield from connection.rest(time.monotonic() + interval)
+                    await connection.rest(time.monotonic() + interval)
             return
         except (HandshakeError, OSError, zmq.ZMQError) as exc:
             misses += 1
@@ -331,7 +332,7 @@ def _pinged(
                 raise PeerLostError(
                     f"engine {engine} missed {misses} of {limit} pings: {exc}"
                 ) from exc
-        yield from pause(MISSED_SECONDS)
+        await asyncio.sleep(MISSED_SECONDS)
 
 
 def _check(answer: Reply, reply: EncodedReply) -> None:

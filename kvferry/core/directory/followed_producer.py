@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from msgspec import UNSET
@@ -25,9 +26,14 @@ from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.options import EndpointOptions
-from kvferry.core.side_channel.connection import connected, explained, unexpected
+from kvferry.core.side_channel.connection import (
+    SideChannelConnection,
+    connected,
+    explained,
+    unexpected,
+)
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.poller import Steps, pause, start, wait_for
+from kvferry.core.side_channel.tasks import post, start
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED_PROMPTS,
     MAX_WAIT_MS,
@@ -161,8 +167,8 @@ class FollowedProducer:
         """Since the last answer: how each address has failed last, the latest at the end."""
         self._attempts = 0
         """The attempts since the last answer."""
-        self._is_woken = False
-        self._task = start(self._follow(), self._over)
+        self._woken = asyncio.Event()
+        self._task = start(self._follow, self._over)
 
     def enter(self, request: FollowedRequest) -> None:
         """Ask for a further request at once; the lock is held."""
@@ -171,14 +177,13 @@ class FollowedProducer:
             self._failures.clear()
         self.requests[request.id] = request
         request.producer = self
-        self._is_woken = True
-        self._task.wake()
+        post(self._woken.set)
 
     def end(self) -> None:
         """End the connection: there are no requests."""
         self._task.cancel()
 
-    def _follow(self) -> Steps[None]:
+    async def _follow(self) -> None:
         while True:
             with self._lock:
                 if not self.requests:
@@ -186,15 +191,15 @@ class FollowedProducer:
                     return
                 is_busy = self._is_busy()
             if not is_busy:
-                yield from self._sleep(time.monotonic() + LINGER_SECONDS)
+                await self._sleep(time.monotonic() + LINGER_SECONDS)
                 continue
             try:
-                yield from self._connect_and_follow()
+                await self._connect_and_follow()
             except Exception as exc:  # noqa: BLE001  the requests must hear of any failure
                 self._failed(kept(exc))
             seconds = backoff_seconds(self._attempts, LONGEST_PAUSE_SECONDS)
             self._attempts += 1
-            yield from pause(seconds)
+            await asyncio.sleep(seconds)
 
     def _is_busy(self) -> bool:
         """Return whether there is a room to ask about; the lock is held."""
@@ -206,7 +211,7 @@ class FollowedProducer:
             ended = HandshakeError("the thread that follows this engine's rooms has ended")
             self._inbox.fail(self.requests.values(), ended)
 
-    def _connect_and_follow(self) -> Steps[None]:
+    async def _connect_and_follow(self) -> None:
         """Follow the rooms over one connection, until none was left for a while."""
         address = self._addresses[0]
         # The addresses of the producer share the timeout, as those of a handshake do.
@@ -215,22 +220,22 @@ class FollowedProducer:
         dialer = Dialer.to(address, share, self._options.access)
         with (
             explained(address.engine, dialer),
-            closing((yield from connected(dialer))) as connection,
+            closing(await connected(dialer)) as connection,
         ):
             begun = time.monotonic()
             until = begun + LINGER_SECONDS
             while time.monotonic() < until:
                 rooms, wait_ms = self._asked()
                 if not rooms:
-                    yield from self._sleep(until)
+                    await self._sleep(until)
                     continue
                 until = time.monotonic() + LINGER_SECONDS
                 follow = _question(self.key.engine, rooms, wait_ms)
                 silent_since = self._answered
                 deadline = min(max(silent_since, begun) + share, silent_since + timeout)
-                reply = yield from connection.ask_unless(self._has_more, follow, deadline)
-                yield from pause(SHORTEST_SECONDS)
-                self._is_woken = False
+                reply = await self._answer(connection, follow, deadline)
+                await asyncio.sleep(SHORTEST_SECONDS)
+                self._woken.clear()
                 if reply is not None:
                     self._hear(reply)
 
@@ -288,12 +293,26 @@ class FollowedProducer:
             if len(refusals) == len(self._addresses) or is_silent:
                 self._inbox.fail(self.requests.values(), _joined(failures))
 
-    def _has_more(self) -> bool:
-        return self._is_woken
+    async def _answer(
+        self, connection: SideChannelConnection, follow: Follow, deadline: float
+    ) -> Reply | None:
+        """Ask; return the answer, or ``None`` if a request has entered before it came."""
+        asking = asyncio.ensure_future(connection.ask(follow, deadline))
+        woken = asyncio.ensure_future(self._woken.wait())
+        try:
+            await asyncio.wait((asking, woken), return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else None
+        finally:
+            asking.cancel()
+            woken.cancel()
+            await asyncio.gather(asking, woken, return_exceptions=True)
 
-    def _sleep(self, until: float) -> Steps[None]:
-        yield from wait_for(self._has_more, until)
-        self._is_woken = False
+    async def _sleep(self, until: float) -> None:
+        """Sleep until a time, or until a request enters."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._woken.wait()
+        self._woken.clear()
 
 
 def _question(engine: str, rooms: Sequence[tuple[RoomId, int]], wait_ms: int) -> Follow:

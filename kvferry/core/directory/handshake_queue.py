@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, takewhile
 
 import msgspec
@@ -22,7 +23,7 @@ from kvferry.core.security.ticket_proof import load_library
 from kvferry.core.side_channel.client import ReplyLimits, payloads
 from kvferry.core.side_channel.connection import explained
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.poller import Steps, Task, start
+from kvferry.core.side_channel.tasks import Steps, Task, start
 from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, decode
 
 # High, because clients choose which hosts tickets name, and hosts that never answer must not delay
@@ -137,7 +138,7 @@ class HandshakeQueue:
             self._post(lambda: self._over(asking, result))
 
         try:
-            asking.task = start(self._shake(asking.key), over)
+            asking.task = start(partial(self._shake, asking.key), over)
         except HandshakeError as exc:
             over(exc)
 
@@ -151,7 +152,7 @@ class HandshakeQueue:
         self._on_over(asking, result)
 
 
-def fetched(key: PeerKey, options: EndpointOptions, limits: ReplyLimits) -> Steps[EncodedReply]:
+async def fetched(key: PeerKey, options: EndpointOptions, limits: ReplyLimits) -> EncodedReply:
     """Return a producer's reply, of the first address that has ``key.ticket_key``.
 
     The last address's reply is returned whatever its key is; the addresses share the timeout.
@@ -164,7 +165,7 @@ def fetched(key: PeerKey, options: EndpointOptions, limits: ReplyLimits) -> Step
         address, left = addresses.pop(0), max(deadline - time.monotonic(), 0.0)
         dialer = Dialer.to(address, left / (1 + len(addresses)), options.access)
         try:
-            found = yield from payloads(dialer, key.engine, limits)
+            found = await payloads(dialer, key.engine, limits)
             with explained(key.engine, dialer):
                 incarnation = _incarnation_of(found.ranks[0], key.engine)
             # Another key means another engine with the same id: a loopback address, for instance,

@@ -5,10 +5,9 @@ Does without layouts and numpy, so that a probe of an engine's health starts qui
 
 from __future__ import annotations
 
-import select
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -17,8 +16,8 @@ import zmq
 from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError, WireError
 from kvferry.core.security import OPEN, Access
 from kvferry.core.side_channel.dialer import ENDINGS, RIGHT_PORT, Dialer, HungUpError
-from kvferry.core.side_channel.poller import Steps, Wait, call
 from kvferry.core.side_channel.sockets import Socket, is_loopback, port_at, tcp_url
+from kvferry.core.side_channel.tasks import call, ready
 from kvferry.core.side_channel_messages import (
     Condition,
     Health,
@@ -60,18 +59,18 @@ def answered(dialer: Dialer, engine: str, request: Request, kind: type[R]) -> R:
         return reply
 
 
-def asked(dialer: Dialer, request: Request, deadline: float) -> Steps[Reply]:
+async def asked(dialer: Dialer, request: Request, deadline: float) -> Reply:
     """Connect, send a request, and return the answer; raise ``HandshakeError`` without a valid one.
 
     The deadline is by ``time.monotonic``.
     """
-    with closing((yield from connected(dialer))) as connection:
-        return (yield from connection.ask(request, deadline))
+    with closing(await connected(dialer)) as connection:
+        return await connection.ask(request, deadline)
 
 
-def connected(dialer: Dialer) -> Steps[SideChannelConnection]:
+async def connected(dialer: Dialer) -> SideChannelConnection:
     """Return a connection; raise ``HandshakeError`` if the side channel cannot be reached."""
-    yield from dialer.find()
+    await dialer.find()
     try:
         return SideChannelConnection(dialer)
     except zmq.ZMQError as exc:
@@ -95,31 +94,22 @@ class SideChannelConnection:
         self._unanswered = 0
         self._channel = dialer.channel()
         self._monitor: Socket | None = None
-        self._descriptors: tuple[tuple[int, int], ...] = ()
+        self._descriptors: tuple[int, ...] = ()
         try:
             self._monitor = self._channel.get_monitor_socket(sum(ENDINGS))
             self._channel.connect(tcp_url(dialer.found, dialer.port))
-            self._descriptors = (_polled(self._channel), _polled(self._monitor))
+            channels = self._channel, self._monitor
+            self._descriptors = tuple(int(each.getsockopt(zmq.FD)) for each in channels)
         except zmq.ZMQError:
             self.close()
             raise
 
-    def ask(self, request: Request, deadline: float) -> Steps[Reply]:
+    async def ask(self, request: Request, deadline: float) -> Reply:
         """Send a request, again after every ``AGAIN_SECONDS``, and return the answer.
 
-        The deadline is by ``time.monotonic``. Raises ``HandshakeError`` if no answer came, or the
-        connection has ended.
-        """
-        while True:
-            if (reply := (yield from self.ask_unless(_never, request, deadline))) is not None:
-                return reply
-
-    def ask_unless(
-        self, is_enough: Callable[[], bool], request: Request, deadline: float
-    ) -> Steps[Reply | None]:
-        """As ``ask``; return ``None`` once ``is_enough``, of which a wake of the task reminds.
-
-        The answer may be that to the request of an earlier call that returned ``None``.
+        The deadline is by ``time.monotonic``. The answer may be that to the request of an earlier
+        call that was cancelled. Raises ``HandshakeError`` if none came, or the connection has
+        ended.
         """
         while self._has_answer():
             self._drop_late_answer()
@@ -127,20 +117,17 @@ class SideChannelConnection:
             with suppress(zmq.Again):  # if the connection has ended already, _arrives says how
                 self._channel.send(encode(request), zmq.DONTWAIT)
                 self._unanswered += 1
-            until = min(deadline, time.monotonic() + AGAIN_SECONDS)
-            if (yield from self._arrives(until, is_enough)):
+            if await self._arrives(min(deadline, time.monotonic() + AGAIN_SECONDS)):
                 reply = self._receive()
                 self._drop_monitor()
                 return reply
             if time.monotonic() >= deadline:
                 raise self._no_answer()
-            if is_enough():
-                return None
 
-    def rest(self, until: float) -> Steps[None]:
+    async def rest(self, until: float) -> None:
         """Wait until a time by ``time.monotonic``; raise if the connection has ended before."""
         while time.monotonic() < until:
-            if (yield from self._arrives(until, _never)):
+            if await self._arrives(until):
                 self._drop_late_answer()
 
     def close(self) -> None:
@@ -184,15 +171,15 @@ class SideChannelConnection:
     def _has_answer(self) -> bool:
         return bool(_events(self._channel) & READABLE)
 
-    def _arrives(self, until: float, is_enough: Callable[[], bool]) -> Steps[bool]:
+    async def _arrives(self, until: float) -> bool:
         """Return whether an answer comes in time; raise if the connection has ended without one."""
         while not (events := _events(self._channel)) & READABLE:
             # The answer may have come before the connection ended.
             if self._has_ended(events) and not self._has_answer():
-                raise (yield from self._why_ended())
-            if time.monotonic() >= until or is_enough():
+                raise await self._why_ended()
+            if time.monotonic() >= until:
                 return False
-            yield Wait(until, self._descriptors)
+            await ready(until, *self._descriptors)
         return True
 
     def _has_ended(self, events: int) -> bool:
@@ -202,24 +189,16 @@ class SideChannelConnection:
             self._ended = struct.unpack("=hi", self._monitor.recv_multipart(zmq.DONTWAIT)[0])
         return self._ended is not None
 
-    def _why_ended(self) -> Steps[HandshakeError]:
+    async def _why_ended(self) -> HandshakeError:
         if self._ended is None:
             return HungUpError("the connection was closed: the engine has ended, or refuses this")
-        return (yield from self._dialer.why_ended(*self._ended))
-
-
-def _never() -> bool:
-    return False
+        return await self._dialer.why_ended(*self._ended)
 
 
 def _events(channel: Socket) -> int:
     # Asked before each wait: libzmq makes the descriptor readable once, not as long as there is
     # something to receive.
     return int(channel.getsockopt(zmq.EVENTS))
-
-
-def _polled(channel: Socket) -> tuple[int, int]:
-    return int(channel.getsockopt(zmq.FD)), select.EPOLLIN
 
 
 @contextmanager

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import os
-import select
-import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,6 @@ from zmq.utils import z85
 
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.security import Access
-from kvferry.core.side_channel.poller import Steps, Wait
 from kvferry.core.side_channel.sockets import Context, Socket, encrypt, make_socket, resolved
 from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES
 
@@ -70,7 +67,7 @@ class Dialer:
         host, port, key = address.host, address.port, address.key
         return cls(host=host, port=port, timeout=timeout, access=access, key=key)
 
-    def find(self) -> Steps[None]:
+    async def find(self) -> None:
         """Find the first address of the host that accepts a TCP connection; sets ``found``.
 
         Raises ``AdmissionError`` if ``access`` allows none, and ``HandshakeError`` if the host does
@@ -78,7 +75,7 @@ class Dialer:
         """
         self.access.check_server(self.key)
         if not self.numeric:
-            self.numeric = yield from resolved(
+            self.numeric = await resolved(
                 self.host, self.port, self.timeout, is_command=self.access.is_command
             )
         # ZMQ is not given the name: it would use only its first address (::1 for localhost), retry
@@ -87,7 +84,9 @@ class Dialer:
         reasons: dict[str, None] = {}
         for numeric in self._allowed():
             try:
-                (yield from _connected(numeric, self.port, deadline)).close()
+                async with asyncio.timeout_at(deadline):
+                    _, writer = await asyncio.open_connection(numeric, self.port)
+                writer.close()
             except OSError as exc:
                 reasons[_why_unreachable(exc, self.timeout)] = None
             else:
@@ -112,7 +111,7 @@ class Dialer:
             made.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self.key))
         return made
 
-    def why_ended(self, event: int, value: int) -> Steps[HandshakeError]:
+    async def why_ended(self, event: int, value: int) -> HandshakeError:
         """Return the error for a connection's end, which the monitor reported (``ENDINGS``).
 
         May connect once more, to find out whether the ends differ in security mechanism or keys.
@@ -123,7 +122,7 @@ class Dialer:
             # Only the side that first notices that the mechanisms differ gets a reason from ZMQ;
             # the other side sees the connection end.
             until = time.monotonic() + min(self.timeout, LOOK_SECONDS)
-            mechanism = yield from _mechanism(self.found, self.port, until)
+            mechanism = await _mechanism(self.found, self.port, until)
             mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
             reason = self._why_unlike(mechanism, mismatch)
             if reason:
@@ -178,39 +177,15 @@ class Dialer:
         return ""
 
 
-def _connected(numeric: str, port: int, until: float) -> Steps[socket.socket]:
-    """Return a plain TCP connection, not blocking; raise ``OSError`` if there is none in time."""
-    with ExitStack() as unless_made:
-        family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
-        made = unless_made.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        made.setblocking(False)
-        # Called again, it says what has become of the attempt.
-        while (status := made.connect_ex((numeric, port))) in (errno.EINPROGRESS, errno.EALREADY):
-            if time.monotonic() >= until:
-                raise TimeoutError
-            yield Wait(until, ((made.fileno(), select.EPOLLOUT),))
-        if status not in (0, errno.EISCONN):
-            raise OSError(status, os.strerror(status))
-        unless_made.pop_all()
-        return made
-
-
-def _mechanism(numeric: str, port: int, until: float) -> Steps[bytes]:
+async def _mechanism(numeric: str, port: int, until: float) -> bytes:
     """Return a ZMQ socket's security mechanism (``NULL``, ``CURVE``); empty if none answers."""
-    heard = b""
     try:
-        with (yield from _connected(numeric, port, until)) as asking:
-            asking.send(HALF_GREETING)
-            while len(heard) < GREETING_BYTES and time.monotonic() < until:
-                try:
-                    data = asking.recv(GREETING_BYTES)
-                except BlockingIOError:
-                    yield Wait(until, ((asking.fileno(), select.EPOLLIN),))
-                    continue
-                if not data:
-                    break
-                heard += data
-    except OSError:
+        async with asyncio.timeout_at(until):
+            reader, writer = await asyncio.open_connection(numeric, port)
+            with closing(writer):
+                writer.write(HALF_GREETING)
+                heard = await reader.readexactly(GREETING_BYTES)
+    except (OSError, EOFError):
         return b""
     return heard[MECHANISM].rstrip(b"\0") if heard[:1] == HALF_GREETING[:1] else b""
 

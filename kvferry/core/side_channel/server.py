@@ -17,7 +17,6 @@ from kvferry.core.security import OPEN, Access
 from kvferry.core.side_channel.admission import ZapHandler
 from kvferry.core.side_channel.compatibility import engine_info, unspoken
 from kvferry.core.side_channel.connection_limits import ConnectionLimits
-from kvferry.core.side_channel.shapes import EngineShape
 from kvferry.core.side_channel.sockets import (
     Context,
     Socket,
@@ -32,7 +31,6 @@ from kvferry.core.side_channel_messages import (
     MAX_PAYLOAD_BYTES,
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
-    MAX_SHORT_REPLY_BYTES,
     SPOKEN,
     Condition,
     Follow,
@@ -105,9 +103,7 @@ class HandshakeServer:
         self._engine = engine
         self._incarnation = incarnation
         self._problems = problems
-        whole = _checked(payloads, engine, incarnation, ticket_key)
-        self._payloads = _frame(whole)
-        self._shape, self._heads = _without_shape(whole)
+        self._payloads = _frame(_checked(payloads, engine, incarnation, ticket_key))
         self._pong = zmq.Frame(encode(Pong(incarnation=incarnation)), copy=True)
         self.host = bare(host)
         """The host that the server listens on, as configured, without brackets."""
@@ -222,7 +218,7 @@ class HandshakeServer:
         if isinstance(request, Follow):
             return request
         if isinstance(request, PayloadRequest):
-            return self._heads if self._shape in request.known else self._payloads
+            return self._payloads
         return self._pong
 
     def _condition(self) -> zmq.Frame:
@@ -274,15 +270,6 @@ def _checked(
             f"channel of engine {engine!r}, incarnation {incarnation}"
         )
     return Payloads(ranks=list(payloads), ticket_key=ticket_key)
-
-
-def _without_shape(whole: Payloads) -> tuple[bytes, zmq.Frame]:
-    """Return digest and answer if the asker knows the shape; no digest if it cannot be left out."""
-    shape = EngineShape.of(whole.ranks)
-    frame = _frame(whole if shape is None else shape.heads(whole))
-    if shape is None or len(frame) > MAX_SHORT_REPLY_BYTES:
-        return b"", frame
-    return shape.digest, frame
 
 
 def _frame(reply: Reply) -> zmq.Frame:

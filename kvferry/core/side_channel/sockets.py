@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 import threading
-import time
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 
@@ -15,7 +16,6 @@ from zmq.utils import z85
 from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import KeyPair
-from kvferry.core.side_channel.poller import Steps, on_thread
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
@@ -56,7 +56,7 @@ def numeric_hosts(host: str, port: int, *, is_command: bool = False) -> list[str
     return list(dict.fromkeys(found))
 
 
-def resolved(host: str, port: int, timeout: float, *, is_command: bool) -> Steps[list[str]]:
+async def resolved(host: str, port: int, timeout: float, *, is_command: bool) -> list[str]:
     """As ``numeric_hosts``; a name is looked up on a thread of its own.
 
     That thread cannot be ended, and is left running if it is late. Raises ``HandshakeError`` also
@@ -70,16 +70,19 @@ def resolved(host: str, port: int, timeout: float, *, is_command: bool) -> Steps
     if not resolvers.acquire(blocking=False):
         why = OSError(f"{MAX_RESOLVERS} names are being looked up already")
         raise _unresolved(host, why, is_command=is_command)
+    found = Future[list[str]]()
 
-    def look_up_and_release() -> list[str]:
-        try:
-            return look_up()
-        finally:
-            resolvers.release()
+    def answer() -> None:
+        with suppress(InvalidStateError):  # nobody waits any more
+            try:
+                found.set_result(look_up())
+            except HandshakeError as exc:
+                found.set_exception(exc)
+        resolvers.release()
 
-    until = time.monotonic() + timeout
     try:
-        return (yield from on_thread(look_up_and_release, "kvferry-resolve", until))
+        threading.Thread(target=answer, name="kvferry-resolve", daemon=True).start()
+        return await asyncio.wait_for(asyncio.wrap_future(found), timeout)
     except TimeoutError:
         why = OSError(f"no answer from the resolver within {timeout:g} s")
         raise _unresolved(host, why, is_command=is_command) from None

@@ -20,7 +20,6 @@ from kvferry.core.directory.handshake_queue import (
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
-from kvferry.core.side_channel.poller import Steps
 
 GOOD = EncodedReply(address=PeerKey("a", "host", 1), incarnation=Incarnation(1), ranks=(b"a",))
 BAD = HandshakeError("nobody there")
@@ -72,8 +71,10 @@ class Handshakes:
         self.reported.append(result)
         self.asked_for = list(asking.incarnations)
 
-    def _start(self, name: str, over: Callable[[EncodedReply | Exception], None]) -> Handshakes:
-        self.begun.append(name)
+    def _start(
+        self, shake: Callable[[], str], over: Callable[[EncodedReply | Exception], None]
+    ) -> Handshakes:
+        self.begun.append(shake())
         self._ends.append(over)
         return self
 
@@ -174,8 +175,7 @@ def test_any_error_is_reported_without_a_reference_to_decoded_data() -> None:
     posted = queue.SimpleQueue[Callable[[], None]]()
     reported: list[Any] = []
 
-    def perform(key: PeerKey) -> Steps[EncodedReply]:
-        yield from ()
+    async def perform(key: PeerKey) -> EncodedReply:
         decoded = Decoded()
         references.append(weakref.ref(decoded))
         try:

@@ -311,27 +311,6 @@ def test_the_connection_is_made_anew_after_a_pause(
         assert part(following, "d-2") == b"two"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_producer_whose_thread_has_ended_is_followed_anew(
-    rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = list[threading.Thread]()
-
-    def ends(_: object) -> None:
-        ended.append(threading.current_thread())
-        raise SystemExit
-
-    finished(rooms)
-    with monkeypatch.context() as broken:
-        broken.setattr(followed_producer, "connected", ends)
-        following.follow("d-1", A, key)
-        assert isinstance(heard(following, "d-1"), HandshakeError)
-    ended[0].join()  # its end would be told as another test's
-    following.end("d-1")
-    following.follow("d-2", A, key)
-    assert part(following, "d-2") == b"ticket"
-
-
 # Producers that are gone.
 
 

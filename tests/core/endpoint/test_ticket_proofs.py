@@ -25,7 +25,6 @@ from kvferry.core.security import TicketKey
 from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES
 from kvferry.core.side_channel import engine_info
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.poller import Steps
 from kvferry.core.side_channel_messages import Payloads, encode
 from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
@@ -272,9 +271,8 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
     """The first address may take half of it."""
     asked: list[tuple[str, float]] = []
 
-    def silent(call: Dialer, *_: object) -> Steps[Payloads]:
+    async def silent(call: Dialer, *_: object) -> Payloads:
         asked.append((call.host, call.timeout))
-        yield from ()
         raise HandshakeError(f"{call.host} is silent")
 
     monkeypatch.setattr("kvferry.core.directory.handshake_queue.payloads", silent)

@@ -18,7 +18,7 @@ from kvferry.core.security import OPEN, Access, Networks, PeerKeys, generate
 from kvferry.core.side_channel import HandshakeServer, fetch
 from kvferry.core.side_channel.connection import connected
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.poller import call
+from kvferry.core.side_channel.tasks import call
 from tests.core.endpoint.engines import eventually
 from tests.core.side_channel.servers import LONG, RANKS, fetched, pinged, serve
 

@@ -12,8 +12,8 @@ from kvferry.core.errors import HandshakeError
 from kvferry.core.security import Access, generate
 from kvferry.core.side_channel.connection import SideChannelConnection, connected
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.poller import call
 from kvferry.core.side_channel.sockets import Context, Socket
+from kvferry.core.side_channel.tasks import call
 from kvferry.core.side_channel_messages import Ping, Pong, Refusal, Reply, encode
 from tests.core.side_channel.servers import LONG, bound, serve
 

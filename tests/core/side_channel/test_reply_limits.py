@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import queue
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 import pytest
@@ -25,7 +27,7 @@ from kvferry.core.side_channel.client import (
     payloads,
 )
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.poller import Steps, Wait, call, start
+from kvferry.core.side_channel.tasks import call, start
 from tests.core.messages import encoded, payload
 from tests.core.side_channel.servers import LONG, serve
 
@@ -37,10 +39,13 @@ def deadline() -> float:
     return time.monotonic() + LONG
 
 
-def receive_long_replies(limits: ReplyLimits) -> Steps[None]:
-    """Receive as many as may be received at once."""
-    for _ in range(MAX_LONG_REPLIES):
-        yield from limits.wait_to_receive(deadline(), ExitStack())
+async def receive_long_replies(limits: ReplyLimits, begun: threading.Event) -> None:
+    """Receive as many as may be received at once, for ever."""
+    async with AsyncExitStack() as held:
+        for _ in range(MAX_LONG_REPLIES):
+            await held.enter_async_context(limits.long_reply(deadline()))
+        begun.set()
+        await asyncio.Future()
 
 
 def fetched(server: HandshakeServer, limits: ReplyLimits, timeout: float = LONG) -> side.Payloads:
@@ -53,28 +58,21 @@ def fetched(server: HandshakeServer, limits: ReplyLimits, timeout: float = LONG)
 def test_no_reply_is_decoded_while_too_much_waits_to_be_used() -> None:
     limits = ReplyLimits()
     limits.made(MAX_UNUSED_BYTES)
-    call(limits.wait_to_decode(deadline()))
+    call(limits.wait_to_use(deadline()))
     limits.made(1)
     with serve(payload()) as server:
         with pytest.raises(HandshakeError, match="replies of other engines were being read"):
             fetched(server, limits, timeout=0.5)
         over = queue.SimpleQueue[Exception | None]()
-        start(limits.wait_to_decode(deadline()), over.put)
+        start(partial(limits.wait_to_use, deadline()), over.put)
         limits.used(1)
         assert over.get(timeout=LONG) is None
         assert fetched(server, limits).ranks == encoded(payload())
 
 
 def test_a_long_reply_that_is_cancelled_makes_way_for_another() -> None:
-    def receive() -> Steps[None]:
-        with ExitStack() as held:
-            for _ in range(MAX_LONG_REPLIES):
-                yield from limits.wait_to_receive(deadline(), held)
-            begun.set()
-            yield Wait()
-
     limits, begun = ReplyLimits(), threading.Event()
-    task = start(receive(), lambda _: None)
+    task = start(partial(receive_long_replies, limits, begun), lambda _: None)
     assert begun.wait(LONG)
     task.cancel()
     with serve(*LONG_RANKS) as server:
@@ -82,13 +80,15 @@ def test_a_long_reply_that_is_cancelled_makes_way_for_another() -> None:
 
 
 def test_only_few_long_replies_are_received_at_once() -> None:
-    limits = ReplyLimits()
+    limits, begun = ReplyLimits(), threading.Event()
     with serve(*LONG_RANKS) as server, serve(payload()) as brief:
         assert len(fetched(server, limits).ranks) == len(LONG_RANKS)
-        call(receive_long_replies(limits))
+        task = start(partial(receive_long_replies, limits, begun), lambda _: None)
+        assert begun.wait(LONG)
         with pytest.raises(HandshakeError, match="its reply is long"):
             fetched(server, limits, timeout=0.5)
         assert fetched(brief, limits).ranks == encoded(payload())
+        task.cancel()
 
 
 @pytest.mark.parametrize("ranks", [1, len(LONG_RANKS)])
