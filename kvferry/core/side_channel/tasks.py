@@ -62,8 +62,8 @@ def call(steps: Steps[T]) -> T:
 
 def post(function: Callable[[], object]) -> None:
     """Call a function soon on the thread of all tasks, if there is one. Thread-safe."""
-    if _loop is not None and _loop[0] == os.getpid():
-        _loop[1].call_soon_threadsafe(function)
+    if (loop := _loops.get(os.getpid())) is not None:
+        loop.call_soon_threadsafe(function)
 
 
 async def ready(until: float, *descriptors: int) -> None:
@@ -87,15 +87,14 @@ async def ready(until: float, *descriptors: int) -> None:
 
 
 def _started(steps: Steps[T]) -> Future[T]:
-    global _loop
     with _starting:
-        if _loop is None or _loop[0] != os.getpid():  # a forked child makes its own
+        if (process := os.getpid()) not in _loops:
             try:
-                _loop = os.getpid(), _running_loop()
+                _loops[process] = _running_loop()
             except (OSError, RuntimeError) as exc:
                 steps.close()
                 raise HandshakeError(f"{exc}; {RAISE_LIMITS}") from exc
-        return asyncio.run_coroutine_threadsafe(steps, _loop[1])
+        return asyncio.run_coroutine_threadsafe(steps, _loops[process])
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
@@ -108,6 +107,8 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-_loop: tuple[int, asyncio.AbstractEventLoop] | None = None
-"""The process, and its loop."""
+# A forked child has its own, and keeps its parent's: the tasks of that would end if it were freed,
+# and with them what they wait for in the parent.
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+"""Process to its loop."""
 _starting = threading.Lock()

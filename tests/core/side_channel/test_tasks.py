@@ -117,7 +117,7 @@ def test_a_process_without_threads_or_descriptors_left_is_told(
     def no_files() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(tasks, "_loop", None)
+    monkeypatch.setattr(tasks, "_loops", {})
     with no_threads("kvferry-side-channels"), pytest.raises(HandshakeError, match="ulimit"):
         call(resting())
     with monkeypatch.context() as patch:
