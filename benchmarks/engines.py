@@ -107,6 +107,8 @@ def payload(
             address=f"{engine} {rank}".encode().ljust(600) if address is None else address,
             slots=slots,
             lease=30.0,
+            fingerprint=Region(address=slots.address - 16, nbytes=16),
+            watermarks=Region(address=slots.end, nbytes=slots.nbytes),
         )
     )
 

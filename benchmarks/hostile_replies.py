@@ -143,6 +143,9 @@ class Hostile:
             driver="loopback",
             address=self._transport.address() + bytes([rank]),
             slots=region_of(self._words),
+            lease=30.0,
+            fingerprint=region_of(np.zeros(2, dtype=np.uint64)),
+            watermarks=region_of(self._words),
         )
 
     def _answer(self) -> None:

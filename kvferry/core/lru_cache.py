@@ -31,11 +31,6 @@ class LRUCache(Generic[V]):
                 self._entries.move_to_end(key)
             return self._entries.get(key, (None, 0))[0]
 
-    def items(self) -> dict[Hashable, V]:
-        """Return all keys with their values, the least recently used first."""
-        with self._lock:
-            return {key: value for key, (value, _) in self._entries.items()}
-
     def put(self, key: Hashable, value: V, weight: int = 0) -> None:
         """Store a value, and drop the least recently used beyond a limit.
 

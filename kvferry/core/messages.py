@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 
 from kvferry.core.errors import WireError
 from kvferry.core.layout import MAX_FIELDS, MAX_GROUPS, MAX_REGIONS, Field, Group, Layout
@@ -21,7 +21,6 @@ from kvferry.core.side_channel_messages import (
     MAX_PAYLOAD_BYTES,
     Count,
     Index,
-    Life,
     Name,
     RandomBits,
     Text,
@@ -73,10 +72,10 @@ class _PayloadHeader(Versions, frozen=True, kw_only=True):
     driver: Name
     address: Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
     slots: Region
-    lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)] | None = None
-    heartbeats: bool = False
-    fingerprint: Region | None = None
-    watermarks: Region | UnsetType = UNSET
+    lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)]
+    heartbeats: bool = True
+    fingerprint: Region
+    watermarks: Region
 
     def __post_init__(self) -> None:
         Versions.__post_init__(self)
@@ -86,7 +85,7 @@ class _PayloadHeader(Versions, frozen=True, kw_only=True):
             ("fingerprint", self.fingerprint, FINGERPRINT_BYTES),
             ("watermarks", self.watermarks, table),
         ):
-            if words and (words.address % WORD_BYTES or words.nbytes != nbytes):
+            if words.address % WORD_BYTES or words.nbytes != nbytes:
                 raise WireError(
                     f"{name} of {words.nbytes} bytes at {words.address:#x}: it has {nbytes}, "
                     f"at a multiple of {WORD_BYTES}, or a word could be read torn"
@@ -94,7 +93,7 @@ class _PayloadHeader(Versions, frozen=True, kw_only=True):
 
 
 class RankPayload(_PayloadHeader, frozen=True, kw_only=True):
-    """What a rank publishes in the handshake. What is optional is left out by older builds.
+    """What a rank publishes in the handshake.
 
     Attributes:
         oldest, newest: the protocol versions that the rank speaks.
@@ -104,8 +103,8 @@ class RankPayload(_PayloadHeader, frozen=True, kw_only=True):
         layout: where the rank's cache lies in its memory.
         address: what the driver needs to connect; opaque here.
         slots: the memory of the slot words, registered with the transport.
-        lease: for how many seconds a renewal extends a hold; ``None`` if renewals would be ignored.
-        heartbeats: whether the build knows ``Heartbeat``; if not, it drops notifications with one.
+        lease: for how many seconds a renewal extends a hold.
+        heartbeats: whether the rank hears ``Heartbeat``, as all do; older builds ask.
         fingerprint: the two words before the table, with the fingerprint of the engine's ticket
             key.
         watermarks: the memory of the watermarks, one for each slot word.
@@ -145,26 +144,26 @@ class Release(Struct, frozen=True, kw_only=True, tag="release"):
 class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
     """A consumer rank still waits for a hold's pages: the lease starts anew.
 
-    ``incarnation`` is the producer's. If it names its ``engine``, it also claims the hold: that
-    engine's heartbeats are then signs of life for it, until a restart (another ``life``).
+    ``incarnation`` is the producer's. It claims the hold for its ``engine``, whose heartbeats are
+    then signs of life for it, until a restart (another ``life``).
     """
 
     incarnation: RandomBits
     slot: Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
     generation: RandomBits
-    engine: Annotated[str, Meta(max_length=256)] = ""
-    life: Life = 0
+    engine: Name
+    life: RandomBits
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """A consumer engine is alive and still wants all holds that it claimed; no lease is renewed.
 
-    Sent only to ranks with ``RankPayload.heartbeats``. Fields are as in ``Renewal``.
+    Fields are as in ``Renewal``.
     """
 
     incarnation: RandomBits
     engine: Name
-    life: Life = 0
+    life: RandomBits
 
 
 Note = Release | Renewal | Heartbeat

@@ -60,7 +60,6 @@ EncodedPayload = Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
 RandomBits = Annotated[int, Meta(ge=1, le=GENERATION_LIMIT - 1)]
 Room = Annotated[bytes, Meta(min_length=ROOM_BYTES, max_length=ROOM_BYTES)]
 PromptDigest = Annotated[bytes, Meta(max_length=PROMPT_BYTES)]
-Life = Annotated[int, Meta(ge=0, le=GENERATION_LIMIT - 1)]
 
 
 class Versions(Struct, frozen=True, kw_only=True):

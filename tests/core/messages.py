@@ -29,7 +29,6 @@ def payload(
     driver: str = "loopback",
     agreement: Mapping[str, str] | None = None,
     address: bytes | None = None,
-    fingerprint: Region | None = None,
 ) -> wire.RankPayload:
     """Return a rank's payload with a small layout and, unless given, a unique address and tp."""
     block = plain_field(
@@ -57,7 +56,9 @@ def payload(
         driver=driver,
         address=b"here" + b"'" * rank if address is None else address,
         slots=Region(address=1 << 21, nbytes=128),
-        fingerprint=fingerprint,
+        lease=30.0,
+        fingerprint=Region(address=(1 << 21) - 16, nbytes=16),
+        watermarks=Region(address=(1 << 21) + 128, nbytes=128),
     )
 
 

@@ -194,12 +194,3 @@ def test_several_threads_may_plan() -> None:
     with ThreadPoolExecutor(8) as pool:
         for far, made in zip(engines, pool.map(planner.plan, engines), strict=True):
             assert_equal(made, make_plan(tp(1), far, 0))
-
-
-def test_items_are_in_the_order_of_use() -> None:
-    cache: LRUCache[int] = LRUCache(3)
-    for key in "abc":
-        cache.put(key, ord(key))
-    cache.put("a", 1)
-    cache.get("b")
-    assert list(cache.items().items()) == [("c", ord("c")), ("a", 1), ("b", ord("b"))]

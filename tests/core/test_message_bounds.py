@@ -24,8 +24,9 @@ INDEX = (0, (1 << 16) - 1)
 COUNT = (1, 1 << 16)
 SLOT = (0, (1 << 32) - 1)
 
-RENEWAL = {"type": "renewal", "incarnation": 5, "slot": 5, "generation": 5}
-RELEASE = RENEWAL | {"type": "release", "engine": "e", "rank": 5, "expected": 5}
+HOLD = {"incarnation": 5, "slot": 5, "generation": 5, "engine": "e"}
+RENEWAL = HOLD | {"type": "renewal", "life": 5}
+RELEASE = HOLD | {"type": "release", "rank": 5, "expected": 5}
 CONDITION = {"type": "condition", "engine": "e", "incarnation": 1}
 ASK = {"type": "ask", "engine": "e", "oldest": 1, "newest": 1}
 FOLLOW = {"type": "follow", "engine": "e", "rooms": []}

@@ -15,9 +15,8 @@ import zmq
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import WireError
-from kvferry.core.memory import Region
 from kvferry.core.side_channel import fetch, ping
-from tests.core.messages import encoded, payload
+from tests.core.messages import payload
 from tests.core.side_channel.servers import LONG, patient, scripted, serve
 from tests.pinned import write as store
 from tests.pinned.samples import SAMPLES
@@ -50,7 +49,7 @@ def test_newer_messages_are_read(name: str) -> None:
 
 REQUIRED = {
     *("oldest", "newest", "engine", "incarnation", "rank", "agreement"),
-    *("layout", "driver", "address", "slots"),
+    *("layout", "driver", "address", "slots", "lease", "fingerprint", "watermarks"),
 }
 
 
@@ -58,21 +57,6 @@ REQUIRED = {
 def test_a_payload_without_a_required_field_is_refused(missing: str) -> None:
     with pytest.raises(WireError, match=missing):
         wire.decode_payload(packed({key: OLDER[key] for key in OLDER if key != missing}))
-
-
-class OlderPayloads(msgspec.Struct, kw_only=True, tag="payloads"):
-    """A reply as the first version decodes it."""
-
-    ranks: list[bytes]
-
-
-def test_an_older_consumer_reads_a_reply_with_a_ticket_key() -> None:
-    """The slot table is in the same place as before."""
-    mine = payload(fingerprint=Region(address=(1 << 21) - 16, nbytes=16))
-    reply = side.Payloads(ranks=encoded(mine), ticket_key=bytes(32))
-    [raw] = msgspec.msgpack.decode(side.encode(reply), type=OlderPayloads).ranks
-    found = msgspec.msgpack.decode(raw)
-    assert {name: found[name] for name in REQUIRED} == {name: OLDER[name] for name in REQUIRED}
 
 
 # Over real sockets.

@@ -165,6 +165,8 @@ class NamedHold:
             incarnation=self.incarnation,
             slot=HOLD_OF_REQUEST.slot,
             generation=HOLD_OF_REQUEST.generation,
+            engine="decode",
+            life=1,
         )
         self.holds.renew(message, self.now)
 

@@ -109,5 +109,8 @@ def _payload() -> RankPayload:
         layout=Layout(regions=(), groups=(Group(kind=GroupKind.PAGED, block_tokens=1),), fields=()),
         driver="none",
         address=b"",
-        slots=Region(address=8, nbytes=8),
+        slots=Region(address=32, nbytes=8),
+        lease=1.0,
+        fingerprint=Region(address=16, nbytes=16),
+        watermarks=Region(address=40, nbytes=8),
     )

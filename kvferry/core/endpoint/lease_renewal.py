@@ -85,15 +85,12 @@ class LeaseRenewal:
         now: float,
         at_once: bool,
         ended: Callable[[KVFerryError], None],
-    ) -> RenewalId | None:
+    ) -> RenewalId:
         """Renew a hold until ``end``, or until it is gone; return the id of the renewals.
 
-        ``None`` if some producer rank knows no renewals. ``ended`` is called at most once, if a
-        renewal finds the hold gone. Unless ``at_once``, the first renewal is due after
-        ``FIRST_SECONDS`` or a third of the lease, whichever is shorter.
+        ``ended`` is called at most once, if a renewal finds the hold gone. Unless ``at_once``, the
+        first renewal is due after ``FIRST_SECONDS`` or a third of the lease, whichever is shorter.
         """
-        if peer.lease is None:
-            return None
         renewal = self._renewals.begin(peer.ranks, lease=peer.lease, now=now, at_once=at_once)
         if not self._targets:  # most loads are over before the first heartbeat is due
             self._next_heartbeat = now + HEARTBEAT_SECONDS
@@ -101,7 +98,7 @@ class LeaseRenewal:
         return renewal
 
     def end(self, renewal: RenewalId | None) -> None:
-        """Stop renewing a hold. ``None``, which ``begin`` may have returned, is ignored."""
+        """Stop renewing a hold, if it is renewed."""
         if renewal is not None:
             self._renewals.end(renewal)
             self._targets.pop(renewal, None)
@@ -134,10 +131,10 @@ class LeaseRenewal:
         return not failures
 
     def _send_heartbeats(self, peer: Peer) -> None:
-        """Send each rank that accepts it a heartbeat, which counts for all claimed holds."""
+        """Send each rank a heartbeat, which counts for all claimed holds."""
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
-        for connection in peer.heartbeats.values():
+        for connection in peer.connections.values() if peer.connected else ():
             try:
                 self._notify(connection, payload)
             except Exception:  # whatever a driver raises

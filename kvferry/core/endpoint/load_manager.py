@@ -396,7 +396,7 @@ class LoadManager:
             self._zero_unwritten(state, peer)
         if not machine.early:
             self._renew(state, peer)
-        unit = early_unit(peer.handshake.plan) if machine.early and peer.has_watermarks else 0
+        unit = early_unit(peer.handshake.plan) if machine.early else 1
         machine.handshake_succeeded(peer.ranks, unit)
 
     def _zero_unwritten(self, state: LoadState, peer: Peer) -> None:
@@ -463,12 +463,11 @@ class LoadManager:
         # "done" is bound to the fence, unless other requests share the hold.
         tells = action.op is LoadAction.FENCE and not state.load.shared
         payload = state.known_peer.payloads[action.rank]
-        marks = payload.watermarks if action.op is LoadAction.WATERMARK else None
         return SlotRead(
             tag=(action.load, action.rank),
             peer=state.known_peer,
             rank=action.rank,
-            table=marks or payload.slots,
+            table=payload.watermarks if action.op is LoadAction.WATERMARK else payload.slots,
             slot=state.load.ticket.hold.slot,
             note=self._release(action, state) if tells else None,
             landed=partial(self._on_word, action, state),

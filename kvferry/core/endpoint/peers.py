@@ -40,7 +40,6 @@ from kvferry.core.lifecycle.ticket import (
     check_against,
     check_producer,
 )
-from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage
 from kvferry.core.options import EndpointOptions
@@ -160,25 +159,13 @@ class Peer:
         check_against(ticket, self.payloads, limits, ticket_key=self.ticket_key)
 
     @property
-    def has_watermarks(self) -> bool:
-        """Return whether every rank of the producer publishes watermarks."""
-        return all(isinstance(payload.watermarks, Region) for payload in self.payloads)
-
-    @property
-    def lease(self) -> float | None:
-        """Return the shortest lease of any rank, in seconds; ``None`` if one knows no renewals."""
-        leases = [payload.lease for payload in self.payloads if payload.lease is not None]
-        return min(leases) if len(leases) == len(self.payloads) else None
+    def lease(self) -> float:
+        """Return the shortest lease of any rank, in seconds."""
+        return min(payload.lease for payload in self.payloads)
 
     def gone(self) -> PeerLostError:
         """Return the error for reads that would begin after the peer was given up."""
         return PeerLostError(f"engine {self.key.engine} was disconnected")
-
-    @property
-    def heartbeats(self) -> dict[int, PeerId]:
-        """Return the connections of the producer ranks that accept heartbeats, by rank index."""
-        found = self.connections.items() if self.connected else ()
-        return {rank: each for rank, each in found if self.payloads[rank].heartbeats}
 
     @property
     def ranks(self) -> tuple[RemoteRank, ...]:

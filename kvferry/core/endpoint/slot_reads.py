@@ -251,7 +251,7 @@ class FingerprintReads:
                     tag=check,
                     peer=peer,
                     rank=rank,
-                    table=payload.fingerprint or payload.slots,
+                    table=payload.fingerprint,
                     slot=index,
                     note=None,
                     landed=partial(self._landed, check, rank, word),

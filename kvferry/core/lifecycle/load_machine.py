@@ -163,7 +163,7 @@ class LoadMachine:
     # None until the handshake is over, empty if it failed.
     ranks: tuple[RemoteRank, ...] | None = field(default=None, init=False)
     at: dict[int, _At] = field(default_factory=dict, init=False)
-    # Early reads end at multiples of this number of tokens; 0 if nothing is read early.
+    # Early reads end at multiples of this number of tokens.
     unit: int = field(default=1, init=False)
     progress: dict[int, _Progress] = field(default_factory=dict, init=False)
     next_watermark: float = field(default=-math.inf, init=False)
@@ -251,10 +251,7 @@ class LoadMachine:
             self._advance_if_over()
 
     def handshake_succeeded(self, ranks: tuple[RemoteRank, ...], unit: int = 1) -> None:
-        """Queue the first read from each producer rank.
-
-        Early reads end at multiples of ``unit`` tokens; with 0, there are none.
-        """
+        """Queue the first read from each rank; early reads end at multiples of ``unit`` tokens."""
         if self.ranks is not None:
             return
         self.ranks, self.unit = ranks, unit
@@ -357,7 +354,7 @@ class LoadMachine:
             return
         for rank in self._ranks_at(_At.RECHECK):
             self._do(rank, _At.CHECKING, LoadAction.CHECK)
-        if self.early and self.unit and not self.is_blocked and now >= self.next_watermark:
+        if self.early and not self.is_blocked and now >= self.next_watermark:
             self.next_watermark = now + WATERMARK_SECONDS
             self._mark()
 

@@ -16,7 +16,6 @@ from typing import Protocol
 
 from kvferry.core.lifecycle.holds import NOTHING, EndedHold, Hold, HoldEnd, Incarnation, RequestId
 from kvferry.core.lifecycle.page_copy import HoldCopy
-from kvferry.core.lifecycle.renewal_schedule import RENEWALS_PER_LEASE
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.messages import Heartbeat, Release, Renewal
@@ -24,7 +23,7 @@ from kvferry.core.messages import Heartbeat, Release, Renewal
 MAX_READERS = 64
 """The most consumer engines that may send "done" for one hold, and the most that may claim it."""
 MAX_CLAIMANTS = 1 << 12
-"""The most engines that may claim holds; beyond, heartbeats are ignored, renewals still count."""
+"""The most engines that may claim holds; beyond, their heartbeats are ignored."""
 
 
 class SlotWords(Protocol):
@@ -73,7 +72,7 @@ class _Held:
     state: HoldState = HoldState.COMPUTING
     lease: float | None = None
     ttl: float | None = None
-    """How long a conversation's hold is kept until it is renewed for the first time."""
+    """How long a conversation's hold is kept until it is renewed; ``None`` from then on."""
     deadline: float | None = None
     """When the lease ends; ``None`` while there is no ticket."""
     copy: HoldCopy | None = None
@@ -85,9 +84,8 @@ class _Held:
     readers: dict[str, dict[int, bool]] = field(default_factory=dict)
     """Consumer engine to its ranks that have sent "done" or, where ``True``, "abandon"."""
     alive: float = -math.inf
-    """When ``order`` or ``ready`` was called for the hold, whichever was later."""
-    renewed: float = -math.inf
-    """When the hold was last renewed without a claim, maybe before ``order`` was called."""
+    """When the hold was last ordered, ready or renewed."""
+    is_renewed: bool = False
     claimants: set[_Claimant] = field(default_factory=set)
 
     def __repr__(self) -> str:
@@ -95,11 +93,6 @@ class _Held:
         end = "" if self.end is None else f" ({self.end.end or 'ordered'})"
         slot, generation = self.hold.slot, self.hold.generation
         return f"<hold {slot}:{generation} of {self.request!r}: {self.state.value}{until}{end}>"
-
-    @property
-    def is_unclaimed(self) -> bool:
-        """Whether the hold is a conversation's, and no consumer has renewed it yet."""
-        return self.ttl is not None and not self.claimants and self.renewed == -math.inf
 
 
 class WorkerHolds:
@@ -201,7 +194,8 @@ class WorkerHolds:
         held = self._known(hold)
         if held is None or held.lease is not None:
             return
-        held.lease, held.ttl, held.alive = lease, ttl, now
+        held.lease, held.alive = lease, now
+        held.ttl = None if held.is_renewed else ttl
         if held.state is HoldState.ENDED:
             self._report(held)
             return
@@ -251,12 +245,12 @@ class WorkerHolds:
         return copies
 
     def renew(self, message: Renewal, now: float) -> None:
-        """Restart the lease of a hold that is ready, and record a sign of life, or claim it."""
+        """Restart the lease of a hold that is ready, and claim it for the engine."""
         held = self._named(message)
         if held is None:
             return
-        if not self._claim(held, message, now):
-            held.renewed = now
+        self._claim(held, (message.engine, message.life), now)
+        held.alive, held.is_renewed, held.ttl = now, True, None
         if held.state is HoldState.READY:
             self._start_lease(held, now)
 
@@ -270,11 +264,10 @@ class WorkerHolds:
         """Return up to ``limit`` holds with a ticket that are silent for long; visits every one.
 
         That is the time since the last sign of life, at least ``beyond``. Signs are ``order``,
-        ``ready``, any message of an engine that claims the hold, and renewals without a claim,
-        which last for a third of the lease.
+        ``ready``, and any message of an engine that claims the hold.
         """
         aged = [
-            (self._age(held, held.lease, now), held)
+            (self._age(held, now), held)
             for held in self._held.values()
             if held.lease is not None and held.state is not HoldState.ENDED
         ]
@@ -332,7 +325,7 @@ class WorkerHolds:
         over = [held for deadline, held in due if deadline <= now]
         self._soonest = min((each for each, _ in due if each > now), default=math.inf)
         # That a client does not go on with a conversation is no fault.
-        missed = [held.request for held in over if not held.is_unclaimed]
+        missed = [held.request for held in over if held.ttl is None]
         for held in over:
             self._expired[held.hold.slot] = held.hold.generation
             self._end(held, HoldEnd.EXPIRED)
@@ -351,8 +344,7 @@ class WorkerHolds:
     def _start_lease(self, held: _Held, now: float) -> None:
         """Start the lease of a hold, or a conversation's time until it is first renewed."""
         if held.lease is not None:
-            term = held.ttl if held.ttl is not None and held.is_unclaimed else held.lease
-            held.deadline = now + term
+            held.deadline = now + (held.lease if held.ttl is None else held.ttl)
             self._soonest = min(self._soonest, held.deadline)
 
     def _named(self, message: Release | Renewal) -> _Held | None:
@@ -362,25 +354,19 @@ class WorkerHolds:
         stands = held.state is not HoldState.ENDED
         return held if stands and held.hold.generation == message.generation else None
 
-    def _age(self, held: _Held, lease: float, now: float) -> float:
-        signs = max((self._heard[claimant] for claimant in held.claimants), default=-math.inf)
-        # A renewal without a claim is a sign of life until the next one is due.
-        anonymous = held.renewed + lease / RENEWALS_PER_LEASE
-        return max(0.0, now - max(signs, held.alive, anonymous))
+    def _age(self, held: _Held, now: float) -> float:
+        signs = (self._heard[claimant] for claimant in held.claimants)
+        return max(0.0, now - max([held.alive, *signs]))
 
-    def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
-        """Record that a renewal claims a hold; not without an engine's id, or beyond the limits."""
-        claimant = message.engine, message.life
-        if not message.engine:
-            return False
+    def _claim(self, held: _Held, claimant: _Claimant, now: float) -> None:
+        """Record that an engine claims a hold; not beyond the limits."""
         if claimant not in held.claimants:
             known = claimant in self._claims or len(self._claims) < MAX_CLAIMANTS
             if not known or len(held.claimants) >= MAX_READERS:
-                return False
+                return
             held.claimants.add(claimant)
             self._claims[claimant] += 1
         self._heard[claimant] = now
-        return True
 
     def _disclaim(self, held: _Held) -> None:
         for claimant in held.claimants:

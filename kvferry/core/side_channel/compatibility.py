@@ -51,8 +51,8 @@ def engine_info(
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
         HandshakeError: a payload cannot be decoded, payloads contradict each other, checking them
-            takes too much work, a rank lacks the fingerprint of the ticket key, or they are of
-            another engine than the one that was asked (``engine``).
+            takes too much work, or they are of another engine than the one that was asked
+            (``engine``).
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
@@ -68,12 +68,6 @@ def engine_info(
             )
     for problem in _problems(ranks):
         raise HandshakeError(f"{problem}; every rank of an engine must be started alike")
-    for payload in ranks if ticket_key else ():
-        if payload.fingerprint is None:
-            raise HandshakeError(
-                f"the engine publishes a key of tickets, and rank {payload.rank} does not say "
-                "where its fingerprint is; every rank of an engine must run the same kvferry"
-            )
     first = ranks[0]
     if engine and first.engine != engine:
         raise HandshakeError(f"it answered with the ranks of engine {first.engine!r}")

@@ -104,14 +104,11 @@ def alias_engine(real: Engine) -> Iterator[AliasEngine]:
 
 
 @contextlib.contextmanager
-def side_channel_with(prefill: Engine, change: dict[str, Any], without: str = "") -> Iterator[int]:
-    """Serve a producer's payloads as another version would; yield the port."""
+def side_channel_with(prefill: Engine, change: dict[str, Any]) -> Iterator[int]:
+    """Serve a producer's payloads as a newer version would; yield the port."""
     payloads = [msgspec.msgpack.decode(encode(rank.endpoint.payload)) for rank in prefill.ranks]
-    changed = [
-        {key: value for key, value in one.items() if key != without} | change for one in payloads
-    ]
     with HandshakeServer(
-        [msgspec.msgpack.encode(one) for one in changed],
+        [msgspec.msgpack.encode(one | change) for one in payloads],
         engine=prefill.name,
         incarnation=prefill.incarnation,
     ) as server:

@@ -33,7 +33,6 @@ from tests.core.endpoint.engines import (
     load,
     outcomes,
     pull,
-    side_channel_with,
 )
 from tests.core.endpoint.transports import (
     LOAD_TIMEOUT,
@@ -221,17 +220,6 @@ def test_after_a_preemption_everything_is_read_again(prompt: Prompt, decode: Eng
     assert finish(prompt, decode).early_nbytes == CHUNK_NBYTES
     prompt.prefill.released("p")
     assert prompt.prefill.endpoint.held == 0
-
-
-def test_of_an_older_producer_nothing_is_read_early(prompt: Prompt, decode: Engine) -> None:
-    with side_channel_with(prompt.prefill, {}, "watermarks") as port:
-        prompt.port = port
-        prompt.compute(1)
-        decode.pull("d", prompt.part(1), TO, early=TOKENS)
-        decode.extend("d", prompt.part(2))
-        record = finish(prompt, decode)
-        assert record.early_nbytes == 0
-        prompt.prefill.released("p")
 
 
 HOSTILE: dict[str, Callable[[Ticket], Ticket]] = {

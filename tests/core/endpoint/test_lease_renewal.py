@@ -32,14 +32,14 @@ SLOTS = Region(address=1 << 40, nbytes=1 << 10)
 class PeerStub:
     """The attributes of a ``Peer`` that renewals and pending tickets use."""
 
-    def __init__(self, lease: float | None = 30.0) -> None:
+    def __init__(self, lease: float = 30.0) -> None:
         self.lease = lease
         self.ranks = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=False))
         self.incarnation = 5
         self.uses = 0
         self.connected = True
         self.payloads = [SimpleNamespace(slots=SLOTS)] * 3
-        self.heartbeats: dict[int, Any] = {}
+        self.connections: dict[int, Any] = {}
         self.denies: Exception | None = None
         """What ``check`` raises."""
 
@@ -121,9 +121,9 @@ def test_a_hold_is_renewed_on_every_rank_and_ends_when_a_rank_that_is_read_has_l
     assert harness.due(100.0) == []
 
 
-def test_ranks_that_know_heartbeats_get_one_a_second_and_none_during_a_short_load() -> None:
+def test_ranks_get_a_heartbeat_a_second_and_none_during_a_short_load() -> None:
     harness, peer = RenewalHarness(), PeerStub()
-    peer.heartbeats = {0: "first rank", 2: "second rank"}
+    peer.connections = {0: "first rank", 2: "second rank"}
     harness.now = 100.0
     short = harness.begin(peer, at_once=False)
     harness.due(100.9)

@@ -124,6 +124,9 @@ def test_a_slot_table_has_a_word_per_slot_and_at_least_one() -> None:
     assert table.region.nbytes == 3 * WORD_BYTES
 
 
+RENEWAL = Renewal(incarnation=1, slot=7, generation=1, engine="decode", life=5)
+
+
 # Batches.
 
 
@@ -133,7 +136,7 @@ def test_slot_reads_with_the_same_rank_and_kind_of_note_share_a_batch() -> None:
         harness.add(f"a{slot}", peer, slot=slot, note=release(slot))
     harness.add("b", peer, rank=1, slot=4, note=release(4))
     harness.add("check", peer, slot=8)
-    harness.add("renew", peer, slot=7, note=Renewal(incarnation=1, slot=7, generation=1))
+    harness.add("renew", peer, slot=7, note=RENEWAL)
     assert len(harness.reads) == 5
     reads = harness.post()
     assert len(harness.reads) == 0

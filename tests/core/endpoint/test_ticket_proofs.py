@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
@@ -23,9 +22,8 @@ from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey
 from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES
-from kvferry.core.side_channel import engine_info
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel_messages import Payloads, encode
+from kvferry.core.side_channel_messages import Payloads
 from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import CacheShape, proved
@@ -177,13 +175,6 @@ def test_an_engine_that_relays_the_payloads_of_another_is_refused(
         assert {address for read in driver.addresses for address in read} <= headers
         assert producer_transport.received == []
         loads(decode, "d-2", ticket)
-
-
-def test_a_payload_without_a_fingerprint_is_refused_under_a_ticket_key(prefill: Engine) -> None:
-    payload = msgspec.structs.replace(prefill.endpoint.payload, fingerprint=None)
-    with pytest.raises(HandshakeError, match="rank 0 does not say where its fingerprint is"):
-        engine_info([encode(payload)], OTHER_KEY.public)
-    assert engine_info([encode(payload)]).ticket_key == b""
 
 
 def test_a_fingerprint_read_that_times_out_fails_only_that_load(

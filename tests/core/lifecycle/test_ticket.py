@@ -137,7 +137,9 @@ def payloads(ranks: int = 1, pages: tuple[int, int] = (8, 2), slots: int = 4) ->
     changes = {"layout": layout(*fields, groups=[paged(), paged()])}
     table = Region(address=1 << 20, nbytes=8 * slots)
     return [
-        msgspec.structs.replace(payload(rank, incarnation=99), slots=table, **changes)
+        msgspec.structs.replace(
+            payload(rank, incarnation=99), slots=table, watermarks=table, **changes
+        )
         for rank in range(ranks)
     ]
 

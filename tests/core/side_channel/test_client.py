@@ -100,11 +100,6 @@ def answer(*ranks: bytes, ticket_key: bytes = b"") -> bytes:
             "the ranks of engine 'other'",
         ),
         (
-            answer(*encoded(payload()), ticket_key=bytes(32)),
-            HandshakeError,
-            "rank 0 does not say where its fingerprint is",
-        ),
-        (
             answer(*encoded(payload(oldest=8, newest=9))),
             IncompatibleError,
             "versions 8 to 9, this build 1 to 1",

@@ -149,8 +149,9 @@ def test_a_reply_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_long_reply_may_have_fields_of_a_newer_version() -> None:
-    tree = {"type": "payloads", "more": [1, {"a": b"b"}], "ranks": encoded(*LONG_RANKS)}
-    assert side.decode_reply(msgspec.msgpack.encode(tree)) == side.Payloads(ranks=tree["ranks"])
+    ranks = encoded(*LONG_RANKS)
+    tree = {"type": "payloads", "more": [1, {"a": b"b"}], "ranks": ranks}
+    assert side.decode_reply(msgspec.msgpack.encode(tree)) == side.Payloads(ranks=ranks)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import zmq
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
-from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey
 from kvferry.core.side_channel import HandshakeServer, fetch, ping
 from kvferry.core.side_channel.sockets import Context, Socket
@@ -53,8 +52,7 @@ def dealer(context: Context, server: HandshakeServer, **options: int) -> Socket:
 
 
 def test_the_ticket_key_is_published() -> None:
-    rank = payload(fingerprint=Region(address=1 << 22, nbytes=16))
-    key = TicketKey().public
+    rank, key = payload(), TicketKey().public
     with serve(rank, ticket_key=key) as server:
         info = fetched(server)
     assert (info.ticket_key, info.ranks) == (key, (rank,))

@@ -15,9 +15,8 @@ from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.silent_holds import Silence
-from kvferry.core.memory import Region
 from kvferry.core.security import generate
-from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES, check
+from kvferry.core.security.ticket_proof import check
 from kvferry.core.side_channel import fetch, health, ping
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
@@ -82,10 +81,7 @@ def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
     )
 
 
-FINGERPRINT = Region(address=1 << 20, nbytes=FINGERPRINT_BYTES, kind="cpu", device=0)
-RANKS = tuple(
-    payload(rank, engine="decode", incarnation=9, fingerprint=FINGERPRINT) for rank in range(3)
-)
+RANKS = tuple(payload(rank, engine="decode", incarnation=9) for rank in range(3))
 
 
 class TestSideChannel:

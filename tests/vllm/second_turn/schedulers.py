@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.core.memory import Region
-from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES
 from tests.core.messages import encoded, payload
 from tests.engines.engines import PREFILL
 from tests.vllm.geometry.scheduled import vllm_config
@@ -21,7 +19,6 @@ from tests.vllm.geometry.scheduled import vllm_config
 BLOCK_TOKENS = 16
 BLOCKS = 1000
 MAX_STEPS = 200
-FINGERPRINT = Region(address=1 << 20, nbytes=FINGERPRINT_BYTES, kind="cpu", device=0)
 
 _numbers = itertools.count(1)
 
@@ -58,11 +55,7 @@ def scheduler_of(config: Any) -> Any:
         log_stats=True,
     )
     [published] = encoded(
-        payload(
-            engine=config.kv_transfer_config.engine_id,
-            incarnation=next(_numbers),
-            fingerprint=FINGERPRINT,
-        )
+        payload(engine=config.kv_transfer_config.engine_id, incarnation=next(_numbers))
     )
     scheduler.connector.set_xfer_handshake_metadata_pp_aware(
         {(0, 0): RankHandshake(payload=published)}
