@@ -40,8 +40,6 @@ FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 """Number of words of a fingerprint."""
 MAX_SLOTS = 1 << 32
 """Slots are numbered below this."""
-FIELDS_KEY = b"\xa6fields"
-"""What stands between the groups and the fields of an encoded layout."""
 MAX_CACHED_LAYOUTS = 1 << 8
 """The most decoded layouts that are cached, by the bytes of their groups and fields."""
 MAX_CACHED_LAYOUT_BYTES = 1 << 18
