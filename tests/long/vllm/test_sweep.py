@@ -91,8 +91,9 @@ no_host_pages = st.just((0, 0))
 some_host_pages = st.tuples(*[st.sampled_from([0, 72, 130])] * 2).filter(any)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("pages", "count"), [(no_host_pages, 200), (some_host_pages, 75)], ids=["direct", "staged"]
+    ("pages", "count"), [(no_host_pages, 150), (some_host_pages, 75)], ids=["direct", "staged"]
 )
 def test_any_traffic(pages: st.SearchStrategy[tuple[int, int]], count: int) -> None:
     """Hand prompts over under vLLM's scheduler, with whatever its prefix caches hold by then.

@@ -121,8 +121,6 @@ class Server:
             rank.worker.apply(out.kv_connector_metadata)
         self.adapters.ask(out.kv_connector_metadata.asks_adapters)
         names = list(out.num_scheduled_tokens)
-        if not names and self.scheduler.requests:
-            time.sleep(0.002)  # for the threads that they wait for
         done = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
@@ -130,7 +128,7 @@ class Server:
                 self._compute(name, out.num_scheduled_tokens[name]) for name in names
             ],
         )
-        reported = [self._reported(rank, idle=not names) for rank in self.engine.ranks]
+        reported = [self._reported(rank) for rank in self.engine.ranks]
         done.kv_connector_output = self.aggregator.aggregate(reported).kv_connector_output
         return out, done
 
@@ -142,14 +140,12 @@ class Server:
                     assert str(each.finish_reason) in ("length", "stop"), each
                     self.params[each.request_id] = each.kv_transfer_params
 
-    def _reported(self, rank: Rank, *, idle: bool) -> Any:
+    def _reported(self, rank: Rank) -> Any:
         """What a rank has to say after a step: of any request once that it is sent, or loaded."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvferry.integrations.vllm.metadata import RankReport
 
-        if idle and rank.endpoint is not None and rank.endpoint.pending:
-            rank.endpoint.wait(0.02)
         found, report = rank.worker.results(), rank.worker.take_report()
         for kind, names in (("sent", found.finished_sending), ("got", found.finished_recving)):
             self.reports.update((id(rank), kind, name) for name in names)
