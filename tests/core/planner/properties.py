@@ -1,29 +1,23 @@
 """Properties of the planner that hold for every pair of engines, as checks of one pair.
 
-``test_properties`` checks some pairs, and ``tests/long/planner`` random ones;
-``test_planted_faults`` uses the same checks on a planner with faults. The expected results are
-computed from the layouts by brute force.
+``test_properties`` checks some pairs, and ``tests/long/planner`` random ones. The expected results
+are computed from the layouts by brute force.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from random import Random
 from unittest.mock import patch
 
 import numpy as np
-from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import KVFerryError, PageError, PlanError
 from kvferry.core.layout import (
-    ELEMENT_BYTES,
     HOLE,
-    MAX_KEY,
-    ContextParallel,
-    Field,
     Group,
     GroupKind,
     Layout,
@@ -54,9 +48,7 @@ from tests.core.planner.oracle import (
 Layouts = tuple[Layout, ...]
 
 SEEDS = (*range(24), 39, 46, 73, 78, 101, 130, 139, 200)
-"""Seeds of the pairs of engines that the quick tests check: in these, each fault that
-``test_planted_faults`` plants is found.
-"""
+"""Seeds of the pairs of engines that the quick tests check; the later ones have rare shapes."""
 
 
 @cache
@@ -96,30 +88,6 @@ def check_producers_are_told(pair: EnginePair) -> None:
             told[rank].add(one.rank)
     assert [len(ranks) for ranks in told] == list(found[0].notifiers)
     assert all(told)
-
-
-def check_replicas_share(pair: EnginePair) -> None:
-    """Check that replicated remote ranks are read as evenly as possible."""
-    found = plans(pair)
-    for key in {f.key for layout in pair.local for f in layout.fields}:
-        holders = _holders(pair.remote, key)
-        if len({_content(pair.remote[rank], key) for rank in holders}) == 1:
-            readers = {rank: 0 for rank in holders}
-            for one in found:
-                for source in one.sources:
-                    matched = (o for match in source.matches for o in match.overlaps)
-                    if any(o.local.key == key for o in matched):
-                        readers[source.remote] += 1
-            assert max(readers.values()) - min(readers.values()) <= 1, (key, readers)
-
-
-def _holders(layouts: Sequence[Layout], key: str) -> list[int]:
-    return [rank for rank, one in enumerate(layouts) if any(f.key == key for f in one.fields)]
-
-
-def _content(layout: Layout, key: str) -> tuple[tuple[int, int], ContextParallel]:
-    [f] = [f for f in layout.fields if f.key == key]
-    return f.shard_range, layout.groups[f.group].context
 
 
 # What is refused.
@@ -171,15 +139,13 @@ def check_missing_rank(pair: EnginePair, rng: Random) -> None:
 
 
 def check_refused_or_right(pair: EnginePair, rng: Random) -> None:
-    """Check that all ranks refuse unless the engines fit, and otherwise that a rank reads right."""
+    """Check that a rank reads right if the engines fit, and otherwise that all ranks refuse.
+
+    A refusal names the field and a rank.
+    """
     if fit(pair.local, pair.remote):
         check_rank(pair, rng.randrange(len(pair.local)))
-    else:
-        check_refused(pair)
-
-
-def check_refused(pair: EnginePair) -> None:
-    """Check that every rank refuses, and names the field and a rank."""
+        return
     for rank in range(len(pair.local)):
         refusal = refused(PlanError, make_plan, pair.local, pair.remote, rank)
         assert refusal is not None, f"rank {rank} has a plan for engines that do not fit"
@@ -187,76 +153,18 @@ def check_refused(pair: EnginePair) -> None:
         assert "rank" in refusal
 
 
-def check_misfits(pair: EnginePair, rng: Random) -> None:
-    """Check that all ranks refuse when one field of one rank is changed."""
-    local, remote = list(pair.local), list(pair.remote)
-    side, other = rng.choice([(local, remote), (remote, local)])
-    ranks = [rank for rank, one in enumerate(side) if one.fields]
-    if not ranks:
-        return
-    rank = rng.choice(ranks)
-    f = rng.choice(side[rank].fields)
-    if f.key not in {g.key for one in other for g in one.fields}:
-        return
-    alter = rng.choice([_other_type, _other_entry, _other_key, _other_draft, _other_states])
-    side[rank] = alter(side[rank], f)
-    altered = replace(pair, local=tuple(local), remote=tuple(remote))
-    if altered != pair:
-        check_refused(altered)
-
-
-def _with(layout: Layout, f: Field, changed: Field) -> Layout:
-    return replace(layout, fields=tuple(changed if one is f else one for one in layout.fields))
-
-
-def _other_type(layout: Layout, f: Field) -> Layout:
-    alike = [
-        name
-        for name, size in ELEMENT_BYTES.items()
-        if size == ELEMENT_BYTES[f.dtype] and name != f.dtype
-    ]
-    return _with(layout, f, replace_field(f, dtype=alike[0]))
-
-
-def _other_entry(layout: Layout, f: Field) -> Layout:
-    size = ELEMENT_BYTES[f.dtype]
-    if f.unit == size or f.packing:
-        return _other_type(layout, f)
-    return _with(layout, f, replace_field(f, unit=f.unit - size))
-
-
-def _other_key(layout: Layout, f: Field) -> Layout:
-    return _with(layout, f, replace_field(f, key=f.key[: MAX_KEY - 1] + "?"))
-
-
-def _other_draft(layout: Layout, f: Field) -> Layout:
-    return _with(layout, f, replace_field(f, draft=not f.draft))
-
-
-def _other_states(layout: Layout, f: Field) -> Layout:
-    """Add a token to every entry, where the layout stays valid."""
-    group = layout.groups[f.group]
-    if group.kind is GroupKind.PAGED or group.context.size > 1:
-        return _other_type(layout, f)
-    return _with(layout, f, replace_field(f, tokens_per_state=f.tokens_per_state + 1))
-
-
 # Page lists.
 
 
 def check_damaged_lists(pair: EnginePair, rng: Random) -> None:
-    """Check that a page list with missing pages or holes is refused, or all bytes are right."""
-    request = pair.request
-    side, lists = rng.choice([("local", request.local), ("remote", request.remote)])
+    """Check that a list with wrong or missing pages is refused, or all bytes are right."""
+    side = rng.choice(["local", "remote"])
+    lists: list[Pages] = list(getattr(pair.request, side))
     group = rng.randrange(len(lists))
-    damaged = tuple(_damaged(one, rng) if i == group else one for i, one in enumerate(lists))
-    altered = replace(
-        request,
-        local=damaged if side == "local" else request.local,
-        remote=damaged if side == "remote" else request.remote,
-    )
+    lists[group] = _damaged(lists[group], rng)
+    request = replace(pair.request, **{side: tuple(lists)})
     for rank in range(len(pair.local)):
-        refusal = refused(PageError, check_rank, replace(pair, request=altered), rank)
+        refusal = refused(PageError, check_rank, replace(pair, request=request), rank)
         assert refusal is None or f"{side} group {group}: " in refusal
 
 
@@ -265,48 +173,14 @@ def _damaged(one: Pages, rng: Random) -> Pages:
     if not ids:
         return one
     at = rng.randrange(len(ids))
+    wrong = rng.choice([HOLE, -1, 1 << 40])
     return rng.choice(
         [
             pages(ids[:at], one.first_index),
             pages(ids[at:], one.first_index + at),
-            pages([*ids[:at], HOLE, *ids[at + 1 :]], one.first_index),
+            pages([*ids[:at], wrong, *ids[at + 1 :]], one.first_index),
         ]
     )
-
-
-def check_strange_ids(pair: EnginePair, rng: Random) -> None:
-    """Check that a page id out of range is refused by each rank that would read the page."""
-    rank = rng.randrange(len(pair.local))
-    found = make_plan(pair.local, pair.remote, rank)
-    for source in found.sources:
-        for number in range(len(pair.request.remote)):
-            strange = rng.choice([-1, 1 << 40])
-            remote = list(pair.request.remote)
-            remote[number] = Pages(
-                ids=np.full_like(remote[number].ids, strange),
-                first_index=remote[number].first_index,
-            )
-            request = replace(pair.request, remote=tuple(remote))
-            refusal = refused(PageError, build_copies, source, request)
-            wanted = _reads(pair, found, source.remote, number)
-            assert wanted == (refusal is not None)
-            assert refusal is None or f"{strange}; ids lie in 1 to" in refusal
-
-
-def _reads(pair: EnginePair, found: Plan, remote: int, group: int) -> bool:
-    """Return whether a rank reads something of a remote group from a remote rank."""
-    [source] = [source for source in found.sources if source.remote == remote]
-    return any(
-        match.remote_group == group and match.local_group == near
-        for match in source.matches
-        for near, wanted in enumerate(pair.request.ranges)
-        if wanted is not None and len(build_copies(source, _only(pair.request, near)))
-    )
-
-
-def _only(request: ReadRequest, group: int) -> ReadRequest:
-    ranges = (one if i == group else None for i, one in enumerate(request.ranges))
-    return replace(request, ranges=tuple(ranges))
 
 
 # The number of copies.
@@ -436,11 +310,8 @@ def labels(layout: Layout) -> list[Labels]:
 CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {
     "every byte is right": _right,
     "producers are notified": lambda pair, _: check_producers_are_told(pair),
-    "replicated ranks are read evenly": lambda pair, _: check_replicas_share(pair),
     "a missing rank": check_missing_rank,
-    "changed fields are refused": check_misfits,
     "damaged page lists": check_damaged_lists,
-    "page ids out of range": check_strange_ids,
     "equal layouts need the fewest copies": check_equal_layouts_move_whole,
     "copies named by pages are the same": lambda pair, _: check_pages_name_the_same(pair),
     "batches are the whole": check_batches_are_the_whole,

@@ -1,44 +1,23 @@
-"""Write the tables of ``docs/coverage.md``: which caches of vLLM are described, opaque or refused.
+"""Write the tables of caches in ``docs/coverage.md``: which are described, opaque or refused.
 
 ``python -m tests.vllm.caches.coverage_page`` makes them from those that an engine uses and from the
-source of the installed vLLM. The text between them is written by hand.
+source of the installed vLLM. The text and the table of architectures are written by hand.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS, unknown
 from kvferry.integrations.vllm.caches.cache_specs import SPECS
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
-from tests.vllm.caches import architectures, census
+from tests.vllm.caches import census
 
 PAGE = Path(__file__).parents[3] / "docs" / "coverage.md"
 COMMAND = "python -m tests.vllm.caches.coverage_page"
-
-VERDICTS = (
-    "served, on engines",
-    "served, by geometry",
-    "served, by kind",
-    "moved whole",
-    "draft",
-    "refused",
-)
-"""The verdicts on architectures, in the order in which they are counted."""
-
-
-def written(found: Sequence[architectures.Architecture]) -> str:
-    """The page as it should be, with these architectures."""
-    page = with_caches(PAGE.read_text(encoding="utf-8"))
-    total = f"All {len(found)} that vLLM {_version()} registers"
-    page = re.sub(r"All \d+ that vLLM \S+ registers", total, page)
-    page = with_table(page, ("verdict", "architectures"), _counts(found))
-    return with_table(
-        page, ("verdict", "caches", "how or why", "architectures"), _architectures(found)
-    )
 
 
 def with_caches(page: str) -> str:
@@ -94,17 +73,6 @@ def _states() -> Iterator[Sequence[str]]:
     )
 
 
-def _counts(found: Sequence[architectures.Architecture]) -> Iterator[Sequence[str]]:
-    counted = Counter(each.verdict[0] for each in found)
-    for verdict, count in sorted(counted.items(), key=lambda item: VERDICTS.index(item[0])):
-        yield verdict, str(count)
-
-
-def _architectures(found: Sequence[architectures.Architecture]) -> Iterator[Sequence[str]]:
-    about = [(each.name, (each.verdict[0], each.caches, each.verdict[1])) for each in found]
-    return _grouped(sorted(about, key=lambda item: (VERDICTS.index(item[1][0]), item[1])))
-
-
 def _grouped(about: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[Sequence[str]]:
     """Yield a row for all names of which the same is said: that, and the names."""
     alike = defaultdict(list)
@@ -115,4 +83,4 @@ def _grouped(about: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[Sequence[
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(architectures.architectures()), encoding="utf-8")
+    PAGE.write_text(with_caches(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind
-from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
+from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
+from kvferry.core.planner.plan import make_plan
+from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm.caches.attention_pages import NEWER_PACKINGS, PACKINGS, unknown
 from kvferry.integrations.vllm.caches.pages import ShardPosition
 from tests.vllm.caches import census, views
 from tests.vllm.caches.layers import ORDERS, TWO, full, mla, planes, uniform
@@ -29,6 +33,7 @@ def orders_of(backend: str) -> tuple[str, ...]:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vLLM ran on an NVIDIA GPU, for what holds only there."""
+    Rank([group(TWO, full())], backends="FLASH_ATTN")  # vLLM chooses imports by the platform
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
@@ -49,149 +54,230 @@ def test_every_order_that_vllm_offers(backend: str, spec: Any, reading: Reading)
         assert rank.layout.groups[0].kind is GroupKind.PAGED
 
 
-UNCUT, BY_HEAD = ("LBHNC", "LBNHC", "BLHNC", "BLNHC"), ("LBHNC", "LHBNC")
-FP8, NVFP4 = {"quant": "FP8_PER_TENSOR"}, {"quant": "NVFP4"}
+def interleaved_by_triton(cache: Any, spec: Any) -> dict[str, Any]:
+    """``tgt_idx_k`` and ``tgt_idx_v`` of ``reshape_and_cache_kernel_flash`` in vLLM 0.33's
+    ``ops/triton_reshape_and_cache_flash.py``, in elements from the beginning of a block's K or V.
+    """
+    import torch
 
-
-@pytest.mark.parametrize(
-    ("backend", "spec", "reading", "orders"),
-    [
-        (
-            "FLASH_ATTN",
-            (full, {"page_size_padded": 3 * 32 * 128 * 2 + 4096}),
-            views.split_cells,
-            UNCUT,
-        ),
-        (
-            "FLASH_ATTN_DIFFKV",
-            (full, {"head_size": 192, "head_size_v": 128}),
-            views.split_cells,
-            ORDERS,
-        ),
-        # ``_gqa_sparse_fwd_kernel`` of ``minimax_m3/common/ops/sparse_attn.py`` finds K by the
-        # strides of (block, head, position, element), and V ``head_dim`` elements further on.
-        ("MINIMAX_M3_SPARSE", (full, {"head_size": 128}), views.split_cells, ORDERS),
-        ("ROCM_ATTN", (planes, {}), views.paged_attention, BY_HEAD),
-        ("ROCM_ATTN", (planes, {"dtype": "float32"}), views.paged_attention, BY_HEAD),
-        ("ROCM_ATTN", (planes, {"dtype": "uint8"}), views.paged_attention, BY_HEAD),
-        ("FLASH_ATTN", (planes, {"block_size": 16}), views.shuffled, BY_HEAD),
-        ("FLASH_ATTN", (planes, {"block_size": 32}), views.shuffled, BY_HEAD),
-        ("CPU_ATTN/vec", (full, {"dtype": "float32"}), views.columns, ["LBHNC"]),
-        ("CPU_ATTN/vec", (full, {}), views.columns, ["LBHNC"]),
-        ("CPU_ATTN/vec16", (full, {"dtype": "float32"}), views.columns, ["LBHNC"]),
-        ("CPU_ATTN/vec16", (full, {}), views.columns, ["LBHNC"]),
-        ("CPU_ATTN/amx", (full, {"block_size": 32}), views.amx, ["LBHNC"]),
-        ("CPU_ATTN/amx", (full, {"block_size": 96}), views.amx, ["LBHNC"]),
-        ("CPU_ATTN/amx", (full, {"block_size": 32, **FP8}), views.amx, ["LBHNC"]),
-        ("CPU_ATTN/amx", (full, {"block_size": 96, **FP8}), views.amx, ["LBHNC"]),
-        # Rows with scales inside.
-        ("FLASHMLA_SPARSE", (mla, {**FP8, "state_content_bytes": 656}), views.one_row, ORDERS),
-        (
-            "FLASHMLA_SPARSE",
-            (mla, {"quant": "NVFP4_DS_MLA", "state_content_bytes": 352}),
-            views.one_row,
-            ORDERS,
-        ),
-    ],
-)
-def test_expressions_of_backends(
-    backend: str, spec: tuple[Any, dict[str, Any]], reading: Reading, orders: Sequence[str]
-) -> None:
-    make, options = spec
-    for order in orders:
-        rank = Rank([group(TWO, make(**options))], order, backends=backend)
-        assert rank.wrong(reading) == [], order
-
-
-@pytest.mark.parametrize("mode", ["FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_quantized_halves(order: str, mode: str) -> None:
-    """Per-token-head scales stand behind the values of each half, and move with them."""
-    scales: dict[str, Any] = {}
-    if mode.endswith("TOKEN_HEAD"):
-        scales["state_content_bytes"] = 2 * (64 + 4)
-    rank = Rank([group(TWO, full(quant=mode, **scales))], order, backends="TRITON_ATTN")
-    assert rank.wrong(views.split_cells) == []
-    assert {f.dtype for f in rank.layout.fields} == {"uint8"}
-
-
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-def test_indexer_with_scales_behind(order: str) -> None:
-    """Beside a latent in one group, of unlike page sizes."""
-    names = ("model.layers.0.self_attn.attn", "model.layers.0.self_attn.indexer.k_cache")
-    specs = dict(zip(names, (mla(), mla(head_size=132, dtype="uint8")), strict=True))
-    backends = dict(zip(names, ("FLASHMLA_SPARSE", "DEEPSEEK_V32_INDEXER"), strict=True))
-    readings = dict(zip(names, (views.one_row, views.values_then_scales(128)), strict=True))
-    rank = Rank([group(names, uniform(specs))], order, backends=backends)
-    assert rank.wrong(readings) == []
-
-
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize(
-    ("backend", "content", "value"),
-    [
-        ("FLASHMLA_SPARSE_DSV4", 584, 576),
-        ("DEEPSEEK_SPARSE_SWA", 584, 576),
-        ("DEEPSEEK_SPARSE_SWA", 528, 512),
-        ("DEEPSEEK_V4_INDEXER", 132, 128),
-        ("DEEPSEEK_V4_INDEXER", 68, 64),
-    ],
-)
-@pytest.mark.parametrize("order", ["BLHNC", "BLNHC"])
-def test_compressed_entries(order: str, backend: str, content: int, value: int) -> None:
-    """Several tokens per entry, scales behind all values, and pages padded to an alignment."""
-    spec = mla(
-        block_size=256,
-        tokens_per_state=4,
-        alignment=576,
-        quant="FP8_PER_TENSOR",
-        state_content_bytes=content,
+    blocks, _, tokens, content = cache.shape
+    heads, size, pack = spec.num_kv_heads, spec.head_size, 16 // spec.dtype.itemsize
+    token, head, dim = torch.meshgrid(
+        torch.arange(tokens), torch.arange(heads), torch.arange(size), indexing="ij"
     )
-    rank = Rank([group(TWO, spec)], order, backends=backend)
-    assert rank.wrong(views.values_then_scales(value)) == []
-    assert {f.tokens_per_state for f in rank.layout.fields} == {4}
-    assert spec.page_size_bytes > spec.unpadded_page_size_bytes
+    of_head = head * size * tokens
+    key = of_head + dim // pack * (tokens * pack) + token * pack + dim % pack
+    value = of_head + token // pack * (size * pack) + dim * pack + token % pack
+    planes_of = cache.reshape(blocks, 2, tokens * content)
+    return {"k": planes_of[:, 0][:, key], "v": planes_of[:, 1][:, value]}
+
+
+def record(cache: Any, spec: Any) -> dict[str, Any]:
+    """The head of csrc/fused_deepseek_v4_qnorm_rope_kv_insert_kernel.cu, V4.1."""
+    rows = cache.transpose(1, 2)
+    return {"latent": rows[..., :512], "scale": rows[..., 512:]}
+
+
+class Page(NamedTuple):
+    """A backend, a spec of a layer, and how the backend reads that layer's pages."""
+
+    backend: str
+    make: Any  # the spec, with these options
+    options: dict[str, Any]
+    reading: Reading
+    orders: Sequence[str]
+    kernels: list[int] | None = None  # tokens of a kernel's block
+
+
+UNCUT, BY_HEAD, FIRST = ("LBHNC", "LBNHC", "BLHNC", "BLNHC"), ("LBHNC", "LHBNC"), ("LBHNC",)
+WHOLE = "BLHNC", "BLNHC"
+FP8, NVFP4 = {"quant": "FP8_PER_TENSOR"}, {"quant": "NVFP4"}
+SPARSE = {"state_content_bytes": 656, **FP8}
+SCALED = {"state_content_bytes": 2 * (64 + 4)}
+"""Per-token-head scales stand behind the values of each half, and move with them."""
+CUT = {"block_size": 128}
+PAGES = [
+    Page("FLASH_ATTN", full, {"page_size_padded": 28672}, views.split_cells, UNCUT),
+    Page(
+        "FLASH_ATTN_DIFFKV", full, {"head_size": 192, "head_size_v": 128}, views.split_cells, ORDERS
+    ),
+    # ``_gqa_sparse_fwd_kernel`` of ``minimax_m3/common/ops/sparse_attn.py`` finds K by the
+    # strides of (block, head, position, element), and V ``head_dim`` elements further on.
+    Page("MINIMAX_M3_SPARSE", full, {"head_size": 128}, views.split_cells, ORDERS),
+    *(
+        Page("TRITON_ATTN", full, {"quant": mode, **more}, views.split_cells, ORDERS)
+        for mode, more in [
+            ("FP8_PER_TENSOR", {}),
+            ("INT8_PER_TOKEN_HEAD", SCALED),
+            ("FP8_PER_TOKEN_HEAD", SCALED),
+        ]
+    ),
+    *(
+        Page(backend, planes, {"dtype": dtype}, reading, BY_HEAD)
+        for backend, reading in [
+            ("ROCM_ATTN", views.paged_attention),
+            ("ROCM_ATTN/interleaved V", interleaved_by_triton),
+        ]
+        for dtype in ("bfloat16", "float32", "uint8")
+    ),
+    *(
+        Page("FLASH_ATTN", planes, {"block_size": size}, views.shuffled, BY_HEAD)
+        for size in (16, 32)
+    ),
+    *(
+        Page(f"CPU_ATTN/{kernel}", full, {"dtype": dtype}, views.columns, FIRST)
+        for kernel in ("vec", "vec16")
+        for dtype in ("float32", "bfloat16")
+    ),
+    *(
+        Page("CPU_ATTN/amx", full, {"block_size": size, **more}, views.amx, FIRST)
+        for size in (32, 96)
+        for more in ({}, FP8)
+    ),
+    # Rows with scales inside.
+    Page("FLASHMLA_SPARSE", mla, SPARSE, views.one_row, ORDERS),
+    Page(
+        "FLASHMLA_SPARSE",
+        mla,
+        {"quant": "NVFP4_DS_MLA", "state_content_bytes": 352},
+        views.one_row,
+        ORDERS,
+    ),
+    # A page is the scheduler's block, of which the kernels make four.
+    *(
+        Page(backend, make, CUT, reading, orders, [32])
+        for backend, make, reading, orders in [
+            ("FLASHINFER", full, views.split_cells, ("LBHNC", "LBNHC")),
+            ("CPU_ATTN/vec", full, views.columns, FIRST),
+            ("FLASHMLA", mla, views.one_row, ("LBHNC", "LBNHC")),
+            ("B12X", planes, views.unbound, FIRST),
+            ("ROCM_ATTN", planes, views.paged_attention, FIRST),
+            ("FLASH_ATTN", planes, views.shuffled, FIRST),
+        ]
+    ),
+    # Of vLLM 0.33, by its source.
+    Page("FLASH_ATTN_MLA_SPARSE_FA4", mla, {}, views.one_row, ORDERS),
+    Page("STEP5_DSA", full, {}, views.split_cells, ORDERS),
+]
+
+
+def compressed(content: int, **more: Any) -> dict[str, Any]:
+    """Several tokens per entry, and pages padded to an alignment."""
+    shape = {"block_size": 256, "tokens_per_state": 4, "alignment": 576}
+    return {**shape, **FP8, "state_content_bytes": content, **more}
+
+
+def sliding(alignment: int | None, content: int = 528) -> dict[str, Any]:
+    """A cache of the sliding window of DeepSeek V4 or V4.1."""
+    strides = {"alignment": 512, "block_stride_alignment": alignment}
+    return {**FP8, **strides, "state_content_bytes": content}
+
+
+CUDA_PAGES = [
+    # Scales behind all values.
+    *(
+        Page(backend, mla, compressed(content), views.values_then_scales(value), WHOLE)
+        for backend, content, value in [
+            ("FLASHMLA_SPARSE_DSV4", 584, 576),
+            ("DEEPSEEK_SPARSE_SWA", 584, 576),
+            ("DEEPSEEK_SPARSE_SWA", 528, 512),
+            ("DEEPSEEK_V4_INDEXER", 132, 128),
+            ("DEEPSEEK_V4_INDEXER", 68, 64),
+        ]
+    ),
+    Page(
+        "FLASHINFER_MLA_SPARSE_DSV4",
+        mla,
+        {"block_size": 256, "tokens_per_state": 4, "head_size": 512},
+        views.one_row,
+        WHOLE[:1],
+    ),
+    # Rows of DeepSeek V4.1 are records in vLLM 0.33; others have their scales behind all values.
+    *(
+        Page("DEEPSEEK_SPARSE_SWA", mla, sliding(alignment), record, WHOLE)
+        for alignment in (528, 6 * 528)
+    ),
+    *(
+        Page(
+            "DEEPSEEK_SPARSE_SWA",
+            mla,
+            sliding(alignment, content),
+            views.values_then_scales(value),
+            WHOLE[:1],
+        )
+        for alignment, content, value in [(None, 528, 512), (512, 528, 512), (584, 584, 576)]
+    ),
+]
+
+
+def name_of(page: Page) -> str:
+    return " ".join(map(str, (page.backend, *page.options.values(), *(page.kernels or ()))))
+
+
+def check(page: Page) -> None:
+    for order in page.orders:
+        spec = page.make(**page.options)
+        rank = Rank([group(TWO, spec)], order, backends=page.backend, kernels=page.kernels)
+        assert rank.wrong(page.reading) == [], order
+        assert {f.tokens_per_state for f in rank.layout.fields} == {spec.tokens_per_state}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_expressions_of_backends(page: Page) -> None:
+    check(page)
 
 
 @pytest.mark.usefixtures("cuda")
-def test_plain_rows_of_compressed_entries() -> None:
-    spec = mla(block_size=256, tokens_per_state=4, head_size=512)
-    rank = Rank([group(TWO, spec)], "BLHNC", backends="FLASHINFER_MLA_SPARSE_DSV4")
-    assert rank.wrong(views.one_row) == []
+@pytest.mark.parametrize("page", CUDA_PAGES, ids=name_of)
+def test_expressions_of_backends_on_cuda(page: Page) -> None:
+    check(page)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_copies_between_equal_engines(order: str) -> None:
+    """Pages that are in one piece cost one copy; heads that are apart cost one each."""
+    local, remote = (Rank([group(TWO, full())], order, backends="FLASH_ATTN") for _ in range(2))
+    [source] = make_plan([local.layout], [remote.layout], 0).sources
+    lists = [(Pages(ids=np.array([page])),) for page in (1, 2)]
+    request = ReadRequest(ranges=((0, 32),), local=lists[0], remote=lists[1])
+    pieces = {"LHBNC": 6, "BLHNC": 1, "BLNHC": 1, "BHLNC": 1}.get(order, 2)
+    assert len(build_copies(source, request)) == pieces
+
+
+INDEXED = "model.layers.0.self_attn.attn", "model.layers.0.self_attn.indexer.k_cache"
+
+
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
-    ("order", "backend", "spec", "reading"),
+    ("specs", "backends", "readings"),
     [
-        ("LBHNC", "FLASHINFER", full, views.split_cells),
-        ("LBNHC", "FLASHINFER", full, views.split_cells),
-        ("LBHNC", "CPU_ATTN/vec", full, views.columns),
-        ("LBHNC", "FLASHMLA", mla, views.one_row),
-        ("LBNHC", "FLASHMLA", mla, views.one_row),
-        ("LBHNC", "B12X", planes, views.unbound),
-        ("LBHNC", "ROCM_ATTN", planes, views.paged_attention),
-        ("LBHNC", "FLASH_ATTN", planes, views.shuffled),
+        (
+            {"a": full, "b": {"num_kv_heads": 1, "head_size": 128}, "c": {"head_size": 32}},
+            dict.fromkeys("abc", "FLASH_ATTN"),
+            dict.fromkeys("abc", views.split_cells),
+        ),
+        # A latent of a drafter.
+        (
+            {"a": full, "b": full, "draft": mla},
+            {"a": "FLASH_ATTN", "b": "FLASH_ATTN", "draft": "FLASHMLA"},
+            {"a": views.split_cells, "b": views.split_cells, "draft": views.one_row},
+        ),
+        # An indexer with scales behind.
+        (
+            dict.fromkeys(INDEXED, mla) | {INDEXED[1]: {"head_size": 132, "dtype": "uint8"}},
+            dict(zip(INDEXED, ("FLASHMLA_SPARSE", "DEEPSEEK_V32_INDEXER"), strict=True)),
+            dict(zip(INDEXED, (views.one_row, views.values_then_scales(128)), strict=True)),
+        ),
     ],
+    ids=["heads", "draft", "indexer"],
 )
-def test_kernel_blocks(order: str, backend: str, spec: Any, reading: Reading) -> None:
-    """A page is the scheduler's block, of which the kernels make four."""
-    rank = Rank([group(TWO, spec(block_size=128))], order, backends=backend, kernels=[32])
-    assert rank.caches[TWO[0]].shape[0] == 4 * rank.config.num_blocks
-    assert rank.wrong(reading) == []
-
-
-def test_layers_of_unlike_sizes_in_one_group() -> None:
-    """Also a latent of a drafter."""
-    specs = {"a": full(), "b": full(num_kv_heads=1, head_size=128), "c": full(head_size=32)}
-    readings, backends = dict.fromkeys(specs, views.split_cells), dict.fromkeys(specs, "FLASH_ATTN")
+def test_layers_of_unlike_sizes_in_one_group(
+    specs: dict[str, Any], backends: dict[str, str], readings: Mapping[str, Reading]
+) -> None:
+    make = mla if specs.get(INDEXED[0]) is mla else full
+    made = {n: each() if callable(each) else make(**each) for n, each in specs.items()}
     for order in UNCUT:
-        rank = Rank([group(specs, uniform(specs))], order, backends=backends)
-        assert rank.wrong(readings) == [], order
-    specs = {"a": full(), "b": full(), "draft": mla()}
-    readings, backends = readings | {"draft": views.one_row}, backends | {"draft": "FLASHMLA"}
-    for order in UNCUT:
-        rank = Rank([group(specs, uniform(specs))], order, backends=backends)
+        rank = Rank([group(made, uniform(made))], order, backends=backends)
         assert rank.wrong(readings) == [], order
 
 
@@ -218,12 +304,6 @@ def test_cross_layer_sharing_is_described_once() -> None:
     assert rank.wrong(views.split_cells) == []
 
 
-def test_groups_that_are_not_transferred_are_left_out() -> None:
-    groups = [group(["a"], full(), enable_kv_transfer=False), group(["b"], full())]
-    rank = Rank(groups, backends="FLASH_ATTN")
-    assert [(f.key, f.group) for f in rank.layout.fields] == [("b/k", 0), ("b/v", 0)]
-
-
 @pytest.mark.parametrize(
     ("position", "heads", "expected"),
     [
@@ -236,6 +316,9 @@ def test_heads_of_this_rank(position: ShardPosition, heads: int, expected: tuple
     assert {f.shard_range for f in rank.layout.fields} == {expected}
     latent = Rank([group(TWO, mla())], backends="FLASHMLA", position=position)
     assert {f.shard_range for f in latent.layout.fields} == {(0, 1)}
+
+
+NOT_READ = [name for name, each in NEWER_PACKINGS.items() if each.fields is unknown]
 
 
 @pytest.mark.parametrize(
@@ -254,17 +337,21 @@ def test_heads_of_this_rank(position: ShardPosition, heads: int, expected: tuple
         ("ROCM_ATTN", full, {}),
         ("ROCM_ATTN", planes, {"head_size": 36, "state_content_bytes": 3 * 36 * 2}),
         ("TRITON_MLA", full, {}),
+        # As on processors that are not NVIDIA's.
         ("DEEPSEEK_V32_INDEXER", mla, {"head_size": 132, "dtype": "uint8"}),
         ("FLASHMLA_SPARSE_DSV4", mla, {}),
+        ("DEEPSEEK_SPARSE_SWA", mla, sliding(528)),
         ("MINIMAX_M3_SPARSE", planes, {}),  # where AITER runs; the planes' inside was not read
+        *((name, full, {}) for name in NOT_READ),
     ],
 )
 def test_what_is_not_certain_is_opaque(backend: str, make: Any, options: dict[str, Any]) -> None:
     spec = make(**options)
-    rank = Rank([group(TWO, spec)], backends=backend)
+    rank = Rank([group(TWO, spec)], "BLHNC", backends=backend)
     assert rank.layout.groups[0].kind is GroupKind.OPAQUE
     assert [f.key for f in rank.layout.fields] == [f"{name}/page" for name in TWO]
     assert {f.unit for f in rank.layout.fields} == {spec.page_size_bytes}
+    assert all(f.packing.startswith(f"{backend} ") for f in rank.layout.fields)
 
 
 def test_one_opaque_layer_makes_its_group_opaque() -> None:
@@ -281,17 +368,42 @@ def test_scales_behind_blocks_that_kernels_may_split_are_opaque() -> None:
     assert rank.layout.groups[0].kind is GroupKind.OPAQUE
 
 
-def test_opaque_pages_of_unlike_orders_do_not_match() -> None:
-    """Or of unlike processors or vLLMs: what is not known may depend on all of them."""
-    packings = {
-        order: Rank([group(TWO, full())], order, backends="X").layout.fields[0].packing
-        for order in ("LBHNC", "LBNHC")
-    }
-    assert packings["LBHNC"] == "X bfloat16 1x3x32x128/8192x256x2 cpu"
-    assert packings["LBNHC"] == "X bfloat16 1x3x32x128/256x768x2 cpu"
+def test_opaque_pages_of_unlike_orders_or_releases_do_not_match(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or of unlike processors: what is not known may depend on all of them."""
+
+    def packing(order: str) -> str:
+        return Rank([group(TWO, full())], order, backends="X").layout.fields[0].packing
+
+    assert packing("LBHNC") == "X bfloat16 1x3x32x128/8192x256x2 cpu"
+    assert packing("LBNHC") == "X bfloat16 1x3x32x128/256x768x2 cpu"
+    monkeypatch.setattr(versions, "vllm_version", lambda: "0.33.0")
+    assert packing("LBNHC") == "X bfloat16 1x3x32x128/256x768x2 cpu vLLM 0.33"
 
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
 def test_opaque_pages_in_several_pieces_are_refused(order: str) -> None:
     with pytest.raises(LayoutError, match=r"not described.*VLLM_KV_CACHE_LAYOUT"):
         Rank([group(TWO, full())], order, backends="X")
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("packed", "size", "encoding"),
+    [(True, 132, "scale in 4 bytes of UE8M0"), (False, 132, ""), (True, 68, ""), (None, 132, "")],
+)
+def test_the_format_of_an_indexer_s_scale_is_named(
+    packed: bool | None, size: int, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with one float32 per row and one with four bytes must not exchange rows."""
+    from vllm.utils import deep_gemm
+
+    monkeypatch.delattr(deep_gemm, "mqa_logits_use_mx_scales", raising=False)
+    if packed is not None:
+        monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: packed, raising=False)
+    spec = mla(head_size=size, dtype="uint8")
+    rank = Rank([group(TWO, spec)], "BLHNC", backends="DEEPSEEK_V32_INDEXER")
+    assert rank.wrong(views.values_then_scales({132: 128, 68: 64}[size])) == []
+    encodings = {f.key.rpartition("/")[2]: f.encoding for f in rank.layout.fields}
+    assert encodings == {"latent": "", "scale": encoding}

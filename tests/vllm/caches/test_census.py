@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from collections import Counter
 from enum import EnumMeta
 from fractions import Fraction
 from types import SimpleNamespace
@@ -143,9 +145,27 @@ def test_what_is_paged_is_taken(name: str) -> None:
 
 
 def test_the_page_names_all_caches() -> None:
-    """Its architectures are compared in ``tests/long/vllm``."""
     page = coverage_page.PAGE.read_text(encoding="utf-8")
     assert page == coverage_page.with_caches(page), f"run: {coverage_page.COMMAND}"
+
+
+def test_the_page_has_a_verdict_on_every_architecture() -> None:
+    """It is written by hand: by the caches that the layers of an architecture make."""
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    page = coverage_page.PAGE.read_text(encoding="utf-8")
+    head, _, table = page.partition("\n## Architectures\n")
+    rows = [line.split(" | ") for line in table.splitlines() if line.endswith("` |")]
+    verdicts = Counter({row[0].removeprefix("| "): 0 for row in rows})
+    named: list[str] = []
+    for verdict, *_, names in rows:
+        named += re.findall("`(.*?)`", names)
+        verdicts[verdict.removeprefix("| ")] += names.count("`") // 2
+    assert set(_VLLM_MODELS) - set(named) == set(), "add each to the table, with its verdict"
+    assert set(named) - set(_VLLM_MODELS) == set(), "vLLM has these no more"
+    assert len(named) == len(set(named))
+    assert f"All {len(named)} that vLLM" in table
+    assert all(f"| {verdict} | {count} |" in head for verdict, count in verdicts.items())
 
 
 def _refusals(*groups: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The layout that is made of vLLM's cache tensors says where vLLM's kernels put each byte."""
+"""vLLM's own kernels for CPUs put each byte where the layout says."""
 
 from __future__ import annotations
 
@@ -8,20 +8,13 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import LayoutError
-from kvferry.core.layout import GroupKind, axis
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share
+from tests.vllm.caches.layers import full
 from tests.vllm.caches.views import Rank, group, walk
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-]
 
-
-def wrong_fields(
-    dtype: str, block: int, head: int, cache_dtype: str = "auto", isa: str = ""
-) -> list[str]:
+def wrong_fields(dtype: str, block: int, head: int, cache_dtype: str, isa: str) -> list[str]:
     """Let vLLM's CPU kernel fill a cache, and compare each element with what the layout says.
 
     ``isa`` names the kernel; vLLM chooses unless it is given. Returns the fields whose elements
@@ -61,76 +54,41 @@ def wrong_fields(
     return wrong
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("block", "head"), [(32, 64), (64, 64), (32, 80), (96, 128), (48, 32)])
-def test_kernels_agree_with_the_layout(dtype: str, block: int, head: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "block", "head", "cache_dtype", "isa"),
+    [
+        *(
+            (dtype, block, head, "auto", "")
+            for dtype in ("float32", "bfloat16", "float16")
+            for block, head in [(32, 64), (64, 64), (32, 80), (96, 128), (48, 32)]
+        ),
+        ("bfloat16", 32, 64, "fp8_e4m3", ""),
+        ("bfloat16", 32, 64, "fp8_e5m2", ""),
+        # The kernel that fills AMX's tiles needs none itself.
+        *(
+            ("bfloat16", block, head, cache_dtype, "amx")
+            for block, head in [(32, 64), (96, 96)]
+            for cache_dtype in ("auto", "fp8_e4m3")
+        ),
+    ],
+)
+def test_kernels_agree_with_the_layout(
+    dtype: str, block: int, head: int, cache_dtype: str, isa: str
+) -> None:
     """vLLM's own kernel writes known keys and values; they are read back through the layout."""
-    assert wrong_fields(dtype, block, head) == []
-
-
-@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_quantizing_kernels_agree_with_the_layout(cache_dtype: str) -> None:
-    """Where this processor has them."""
     import torch
 
-    if not torch.cpu._is_avx512_supported():
-        pytest.skip("vLLM quantizes caches with AVX-512 only")
-    assert wrong_fields("bfloat16", 32, 64, cache_dtype) == []
+    if (isa or cache_dtype != "auto") and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM has these kernels in its build for AVX-512 only")
+    assert wrong_fields(dtype, block, head, cache_dtype, isa) == []
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
-@pytest.mark.parametrize(("block", "head"), [(32, 64), (96, 96)])
-def test_amx_kernels_agree_with_the_layout(block: int, head: int, cache_dtype: str) -> None:
-    """The kernel that fills tiles needs no tiles itself, only AVX-512."""
-    import torch
-
-    if not torch.cpu._is_avx512_supported():
-        pytest.skip("vLLM's AMX kernels are in its build for AVX-512 only")
-    arguments = "bfloat16", block, head, cache_dtype, "amx"
-    assert wrong_fields(*arguments) == []
-
-
-def _spec(**changes: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    given = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-    return FullAttentionSpec(**(given | changes))
-
-
-def test_layers_of_one_buffer() -> None:
-    names = ["model.layers.0.attn", "model.layers.1.attn"]
-    position = ShardPosition(tp=1, tp_size=2)
-    rank = Rank(
-        [group(names, _spec())], backends="CPU_ATTN/vec", heads=4, position=position, blocks=9
-    )
-    layout = rank.layout
-    assert len(layout.regions) == 1
-    [made] = layout.groups
-    assert (made.kind, made.block_tokens) == (GroupKind.PAGED, 32)
-    key, value, *_ = layout.fields
-    assert [f.key for f in layout.fields] == [f"{name}/{part}" for name in names for part in "kv"]
-    assert (key.pages, key.page_stride, key.shard_range) == (9, 16384, (2, 4))
-    assert (key.unit, key.tokens, key.inner) == (4, axis((32, 4)), (axis((32, 128)),))
-    assert (value.offset, value.unit, value.tokens) == (4096, 128, axis((32, 128)))
-    assert layout.fields[2].offset == 9 * 16384
-
-
-def test_kernel_blocks_are_a_digit_of_the_token_axis() -> None:
-    groups = [group(["a"], _spec(block_size=96))]
-    rank = Rank(groups, backends="FLASH_ATTN", kernels=[32], blocks=9)
-    assert {f.pages for f in rank.layout.fields} == {9}
-    assert rank.layout.groups[0].block_tokens == 96
-    assert {f.tokens for f in rank.layout.fields} == {axis((3, 16384), (32, 256))}
-
-
-def _described(shape: tuple[int, ...], spec: Any = None) -> None:
+def _described(shape: tuple[int, ...]) -> None:
     """Nine blocks of a tensor of this shape."""
     import torch
 
-    config: Any = SimpleNamespace(
-        num_blocks=9, transfer_groups=[group(["a"], spec or _spec(head_size=16))]
-    )
+    spec = full(num_kv_heads=2, head_size=16, dtype="float32")
+    config: Any = SimpleNamespace(num_blocks=9, transfer_groups=[group(["a"], spec)])
     facts = {"a": LayerFacts(backend="FLASH_ATTN", heads=2)}
     describe({"a": torch.zeros(shape)}, config, facts=facts)
 
@@ -152,7 +110,7 @@ def test_other_shape_is_refused(shape: tuple[int, ...], reason: str) -> None:
 
 
 def test_missing_layer_is_named() -> None:
-    config: Any = SimpleNamespace(num_blocks=9, transfer_groups=[group(["b"], _spec())])
+    config: Any = SimpleNamespace(num_blocks=9, transfer_groups=[group(["b"], full())])
     with pytest.raises(LayoutError, match="'b'"):
         describe({}, config, facts={})
 

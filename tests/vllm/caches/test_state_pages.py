@@ -155,6 +155,19 @@ def test_a_state_that_every_rank_holds() -> None:
     assert local[0].pages[OURS].equal(local[0].pages[2])
 
 
+@pytest.mark.parametrize(("dtype", "like_gpus"), [("float16", True), ("bfloat16", False)])
+def test_gated_delta_nets_in_float16_are_stored_as_on_gpus(dtype: str, like_gpus: bool) -> None:
+    """On CPUs, too, in vLLM 0.33: ``cpu_gdn_attention_core`` in ``ops/cpu/gdn_attention.py``."""
+    import torch
+
+    rank = Rank(Model(kind="delta"), Setup(), 0, 0)
+    types = (getattr(torch, dtype), *rank.spec.dtypes[1:])
+    rank.spec = replace(rank.spec, dtypes=types)
+    here, there = (rank.layout(backend=name).fields for name in ("GDN_ATTN/cpu", "GDN_ATTN"))
+    assert [field.key for field in here] == [field.key for field in there]
+    assert (here == there) == like_gpus
+
+
 def _layouts(setup: Setup, **facts: Any) -> list[Layout]:
     return [rank.layout(**facts) for rank in _engine(Model(kind="mamba2", groups=2), setup, 0)]
 

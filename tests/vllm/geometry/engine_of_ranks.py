@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -18,10 +17,9 @@ from unittest import mock
 import numpy as np
 
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
-from kvferry.core.layout import HOLE, Layout
+from kvferry.core.layout import Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
-from kvferry.core.local_engine import LocalEngine
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
@@ -30,8 +28,7 @@ from kvferry.integrations.vllm.device import storage_of, work_marker
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.rank_position import RankPosition, current_rank_position
 from kvferry.integrations.vllm.staging import StagedCache
-from tests.vllm.geometry.model import Bytes, Layer, Part, Setting, stage
-from tests.vllm.geometry.rank import Extent, Rank
+from tests.vllm.geometry.model import Bytes, Layer, Part, Setting, Steps, stage
 
 if TYPE_CHECKING:
     from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
@@ -62,7 +59,7 @@ class Shape:
     channels_first: bool = False
     untransferred: tuple[str, ...] = ()  # layers whose group is not transferred
     shares: tuple[tuple[str, str], ...] = ()  # layers that use another's cache, and whose
-    blocks: int = 48
+    blocks: int = 96
     host_pages: int = 0  # of a rank, the hole included; 0 where nothing is staged
     device: str = "cpu"  # in whose memory the caches are
     caches: bool = True  # prefixes, if its states allow it
@@ -80,66 +77,83 @@ class Shape:
         )
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """The caches of a vLLM group on one rank: its tensors, and which tokens they are of."""
+
+    parts: tuple[Part, ...]
+    size: int = 1  # of context parallelism
+    turn: int = 0  # this rank's
+    interleave: int = 1
+
+    def steps(self, part: Part, positions: Steps) -> Steps:
+        """(positions, entries): which entries of a request pages at these positions hold."""
+        entries = part.places.shape[1]
+        local = np.add.outer(positions * entries, np.arange(entries)) * part.per_entry
+        rounds, within = np.divmod(local, self.interleave)
+        token = (rounds * self.size + self.turn) * self.interleave + within
+        found: Steps = token // part.per_entry
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One worker process's caches, and its half of the connector."""
+
+    position: RankPosition
+    memory: Any  # every byte of its caches
+    extents: tuple[Extent, ...]  # by vLLM's groups
+    worker: FerryWorker | UnreadRankWorker
+    endpoint: Endpoint | None  # None where another rank publishes the same caches
+
+    @property
+    def holds(self) -> bool:
+        """Whether its slot table has a word of a hold."""
+        if self.endpoint is None:
+            return False
+        slots = self.endpoint.payload.slots
+        return any(ctypes.string_at(slots.address, slots.nbytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     name: str
     shape: Shape
-    layers: tuple[Layer, ...]
     config: Any  # what its scheduler is told about the caches
     groups: tuple[CacheGroup, ...]  # those that are transferred
-    ranks: list[Rank]
-    local: LocalEngine  # of the endpoints; its orders go through the workers
-    busy: set[int] = field(default_factory=set)  # pages that requests have
-    numbers: Iterator[int] = field(default_factory=itertools.count)  # of its requests
-
-    @property
-    def workers(self) -> list[Rank]:
-        """The ranks that publish their caches."""
-        return [rank for rank in self.ranks if rank.endpoint is not None]
-
-    def hear(self, **said: Any) -> None:
-        """One engine step: every rank hears the same; see ``metadata.StepMetadata``."""
-        for rank in self.ranks:
-            rank.hear(**said)
-
-    def take(self, count: int, rng: np.random.Generator) -> list[int]:
-        """Pages that no request has, in any order."""
-        free = sorted(set(range(1, self.shape.blocks)) - self.busy)
-        taken: list[int] = rng.permutation(free)[:count].tolist()
-        self.busy.update(taken)
-        return taken
-
-    def free(self, pages: Sequence[int]) -> None:
-        """Give pages back."""
-        self.busy.difference_update(page for page in pages if page != HOLE)
+    ranks: tuple[Rank, ...]
 
 
 @contextlib.contextmanager
-def engine(name: str, layers: Sequence[Layer], shape: Shape = Shape()) -> Iterator[Engine]:
+def engine(name: str, layers: Sequence[Layer], shape: Shape) -> Iterator[Engine]:
     """An engine that runs until the block ends, its caches full of poison."""
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
     positions = list(_seats(shape))
     configs = _configs(layers, shape, positions)
+    scheduler = generate_scheduler_kv_cache_config(configs)
     incarnation = random_incarnation()
     with contextlib.ExitStack() as stack:
-        ranks = [
-            _rank(name, layers, shape, position, config, incarnation, stack)
-            for position, config in zip(positions, configs, strict=True)
-        ]
-        endpoints = [rank.endpoint for rank in ranks if rank.endpoint is not None]
-        endpoints.sort(key=lambda endpoint: endpoint.payload.rank)
-        local = stack.enter_context(LocalEngine(endpoints, options=OPTIONS))
-        scheduler = generate_scheduler_kv_cache_config(configs)
         yield Engine(
             name=name,
             shape=shape,
-            layers=tuple(layers),
             config=scheduler,
             groups=cache_groups(scheduler, shape.dcp),
-            ranks=ranks,
-            local=local,
+            ranks=tuple(
+                _rank(name, layers, shape, position, config, incarnation, stack)
+                for position, config in zip(positions, configs, strict=True)
+            ),
         )
+
+
+def layouts(layers: Sequence[Layer], shape: Shape) -> list[Layout]:
+    """What the ranks of an engine would publish."""
+    positions = list(_seats(shape))
+    configs = _configs(layers, shape, positions)
+    return [
+        _described(_allocate(config, shape), config, layers, shape.setting(position.shard))
+        for position, config in zip(positions, configs, strict=True)
+    ]
 
 
 def runs(layers: Sequence[Layer], shape: Shape) -> bool:
@@ -239,23 +253,23 @@ def _rank(
 
     caches = _allocate(config, shape)
     setting = shape.setting(position.shard)
-    facts = {layer.name: layer.facts(setting) for layer in layers}
     memory = _memory(caches)
     memory[:] = POISON
     worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
     endpoint = None
-    layout = describe(caches, config, facts=facts, position=position.shard)
+    layout = _described(caches, config, layers, setting)
     staged = _stage(caches, layout, shape) if shape.host_pages else None
     if not position.replica:
+        identity = Identity(
+            engine=name,
+            incarnation=incarnation,
+            rank=position.rank,
+            coordinates=position.coordinates,
+            agreement={"model": "model"},
+        )
         endpoint = stack.enter_context(
             Endpoint(
-                identity=Identity(
-                    engine=name,
-                    incarnation=incarnation,
-                    rank=position.rank,
-                    coordinates=position.coordinates,
-                    agreement={"model": "model"},
-                ),
+                identity=identity,
                 driver="loopback",
                 transport=LoopbackTransport(),
                 layout=layout if staged is None else staged.layout,
@@ -272,6 +286,13 @@ def _rank(
         worker=worker,
         endpoint=endpoint,
     )
+
+
+def _described(
+    caches: Mapping[str, Any], config: Any, layers: Sequence[Layer], setting: Setting
+) -> Layout:
+    facts = {layer.name: layer.facts(setting) for layer in layers}
+    return describe(caches, config, facts=facts, position=setting.position)
 
 
 def _stage(caches: Mapping[str, Any], cache: Layout, shape: Shape) -> StagedCache:

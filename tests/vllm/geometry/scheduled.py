@@ -8,10 +8,9 @@ that everything which kernels would read is what it must be, and writes what the
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,11 @@ import numpy as np
 
 from kvferry.core.layout import HOLE
 from kvferry.integrations.vllm.adapter_loads import LoadLog
-from tests.vllm.geometry.engine_of_ranks import LONGEST, Engine, Shape, engine
+from tests.vllm.geometry.engine_of_ranks import LONGEST, POISON, Engine, Extent, Rank, Shape, engine
 from tests.vllm.geometry.model import Bytes, Layer, Part, Steps
-from tests.vllm.geometry.rank import SECONDS, Extent, Rank
+
+SECONDS = 60.0
+"""Until something that must happen counts as not happening."""
 
 
 class Plain(SimpleNamespace):
@@ -59,13 +60,14 @@ class Server:
     engine: Engine
     scheduler: Any  # vLLM's
     hasher: Any  # gives requests the hashes of their blocks
+    aggregator: Any  # vLLM's, of what ranks report
     texts: dict[str, Text] = field(default_factory=dict)  # which one a request is the start of
     params: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # of ended requests
     computed: Counter[str] = field(default_factory=Counter)  # tokens, by request
     pulled: set[str] = field(default_factory=set)  # requests that had something loaded
     early: int = 0  # how many loads began before their ticket had come
     copied: int = 0  # how many pages of the prefix cache were copied before they were written
-    reported: Counter[tuple[str, str]] = field(default_factory=Counter)  # by all ranks together
+    reports: Counter[tuple[int, str, str]] = field(default_factory=Counter)  # of sends and loads
     adapters: LoadLog = field(default_factory=LoadLog)  # of the first rank
 
     def add(
@@ -81,7 +83,7 @@ class Server:
         from vllm.v1.request import Request
 
         text = Text(text) if isinstance(text, int) else text
-        name = f"{self.engine.name} {next(self.engine.numbers)}"
+        name = f"{self.engine.name} {len(self.texts)}"
         sampling = SamplingParams(max_tokens=most, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
         request = Request(
@@ -98,14 +100,11 @@ class Server:
 
     def run_dry(self) -> None:
         """Step until the scheduler has forgotten every request, and every page is free."""
-        deadline = time.monotonic() + SECONDS
-        while self.scheduler.requests or self.scheduler.connector.has_pending_push_work():
-            assert time.monotonic() < deadline, list(self.scheduler.requests)
-            self.step()
+        connector = self.scheduler.connector
+        wait(lambda: not (self.scheduler.requests or connector.has_pending_push_work()), self)
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.free_block_queue.num_free_blocks == pool.num_gpu_blocks - 1
-        assert all(rank.words == 0 for rank in self.engine.ranks)
-        assert set(self.reported.values()) <= {1}
+        assert not any(rank.holds for rank in self.engine.ranks)
 
     def step(self) -> None:
         self.finish(*self.begin())
@@ -121,14 +120,16 @@ class Server:
         for rank in self.engine.ranks:
             rank.worker.apply(out.kv_connector_metadata)
         self.adapters.ask(out.kv_connector_metadata.asks_adapters)
-        sampled = [self._compute(name, count) for name, count in out.num_scheduled_tokens.items()]
         names = list(out.num_scheduled_tokens)
         done = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            kv_connector_output=self._reports(idle=not names),
+            sampled_token_ids=[
+                self._compute(name, out.num_scheduled_tokens[name]) for name in names
+            ],
         )
+        reported = [self._reported(rank) for rank in self.engine.ranks]
+        done.kv_connector_output = self.aggregator.aggregate(reported).kv_connector_output
         return out, done
 
     def finish(self, out: Any, done: Any) -> None:
@@ -139,33 +140,26 @@ class Server:
                     assert str(each.finish_reason) in ("length", "stop"), each
                     self.params[each.request_id] = each.kv_transfer_params
 
-    def _reports(self, *, idle: bool) -> Any:
-        """What all ranks have reported, as ``KVOutputAggregator`` adds it up."""
-        from vllm.v1.outputs import KVConnectorOutput
+    def _reported(self, rank: Rank) -> Any:
+        """What a rank has to say after a step: of any request once that it is sent, or loaded."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvferry.integrations.vllm.metadata import RankReport
 
-        ranks = self.engine.ranks
-        for rank in ranks:
-            if idle and rank.endpoint is not None and rank.endpoint.pending:
-                rank.endpoint.wait(0.02)
-            rank.poll()
-            for kind, reports in (("sent", rank.sent), ("received", rank.received)):
-                assert all(count == 1 for count in Counter(reports).values()), (kind, reports)
-        sent = set(ranks[0].sent).intersection(*(rank.sent for rank in ranks))
-        sent -= {name for kind, name in self.reported if kind == "sent"}
-        received = set(ranks[0].received).intersection(*(rank.received for rank in ranks))
-        received -= {name for kind, name in self.reported if kind == "received"}
-        self.reported.update(("sent", name) for name in sent)
-        self.reported.update(("received", name) for name in received)
-        failed = {name for name in received if any(name in rank.failed for rank in ranks)}
-        said = [RankReport(adapters=self.adapters.take())]
-        said += filter(None, [rank.worker.take_report() for rank in ranks])
-        return KVConnectorOutput(
-            finished_sending=sent,
-            finished_recving=received,
-            failed_recving=failed,
-            kv_connector_worker_meta=functools.reduce(RankReport.aggregate, said),
+        found, report = rank.worker.results(), rank.worker.take_report()
+        for kind, names in (("sent", found.finished_sending), ("got", found.finished_recving)):
+            self.reports.update((id(rank), kind, name) for name in names)
+        assert set(self.reports.values()) <= {1}
+        if rank is self.engine.ranks[0]:
+            adapters = RankReport(adapters=self.adapters.take())
+            report = adapters if report is None else report.aggregate(adapters)
+        return ModelRunnerOutput.with_kv_conn_output_only(
+            KVConnectorOutput(
+                finished_sending=found.finished_sending,
+                finished_recving=found.finished_recving,
+                failed_recving=found.failed_recving,
+                kv_connector_worker_meta=report,
+            )
         )
 
     def _prepare(self, out: Any) -> None:
@@ -186,16 +180,17 @@ class Server:
         stop = request.num_computed_tokens
         start = stop - count
         text = self.texts[name]
+        loaded = name in self.pulled and not self.computed[name]
         self.computed[name] += count
         lists = self.scheduler.kv_cache_manager.get_block_ids(name)
-        groups = {group.index: group for group in self.engine.groups}
         for rank in self.engine.ranks:
-            for index, extent in enumerate(rank.extents):
-                first = groups[index].num_skipped_tokens(start) if index in groups else 0
-                if self._replays(index):
+            for group in self.engine.groups:
+                first = group.num_skipped_tokens(start)
+                if self._replays(group.index):
                     first = max(first, request.replay_start)
-                step = _Pass(rank, extent, lists[index], text, first, start, stop)
-                step.run(state=groups[index].tokens if groups[index].is_state else 0)
+                extent, listed = rank.extents[group.index], lists[group.index]
+                step = _Pass(rank, extent, listed, text, first, start, stop, loaded)
+                step.run(state=group.tokens if group.is_state else 0)
         return [text.token(stop)] if stop == request.num_tokens else []
 
     def _replays(self, group: int) -> bool:
@@ -208,7 +203,8 @@ class Server:
 class _Pass:
     """The kernels' work on tokens ``[start, stop)`` of a request in one group of one rank.
 
-    Tokens from ``first`` on are read. ``listed`` is the request's pages by position.
+    Tokens from ``first`` on are read. ``listed`` is the request's pages by position; if they were
+    ``loaded``, what kernels compute over and mask in front of these must be no NaN.
     """
 
     rank: Rank
@@ -218,6 +214,7 @@ class _Pass:
     first: int
     start: int
     stop: int
+    loaded: bool
 
     def run(self, state: int) -> None:
         """Read and write; a state goes on in the next page after ``state`` tokens."""
@@ -246,6 +243,9 @@ class _Pass:
             f"{part.key} of rank {self.rank.position.rank}: not what was computed for the tokens "
             f"{np.unique(tokens[read][(found != values)[read].any(axis=(1, 2))]).tolist()}"
         )
+        if self.loaded:
+            before = found[tokens < self.start]
+            assert not (before == POISON).any(), f"{part.key}: a page begins with what nobody wrote"
         written = (tokens >= self.start) & (tokens < self.stop)
         self.rank.memory[part.places[ids][written]] = values[written]
 
@@ -299,6 +299,7 @@ def serving(
     there are pages; with ``two_way``, conversations go on with what decode has generated. With
     ``ahead``, a step may be ordered before the last one is over. ``adapters`` are LoRA adapters.
     """
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
@@ -311,12 +312,14 @@ def serving(
         _shuffle(scheduler)
         handshakes = {
             (rank.position.coordinates.pp, rank.position.rank): rank.worker.handshake
-            for rank in made.workers
+            for rank in made.ranks
+            if rank.endpoint is not None
         }
         scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         try:
             hasher = get_request_block_hasher(unit, sha256)
-            yield Server(engine=made, scheduler=scheduler, hasher=hasher)
+            aggregator = KVOutputAggregator(len(made.ranks))
+            yield Server(engine=made, scheduler=scheduler, hasher=hasher, aggregator=aggregator)
         finally:
             scheduler.shutdown()
 
@@ -437,6 +440,15 @@ def _config_of(
     return config
 
 
+def wait(holds: Callable[[], bool], *servers: Server) -> None:
+    """Step engines until something holds."""
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, [list(server.scheduler.requests) for server in servers]
+        for server in servers:
+            server.step()
+
+
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -447,15 +459,15 @@ def hand_over(prefill: Server, decode: Server, *prompts: tuple[int, int], follow
     """
     waiting = {prefill.add(*prompt, dict(PREFILL)): prompt for prompt in prompts}
     taken: list[str] = []
-    deadline = time.monotonic() + SECONDS
-    while waiting or not set(taken) <= decode.params.keys():
-        assert time.monotonic() < deadline, (waiting, taken)
-        for name in [name for name in waiting if name in prefill.params]:
+
+    def is_over() -> bool:
+        for name in waiting.keys() & prefill.params.keys():
             params = prefill.params[name]
             assert params is not None, "no ticket was made"
             taken.append(decode.add(*waiting.pop(name), params, follow))
-        prefill.step()
-        decode.step()
+        return not waiting and set(taken) <= decode.params.keys()
+
+    wait(is_over, prefill, decode)
     for name in taken:
         # What is cached here is enough, but for a state that is not: all is computed then.
         assert decode.computed[name] == follow or name not in decode.pulled

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,8 +14,7 @@ import pytest
 from kvferry.core.layout import HOLE
 from tests.vllm.geometry.engine_of_ranks import POISON, Shape
 from tests.vllm.geometry.model import Layer, attention, compressed, hybrid, latents, recurrent
-from tests.vllm.geometry.rank import SECONDS
-from tests.vllm.geometry.scheduled import PREFILL, Server, serving
+from tests.vllm.geometry.scheduled import PREFILL, Server, serving, wait
 
 CHUNK = 32
 ROOMS = itertools.count()
@@ -63,21 +61,11 @@ class Legs:
         [group] = [group for group in self.decode.engine.groups if not group.needs_exact_length]
         pages = self.blocks[group.index]
         counts = [len(pages)]
-        for rank in self.decode.engine.workers:
+        for rank in self.decode.engine.ranks:
             for part in rank.extents[group.index].parts:
                 found = [np.all(rank.memory[part.places[page]] != POISON) for page in pages]
                 counts.append(len(list(itertools.takewhile(bool, found))))
         return min(counts)
-
-
-def wait(holds: Callable[[], bool], *servers: Server) -> None:
-    """Step engines until something holds."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        for server in servers:
-            server.step()
-        time.sleep(0.002)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ off, and the same again. The reference checks every token that kernels would rea
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,8 +24,7 @@ from tests.vllm.geometry.model import (
     recurrent,
     windows,
 )
-from tests.vllm.geometry.rank import SECONDS
-from tests.vllm.geometry.scheduled import PREFILL, Server, Text, hand_over, serving
+from tests.vllm.geometry.scheduled import PREFILL, Server, Text, hand_over, serving, wait
 from tests.vllm.geometry.test_early import CHUNK, both_at_once
 
 KINDS: dict[str, list[Layer]] = {
@@ -106,11 +104,7 @@ def ask(server: Server, text: Text, length: int) -> None:
 
 def run(server: Server, name: str, *others: Server) -> dict[str, Any] | None:
     """Step until a request has ended; return what it left for another engine."""
-    deadline = time.monotonic() + SECONDS
-    while name not in server.params:
-        assert time.monotonic() < deadline, name
-        for each in (server, *others):
-            each.step()
+    wait(lambda: name in server.params, server, *others)
     return server.params[name]
 
 

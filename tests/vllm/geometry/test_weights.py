@@ -14,8 +14,7 @@ from kvferry.integrations.vllm.adapter_loads import AdapterLoad
 from tests.integrations.vllm.test_adapter_files import write
 from tests.vllm.geometry.engine_of_ranks import Shape
 from tests.vllm.geometry.model import Layer, attention, hybrid
-from tests.vllm.geometry.scheduled import PREFILL, Server, serving
-from tests.vllm.geometry.test_early import wait
+from tests.vllm.geometry.scheduled import PREFILL, Server, serving, wait
 
 FAILS = r"FinishReason\.ERROR"
 ALL = {"reset_running_requests": True, "reset_connector": True}
