@@ -140,6 +140,10 @@ nixl: $(STAMP)
 long-%: $(STAMP)
 	$(PYTEST) --dist loadfile -m '' tests/long/$*
 
+long-engines: $(STAMP)
+	$(PYTEST) --dist loadfile tests/long/engines
+	$(PYTEST) --dist loadfile -m slow tests/engines
+
 long-drivers: $(STAMP)
 	$(PYTEST) -m '' tests/long/drivers
 	$(PYTEST) --timeout 600 -m slow tests

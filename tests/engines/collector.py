@@ -29,10 +29,6 @@ class Span:
     attributes: dict[str, Any]
     has_failed: bool = False
 
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
 
 class Collector:
     """What was received so far."""

@@ -38,6 +38,14 @@ def of_both(
     return there, here
 
 
+def check_crossing(prefill: Engine, decode: Engine, *prompts: list[int]) -> None:
+    """See that decode gets what prefill has computed of prompts, byte for byte."""
+    for tokens in prompts:
+        [ticket] = prefill.prefill(tokens)
+        there, here = of_both(prefill, decode, tokens, ticket)
+        assert unequal(there, here) == [], f"{len(tokens)} tokens"
+
+
 def unequal(some: Sequence[Contents], others: Sequence[Contents]) -> list[str]:
     """Which parts differ. Of a convolution that one engine keeps wider only the common columns
     count: the others are scratch of speculative decoding."""

@@ -10,15 +10,9 @@ from typing import Any
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
-from tests.engines.engines import PREFILL, Engine
-from tests.engines.messages import Completion
-from tests.engines.ranks import holds
-from tests.engines.steps import PULLED, eventually, idle_blocks
+from tests.engines.engines import PREFILL, Completion, Engine, Prompt
+from tests.engines.steps import PULLED, counted
 
-TWO_WAY: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
-"""What both engines' ``kv_connector_extra_config`` needs; every token that can be pulled is."""
-ROLE = "kv_both"
-RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 COMPUTED = "vllm:prompt_tokens_by_source[local_compute]"
 EDITED = 'edited_histories_total{driver="loopback"}'
 
@@ -64,6 +58,10 @@ class Conversation:
         """How many tokens the ticket of the last answer covers; 0 without a ticket."""
         return self.ticket["kvferry"]["tokens"] if self.ticket else 0
 
+    def prompt(self, tokens: list[int]) -> Prompt:
+        """What an engine is asked for a turn of these tokens."""
+        return tokens
+
     def say(self, words: Sequence[int], **options: Any) -> Turn:
         """Ask for the next answer, which then belongs to the conversation."""
         return self.answer(self.ask(words), **options)
@@ -71,58 +69,67 @@ class Conversation:
     def ask(self, words: Sequence[int]) -> Asked:
         """Prefill the next turn."""
         asked = [*self.tokens, *words]
-        before = self.prefill.run(probes.metrics)
+        before = [counted(self.prefill, name) for name in (COMPUTED, PULLED)]
         [prefilled] = self.prefill.generate(
-            asked, max_tokens=1, params=self.ticket or PREFILL, **self.options
+            self.prompt(asked), max_tokens=1, params=self.ticket or PREFILL, **self.options
         )
-        after = self.prefill.run(probes.metrics)
+        after = [counted(self.prefill, name) for name in (COMPUTED, PULLED)]
         assert prefilled.params, self.prefill.log()[-4000:]
-        return Asked(
-            prompt=asked,
-            ticket=prefilled.params,
-            computed=int(after.get(COMPUTED, 0) - before.get(COMPUTED, 0)),
-            pulled=int(after.get(PULLED, 0) - before.get(PULLED, 0)),
-        )
+        computed, pulled = (int(now - then) for now, then in zip(after, before, strict=True))
+        return Asked(prompt=asked, ticket=prefilled.params, computed=computed, pulled=pulled)
 
     def answer(self, asked: Asked, **options: Any) -> Turn:
         """Decode the answer to what was prefilled."""
         [completion] = self.decode.generate(
-            asked.prompt, params=asked.ticket, **self.options, **options
+            self.prompt(asked.prompt), params=asked.ticket, **self.options, **options
         )
         self.ticket = completion.params
         self.tokens = [*asked.prompt, *completion.tokens]
-        return Turn(**dataclasses.asdict(asked), completion=completion)
+        return Turn(**dataclasses.asdict(asked) | {"completion": completion})
 
-    def end(self) -> None:
-        """Leave the conversation: decode forgets the last answer, for which no turn comes."""
-        self.ticket = None
-        eventually(lambda: self.decode.run(probes.reset_prefix_cache))
+    def check(self, ordinary: Engine, turn: Turn, **options: Any) -> None:
+        """See that a turn's answer is that of an ordinary engine to the same prompt."""
+        [expected] = ordinary.generate(self.prompt(turn.prompt), **self.options, **options)
+        got = turn.completion
+        assert (got.tokens, got.finish_reason) == (expected.tokens, expected.finish_reason)
 
-
-def same_answer(ordinary: Engine, turn: Turn, **options: Any) -> bool:
-    """Return whether a turn's answer is that of an ordinary engine to the same prompt."""
-    [expected] = ordinary.generate(turn.prompt, **options)
-    got = turn.completion
-    return (got.tokens, got.finish_reason) == (expected.tokens, expected.finish_reason)
+    def check_turn(
+        self, ordinary: Engine, words: Sequence[int], computed: int, pulled: int, **options: Any
+    ) -> Turn:
+        """Lead a turn; see that its answer is right, and what prefill computed and pulled."""
+        turn = self.say(words, **options)
+        self.check(ordinary, turn, **options)
+        assert (turn.computed, turn.pulled) == (computed, pulled)
+        return turn
 
 
 def check_turns(
-    ordinary: Engine, conversation: Conversation, block: int = 0, *, left: int = 0
+    ordinary: Engine,
+    talk: Conversation,
+    block: int = 0,
+    *,
+    left: int = 0,
+    said: Sequence[tuple[int, int]] = ((60, 20), (5, 1), (70, 20)),
 ) -> None:
-    """Lead three turns: right texts, and prefill computes only what is new.
+    """Lead turns: right texts, and prefill computes only what is new.
 
-    That is what the user says, and the token that decode sampled last. Neither engine schedules
-    asynchronously, and no answer ends with a stop token.
+    That is what the user says, and the token that decode sampled last. No answer ends with a stop
+    token.
+
+    Args:
+        ordinary: An engine that gives the texts.
+        talk: The conversation.
+        block: If prefill caches prefixes, how many tokens a block has there: what it has in its
+            cache, the whole blocks of the prompt before, it does not pull.
+        left: How many tokens of a prompt are left to decode.
+        said: How many tokens the user says and decode answers.
     """
-    local, options = 0, conversation.options
-    for spoken in (60, 50, 70):
-        known = len(conversation.tokens)
-        turn = conversation.say(words(spoken), max_tokens=20)
-        assert same_answer(ordinary, turn, max_tokens=20, **options)
-        assert turn.computed == spoken + bool(known) - left
-        assert turn.pulled == (known - 1 - local if known else 0)
+    local = 0
+    for spoken, answered in said:
+        known = len(talk.tokens)
+        computed, pulled = spoken + bool(known) - left, max(known - 1 - local, 0)
+        turn = talk.check_turn(ordinary, words(spoken), computed, pulled, max_tokens=answered)
         local = len(turn.prompt) // block * block if block else 0
-    conversation.end()
 
 
 def stop_token(ordinary: Engine, asked: Sequence[int], at_least: int, **options: Any) -> int:
@@ -134,41 +141,7 @@ def stop_token(ordinary: Engine, asked: Sequence[int], at_least: int, **options:
     raise AssertionError("the answer repeats itself")
 
 
-def idle(*engines: Engine) -> list[int]:
-    """Return how many blocks of each engine are free when none has a request or holds pages."""
-    return [idle_blocks(engine) for engine in engines]
-
-
 def edited_histories(engine: Engine) -> float:
     """Return how many turns loaded nothing of the last one; it may be counted a step later."""
     exposed: dict[str, float] = engine.run(probes.exposed)
     return exposed.get(EDITED, 0)
-
-
-def forget(*engines: Engine) -> None:
-    """Wait until only conversations hold blocks, and have them forgotten."""
-    eventually(lambda: all(engine.run(_only_conversations) for engine in engines))
-    for engine in engines:
-        engine.run(probes.end_holds)
-
-
-def held(engine: Any) -> int:
-    """How many holds the rank has."""
-    return holds(engine)[0]
-
-
-def kept(engine: Any) -> int:
-    """How many conversations the scheduler half holds."""
-    half = probes.connector(engine)._scheduler_half()
-    return len(half._producer._holds._conversations)
-
-
-def only_holds(engine: Any) -> bool:
-    """Whether no request is left, but for those whose blocks are held for other engines."""
-    statuses = probes.statuses(engine)
-    ended = all(status.startswith("FINISHED") for status in statuses)
-    return ended and len(statuses) == held(engine)
-
-
-def _only_conversations(engine: Any) -> bool:
-    return only_holds(engine) and held(engine) == kept(engine)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
-from tests.engines.conversations import forget
-from tests.engines.engines import PREFILL, Engine
-from tests.engines.ranks import at_rest, come_to
-from tests.engines.steps import eventually, texts
+from tests.engines.engines import PREFILL, Engine, Prompt
+from tests.engines.steps import counted, eventually, texts
 
 ROOMS = itertools.count()
 SENTINEL = 7.5
@@ -29,7 +27,7 @@ class Legs:
         self,
         prefill: Engine,
         decode: Engine,
-        *prompts: Sequence[int],
+        *prompts: Prompt,
         there: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -56,6 +54,19 @@ class Legs:
         ]
         self.here = self.decode.submit(*self._prompts, params=params, **self._options)
 
+    def begin(self, steps: int, preempts: bool = False) -> None:
+        """Hand the requests to both, and let a load begin after so many steps of prefill.
+
+        With ``preempts``, prefill then preempts what it computes.
+        """
+        with self.prefill.paused():
+            self.begin_prefill()
+            self.begin_decode()
+            self.prefill.step(steps)
+            self.wait_begun()
+            if preempts:
+                self.prefill.run(preempt)
+
     def texts(self) -> list[str]:
         """Wait for both legs; the texts, and none where a request failed."""
         texts = self.decoded()
@@ -69,7 +80,8 @@ class Legs:
 
     def wait_begun(self) -> None:
         """Wait until decode has begun to load the first prompt."""
-        eventually(lambda: self.decode.run(status, self.here[0]) == "WAITING_FOR_REMOTE_KVS")
+        waits = "WAITING_FOR_REMOTE_KVS"
+        eventually(lambda: self.decode.run(probes.status, self.here[0]) == waits)
 
     def wait_read(self, tokens: int) -> None:
         """Wait until decode has read the blocks of so many tokens of the first prompt.
@@ -79,9 +91,7 @@ class Legs:
         eventually(lambda: bool(self.decode.run(read_tokens, self.here[0]) >= tokens))
 
 
-def hand_over_early(
-    prefill: Engine, decode: Engine, *prompts: Sequence[int], **options: Any
-) -> list[str]:
+def hand_over_early(prefill: Engine, decode: Engine, *prompts: Prompt, **options: Any) -> list[str]:
     """The texts of decode, which gets each request when prefill gets it."""
     legs = Legs(prefill, decode, *prompts, **options)
     legs.begin_prefill()
@@ -89,39 +99,26 @@ def hand_over_early(
     return legs.texts()
 
 
-def hand_over_preempted(
-    prefill: Engine, decode: Engine, asked: Sequence[int], steps: int, **options: Any
-) -> list[str]:
-    """The text of decode, where prefill preempts the request after some steps, read in part."""
-    legs = Legs(prefill, decode, asked, **options)
-    with prefill.paused():
-        legs.begin_prefill()
-        legs.begin_decode()
-        prefill.step(steps)
-        legs.wait_begun()
-        prefill.run(preempt)
-    return legs.texts()
-
-
 def check_early(
-    ordinary: Engine, prefill: Engine, decode: Engine, chunk: int, seed: int = 40
+    ordinary: Engine, prefill: Engine, decode: Engine, chunk: int, seed: int = 40, **options: Any
 ) -> None:
-    """Hand prompts over while prefill computes them, and preempt one."""
-    rest, begun = at_rest(prefill, decode), early_loads(decode)
+    """Hand prompts over while prefill computes them, alone and together, and preempt one."""
+    begun = early_loads(decode)
     prompts = [prompt(length, seed) for length in (1, chunk, chunk + 1, 3 * chunk, 5 * chunk + 7)]
-    wanted = texts(ordinary, *prompts)
-    assert [hand_over_early(prefill, decode, each)[0] for each in prompts] == wanted
-    assert hand_over_early(prefill, decode, *prompts) == wanted
-    assert hand_over_preempted(prefill, decode, prompts[-1], 3) == wanted[-1:]
+    wanted = texts(ordinary, *prompts, **options)
+    for each, text in zip(prompts, wanted, strict=True):
+        assert hand_over_early(prefill, decode, each, **options) == [text]
+    assert hand_over_early(prefill, decode, *prompts, **options) == wanted
+    preempted = prompt(5 * chunk + 7, seed + 1000)  # of which no prefix is cached
+    legs = Legs(prefill, decode, preempted, **options)
+    legs.begin(3, preempts=True)
+    assert legs.texts() == texts(ordinary, preempted, **options)
     assert early_loads(decode) > begun
-    forget(prefill, decode)
-    come_to(rest, prefill, decode)
 
 
 def early_loads(engine: Engine) -> float:
     """How many loads of an engine began while prefill was computing."""
-    counters: dict[str, float] = engine.run(probes.metrics)
-    return counters.get("vllm:kvferry_early_loads", 0.0)
+    return counted(engine, "vllm:kvferry_early_loads")
 
 
 def side_channel(engine: Any) -> dict[str, str]:
@@ -135,36 +132,18 @@ def side_channel(engine: Any) -> dict[str, str]:
 
 def preempt(engine: Any) -> None:
     """Preempt all requests that run, as vLLM does before it changes weights."""
-    scheduler = engine.engine_core.engine_core.scheduler
     with contextlib.suppress(RuntimeError):  # that the cache was not reset, which may be held
-        scheduler.reset_prefix_cache(reset_running_requests=True)
-
-
-def status(engine: Any, request_id: str) -> str:
-    """The status of a request; empty if the scheduler does not know it."""
-    found = _request(engine, request_id)
-    return found.status.name if found is not None else ""
-
-
-def computed_tokens(engine: Any, request_id: str) -> int:
-    """How many tokens of a request are computed or scheduled; 0 if it is not known."""
-    found = _request(engine, request_id)
-    return found.num_computed_tokens if found is not None else 0
+        probes.scheduler(engine).reset_prefix_cache(reset_running_requests=True)
 
 
 def read_tokens(engine: Any, request_id: str) -> int:
     """How many first tokens of a request are in blocks that have no `SENTINEL`."""
-    found = _request(engine, request_id)
-    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+    found = probes.request(engine, request_id)
+    manager = probes.scheduler(engine).kv_cache_manager
     blocks = manager.get_block_ids(found.request_id)[0] if found is not None else []
-    caches = probes._caches(engine)
-    whole = [all(bool((cache[block] != SENTINEL).all()) for cache in caches) for block in blocks]
+    layers = engine.vllm_config.compilation_config.static_forward_context.values()
+    whole = [
+        all(bool((layer.kv_cache[block] != SENTINEL).all()) for layer in layers) for block in blocks
+    ]
     size: int = engine.vllm_config.cache_config.block_size
     return size * sum(1 for _ in itertools.takewhile(bool, whole))
-
-
-def _request(engine: Any, request_id: str) -> Any:
-    """The scheduler's request; vLLM appends something of its own to the id."""
-    requests = engine.engine_core.engine_core.scheduler.requests.values()
-    named = (each for each in requests if f"{each.request_id}-".startswith(f"{request_id}-"))
-    return next(named, None)

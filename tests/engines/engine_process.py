@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engines import frugal
-from tests.engines.messages import Completion, Request
+from tests.engines.engines import Completion, Request
 
 PRELOADED = (
     "kvferry.drivers.loopback",
@@ -94,9 +94,11 @@ class Server:
             sampling = SamplingParams(
                 max_tokens=request.max_tokens, ignore_eos=True, extra_args=extra, **options
             )
+            given = request.prompt
+            asked = given(self._engine) if callable(given) else {"prompt_token_ids": list(given)}
             self._engine.add_request(
                 request.id,
-                {"prompt_token_ids": request.prompt},
+                asked,
                 sampling,
                 lora_request=LoRARequest(**lora) if lora else None,
                 trace_headers=trace_headers,

@@ -11,13 +11,12 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
-
-from tests.engines.messages import Completion, Request
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -73,12 +72,39 @@ START_SECONDS = 120.0
 ANSWER_SECONDS = 90.0
 
 
+Prompt = Sequence[int] | Callable[[Any], dict[str, Any]]
+"""Token ids, or what makes vLLM's own form of a prompt of the ``LLMEngine``; it can be pickled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What an engine's process is asked for: one prompt, decoded greedily."""
+
+    id: str
+    prompt: Prompt
+    max_tokens: int
+    params: dict[str, Any] | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """How a request ended; of several samples, the text of each."""
+
+    id: str
+    text: str
+    tokens: list[int]
+    finish_reason: str | None
+    params: dict[str, Any] | None
+    samples: list[str] = field(default_factory=list)
+
+
 class EngineError(RuntimeError):
     """The engine did not start, raised, or ended; the message says what its log says."""
 
 
 class Child:
-    """A process with a log, which a connection steers."""
+    """A process with a log, and a connection to it. Closing it twice is fine."""
 
     name: str
     _log: Path
@@ -94,8 +120,12 @@ class Child:
         with contextlib.suppress(OSError, EOFError):
             self._connection.send(("close",))
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
     def close(self) -> None:
-        """End it; again is fine."""
+        """End it."""
         self.begin_close()
         self._process.join(20)
         if self._process.is_alive():
@@ -118,13 +148,14 @@ class Child:
 class Engine(Child):
     """One engine. It steps by itself, as a server does, until `paused`.
 
-    Closing it twice is fine; a killed one needs closing, too.
+    A killed one needs closing, too.
 
     ``python`` is the interpreter of an environment with another vLLM. Such an engine imports vLLM
     by itself; the others are forked from a process that has imported it.
     """
 
     _numbers = itertools.count()
+    has_started = False
 
     def __init__(
         self, name: str, model: Path, folder: Path, *, python: Path | None = None, **options: Any
@@ -145,17 +176,18 @@ class Engine(Child):
         if kind != "started":
             self.close()
             raise EngineError(what)
+        self.has_started = True
         return self
 
     def submit(
-        self, *prompts: Sequence[int], max_tokens: int = 16, params: Any = None, **options: Any
+        self, *prompts: Prompt, max_tokens: int = 16, params: Any = None, **options: Any
     ) -> list[str]:
         """Hand in requests, all before one step; ``params`` is for all, or a list of each one's."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         requests = [
             Request(
                 id=f"{self.name}-r{next(self._ids)}",
-                prompt=list(prompt),
+                prompt=prompt,
                 max_tokens=max_tokens,
                 params=dict(one) if one is not None else None,
                 options=options,
@@ -176,11 +208,11 @@ class Engine(Child):
         """The requests that ended and whose results nobody took yet."""
         return list(self._finished)
 
-    def generate(self, *prompts: Sequence[int], **options: Any) -> list[Completion]:
+    def generate(self, *prompts: Prompt, **options: Any) -> list[Completion]:
         """Submit and wait."""
         return self.results(self.submit(*prompts, **options))
 
-    def prefill(self, *prompts: Sequence[int], **options: Any) -> list[dict[str, Any]]:
+    def prefill(self, *prompts: Prompt, **options: Any) -> list[dict[str, Any]]:
         """Prefill for another engine; return the tickets."""
         completions = self.generate(*prompts, max_tokens=1, params=PREFILL, **options)
         return [completion.params or {} for completion in completions]

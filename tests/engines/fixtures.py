@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.engines import engines, families
+from tests.engines import engines, families, probes, ranks
 from tests.engines.engines import ROOT, Engine
-from tests.engines.fleet import fleet
-from tests.engines.ranks import at_rest
+from tests.engines.fleet import AT_START, fleet
+from tests.engines.steps import eventually
 from tests.integrations.vllm.next_version.sdist import SdistError, fetch
 
 StartEngine = Callable[..., Engine]
 
-AT_START: dict[str, dict[str, Any]] = {}
-"""What shared engines, by their names, must come back to after each test (`ranks.at_rest`)."""
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """After a test, engines have no request, and all that they had at their start.
+
+    Holds that nobody came for are given up first.
+    """
+    yield
+    for engine in [each for each in AT_START if not each.is_alive]:
+        del AT_START[engine]
+    for engine, rest in AT_START.items():
+        eventually(lambda engine=engine: engine.run(ranks.only_holds))  # type: ignore[misc]
+        engine.run(probes.end_holds)
+        try:
+            eventually(lambda engine=engine, rest=rest: engine.run(ranks.at_rest) == rest)  # type: ignore[misc]
+        except AssertionError:
+            assert engine.run(ranks.at_rest) == rest, engine.log()[-4000:]
+            raise
 
 
 @pytest.fixture(scope="session")
@@ -58,14 +73,7 @@ def start_shared_engine(
 ) -> Iterator[StartEngine]:
     """As ``start_engine``, for engines that all modules share."""
     with fleet(checkpoint, tmp_path_factory.mktemp("shared_engines")) as engines:
-
-        def start_shared(name: str, role: str | None = None, **options: Any) -> Engine:
-            engine = engines.start(name, role, **options)
-            if role is not None:
-                [AT_START[engine.name]] = at_rest(engine)
-            return engine
-
-        yield start_shared
+        yield engines.start
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.engines import ranks
 from tests.engines.engines import CONNECTOR, PATIENT, Engine
+
+TWO_WAY: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
+"""The ``kv_connector_extra_config`` of engines that lead conversations; every token that can be
+pulled is."""
+RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+
+PREFILLS: dict[str, Any] = {"role": "kv_producer"}
+DECODES: dict[str, Any] = {"role": "kv_consumer"}
+DOES_BOTH: dict[str, Any] = {"role": "kv_both"}
+TALKS: dict[str, Any] = DOES_BOTH | {"extra": TWO_WAY, "transfer": RECOMPUTE}
+"""The arguments of `Fleet.launch` that make an engine prefill, decode, do both, or also lead
+conversations."""
+
+Engines = dict[str, Engine]
+"""By name."""
+
+AT_START: dict[Engine, dict[str, Any]] = {}
+"""What engines that hand over must come back to after each test (`ranks.at_rest`)."""
 
 
 class Fleet:
@@ -18,6 +39,7 @@ class Fleet:
         self._folder = folder
         self._options = options
         self._engines: list[Engine] = []
+        self._unnoted: list[Engine] = []
 
     def launch(
         self,
@@ -42,16 +64,24 @@ class Fleet:
         model = model or self._model
         engine = Engine(f"{model.name}-{name}", model, self._folder, **{**self._options, **options})
         self._engines.append(engine)
+        if "kv_transfer_config" in options and "python" not in options:
+            self._unnoted.append(engine)
         return engine
 
     def start(self, name: str, role: str | None = None, **options: Any) -> Engine:
         """Launch an engine, and wait until it serves."""
-        return self.launch(name, role, **options).wait_started()
+        engine = self.launch(name, role, **options)
+        self.wait_started()
+        return engine
 
     def wait_started(self) -> None:
-        """Return when all serve."""
+        """Return when all that were launched serve."""
         for engine in self._engines:
-            engine.wait_started()
+            if not engine.has_started:
+                engine.wait_started()
+        while self._unnoted:
+            engine = self._unnoted.pop()
+            AT_START[engine] = engine.run(ranks.at_rest)
 
     def close(self) -> None:
         for engine in self._engines:
@@ -68,3 +98,27 @@ def fleet(model: Path, folder: Path, **options: Any) -> Iterator[Fleet]:
         yield engines
     finally:
         engines.close()
+
+
+def cast(model: str = "llama", every: Mapping[str, Any] | None = None, /, **engines: Any) -> Any:
+    """Return a fixture: engines of a model by name, until the module's last test has ended.
+
+    Args:
+        model: A key of the fixture ``checkpoints``.
+        every: Options of all engines.
+        engines: The arguments of `Fleet.launch` for each.
+    """
+
+    @pytest.fixture(scope="module")
+    def started(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Engines]:
+        alone = model == "llama"
+        found = request.getfixturevalue("checkpoint" if alone else "checkpoints")
+        folder = tmp_path_factory.mktemp("engines")
+        with fleet(found if alone else found[model], folder, **(every or {})) as launched:
+            by_name = {name: launched.launch(name, **each) for name, each in engines.items()}
+            launched.wait_started()
+            yield by_name
+
+    return started

@@ -12,6 +12,14 @@ from safetensors.numpy import save_file
 RANK = 8
 LAYERS = 4
 HIDDEN = 128
+OPTIONS: dict[str, Any] = {
+    "enable_lora": True,
+    "enable_prefix_caching": True,
+    "max_cpu_loras": 4,
+    "max_lora_rank": RANK,
+    "max_loras": 2,
+}
+"""Of engines with adapters."""
 OUTPUTS = {"q_proj": 128, "k_proj": 64, "v_proj": 64, "o_proj": 128}
 
 

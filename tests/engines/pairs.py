@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines import probes
-from tests.engines.conversations import RECOMPUTE, ROLE, TWO_WAY, forget
 from tests.engines.engines import Engine
-from tests.engines.fixtures import AT_START
-from tests.engines.fleet import fleet
-from tests.engines.ranks import at_rest
-from tests.engines.steps import eventually, hand_over, idle_blocks, pulled, texts
+from tests.engines.fleet import TALKS, fleet
+from tests.engines.steps import check_hand_over, pulled_by
 
 BF16 = {"dtype": "bfloat16"}
 PLAIN_MLA = {"attention_backend": "CPU_MLA"}
@@ -26,7 +22,7 @@ PLAIN_MLA = {"attention_backend": "CPU_MLA"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One of `families.FAMILIES`."""
+    """The Llama, or one of `families.FAMILIES`."""
 
     name: str  # its key
     left: int = 0  # prompt tokens that are left to the engine that decodes
@@ -39,41 +35,20 @@ class Family:
     steady: bool = True
     options: dict[str, Any] = field(default_factory=dict)  # for its engines
     like: str = ""  # the family that keeps the same kinds of cache, if one does
-    channels: tuple[int, ...] = ()  # of the parts of a convolution, on all ranks together
-    copied: tuple[int, ...] = ()  # which of these parts each rank has whole
 
 
 GEMMA = Family(name="gemma3", left=1)
-GRANITE = Family(
-    name="granite4", left=1, blocks=(96, 128), chunk=128, channels=(256, 32, 32), copied=(1, 2)
-)
-QWEN3_NEXT = Family(
-    name="qwen3_next",
-    left=1,
-    blocks=(288, 320),
-    chunk=0,
-    steady=False,
-    options=BF16,
-    channels=(128, 128, 256),
-)
-DEEPSEEK = Family(name="deepseek", blocks=(16, 16), chunk=0, steady=False, options=PLAIN_MLA)
-NEMOTRON = Family(
-    name="nemotron_h",
-    left=1,
-    blocks=(96, 128),
-    chunk=128,
-    like="granite4",
-    channels=(256, 64, 64),
-)
+GRANITE = Family(name="granite4", left=1, blocks=(96, 128), chunk=128)
 ALL = (
     GEMMA,
     GRANITE,
     Family(name="mistral", left=1),
-    QWEN3_NEXT,
-    DEEPSEEK,
+    Family(name="qwen3_next", left=1, blocks=(288, 320), chunk=0, steady=False, options=BF16),
+    Family(name="deepseek", blocks=(16, 16), chunk=0, steady=False, options=PLAIN_MLA),
+    Family(name="llama"),
     Family(name="qwen3", like="llama"),
     Family(name="gpt_oss", left=1, like="gemma3"),
-    NEMOTRON,
+    Family(name="nemotron_h", left=1, blocks=(96, 128), chunk=128, like="granite4"),
 )
 """First those that are like no other one: pytest groups tests by the index of a family."""
 
@@ -91,33 +66,24 @@ class Pair:
     two: Engine
 
     @property
-    def engines(self) -> tuple[Engine, Engine]:
-        return self.one, self.two
+    def ways(self) -> tuple[tuple[Engine, Engine], ...]:
+        """Who prefills, and who decodes."""
+        return (self.one, self.two), (self.two, self.one)
 
     def block(self, engine: Engine) -> int:
         """How many tokens a block of an engine has."""
         return self.family.blocks[engine is self.two]
 
 
-def nearly_full(block: int) -> list[int]:
-    """Prompts whose last block has room for two more tokens: the first block, or the third."""
-    return [length for length in (block - 2, 3 * block - 2) if length < 400]
-
-
 @contextmanager
-def started(family: Family, model: Path, folder: Path, **extra: Any) -> Iterator[Pair]:
-    """A pair that ends with the context; ``extra`` is in both ``kv_connector_extra_config``."""
-    options: dict[str, Any] = {
-        "extra": TWO_WAY | {"log_requests": True} | extra,
-        "transfer": RECOMPUTE,
-    }
+def started(family: Family, model: Path, folder: Path, **of_two: Any) -> Iterator[Pair]:
+    """A pair that ends with the context; ``of_two`` are more options of the second engine."""
     chunks: dict[str, Any] = {"max_num_batched_tokens": family.chunk} if family.chunk else {}
+    of_two = {"async_scheduling": True} | chunks | of_two
     with fleet(model, folder, **family.options) as engines:
-        one = engines.launch("one", ROLE, **options)
-        two = engines.launch("two", ROLE, **options, block_size=64, async_scheduling=True, **chunks)
+        one = engines.launch("one", **TALKS)
+        two = engines.launch("two", **TALKS, block_size=64, **of_two)
         engines.wait_started()
-        for engine in (one, two):
-            [AT_START[engine.name]] = at_rest(engine)
         yield Pair(family=family, one=one, two=two)
 
 
@@ -137,42 +103,28 @@ def pair(
 def hand_over_all(
     family: Family, prefill: Engine, decode: Engine, lengths: Sequence[int], seed: int
 ) -> None:
-    """The text is right, all came from the other engine, and all blocks come back."""
-    engines = prefill, decode
-    free = [idle_blocks(engine) for engine in engines]
-    before = decode.run(probes.metrics)
+    """The texts are right, and all came from the other engine."""
     prompts = [prompt(length, seed) for length in lengths]
     if family.steady:
-        expected = texts(prefill, *prompts, max_tokens=16)
-        got, _ = hand_over(prefill, decode, *prompts, max_tokens=16)
-        assert got == expected
-        # vLLM counts the only token of a prompt as computed here, also where it was loaded.
-        handed = sum(len(each) - max(family.left, len(each) == 1) for each in prompts)
-    else:
-        for each in prompts:
-            got_tokens, expected_tokens = one_by_one(family, prefill, decode, each, 5)
-            assert got_tokens == expected_tokens, f"{len(each)} tokens"
-        handed = sum(lengths)
-    assert pulled(decode.run(probes.metrics)) - pulled(before) == handed
-    forget(*engines)
-    eventually(lambda: [engine.run(probes.free_blocks) for engine in engines] == free)
-    assert prefill.run(probes.statuses) == decode.run(probes.statuses) == []
+        check_hand_over(prefill, prefill, decode, *prompts, left=family.left)
+        return
+    before = pulled_by(decode)
+    for each in prompts:
+        hand_over_one(family, prefill, decode, each, 5)
+    assert pulled_by(decode) - before == sum(lengths)
 
 
-def one_by_one(
+def hand_over_one(
     family: Family, prefill: Engine, decode: Engine, tokens: list[int], count: int
-) -> tuple[list[int], list[int]]:
-    """What one engine answers with another's cache, and what it should.
+) -> None:
+    """One engine answers with another's cache as that one does.
 
     Where a text depends on how its tokens were computed, the prompt is handed over with the token
     that an engine answered to its front; what is to come is that engine's text from there on.
     """
-    if family.steady:
-        [expected] = prefill.generate(tokens, max_tokens=count)
-        [completion] = decode.generate(tokens, params=prefill.prefill(tokens), max_tokens=count)
-        return completion.tokens, expected.tokens
-    [expected] = prefill.generate(tokens, max_tokens=count + 1)
-    whole = [*tokens, expected.tokens[0]]
-    tickets = prefill.prefill(whole if family.left else tokens)
+    extra = 0 if family.steady else 1
+    [expected] = prefill.generate(tokens, max_tokens=count + extra)
+    whole = [*tokens, *expected.tokens[:extra]]
+    tickets = prefill.prefill(whole if family.left else whole[: len(tokens)])
     [completion] = decode.generate(whole, params=tickets, max_tokens=count)
-    return completion.tokens, expected.tokens[1:]
+    assert completion.tokens == expected.tokens[extra:], f"{len(tokens)} tokens"

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvferry.core.transport import PeerId, Status, TransferId
-    from kvferry.core.transport.copies import Copies
-    from kvferry.drivers.loopback import LoopbackTransport
-
-GATE_SECONDS = 0.002
+from typing import Any
 
 
 def metrics(engine: Any) -> dict[str, float]:
@@ -50,47 +40,42 @@ def samples(registry: Any, engine: str) -> dict[str, float]:
 
 def free_blocks(engine: Any) -> int:
     """Blocks that vLLM could give out now."""
-    scheduler = engine.engine_core.engine_core.scheduler
-    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    free: int = scheduler(engine).kv_cache_manager.block_pool.get_num_free_blocks()
     return free
 
 
 def host_pages(engine: Any) -> tuple[int, int]:
     """How many host pages are in use: for holds, and for loads."""
-    half = engine.engine_core.engine_core.scheduler.connector._scheduler
+    half = connector(engine)._scheduler
     return half._producer._pages.host.used, half._consumer._pages.host.used
-
-
-def claimed(engine: Any) -> int:
-    """How many holds some consumer engine claims."""
-    from tests.engines import ranks
-
-    keeper = ranks.endpoint()._hold_server._holds
-    return sum(bool(held.claimants) for held in list(keeper._held.values()))
 
 
 def has_to_step(engine: Any) -> bool:
     """Whether the connector has vLLM step an engine that has nothing else to do."""
-    scheduler = engine.engine_core.engine_core.scheduler
-    return bool(scheduler.connector.has_pending_push_work())
+    return bool(connector(engine).has_pending_push_work())
+
+
+def kept(engine: Any) -> int:
+    """How many conversations the scheduler half holds."""
+    return len(connector(engine)._scheduler._producer._holds._conversations)
 
 
 def statuses(engine: Any) -> list[str]:
     """The status of every request that the scheduler knows."""
-    scheduler = engine.engine_core.engine_core.scheduler
-    return [request.status.name for request in scheduler.requests.values()]
+    return [request.status.name for request in scheduler(engine).requests.values()]
 
 
-def fill_caches(engine: Any, value: float) -> None:
-    """Overwrite the whole cache."""
-    for cache in _caches(engine):
-        cache.fill_(value)
+def status(engine: Any, request_id: str) -> str:
+    """The status of a request; empty if the scheduler does not know it."""
+    found = request(engine, request_id)
+    return found.status.name if found is not None else ""
 
 
-def reset_prefix_cache(engine: Any) -> bool:
-    """vLLM's reset, the connector's included."""
-    done: bool = engine.reset_prefix_cache(reset_connector=True)
-    return done
+def request(engine: Any, request_id: str) -> Any:
+    """The scheduler's request; vLLM appends something of its own to the id."""
+    requests = scheduler(engine).requests.values()
+    named = (each for each in requests if f"{each.request_id}-".startswith(f"{request_id}-"))
+    return next(named, None)
 
 
 def end_holds(engine: Any) -> None:
@@ -99,15 +84,19 @@ def end_holds(engine: Any) -> None:
 
 
 def forget_prefixes(engine: Any) -> bool:
-    """vLLM's reset of its own cache; what other connectors keep elsewhere stays."""
+    """End all holds and empty vLLM's own prefix cache; false while a request has blocks."""
     end_holds(engine)
     done: bool = engine.reset_prefix_cache()
     return done
 
 
+def scheduler(engine: Any) -> Any:
+    return engine.engine_core.engine_core.scheduler
+
+
 def connector(engine: Any) -> Any:
     """The scheduler's, also of an engine that has several."""
-    return ours(engine.engine_core.engine_core.scheduler.connector)
+    return ours(scheduler(engine).connector)
 
 
 def ours(connector: Any) -> Any:
@@ -115,69 +104,3 @@ def ours(connector: Any) -> Any:
     children = getattr(connector, "_connectors", [connector])
     [found] = [each for each in children if type(each).__name__ == "KVFerryConnector"]
     return found
-
-
-def gate_reads(engine: Any, gate: str, before: bool) -> None:
-    """From now on a read of pages waits until the file ``gate`` exists.
-
-    With ``before`` it waits before it reads, otherwise before it says that it has. Reads of single
-    words, such as the fence's, pass.
-    """
-    from kvferry.drivers.loopback import LoopbackTransport
-
-    original = LoopbackTransport.read
-
-    def read(
-        self: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
-    ) -> TransferId:
-        gated = copies.total > 8 * len(copies)
-        if gated and before:
-            _wait_for(gate)
-        transfer = original(self, peer, copies, notify)
-        if gated and not before:
-            _wait_for(gate)
-        return transfer
-
-    LoopbackTransport.read = read  # type: ignore[assignment, method-assign]
-
-
-def slow_reads(engine: Any, gate: str) -> None:
-    """From now on a read of pages seems to be under way until the file ``gate`` exists.
-
-    Unlike with `gate_reads`, the endpoint's thread goes on meanwhile, so that it renews leases.
-    """
-    from kvferry.core.transport import State, Status
-    from kvferry.drivers.loopback import LoopbackTransport
-
-    read, poll = LoopbackTransport.read, LoopbackTransport.poll
-    slow: set[TransferId] = set()
-
-    def slow_read(
-        self: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
-    ) -> TransferId:
-        transfer = read(self, peer, copies, notify)
-        if copies.total > 8 * len(copies):
-            slow.add(transfer)
-            Path(gate).with_suffix(".reached").touch()
-        return transfer
-
-    def slow_poll(self: LoopbackTransport, transfers: Sequence[TransferId]) -> list[Status]:
-        if Path(gate).exists():
-            slow.clear()
-        found = zip(transfers, poll(self, transfers), strict=True)
-        return [Status(state=State.PENDING) if each in slow else status for each, status in found]
-
-    LoopbackTransport.read = slow_read  # type: ignore[assignment, method-assign]
-    LoopbackTransport.poll = slow_poll  # type: ignore[assignment, method-assign]
-
-
-def _wait_for(gate: str) -> None:
-    path = Path(gate)
-    path.with_suffix(".reached").touch()
-    while not path.exists():
-        time.sleep(GATE_SECONDS)
-
-
-def _caches(engine: Any) -> list[Any]:
-    context = engine.vllm_config.compilation_config.static_forward_context
-    return [layer.kv_cache for layer in context.values()]

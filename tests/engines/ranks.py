@@ -6,60 +6,65 @@ Functions that take an ``LLMEngine`` are for `engines.Engine.run`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from tests.engines import probes
-from tests.engines.engines import Engine
-from tests.engines.steps import eventually, idle_blocks
 
 if TYPE_CHECKING:
     from kvferry.core.endpoint import Endpoint
-    from kvferry.core.transport import PeerId, TransferId
+    from kvferry.core.transport import PeerId, Status, TransferId
     from kvferry.core.transport.copies import Copies
-    from kvferry.drivers.loopback import LoopbackTransport
+
+GATE_SECONDS = 0.002
 
 
-def at_rest(*engines: Engine) -> list[dict[str, Any]]:
-    """What must be the same before and after a hand-over, whatever happened in between."""
-    return [engine.run(_at_rest) for engine in engines]
+def at_rest(engine: Any) -> dict[str, Any]:
+    """What must be the same before and after hand-overs, whatever happened in between.
+
+    vLLM counts how many ranks have yet to report a request; a rank that reports one twice, or that
+    no other rank reports, leaves a number behind.
+    """
+    counts = engine.model_executor.kv_output_aggregator
+    return {
+        "free blocks": probes.free_blocks(engine),
+        "requests": probes.statuses(engine),
+        "holds": holds(engine),
+        "host pages": probes.host_pages(engine),
+        "half reported sent": dict(counts._send_remaining_count) if counts else {},
+        "half reported received": dict(counts._recv_remaining_count) if counts else {},
+    }
 
 
-def left_alone(*engines: Engine) -> list[dict[str, Any]]:
-    """The same, once nothing is left of earlier tests, not all of whose tickets were used."""
-    for engine in engines:
-        engine.run(probes.end_holds)
-        idle_blocks(engine)
-    return at_rest(*engines)
-
-
-def come_to(rest: list[dict[str, Any]], *engines: Engine) -> None:
-    """Wait until engines are `at_rest` as they were."""
-    try:
-        eventually(lambda: at_rest(*engines) == rest)
-    except AssertionError:
-        assert at_rest(*engines) == rest, "\n".join(one.log()[-4000:] for one in engines)
-        raise
+def only_holds(engine: Any) -> bool:
+    """Whether no request is left, but for those whose pages are held for other engines."""
+    found = probes.statuses(engine)
+    ended = all(status.startswith("FINISHED") for status in found)
+    return ended and len(found) <= holds(engine)[0]
 
 
 def holds(engine: Any) -> list[int]:
     """How many requests each rank holds for other engines."""
-    return on_each(engine, held)
+    return on_each(engine, _held)
+
+
+def claimed(engine: Any) -> int:
+    """How many holds some consumer engine claims."""
+    keeper = endpoint()._hold_server._holds
+    return sum(bool(held.claimants) for held in list(keeper._held.values()))
 
 
 def half_reported(engine: Any) -> list[int]:
     """Of each load that some ranks have reported, how many have yet to."""
-    return list(_counts(engine)._recv_remaining_count.values())
+    return list(engine.model_executor.kv_output_aggregator._recv_remaining_count.values())
 
 
 def pids(engine: Any) -> list[int]:
-    """The ranks' processes."""
-    return on_each(engine, _pid)
-
-
-def addresses(engine: Any) -> list[bytes]:
-    """Where the ranks' transports are."""
-    return on_each(engine, _address)
+    """The processes of the engine and of its ranks."""
+    return sorted({os.getpid(), *on_each(engine, _pid)})
 
 
 def words(engine: Any, slot: int) -> list[int]:
@@ -67,14 +72,30 @@ def words(engine: Any, slot: int) -> list[int]:
     return on_each(engine, _word, slot)
 
 
-def gate_reads(engine: Any, rank: int, gate: str) -> None:
-    """See `probes.gate_reads`; on one rank, which says only then that it has read."""
-    on_each(engine, _gate, rank, gate)
+Disturbance = Literal["stuck", "slow", "failing", "deadly"]
 
 
-def fail_reads(engine: Any, rank: int, failing: bool) -> None:
-    """From now on, or no more, one rank's reads of pages fail."""
-    on_each(engine, _fail, rank, failing)
+def disturb_reads(
+    engine: Any,
+    how: Disturbance,
+    gate: str,
+    rank: int | None = None,
+    victims: Sequence[int] = (),
+) -> None:
+    """Disturb reads of pages, but not of single words, until the file ``gate`` exists.
+
+    A read that was disturbed makes a file with the suffix ``.reached``.
+
+    Args:
+        engine: Whose reads.
+        how: ``stuck`` reads have landed, and do not return, so that no lease is renewed. ``slow``
+            ones seem to be under way, while the endpoint's thread goes on. ``failing`` ones raise.
+            A ``deadly`` one kills ``victims`` once it is posted, and is the only one.
+        gate: A path.
+        rank: The only one whose reads are disturbed; all if there is none.
+        victims: Processes.
+    """
+    on_each(engine, _disturb, how, gate, rank, victims)
 
 
 def on_each(engine: Any, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -83,63 +104,55 @@ def on_each(engine: Any, function: Callable[..., Any], *arguments: Any) -> list[
     return answers
 
 
-def _at_rest(engine: Any) -> dict[str, Any]:
-    """vLLM counts how many ranks have yet to report a request; a rank that reports one twice, or
-    that no other rank reports, leaves a number behind."""
-    counts = _counts(engine)
-    return {
-        "free blocks": probes.free_blocks(engine),
-        "requests": probes.statuses(engine),
-        "holds": holds(engine),
-        "half reported sent": dict(counts._send_remaining_count) if counts else {},
-        "half reported received": dict(counts._recv_remaining_count) if counts else {},
-    }
-
-
-def _counts(engine: Any) -> Any:
-    return engine.model_executor.kv_output_aggregator
-
-
 def _pid(worker: Any) -> int:
     return os.getpid()
 
 
-def held(worker: Any) -> int:
-    """How many requests this rank holds for other engines."""
+def _held(worker: Any) -> int:
     return endpoint().held
-
-
-def _address(worker: Any) -> bytes:
-    return endpoint().payload.address
 
 
 def _word(worker: Any, slot: int) -> int:
     return endpoint()._slot_table[slot]
 
 
-def _gate(worker: Any, rank: int, gate: str) -> None:
-    if worker.rank == rank:
-        probes.gate_reads(None, gate, False)
-
-
-def _fail(worker: Any, rank: int, failing: bool) -> None:
+def _disturb(
+    worker: Any, how: Disturbance, gate: str, rank: int | None, victims: Sequence[int]
+) -> None:
     from kvferry.core.errors import TransportError
-    from kvferry.drivers.loopback import LoopbackTransport
+    from kvferry.core.transport import State, Status
 
-    if worker.rank != rank:
+    if rank not in (None, worker.rank):
         return
-    original = getattr(LoopbackTransport.read, "original", LoopbackTransport.read)
+    transport: Any = endpoint()._transport
+    real_read, real_poll = transport.read, transport.poll
+    path = Path(gate)
+    slow: set[TransferId] = set()
 
-    def read(
-        self: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
-    ) -> TransferId:
-        if copies.total > 8 * len(copies):
-            raise TransportError(f"rank {rank} was told to fail")
-        transfer: TransferId = original(self, peer, copies, notify)
+    def read(peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        disturbed = copies.total > 8 * len(copies) and not path.exists()
+        if disturbed:
+            path.with_suffix(".reached").touch()
+        if disturbed and how == "failing":
+            raise TransportError(f"rank {worker.rank} was told to fail")
+        transfer: TransferId = real_read(peer, copies, notify)
+        if disturbed and how == "slow":
+            slow.add(transfer)
+        if disturbed and how == "deadly":
+            path.touch()
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+        while disturbed and how == "stuck" and not path.exists():
+            time.sleep(GATE_SECONDS)
         return transfer
 
-    read.original = original  # type: ignore[attr-defined]
-    LoopbackTransport.read = read if failing else original  # type: ignore[assignment, method-assign]
+    def poll(transfers: Sequence[TransferId]) -> list[Status]:
+        if path.exists():
+            slow.clear()
+        found = zip(transfers, real_poll(transfers), strict=True)
+        return [Status(state=State.PENDING) if each in slow else status for each, status in found]
+
+    transport.read, transport.poll = read, poll
 
 
 def endpoint() -> Endpoint:

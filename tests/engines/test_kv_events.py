@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,16 +13,16 @@ import zmq
 from examples.tiny_llama import prompt
 from tests.engines import probes
 from tests.engines.engines import Engine
-from tests.engines.fixtures import StartEngine
-from tests.engines.steps import eventually, hand_over, pulled, texts
+from tests.engines.fleet import Fleet, fleet
+from tests.engines.steps import check_decoded, check_refused, eventually, texts
 
 pytestmark = pytest.mark.timeout(300)
 
-BLOCK = 32
 BLOCKS = 48
 """So few that some prompts after each other evict the first ones."""
 
-MARKS = [prompt(BLOCK, seed=seed) for seed in range(100, 110)]
+MARKS = iter([prompt(32, seed=seed) for seed in range(100, 120)])
+"""Prompts of one block. The event of one comes after all that was published before."""
 START, COMMON = prompt(100, seed=1), prompt(70, seed=2)
 PROMPTS = [
     prompt(5),
@@ -39,161 +39,143 @@ PROMPTS = [
 ]
 """Of one block and of many, aligned and not; with a prefix that is cached; evicted and repeated."""
 
+Events = list[dict[str, Any]]
 
-@dataclass(kw_only=True)
+
 class Publisher:
     """An engine that publishes its KV events, and what was read of them."""
 
-    engine: Engine
-    replay: str
-    _read: int = 0
+    def __init__(self, engines: Fleet, folder: Path, name: str, role: str | None) -> None:
+        address = f"ipc://{folder}/{name}"
+        events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        events |= {"endpoint": address, "replay_endpoint": f"{address}.replay"}
+        self.engine: Engine = engines.launch(
+            name, role, enable_prefix_caching=True, kv_events_config=events
+        )
+        self._replay, self._read = f"{address}.replay", 0
 
-    def events(self, mark: list[int]) -> list[dict[str, Any]]:
-        """Return the events since the last call, in order.
-
-        Args:
-            mark: A prompt of one block. Its event comes after all that was published before, and is
-                left out.
-        """
+    def events(self, mark: list[int]) -> Events:
+        """Return the events since the last call, in order, without that of the mark."""
         self.engine.generate(mark, max_tokens=1)
-        events: list[dict[str, Any]] = []
-        eventually(lambda: any(_stores(event, mark) for event in self._collect(events)))
-        end = next(i for i, event in enumerate(events) if _stores(event, mark))
-        return events[:end]
+        events: Events = []
 
-    def _collect(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add the events that were published since, and return all."""
+        def is_marked() -> bool:
+            self._collect(events)
+            return bool(events) and events[-1].get("token_ids") == mark
+
+        eventually(is_marked)
+        return events[:-1]
+
+    def _collect(self, events: Events) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.connect(self.replay)
+            socket.connect(self._replay)
             socket.send_multipart([b"", self._read.to_bytes(8, "big")])
             while payload := (parts := socket.recv_multipart())[-1]:
                 self._read = int.from_bytes(parts[-2], "big") + 1
                 events += msgspec.msgpack.decode(payload)[1]
-        return events
 
 
-def _stores(event: dict[str, Any], tokens: list[int]) -> bool:
-    return event.get("token_ids") == tokens
+Publishers = dict[str, Publisher]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Publishers:
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def publishers(
+    request: pytest.FixtureRequest,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Publishers]:
     """Engines of the same size: an ordinary one, and two that hand over."""
-
-    ordinary: Publisher
-    prefill: Publisher
-    decode: Publisher
-
-
-Start = Callable[..., Publisher]
-"""Starts an engine that publishes, by its name, its role and its options."""
-
-
-@pytest.fixture(scope="module")
-def start_publisher(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Start:
     folder = tmp_path_factory.mktemp("events")
-
-    def start(name: str, role: str | None = None, **options: Any) -> Publisher:
-        replay = f"ipc://{folder}/{name}.replay"
-        events = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"ipc://{folder}/{name}",
-            "replay_endpoint": replay,
-        }
-        caching = {"enable_prefix_caching": True, "kv_events_config": events}
-        return Publisher(engine=start_engine(name, role, **caching, **options), replay=replay)
-
-    return start
+    roles = {"ordinary": None, "prefill": "kv_producer", "decode": "kv_consumer"}
+    few = {"num_gpu_blocks_override": BLOCKS} if request.param == "llama" else {}
+    with fleet(checkpoints[request.param], folder, **few) as engines:
+        found = {name: Publisher(engines, folder, name, role) for name, role in roles.items()}
+        engines.wait_started()
+        yield found
 
 
-@pytest.fixture(scope="module")
-def publishers(start_publisher: Start) -> Publishers:
-    return Publishers(
-        ordinary=start_publisher("ordinary", num_gpu_blocks_override=BLOCKS),
-        prefill=start_publisher("prefill", "kv_producer", num_gpu_blocks_override=BLOCKS),
-        decode=start_publisher("decode", "kv_consumer", num_gpu_blocks_override=BLOCKS),
-    )
+plain = pytest.mark.parametrize("publishers", ["llama"], indirect=True)
 
 
-def removed(events: list[dict[str, Any]]) -> set[Any]:
-    """The blocks that are cached no longer."""
-    return {each for e in events if e["type"] == "BlockRemoved" for each in e["block_hashes"]}
+def blocks(events: Events, kind: str, of: str = "full_attention") -> list[Any]:
+    """The blocks that were cached, or are no longer, of one kind of attention, in order."""
+    return [
+        each
+        for event in events
+        if event["type"] == kind and event.get("kv_cache_spec_kind", of) == of
+        for each in event["block_hashes"]
+    ]
 
 
-def stored(events: list[dict[str, Any]]) -> set[Any]:
-    """The blocks that were cached."""
-    return {each for e in events if e["type"] == "BlockStored" for each in e["block_hashes"]}
+def hand_over(publishers: Publishers, asked: list[int], max_tokens: int) -> None:
+    """The texts are right, and prefill holds nothing afterwards."""
+    [ticket] = publishers["prefill"].engine.prefill(asked)
+    decode, ordinary = publishers["decode"].engine, publishers["ordinary"].engine
+    check_decoded(ordinary, decode, asked, ticket, max_tokens=max_tokens)
+    eventually(lambda: publishers["prefill"].engine.run(probes.statuses) == [])
 
 
-def clear(engine: Any) -> None:
-    """Empty the cache (`engines.Engine.run`)."""
-    assert engine.reset_prefix_cache()
-
-
-def free(publisher: Publisher) -> int:
-    blocks: int = publisher.engine.run(probes.free_blocks)
-    return blocks
-
-
+@plain
 def test_decode_publishes_what_an_engine_publishes_that_computes(publishers: Publishers) -> None:
     """Hashes, parents, token ids, order; and what is evicted, when."""
-    decode, ordinary = publishers.decode, publishers.ordinary
-    whole = free(publishers.prefill)
     for each in PROMPTS:
-        got, counted = hand_over(publishers.prefill.engine, decode.engine, each, max_tokens=34)
-        assert got == texts(ordinary.engine, each, max_tokens=34)
-        assert pulled(counted) > 0
-        eventually(lambda: free(publishers.prefill) == whole)
-    events = decode.events(MARKS[0])
-    assert events == ordinary.events(MARKS[0])
-    assert len(removed(events)) > 20
+        hand_over(publishers, each, 34)
+    mark = next(MARKS)
+    events = publishers["decode"].events(mark)
+    assert events == publishers["ordinary"].events(mark)
+    assert len(blocks(events, "BlockRemoved")) > 20
 
 
+@plain
 def test_prefill_publishes_what_an_engine_publishes_that_answers_itself(
     publishers: Publishers,
 ) -> None:
     """That a hold ends is no event: its blocks stay cached until they are given to others."""
-    prefill, ordinary = publishers.prefill, publishers.ordinary
-    for each in (prefill, ordinary):
-        each.events(MARKS[1])
-        each.engine.run(clear)
-    whole = free(prefill)
+    both = publishers["prefill"], publishers["ordinary"]
+    mark = next(MARKS)
+    for each in both:
+        each.events(mark)
+        assert each.engine.run(clear)
     for tokens in PROMPTS:
-        hand_over(prefill.engine, publishers.decode.engine, tokens)
-        eventually(lambda: free(prefill) == whole)
-        texts(ordinary.engine, tokens, max_tokens=1)
-    events = prefill.events(MARKS[2])
-    assert events == ordinary.events(MARKS[2])
-    assert len(removed(events)) > 20
+        [ticket] = publishers["prefill"].engine.prefill(tokens)
+        publishers["decode"].engine.generate(tokens, params=ticket)
+        eventually(lambda: publishers["prefill"].engine.run(probes.statuses) == [])
+        texts(publishers["ordinary"].engine, tokens, max_tokens=1)
+    mark = next(MARKS)
+    events, ordinary = (each.events(mark) for each in both)
+    assert events == ordinary
+    assert len(blocks(events, "BlockRemoved")) > 20
 
 
-def test_held_blocks_are_not_evicted(publishers: Publishers) -> None:
-    prefill = publishers.prefill
-    whole = free(prefill)
-    [ticket] = prefill.engine.prefill(prompt(300, seed=20))
-    held = stored(prefill.events(MARKS[3]))
-    assert len(held) == 300 // BLOCK
-    fillers = [prompt(700, seed=seed) for seed in range(21, 25)]
-    texts(prefill.engine, *fillers, max_tokens=1)
-    assert not held & removed(prefill.events(MARKS[4]))
-    publishers.decode.engine.generate(prompt(300, seed=20), params=ticket)
-    eventually(lambda: free(prefill) == whole)
-    assert not prefill.events(MARKS[5])
-    texts(prefill.engine, *(prompt(700, seed=seed) for seed in range(25, 29)), max_tokens=1)
-    assert held <= removed(prefill.events(MARKS[6]))
-
-
+@plain
 def test_what_did_not_arrive_is_not_published(publishers: Publishers) -> None:
     """A ticket is good once: the second load reads the pages, and then finds the hold ended."""
-    prefill, decode = publishers.prefill, publishers.decode
-    whole = free(prefill)
+    prefill, decode = publishers["prefill"], publishers["decode"]
     asked = prompt(200, seed=30)
     [ticket] = prefill.engine.prefill(asked)
     decode.engine.generate(asked, params=ticket)
-    eventually(lambda: free(prefill) == whole)
-    decode.engine.run(clear)
-    assert stored(decode.events(MARKS[7]))
-    [completion] = decode.engine.generate(asked, params=ticket)
-    assert completion.finish_reason == "error"
-    assert not stored(decode.events(MARKS[8]))
+    eventually(lambda: prefill.engine.run(probes.statuses) == [])
+    assert decode.engine.run(clear)
+    assert blocks(decode.events(next(MARKS)), "BlockStored")
+    check_refused(decode.engine, asked, ticket)
+    assert not blocks(decode.events(next(MARKS)), "BlockStored")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("publishers", ["gemma3"], indirect=True)
+def test_sliding_windows(publishers: Publishers) -> None:
+    """Of a window, decode has and publishes the blocks that it loaded; of full attention, all."""
+    for asked in (prompt(300), prompt(511), prompt(64), [*prompt(300), *prompt(50, seed=3)]):
+        hand_over(publishers, asked, 40)
+    mark = next(MARKS)
+    loaded, computed = (publishers[name].events(mark) for name in ("decode", "ordinary"))
+    assert blocks(loaded, "BlockStored") == blocks(computed, "BlockStored")
+    windows = blocks(loaded, "BlockStored", "sliding_window")
+    assert windows
+    assert set(windows) <= set(blocks(computed, "BlockStored", "sliding_window"))
+
+
+def clear(engine: Any) -> bool:
+    """Empty the cache (`engines.Engine.run`)."""
+    cleared: bool = engine.reset_prefix_cache()
+    return cleared

@@ -1,19 +1,29 @@
-"""When pages may go back, whatever happens on either side."""
+"""When pages may go back, whatever happens on either side.
+
+`fixtures.nothing_is_left` sees after each test that both engines have all they had before.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines import probes
+from kvferry.core.side_channel import health
+from kvferry.integrations.vllm import ticket_params
+from tests.engines import probes, ranks
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.steps import (
+    check_decoded,
+    check_hand_over,
+    check_refused,
+    counted,
     eventually,
-    hand_over,
     idle_blocks,
     pulled_by,
     texts,
@@ -25,6 +35,34 @@ pytestmark = pytest.mark.timeout(300)
 LEASE = 1.0
 FEW_BLOCKS = 40
 """Four prompts of 511 tokens write into all of them."""
+OTHERS = 10
+"""Requests of 1,000 tokens each: no machine runs them all within a few leases."""
+
+Pair = tuple[Engine, Engine]
+PP2 = {"pipeline_parallel_size": 2}
+STAGED = {"extra": {"staging": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "staged": STAGED,
+    "two ranks": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        kind if kind != "two ranks" else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
+def pair(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[Pair]:
+    """Prefill, in chunks, and decode."""
+    options = KINDS[request.param]
+    prefill = start_engine("prefill", "kv_producer", max_num_batched_tokens=64, **options)
+    decode = start_engine("decode", "kv_consumer", **options)
+    yield prefill, decode
+    prefill.close()
+    decode.close()
 
 
 @pytest.fixture(scope="module")
@@ -38,99 +76,157 @@ def hasty(start_engine: StartEngine) -> Engine:
     )
 
 
-@pytest.fixture(scope="module")
-def gated_engine(start_engine: StartEngine) -> Engine:
-    return start_engine("gated", "kv_consumer")
-
-
 @pytest.fixture
-def gated(gated_engine: Engine, tmp_path: Path) -> Iterator[tuple[Engine, Path]]:
-    """A decode engine whose reads have landed, but do not say so before the gate exists."""
-    gate = tmp_path / "gate"
-    gated_engine.run(probes.gate_reads, str(gate), False)
-    yield gated_engine, gate
-    gate.touch()
+def gate(tmp_path: Path) -> Iterator[Path]:
+    """A file for `ranks.disturb_reads`, which exists after the test."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
+
+
+def released(prefill: Engine) -> None:
+    """Wait until prefill holds nothing."""
+    eventually(lambda: not any(prefill.run(ranks.holds)))
+
+
+def last_rank(engine: Engine) -> int:
+    return len(engine.run(ranks.holds)) - 1
+
+
+# Leases.
 
 
 def test_lease_is_over(hasty: Engine, decode: Engine) -> None:
     """Pages that nobody reads come back, and their ticket is worth nothing any more."""
-    free = idle_blocks(hasty)
     tickets = hasty.prefill(prompt(100), prompt(101))
-    assert hasty.run(probes.free_blocks) < free
-    eventually(lambda: hasty.run(probes.free_blocks) == free)
-    completions = decode.generate(prompt(100), prompt(101), params=tickets)
-    assert [c.finish_reason for c in completions] == ["error", "error"]
+    assert hasty.run(ranks.holds) == [2]
+    released(hasty)
+    for length, ticket in zip((100, 101), tickets, strict=True):
+        check_refused(decode, prompt(length), ticket)
     assert "pages within the lease" in hasty.log()  # of both requests, in one line or in two
 
 
 def test_pages_reused_before_a_late_read(reference: Engine, hasty: Engine, decode: Engine) -> None:
     """The fence: other prompts' pages are never taken for this one's."""
-    free = idle_blocks(hasty)
     [late] = hasty.prefill(prompt(200, seed=1))
-    eventually(lambda: hasty.run(probes.free_blocks) == free)
+    released(hasty)
     others = [prompt(511, seed=seed) for seed in range(2, 6)]
     assert hasty.generate(*others, max_tokens=1)
     cell = Cell(side="consumer", fault="slow", stage="before the handshake", driver="vllm")
-    [completion] = decode.generate(prompt(200, seed=1), params=late)
-    assert completion.finish_reason == "error"
+    check_refused(decode, prompt(200, seed=1), late)
     cell.write("stale")
-    assert hand_over(hasty, decode, prompt(200, seed=1))[0] == texts(reference, prompt(200, seed=1))
+    check_hand_over(reference, hasty, decode, prompt(200, seed=1))
 
 
 def test_pages_given_back_during_the_read(
-    reference: Engine, hasty: Engine, gated: tuple[Engine, Path]
+    reference: Engine, hasty: Engine, pair: Pair, gate: Path
 ) -> None:
     """They stood when the read began, and not when it ended."""
-    decode, gate = gated
-    free = idle_blocks(hasty)
+    _, decode = pair
+    decode.run(ranks.disturb_reads, "stuck", str(gate))
     cell = Cell(side="consumer", fault="slow", stage="reading", driver="vllm")
     [request] = decode.submit(prompt(150), params=hasty.prefill(prompt(150)))
     eventually(gate.with_suffix(".reached").exists)
-    eventually(lambda: hasty.run(probes.free_blocks) == free)
+    released(hasty)
     gate.touch()
     [completion] = decode.results([request])
     assert completion.finish_reason == "error"
     cell.write("stale")
     assert f"request {request}" in decode.log()
-    assert hand_over(hasty, decode, prompt(150))[0] == texts(reference, prompt(150))
+    check_hand_over(reference, hasty, decode, prompt(150))
 
 
-def test_abort_on_decode_before_its_first_step(prefill: Engine, decode: Engine) -> None:
-    """The producer hears of it, long before the lease is over."""
+def test_a_request_that_waits_its_turn_keeps_its_pages(
+    reference: Engine, hasty: Engine, start_engine: StartEngine
+) -> None:
+    """Decode runs one request at a time, and those before it take longer than some leases."""
+    decode = start_engine("narrow", "kv_consumer", max_num_seqs=1)
+    [ticket] = hasty.prefill(prompt(100))
+    cell = Cell(side="consumer", fault="busy", stage="waiting", driver="vllm")
+    others = decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
+    [waiting] = decode.submit(prompt(100), params=ticket)
+    until = time.monotonic() + 3 * LEASE
+    while time.monotonic() < until:
+        assert hasty.run(ranks.holds) == [1]
+        time.sleep(0.1)
+    for other in others:
+        decode.abort(other)
+    [completion] = decode.results([waiting])
+    assert completion.text == texts(reference, prompt(100))[0]
+    cell.write("loaded")
+    decode.close()
+
+
+def test_clients_cannot_pin_the_whole_cache(decode: Engine, start_engine: StartEngine) -> None:
+    """What they do not fetch goes first, and a request of its own gets no ticket."""
+    prefill = start_engine("limited", "kv_producer", extra={"max_held_fraction": 0.02})
     free = idle_blocks(prefill)
+    cell = Cell(side="producer", fault="out of blocks", stage="before the read", driver="vllm")
+    first, *_, last = prefill.prefill(*(prompt(100, seed=seed) for seed in range(4)))
+    eventually(lambda: free - prefill.run(probes.free_blocks) <= 0.02 * (free + 1))
+    check_refused(decode, prompt(100, seed=0), first)
+    cell.write("stale")
+    [good] = decode.generate(prompt(100, seed=3), params=last)
+    assert good.finish_reason == "length"
+    assert "max_held_fraction" in prefill.log()
+    assert prefill.prefill(prompt(511)) == [{}]
+
+
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+def test_an_engine_that_is_shut_down_serves_what_it_holds(
+    reference: Engine, decode: Engine, start_engine: StartEngine, kind: str
+) -> None:
+    """If its cache is staged, from host pages."""
+    extra = {"drain_timeout": 20.0, "staging": kind == "staged"}
+    prefill = start_engine("leaving", "kv_producer", extra=extra)
+    check_hand_over(reference, prefill, decode, prompt(70))
+    [ticket] = prefill.prefill(prompt(100))
+    condition = health(ticket["remote_host"], ticket["remote_port"], timeout=20.0)
+    assert condition.problems == []
+    cell = Cell(side="producer", fault="shut down", stage="before the read", driver="vllm")
+    prefill.begin_close()
+    check_decoded(reference, decode, prompt(100), ticket)
+    cell.write("loaded")
+    prefill.close()
+
+
+# Aborts, and tickets that are used several times.
+
+
+def test_abort_on_decode_before_its_first_step(pair: Pair) -> None:
+    """The producer hears of it, long before the lease is over."""
+    prefill, decode = pair
     [ticket] = prefill.prefill(prompt(120))
     cell = Cell(side="consumer", fault="aborted", stage="before the handshake", driver="vllm")
     with decode.paused():
         [request] = decode.submit(prompt(120), params=ticket)
         decode.abort(request)
-    eventually(lambda: prefill.run(probes.free_blocks) == free)
+    released(prefill)
     cell.write("released")
-    assert decode.run(probes.statuses) == []
 
 
-def test_abort_on_decode_during_the_load(
-    reference: Engine, prefill: Engine, gated: tuple[Engine, Path]
-) -> None:
-    """Its blocks stay until no byte can land in them, then come back on both engines."""
-    decode, gate = gated
-    free = idle_blocks(prefill), idle_blocks(decode)
-    [ticket] = prefill.prefill(prompt(120))
-    [request] = decode.submit(prompt(120), params=ticket)
+def test_abort_on_decode_during_the_load(reference: Engine, pair: Pair, gate: Path) -> None:
+    """Its blocks stay until no byte can land in them, on the last rank too; then all come back."""
+    prefill, decode = pair
+    free = idle_blocks(decode)
+    decode.run(ranks.disturb_reads, "stuck", str(gate), last_rank(decode))
+    [request] = decode.submit(prompt(120), params=prefill.prefill(prompt(120)))
     eventually(gate.with_suffix(".reached").exists)
     cell = Cell(side="consumer", fault="aborted", stage="reading", driver="vllm")
     decode.abort(request)
+    if last_rank(decode):
+        eventually(lambda: decode.run(ranks.half_reported) == [1])
     assert decode.run(probes.statuses) == ["FINISHED_ABORTED"]
-    assert decode.run(probes.free_blocks) < free[1]
+    assert decode.run(probes.free_blocks) < free
     gate.touch()
-    eventually(lambda: decode.run(probes.statuses) == [])
-    eventually(lambda: (prefill.run(probes.free_blocks), decode.run(probes.free_blocks)) == free)
+    released(prefill)
     cell.write("released when quiet")
-    assert hand_over(prefill, decode, prompt(120))[0] == texts(reference, prompt(120))
+    check_hand_over(reference, prefill, decode, prompt(120))
 
 
-def test_abort_on_prefill(reference: Engine, decode: Engine, start_engine: StartEngine) -> None:
+def test_abort_on_prefill(reference: Engine, pair: Pair) -> None:
     """Before there is a ticket its blocks are free at once, and its slot serves again."""
-    prefill = start_engine("chunked", "kv_producer", max_num_batched_tokens=64)
+    prefill, decode = pair
     free = idle_blocks(prefill)
     with prefill.paused():
         [unstarted] = prefill.submit(prompt(300), params=PREFILL, max_tokens=1)
@@ -142,80 +238,134 @@ def test_abort_on_prefill(reference: Engine, decode: Engine, start_engine: Start
         prefill.abort(begun)
         assert prefill.run(probes.free_blocks) == free
         cell.write("released")
-    assert hand_over(prefill, decode, prompt(300))[0] == texts(reference, prompt(300))
+    check_hand_over(reference, prefill, decode, prompt(300))
 
 
-def test_abort_on_prefill_after_the_ticket(
-    reference: Engine, prefill: Engine, decode: Engine
-) -> None:
+def test_abort_on_prefill_after_the_ticket(reference: Engine, pair: Pair) -> None:
     """Too late: the pages are another engine's now."""
-    [request] = prefill.submit(prompt(90), params=PREFILL, max_tokens=1)
-    [completion] = prefill.results([request])
+    prefill, decode = pair
+    [completion] = prefill.generate(prompt(90), params=PREFILL, max_tokens=1)
     cell = Cell(side="producer", fault="aborted", stage="after the ticket", driver="vllm")
-    prefill.abort(request)
-    [got] = decode.generate(prompt(90), params=completion.params)
-    assert got.text == texts(reference, prompt(90))[0]
+    prefill.abort(completion.id)
+    check_decoded(reference, decode, prompt(90), completion.params)
     cell.write("loaded")
 
 
-def test_ticket_used_twice(reference: Engine, prefill: Engine, decode: Engine) -> None:
+def test_ticket_used_twice(reference: Engine, pair: Pair) -> None:
     """The first to finish ends the hold; the second is told that it came too late."""
-    free = idle_blocks(prefill)
+    prefill, decode = pair
     [ticket] = prefill.prefill(prompt(130))
-    [first] = decode.generate(prompt(130), params=ticket)
-    eventually(lambda: prefill.run(probes.free_blocks) == free)
-    [second] = decode.generate(prompt(130), params=ticket)
-    assert first.text == texts(reference, prompt(130))[0]
-    assert second.finish_reason == "error"
+    check_decoded(reference, decode, prompt(130), ticket)
+    released(prefill)
+    check_refused(decode, prompt(130), ticket)
 
 
-def test_ticket_used_at_once_by_three(reference: Engine, prefill: Engine, decode: Engine) -> None:
-    """Two load while one is aborted, and then nothing is held."""
-    free, before = idle_blocks(prefill), pulled_by(decode)
-    one = prompt(130, seed=7)
+def test_ticket_used_at_once_by_three(reference: Engine, pair: Pair, gate: Path) -> None:
+    """Two load while one is aborted, and one rank is far behind; then nothing is held."""
+    prefill, decode = pair
+    before, one = pulled_by(decode), prompt(130, seed=7)
     [ticket] = prefill.prefill(one)
+    decode.run(ranks.disturb_reads, "slow", str(gate), last_rank(decode))
     with decode.paused():
         requests = decode.submit(one, one, one, params=ticket)
-        decode.abort(requests.pop(0))
-    completions = decode.results(requests)
-    assert [c.text for c in completions] == texts(reference, one) * len(requests)
-    assert pulled_by(decode) - before == 130 * len(requests)
-    eventually(lambda: prefill.run(probes.free_blocks) == free)
-    assert decode.run(probes.statuses) == []
+    eventually(gate.with_suffix(".reached").exists)
+    decode.abort(requests.pop(1))
+    gate.touch()
+    assert [c.text for c in decode.results(requests)] == texts(reference, one) * 2
+    assert pulled_by(decode) - before == 2 * 130
+    released(prefill)
+
+
+def test_a_rank_whose_read_fails(reference: Engine, pair: Pair, gate: Path) -> None:
+    """What other ranks have read is worth nothing; the request fails, once, and no other one."""
+    prefill, decode = pair
+    lost, kept = prefill.prefill(prompt(100), prompt(101))
+    decode.run(ranks.disturb_reads, "failing", str(gate), last_rank(decode))
+    check_refused(decode, prompt(100), lost)
+    gate.touch()
+    check_decoded(reference, decode, prompt(101), kept)
+
+
+def test_cache_reset_gives_up_holds(pair: Pair) -> None:
+    """On every rank: the ticket is worth nothing then."""
+    prefill, decode = pair
+    [ticket] = prefill.prefill(prompt(200, seed=1))
+    assert all(each == 1 for each in prefill.run(ranks.holds))
+    eventually(lambda: prefill.run(probes.forget_prefixes))
+    released(prefill)
+    check_refused(decode, prompt(200, seed=1), ticket)
+
+
+@pytest.mark.parametrize("pipelined", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_words_stand_before_the_ticket(
+    reference: Engine, decode: Engine, start_engine: StartEngine, pair: Pair, pipelined: bool
+) -> None:
+    """On every rank, also where the scheduler is a step ahead of them: decode asks at once."""
+    prefill = (
+        start_engine("stages", "kv_producer", **PP2, max_num_batched_tokens=64)
+        if pipelined
+        else pair[0]
+    )
+    with prefill.paused():
+        ids = prefill.submit(prompt(200), prompt(33), params=PREFILL, max_tokens=1)
+        while len(prefill.finished) < 2:
+            prefill.step()
+        params = [completion.params or {} for completion in prefill.results(ids)]
+        for ticket in map(ticket_params.read_ticket, params):
+            words = prefill.run(ranks.words, ticket.hold.slot)
+            assert all(ticket.hold.stands(word) for word in words)
+    for length, each in zip((200, 33), params, strict=True):
+        check_decoded(reference, decode, prompt(length), each)
+    if pipelined:
+        prefill.close()
+
+
+@pytest.mark.slow
+def test_preempted_in_a_pipeline(
+    reference: Engine, prefill: Engine, start_engine: StartEngine
+) -> None:
+    """Blocks that a step in flight still writes are not given to a load."""
+    decode = start_engine("small-stages", "kv_consumer", **PP2, num_gpu_blocks_override=36)
+    prompts = [prompt(length, seed=12) for length in (310, 311, 312)]
+    tickets = prefill.prefill(*prompts)
+    got = texts(decode, *prompts, params=tickets, max_tokens=60)
+    assert got == texts(reference, *prompts, max_tokens=60)
+    assert counted(decode, "vllm:num_preemptions") > 0
+    decode.close()
+
+
+# Restarts.
 
 
 def test_producer_is_restarted(
     reference: Engine, decode: Engine, start_engine: StartEngine
 ) -> None:
     """Same engine id, same port, another life: an old ticket is refused, a new one works."""
-    first = start_engine("restarted", "kv_producer", transfer={"engine_id": "restarted"})
-    assert hand_over(first, decode, prompt(60))[0] == texts(reference, prompt(60))
+    named: dict[str, Any] = {"role": "kv_producer", "transfer": {"engine_id": "restarted"}}
+    first = start_engine("restarted", **named)
+    check_hand_over(reference, first, decode, prompt(60))
     old, older = first.prefill(prompt(61), prompt(62))
     first.close()
-    second = start_engine(
-        "restarted",
-        "kv_producer",
-        transfer={"engine_id": "restarted"},
-        extra={"side_channel_port": old["remote_port"]},
-    )
+    second = start_engine("restarted", **named, extra={"side_channel_port": old["remote_port"]})
     cell = Cell(side="producer", fault="restarted", stage="before the read", driver="vllm")
     for length, ticket in ((61, old), (62, older)):
-        [completion] = decode.generate(prompt(length), params=ticket)
-        assert completion.finish_reason == "error"
+        check_refused(decode, prompt(length), ticket)
     cell.write("refused")
     assert "it was restarted since" in decode.log()
-    assert hand_over(second, decode, prompt(61))[0] == texts(reference, prompt(61))
+    check_hand_over(reference, second, decode, prompt(61))
 
 
+@pytest.mark.parametrize("kind", ["direct", "staged"])
 def test_a_consumer_that_is_killed_and_started_again(
-    reference: Engine, prefill: Engine, hasty: Engine, start_engine: StartEngine, tmp_path: Path
+    reference: Engine, prefill: Engine, start_engine: StartEngine, gate: Path, kind: str
 ) -> None:
     """Pages that it was reading come back with their lease; its next start reads what still is."""
-    free = idle_blocks(hasty)
-    rest = idle_blocks(prefill)
-    first = start_engine("again", "kv_consumer", transfer={"engine_id": "again"})
-    gate = tmp_path / "gate"
-    first.run(probes.gate_reads, str(gate), False)
+    extra = {"kv_lease_duration": LEASE, "staging": kind == "staged"}
+    hasty = start_engine("bereaved", "kv_producer", extra=extra)
+    named: dict[str, Any] = {"role": "kv_consumer", "transfer": {"engine_id": f"again-{kind}"}}
+    named |= KINDS[kind]
+    first = start_engine("again", **named)
+    first.run(ranks.disturb_reads, "stuck", str(gate))
     [short], [long] = hasty.prefill(prompt(83)), prefill.prefill(prompt(84))
     first.submit(prompt(83), params=short)
     eventually(gate.with_suffix(".reached").exists)
@@ -223,11 +373,11 @@ def test_a_consumer_that_is_killed_and_started_again(
     killed = Cell(side="consumer", fault="killed", stage="reading", driver="vllm")
     again = Cell(side="consumer", fault="restarted", stage="reading", driver="vllm")
     first.kill()
-    eventually(lambda: hasty.run(probes.free_blocks) == free)
+    released(hasty)
     killed.write("released by the lease")
-    second = start_engine("again", "kv_consumer", transfer={"engine_id": "again"})
-    [completion] = second.generate(prompt(84), params=long)
-    assert completion.text == texts(reference, prompt(84))[0]
+    second = start_engine("again", **named)
+    check_decoded(reference, second, prompt(84), long)
     again.write("loaded")
-    eventually(lambda: prefill.run(probes.free_blocks) == rest)
-    second.close()
+    released(prefill)
+    for engine in (hasty, second):
+        engine.close()

@@ -1,7 +1,9 @@
-"""The metrics of a real pair."""
+"""The metrics, the health and the spans of a real pair."""
 
 from __future__ import annotations
 
+import secrets
+import time
 from typing import Any
 
 import pytest
@@ -10,33 +12,40 @@ from examples.tiny_llama import prompt
 from kvferry.core.metrics import Stage
 from kvferry.core.side_channel import health
 from tests.engines import probes
+from tests.engines.collector import ENVIRONMENT, collecting
 from tests.engines.engines import Engine
-from tests.engines.steps import eventually, hand_over, texts
+from tests.engines.fixtures import StartEngine
+from tests.engines.steps import check_hand_over, check_refused, eventually
 
 pytestmark = pytest.mark.timeout(300)
 
 
+def new(engine: Engine, before: dict[str, float], name: str) -> float:
+    """How much samples have grown whose names begin so, over all producers."""
+    after: dict[str, float] = engine.run(probes.exposed)
+    return sum(after[each] - before.get(each, 0) for each in after if each.startswith(name))
+
+
 def test_a_hand_over_is_counted(reference: Engine, prefill: Engine, decode: Engine) -> None:
-    before = decode.run(probes.exposed)
-    got, counters = hand_over(prefill, decode, prompt(100, seed=30), prompt(33, seed=30))
-    assert got == texts(reference, prompt(100, seed=30), prompt(33, seed=30))
-    after = decode.run(probes.exposed)
-
-    def new(name: str) -> float:
-        """Over all producers, of which other tests have theirs."""
-        values = [after[each] - before.get(each, 0) for each in after if each.startswith(name)]
-        return float(sum(values))
-
-    assert new("loads_total") == new("pulls_total") == 2
-    assert new("tokens_total") == 133
-    assert new("bytes_total") == counters["vllm:kvferry_bytes"] > 0
-    assert new("copies_total") > 0
-    assert 'path="process_vm"' in next(name for name in after if name.startswith("bytes_total"))
+    there, here = prefill.run(probes.exposed), decode.run(probes.exposed)
+    check_hand_over(reference, prefill, decode, prompt(100, seed=30), prompt(33, seed=30))
+    for name in ("loads_total", "pulls_total"):
+        assert new(decode, here, name) == 2
+    assert new(decode, here, "tokens_total") == 133
+    assert new(decode, here, "bytes_total") > 0
+    assert new(decode, here, "copies_total") > 0
     for stage in set(Stage) - {Stage.HANDSHAKE, Stage.COPY}:
-        assert new(f'stage_seconds_count{{driver="loopback",stage="{stage}"}}') == 2
+        name = f'stage_seconds_count{{driver="loopback",stage="{stage}"}}'
+        assert new(decode, here, name) == 2
+    after = decode.run(probes.exposed)
+    assert 'path="process_vm"' in next(name for name in after if name.startswith("bytes_total"))
     assert after['stage_seconds_sum{driver="loopback",stage="wait"}'] > 0
     assert after['peers_up{driver="loopback",rank="0"}'] >= 1
-    assert new("failed_loads_total") == new("load_failures_total") == new("refused_") == 0
+    for name in ("failed_loads_total", "load_failures_total", "refused_"):
+        assert new(decode, here, name) == 0
+    for outcome in ("made", "read"):
+        name = f'holds_total{{driver="loopback",outcome="{outcome}"}}'
+        eventually(lambda name=name: new(prefill, there, name) == 2)  # type: ignore[misc]
 
 
 def test_what_is_held_goes_up_and_down(prefill: Engine, decode: Engine) -> None:
@@ -72,3 +81,49 @@ def test_what_a_rank_finds_wrong_reaches_a_probe(prefill: Engine) -> None:
     prefill.run(ail, "")
     eventually(told)
     assert not prefill.run(probes.has_to_step)
+
+
+def test_spans_are_in_the_trace_of_the_client(reference: Engine, start_engine: StartEngine) -> None:
+    """Those of both engines, and beside vLLM's own; the stages of a load are in its span."""
+    pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    with collecting() as collector:
+        options = {"otlp_traces_endpoint": collector.address, "environment": ENVIRONMENT}
+        prefill = start_engine("traced-prefill", "kv_producer", **options)
+        decode = start_engine("traced-decode", "kv_consumer", **options)
+        trace, client = secrets.token_hex(16), secrets.token_hex(8)
+        traced: dict[str, Any] = {"trace_headers": {"traceparent": f"00-{trace}-{client}-01"}}
+        began = time.time()
+        check_hand_over(reference, prefill, decode, prompt(100, seed=72), **traced)
+        check_hand_over(reference, prefill, decode, prompt(100, seed=73))
+        eventually(lambda: len(collector.named("llm_request")) >= 4)
+        eventually(
+            lambda: bool(collector.named("kvferry.load") and collector.named("kvferry.hold"))
+        )
+        [load], [hold] = collector.named("kvferry.load"), collector.named("kvferry.hold")
+        ours = [span for span in collector.spans if span.name.startswith("kvferry.")]
+        theirs = [span for span in collector.spans if span not in ours]
+        assert {span.trace for span in ours} == {trace}
+        assert load.parent == hold.parent == client
+        assert [span.parent for span in theirs if span.trace == trace] == [client, client]
+        assert not {span.id for span in ours} & {span.id for span in theirs}
+        stages = [span for span in ours if span not in (load, hold)]
+        assert {span.parent for span in stages} == {load.id}
+        assert {"kvferry.transfer", "kvferry.fence"} <= {span.name for span in stages}
+        assert began <= hold.start <= load.start <= load.end <= time.time()
+        assert sum(s.end - s.start for s in stages) == pytest.approx(
+            load.end - load.start, abs=0.05
+        )
+        name = hold.attributes["kvferry.request"]
+        assert load.attributes["kvferry.prefill_request"] == name
+        assert load.attributes["kvferry.tokens"] == hold.attributes["kvferry.tokens"] == 100
+        assert (load.attributes["kvferry.bytes"] > 0, hold.attributes["kvferry.outcome"]) == (
+            True,
+            "read",
+        )
+        collector.spans.clear()
+        [ticket] = prefill.prefill(prompt(100, seed=74))
+        broken = ticket | {"remote_block_ids": [[500, 501, 502, 503]]}
+        check_refused(decode, prompt(100, seed=74), broken, **traced)
+        eventually(lambda: bool(collector.named("kvferry.load")))
+        [failed] = collector.named("kvferry.load")
+        assert (failed.parent, failed.has_failed) == (client, True)

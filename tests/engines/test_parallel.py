@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.tiny_llama import build, prompt
-from tests.engines.engines import Engine
-from tests.engines.fixtures import StartEngine
-from tests.engines.ranks import at_rest, come_to
-from tests.engines.steps import hand_over, pulled, texts
+from tests.engines.engines import Engine, run_apart
+from tests.engines.fleet import DOES_BOTH, fleet
+from tests.engines.steps import check_hand_over
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
-LENGTHS = (5, 65, 200)
 VOCABULARY = 384
 """What 2, 3 and 4 ranks can share, and vLLM pads no further."""
 
@@ -41,7 +38,7 @@ AHEAD = CHUNKED | {"async_scheduling": True}
 """Schedules a step before its ranks have reported the last one. A pipeline does so by itself, and
 vLLM's CPU build does not have the two together."""
 
-ENGINES: dict[str, dict[str, int]] = {
+ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tp2": TP2,
     "tp3": {"tensor_parallel_size": 3},
@@ -55,97 +52,46 @@ ENGINES: dict[str, dict[str, int]] = {
     "pp2-chunked": PP2 | CHUNKED,
 }
 
-HUBS = [("2 KV heads", "plain", ["tp2-ahead", "pp2-chunked"])]
+HUBS = [
+    ("2 KV heads", "plain", ["tp2-ahead", "pp2-chunked"]),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (
+            ("2 KV heads", "tp2", ["tp2", "tp4"]),
+            ("2 KV heads", "pp2", ["pp2", "pp3", "tp2", "tp2-pp2"]),
+            ("2 KV heads", "tp2-block64", ["plain", "block96", "tp2"]),
+            ("2 KV heads", "tp2-ahead", ["tp2-ahead", "pp2-chunked"]),
+            ("1 KV head", "tp3", ["plain", "tp2"]),
+            ("12 KV heads", "tp2", ["tp3", "tp4"]),
+        )
+    ),
+]
 """A checkpoint, an engine, and those that it exchanges prompts with in both directions."""
-
-
-def pairs(hubs: Sequence[tuple[str, str, Sequence[str]]]) -> list[Any]:
-    return [
-        pytest.param((checkpoint, hub), other, id=f"{checkpoint.replace(' ', '')}-{hub}-{other}")
-        for checkpoint, hub, others in hubs
-        for other in others
-    ]
-
-
-Checkpoints = Callable[[str], Path]
-References = Callable[[Path], Engine]
 
 _seeds = itertools.count(100)
 
 
 def prompts() -> list[list[int]]:
-    """New ones: what an earlier test left in a page must not help."""
+    """New ones: what an earlier pair left in a page must not help."""
     seed = next(_seeds)
-    return [[token % VOCABULARY for token in prompt(length, seed)] for length in LENGTHS]
+    return [[token % VOCABULARY for token in prompt(length, seed)] for length in (5, 65, 200)]
 
 
-@pytest.fixture(scope="module")
-def checkpoints(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Llamas of the shapes in ``CHECKPOINTS``, each made when it is first asked for."""
-    made: dict[str, Path] = {}
+@pytest.mark.parametrize(("shape", "hub", "others"), HUBS, ids=str)
+@pytest.mark.usefixtures("checkpoint")
+def test_pairs(tmp_path: Path, shape: str, hub: str, others: Sequence[str]) -> None:
+    """Equal texts, all of them pulled."""
+    model = tmp_path / "model"
+    run_apart(build, model, **CHECKPOINTS[shape])
+    with fleet(model, tmp_path) as engines:
 
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("shape")
-            context = multiprocessing.get_context("forkserver")
-            builder = context.Process(target=build, args=(made[name],), kwargs=CHECKPOINTS[name])
-            builder.start()
-            builder.join()
-            assert builder.exitcode == 0
-        return made[name]
+        def launch(name: str) -> Engine:
+            return engines.launch(name, **DOES_BOTH, **ENGINES[name])
 
-    return make
-
-
-@pytest.fixture(scope="module")
-def references(start_engine: StartEngine) -> Iterator[References]:
-    """Ordinary engines, one per checkpoint."""
-    started: dict[Path, Engine] = {}
-
-    def start(checkpoint: Path) -> Engine:
-        if checkpoint not in started:
-            started[checkpoint] = start_engine("ordinary", model=checkpoint)
-        return started[checkpoint]
-
-    yield start
-    for engine in started.values():
-        engine.close()
-
-
-@pytest.fixture(scope="module")
-def hub(
-    request: pytest.FixtureRequest, start_engine: StartEngine, checkpoints: Checkpoints
-) -> Iterator[Engine]:
-    """The first engine of a pair; the next pairs with the same one use it again."""
-    checkpoint, name = request.param
-    engine = start_engine(name, "kv_both", model=checkpoints(checkpoint), **ENGINES[name])
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def other(
-    request: pytest.FixtureRequest, start_engine: StartEngine, hub: Engine
-) -> Iterator[Engine]:
-    engine = start_engine(request.param, "kv_both", model=hub.model, **ENGINES[request.param])
-    yield engine
-    engine.close()
-
-
-@pytest.mark.parametrize(("hub", "other"), pairs(HUBS), indirect=True)
-def test_pair(hub: Engine, other: Engine, references: References) -> None:
-    check_pair(hub, other, references)
-
-
-def check_pair(hub: Engine, other: Engine, references: References) -> None:
-    """Equal texts, all of them pulled; then every rank is at rest again, with every block free."""
-    reference = references(hub.model)
-    for source, target in ((hub, other), (other, hub)):
-        given = prompts()
-        rest = at_rest(source, target)
-        got, counters = hand_over(source, target, *given)
-        assert got == texts(reference, *given)
-        assert pulled(counters) == counters["vllm:kvferry_tokens"] == sum(LENGTHS)
-        assert counters["vllm:kvferry_loads"] == len(LENGTHS)
-        assert not counters.get("vllm:kvferry_ignored_releases")
-        come_to(rest, source, target)
+        ordinary, one = engines.launch("ordinary"), launch(hub)
+        for name in others:
+            other = launch(name)
+            engines.wait_started()
+            for source, target in ((one, other), (other, one)):
+                check_hand_over(ordinary, source, target, *prompts())
+            other.close()

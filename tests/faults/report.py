@@ -1,7 +1,7 @@
 """Make the tables of docs/reliability.md: ``python -m tests.faults.report RUN.jsonl...``
 
 The lines of the given runs are merged into benchmarks/results/faults.jsonl, where a later line
-replaces an earlier one of the same cell or figure. The tables show that file.
+replaces an earlier one of the same cell or figure. The tables show that file, in its order.
 """
 
 from __future__ import annotations
@@ -10,28 +10,10 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from kvferry.core.transport import Quiescence
-from kvferry.testing import Fault
-from tests.faults.cells import (
-    CELLS,
-    COMPUTING,
-    DRIVER_FAULTS,
-    DRIVERS,
-    FAULTS,
-    FAULTY_DRIVER,
-    NETWORKS,
-    SIDES,
-    STAGES,
-    VLLM,
-    WAITING,
-    Key,
-)
+from tests.faults.cells import CABLE, DRIVERS, RESULTS, STAGES, Key, Line, read
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results/faults.jsonl"
-PAGE = ROOT / "docs/reliability.md"
+PAGE = Path(__file__).parents[2] / "docs/reliability.md"
 BEGIN, END = "<!-- made by tests.faults.report -->\n", "<!-- to here -->\n"
 
 ERROR_WORDS = {
@@ -44,132 +26,7 @@ ERROR_WORDS = {
     "TransferCancelledError": "cancelled",
 }
 """The words for the errors of loads in the tables."""
-
-Line = dict[str, Any]
-
-
-class Run(NamedTuple):
-    """The lines of cells, and those of figures by their texts."""
-
-    cells: dict[Key, Line]
-    figures: dict[tuple[str, ...], Line]
-
-    def add(self, line: Line) -> None:
-        if "figure" not in line:
-            self.cells[Key(*(line[name] for name in Key._fields))] = line
-        else:
-            about = (str(value) for value in line.values() if isinstance(value, str))
-            self.figures[tuple(about)] = line
-
-    def lines(self) -> Iterator[Line]:
-        yield from (self.cells[key] for key in sorted(CELLS & self.cells.keys()))
-        yield from (self.figures[key] for key in sorted(self.figures))
-
-    def cell(self, key: Key) -> str:
-        if key not in self.cells:
-            return ""
-        line = self.cells[key]
-        error, comma, more = line["outcome"].partition(",")
-        return f"{ERROR_WORDS.get(error, error)}{comma}{more}, {line['seconds']:.2f} s"
-
-
-def read(paths: Iterable[Path]) -> Run:
-    run = Run({}, {})
-    for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            run.add(json.loads(line))
-    return run
-
-
-def tables(run: Run) -> str:
-    return "\n".join(part for make in SECTIONS for part in make(run))
-
-
-def current_tables(page: str) -> str:
-    return page.split(BEGIN)[1].split(END)[0]
-
-
-# The sections of the page.
-
-
-def _sides(run: Run) -> Iterator[str]:
-    for side in SIDES:
-        pestered = ["pestered"] * (side == "producer")
-        yield f"### The {side}\n"
-        yield _table(
-            [side, *STAGES],
-            [
-                [fault, *(run.cell(Key(side, fault, stage)) for stage in STAGES)]
-                for fault in [*FAULTS, *pestered]
-            ],
-        )
-
-
-def _over_drivers(run: Run) -> Iterator[str]:
-    for driver in DRIVERS:
-        yield f"### Over {driver}\n"
-        rows = [
-            [f"{side} {fault}", *(run.cell(Key(side, fault, stage, driver)) for stage in STAGES)]
-            for side, faults in DRIVER_FAULTS.items()
-            for fault in faults
-        ]
-        yield _table(["what", *STAGES], rows)
-
-
-def _networks(run: Run) -> Iterator[str]:
-    yield "### Between two networks, over UCX\n"
-    rows = [[key.fault, *(run.cell(key) for key in NETWORKS)] for key in NETWORKS[:1]]
-    yield _table(["producer", *STAGES], rows)
-
-
-def _waiting(run: Run) -> Iterator[str]:
-    yield "### While a request waits\n"
-    rows = [[f"{key.side} {key.fault}", key.stage, run.cell(key)] for key in [*COMPUTING, *WAITING]]
-    yield _table(["what", "the request is", "outcome"], rows)
-
-
-def _driver(run: Run) -> Iterator[str]:
-    yield "### The driver\n"
-    columns = [(stage, kind) for stage in ("reading", "fencing") for kind in Quiescence]
-    faults = [
-        fault.value for fault in Fault if Key("driver", fault.value, *_first()) in FAULTY_DRIVER
-    ]
-    yield _table(
-        ["driver", *(f"{stage}, quiet {kind.value.replace('_', ' ')}" for stage, kind in columns)],
-        [
-            [fault, *(run.cell(Key("driver", fault, stage, kind.value)) for stage, kind in columns)]
-            for fault in faults
-        ],
-    )
-
-
-def _first() -> tuple[str, str]:
-    return "reading", next(iter(Quiescence)).value
-
-
-def _vllm(run: Run) -> Iterator[str]:
-    yield "### Two vLLM engines\n"
-    rows = [
-        [f"{key.side} {key.fault}", key.stage, key.where.partition(" over ")[2], run.cell(key)]
-        for key in VLLM
-    ]
-    yield _table(
-        ["what", "when", "over", "outcome"],
-        [[*row[:2], row[2] or "loopback", row[3]] for row in rows],
-    )
-
-
-def _figures(run: Run) -> Iterator[str]:
-    yield "## Many times over\n"
-    rows = [
-        [line["figure"], shown(line), f"{line['seconds']:,.0f}"]
-        for line in run.figures.values()
-        for shown in [FIGURE_TEXTS[line["figure"]]]
-    ]
-    yield _table(["test", "what", "seconds"], sorted(rows))
-
-
-FIGURE_TEXTS: dict[str, Callable[[Line], str]] = {
+FIGURES: dict[str, Callable[[Line], str]] = {
     "fuzz": lambda line: f"{line['what']}: {line['inputs']:,} inputs",
     "model": lambda line: f"{line['steps']:,} steps in {line['examples']:,} examples",
     "reuse": lambda line: (
@@ -182,20 +39,116 @@ FIGURE_TEXTS: dict[str, Callable[[Line], str]] = {
         f"{line['memory']:+} MiB, {line['files']:+} files, {line['threads']:+} threads"
     ),
 }
-SECTIONS = (_sides, _over_drivers, _networks, _waiting, _driver, _vllm, _figures)
+
+Name = Callable[[Key], str]
+
+
+def tables(lines: Iterable[Line]) -> str:
+    """Return the sections of the page."""
+    cells: dict[Key, str] = {}
+    figures = []
+    for line in lines:
+        if "figure" in line:
+            shown = FIGURES[line["figure"]](line)
+            figures.append([line["figure"], shown, f"{line['seconds']:,.0f}"])
+            continue
+        error, comma, more = line["outcome"].partition(",")
+        outcome = f"{ERROR_WORDS.get(error, error)}{comma}{more}, {line['seconds']:.2f} s"
+        cells[Key(*(line[name] for name in Key._fields))] = outcome
+
+    def some(holds: Callable[[Key], bool]) -> dict[Key, str]:
+        return {key: outcome for key, outcome in cells.items() if holds(key)}
+
+    def section(title: str, first: str, found: dict[Key, str], row: Name, column: Name) -> str:
+        return f"### {title}\n\n" + _matrix(first, found, row, column)
+
+    parts = [
+        section(
+            f"The {side}",
+            side,
+            some(
+                lambda k, side=side: k.side == side and k.where == "loopback" and k.stage in STAGES
+            ),  # type: ignore[misc]
+            lambda key: key.fault,
+            lambda key: key.stage,
+        )
+        for side in ("producer", "consumer")
+    ]
+    parts += [
+        section(
+            f"Over {driver}",
+            "what",
+            some(lambda key, driver=driver: key.where == driver),  # type: ignore[misc]
+            lambda key: f"{key.side} {key.fault}",
+            lambda key: key.stage,
+        )
+        for driver in DRIVERS
+    ]
+    parts += [
+        section(
+            "Between two networks, over UCX",
+            "producer",
+            some(lambda key: key.where == CABLE),
+            lambda key: key.fault,
+            lambda key: key.stage,
+        ),
+        "### While a request waits\n\n"
+        + _table(
+            ["what", "the request is", "outcome"],
+            [
+                [f"{key.side} {key.fault}", key.stage, outcome]
+                for key, outcome in cells.items()
+                if key.where == "loopback" and key.stage not in STAGES
+            ],
+        ),
+        section(
+            "The driver",
+            "driver",
+            some(lambda key: key.side == "driver"),
+            lambda key: key.fault,
+            lambda key: f"{key.stage}, quiet {key.where.replace('_', ' ')}",
+        ),
+        "### Two vLLM engines\n\n"
+        + _table(
+            ["what", "when", "over", "outcome"],
+            [
+                [
+                    f"{key.side} {key.fault}",
+                    key.stage,
+                    key.where.partition(" over ")[2] or "loopback",
+                    outcome,
+                ]
+                for key, outcome in cells.items()
+                if key.where.startswith("vllm")
+            ],
+        ),
+        "## Many times over\n\n" + _table(["test", "what", "seconds"], sorted(figures)),
+    ]
+    return "\n".join(parts)
+
+
+def current_tables(page: str) -> str:
+    return page.split(BEGIN)[1].split(END)[0]
+
+
+def _matrix(first: str, cells: dict[Key, str], row: Name, column: Name) -> str:
+    columns = list(dict.fromkeys(map(column, cells)))
+    rows = list(dict.fromkeys(map(row, cells)))
+    shown = {(row(key), column(key)): outcome for key, outcome in cells.items()}
+    return _table([first, *columns], [[r, *(shown.get((r, c), "") for c in columns)] for r in rows])
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
+    lines: Iterator[Sequence[str]] = iter([headings, ["---"] * len(headings), *rows])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main(runs: Sequence[str]) -> None:
-    run = read([*([RESULTS] * RESULTS.exists()), *map(Path, runs)])
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in run.lines()), encoding="utf-8")
+    found = read([RESULTS, *map(Path, runs)])
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in found.values()), "utf-8")
     page = PAGE.read_text(encoding="utf-8")
     before, after = page.split(BEGIN)[0], page.split(END)[1]
-    PAGE.write_text(before + BEGIN + tables(run) + END + after, encoding="utf-8")
+    PAGE.write_text(before + BEGIN + tables(found.values()) + END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

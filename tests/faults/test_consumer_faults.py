@@ -15,7 +15,7 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport.registry import create
 from tests.core.endpoint.engines import Engine, eventually, until
 from tests.faults.cable import DIRECTIONS, Direction, staged_transport
-from tests.faults.cells import DRIVERS, OVER, STAGES, Cell
+from tests.faults.cells import OVER, STAGES, Cell
 from tests.faults.engine_pair import LOCAL, engine_pair
 from tests.faults.engine_processes import (
     HELD_PAGES,
@@ -34,7 +34,7 @@ from tests.faults.engine_processes import (
 pytestmark = pytest.mark.timeout(180)
 
 WITH_WAITING = ["waiting", *STAGES]
-DRIVERS_AND_STAGES = [(OVER, stage) for stage in (STAGES if OVER in DRIVERS else WITH_WAITING)]
+DRIVERS_AND_STAGES = [(OVER, stage) for stage in (WITH_WAITING if OVER == "loopback" else STAGES)]
 CUT_DIRECTIONS = {
     "before the handshake": DIRECTIONS,
     "during the handshake": frozenset[Direction]({"replies"}),

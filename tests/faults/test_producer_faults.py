@@ -13,7 +13,7 @@ import pytest
 
 from tests.core.endpoint.engines import eventually
 from tests.faults.cable import pester
-from tests.faults.cells import DRIVER_FAULTS, DRIVERS, OVER, STAGES, Cell
+from tests.faults.cells import OVER, STAGES, Cell
 from tests.faults.engine_pair import EnginePair, engine_pair
 from tests.faults.engine_processes import LONG_TIMEOUTS, OPTIONS
 
@@ -40,8 +40,10 @@ depends on the driver.
 """
 NOT_PROXIED = {"killed", "stopped", "restarted", "pestered"}
 """Faults of the process itself, for which the side channel has no proxy in front."""
+OVER_DRIVERS = ("killed", "stopped", "restarted", "aborted", "out of blocks")
+"""The faults that are tried over all drivers."""
 DRIVERS_AND_FAULTS = [
-    (OVER, fault) for fault in (DRIVER_FAULTS["producer"] if OVER in DRIVERS else FAILING_STAGES)
+    (OVER, fault) for fault in (FAILING_STAGES if OVER == "loopback" else OVER_DRIVERS)
 ]
 SLOW_SECONDS = 0.5
 

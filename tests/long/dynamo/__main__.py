@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.tiny_llama import WORDS, build, prompt
-from tests.engines.engines import ENVIRONMENT, Engine
+from tests.engines.engines import ENVIRONMENT, Engine, EngineError
 from tests.long.dynamo.processes import Deployment, DynamoError
 
 LENGTHS = (2, 31, 32, 33, 64, 100, 300, 511)
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
                 deployment.wait_started()
                 _say("the frontend serves the model, and has found both workers")
                 return 0 if _compared(deployment, expected) else 1
-        except DynamoError as exc:
+        except (DynamoError, EngineError) as exc:
             _say(f"{exc}")
             return 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,28 @@ import pytest
 from examples.tiny_llama import prompt
 from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.steps import hand_over, pulled, texts
+from tests.engines.fleet import RECOMPUTE
+from tests.engines.steps import check_decoded, check_hand_over, check_refused, warning
 
 pytestmark = pytest.mark.timeout(300)
 
 LAYERS = 4
 KEY = "field 'model.layers.0.self_attn.attn/k'"
+STATIC_SCALES = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "ignore": [],
+    "quantization_status": "frozen",
+    "kv_cache_scheme": {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+    },
+}
+"""Only the cache is quantised, and by scales that the checkpoint has."""
 
 
 def altered(
@@ -46,29 +61,11 @@ def altered(
     return copy
 
 
-STATIC_SCALES = {
-    "quant_method": "compressed-tensors",
-    "format": "dense",
-    "config_groups": {},
-    "ignore": [],
-    "quantization_status": "frozen",
-    "kv_cache_scheme": {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "tensor",
-        "dynamic": False,
-    },
-}
-"""Only the cache is quantised, and by scales that the checkpoint has."""
-
-UNTRUE_WEIGHTS = {"load_format": "dummy"}
-"""Those of the checkpoint do not fit a changed configuration; nobody reads what comes of them."""
-
 STRANGERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fewer heads": (
         {"num_key_value_heads": 1},
-        UNTRUE_WEIGHTS,
+        # The checkpoint's weights do not fit; nobody reads what comes of others.
+        {"load_format": "dummy"},
         rf"{KEY}: local rank 0 holds \[0, 2\), and no remote rank has \[1, 2\)",
     ),
     "other positions": (
@@ -86,16 +83,10 @@ STRANGERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def lenient(start_engine: StartEngine) -> Iterator[Engine]:
+def lenient(start_engine: StartEngine) -> Engine:
     """Overrides what it may override, and computes what it cannot load."""
-    engine = start_engine(
-        "lenient",
-        "kv_consumer",
-        extra={"enforce_handshake_compat": False},
-        transfer={"kv_load_failure_policy": "recompute"},
-    )
-    yield engine
-    engine.close()
+    extra = {"enforce_handshake_compat": False}
+    return start_engine("lenient", "kv_consumer", extra=extra, transfer=RECOMPUTE)
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
@@ -113,23 +104,14 @@ def test_strangers(
     config, arguments, reason = STRANGERS[stranger]
     model = altered(checkpoint, tmp_path / "model", **config)
     producer = start_engine("stranger", "kv_producer", model=model, **arguments)
-    wanted, good = prompt(70, seed=1), prompt(80, seed=1)
-    expected = texts(reference, wanted, good)
-    tickets = producer.prefill(wanted) + producer.prefill(wanted)
-
-    [failed, beside] = decode.generate(wanted, good, params=[tickets[0], *prefill.prefill(good)])
-    assert (failed.finish_reason, failed.text, beside.text) == ("error", "", expected[1])
-    assert "must not read from" in _warning(decode, failed.id)
-
-    [again, beside] = lenient.generate(wanted, good, params=[tickets[1], *prefill.prefill(good)])
-    assert [again.text, beside.text] == expected
-    assert re.search(reason, _warning(lenient, again.id))
-
+    wanted = prompt(70, seed=1)
+    [first], [second] = producer.prefill(wanted), producer.prefill(wanted)
+    check_refused(decode, wanted, first, "must not read from")
+    completion = check_decoded(reference, lenient, wanted, second)
+    assert re.search(reason, warning(lenient, completion.id))
     producer.close()
     for engine in (decode, lenient):
-        got, counters = hand_over(prefill, engine, good)
-        assert got == expected[1:]
-        assert pulled(counters) == len(good)
+        check_hand_over(reference, prefill, engine, prompt(80, seed=1))
 
 
 def test_another_name_of_the_same_model(
@@ -143,56 +125,33 @@ def test_another_name_of_the_same_model(
     """An operator may know better, and is told once what it is that he must know."""
     model = altered(checkpoint, tmp_path / "copy")
     producer = start_engine("renamed", "kv_producer", model=model)
-    [refused] = decode.generate(prompt(60), params=producer.prefill(prompt(60)))
-    assert refused.finish_reason == "error"
-    line = _warning(decode, refused.id)
-    assert f"model: '{checkpoint}' here, '{model}' there" in line
-    assert "set enforce_handshake_compat to false on the engine that reads" in line
+    [ticket] = producer.prefill(prompt(60))
+    differs = f"model: '{checkpoint}' here, '{model}' there"
+    refused = check_refused(decode, prompt(60), ticket, differs)
+    remedy = "set enforce_handshake_compat to false on the engine that reads"
+    assert remedy in warning(decode, refused.id)
     for length in (60, 61):
-        got, counters = hand_over(producer, lenient, prompt(length))
-        assert got == texts(reference, prompt(length))
-        assert pulled(counters) == length
+        check_hand_over(reference, producer, lenient, prompt(length))
     producer.close()
     [line] = [line for line in lenient.log().splitlines() if str(model) in line]
-    assert f"although it differs in model: '{checkpoint}' here, '{model}' there" in line
+    assert f"although it differs in {differs}" in line
 
 
 def test_static_scales(start_engine: StartEngine, checkpoint: Path, tmp_path: Path) -> None:
     """A quantised cache is read by whoever has the same scales, whatever its ranks and blocks."""
     quantised = {"kv_cache_dtype": "fp8"}
-    half = altered(checkpoint, tmp_path / "half", scale=0.5)
-    whole = altered(checkpoint, tmp_path / "whole", scale=1.0)
+    half, whole = (altered(checkpoint, tmp_path / str(scale), scale=scale) for scale in (0.5, 1.0))
     ordinary = start_engine("ordinary", model=half, **quantised)
-    consumer = start_engine(
-        "scaled-decode",
-        "kv_consumer",
-        extra={"enforce_handshake_compat": False},
-        model=half,
-        block_size=64,
-        **quantised,
+    extra = {"enforce_handshake_compat": False}
+    decode = start_engine(
+        "decode", "kv_consumer", extra=extra, model=half, block_size=64, **quantised
     )
-    same, other = (
-        start_engine(
-            "scaled-prefill", "kv_producer", model=model, tensor_parallel_size=size, **quantised
-        )
-        for model, size in ((half, 2), (whole, 1))
-    )
-    prompts = [prompt(length, seed=2) for length in (33, 70, 200)]
-    got, counters = hand_over(same, consumer, *prompts)
-    assert got == texts(ordinary, *prompts)
-    assert pulled(counters) == sum(map(len, prompts))
-    [refused] = consumer.generate(prompts[0], params=other.prefill(prompts[0]))
-    assert refused.finish_reason == "error"
-    assert (
+    same = start_engine("same", "kv_producer", model=half, tensor_parallel_size=2, **quantised)
+    other = start_engine("other", "kv_producer", model=whole, **quantised)
+    check_hand_over(ordinary, same, decode, *(prompt(each, seed=2) for each in (33, 70, 200)))
+    [ticket] = other.prefill(prompt(33, seed=2))
+    reason = (
         f"{KEY}: encoding is 'fp8_e4m3, scales k 0.5, v 0.25' on local rank 0 and "
         "'fp8_e4m3, scales k 1.0, v 0.25' on remote rank 0"
-    ) in _warning(consumer, refused.id)
-    assert hand_over(same, consumer, prompts[1])[0] == texts(ordinary, prompts[1])
-    for engine in (ordinary, consumer, same, other):
-        engine.close()
-
-
-def _warning(engine: Engine, request: str) -> str:
-    lines = engine.log().splitlines()
-    [line] = [line for line in lines if f"request {request}" in line and "WARNING" in line]
-    return line
+    )
+    check_refused(decode, prompt(33, seed=2), ticket, reason)

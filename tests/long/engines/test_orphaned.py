@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from tests.engines import probes
-from tests.engines.engines import PREFILL, Engine
+from tests.engines import probes, ranks
+from tests.engines.engines import CONNECTOR, PATIENT, PREFILL, Engine
 from tests.engines.fixtures import StartEngine
+from tests.engines.http_server import HttpServer
 from tests.engines.steps import eventually, texts
 
 pytestmark = pytest.mark.timeout(300)
 
-LEASE = 600.0
-"""So long that no test waits for its end."""
 BLOCKS = 65
 """Of 32 tokens each, the null block included: room for eight prompts of 250 tokens."""
 FITTING = 8
-LONG = 250
+PROMPTS = [prompt(250, seed=seed) for seed in range(FITTING)]
+LATE = prompt(250, seed=50)
 OTHERS = 100
 """Requests of 1,000 tokens each, which decode runs one by one: it gets to nothing else."""
 LINE = "(stage held, cause orphaned)"
@@ -30,86 +33,87 @@ LINE = "(stage held, cause orphaned)"
 
 @pytest.fixture
 def small(start_engine: StartEngine) -> Engine:
-    """A prefill engine whose cache is full with eight prompts."""
-    return start_engine(
-        "small",
-        "kv_producer",
-        extra={"kv_lease_duration": LEASE},
-        num_gpu_blocks_override=BLOCKS,
-    )
+    """A prefill engine whose cache is full with eight prompts; no test waits for its leases."""
+    extra = {"kv_lease_duration": 600.0}
+    return start_engine("small", "kv_producer", extra=extra, num_gpu_blocks_override=BLOCKS)
 
 
-def prompts(count: int, first: int = 0) -> list[list[int]]:
-    return [prompt(LONG, seed=first + i) for i in range(count)]
-
-
-def orphaned(engine: Engine) -> float:
-    """How many holds were given up, by the engine's metric."""
-    samples: dict[str, float] = engine.run(probes.exposed)
-    return samples['holds_total{driver="loopback",outcome="orphaned"}']
+def lines(engine: Engine) -> list[str]:
+    return [line for line in engine.log().splitlines() if LINE in line]
 
 
 def test_tickets_that_nobody_uses_make_room(reference: Engine, small: Engine) -> None:
-    small.prefill(*prompts(FITTING))
-    [waiting] = small.submit(prompt(LONG, seed=50), max_tokens=1, params=PREFILL)
-    assert small.results([waiting])[0].finish_reason == "length"
-    eventually(lambda: orphaned(small) > 0)
-    lines = [line for line in small.log().splitlines() if LINE in line]
-    assert len(lines) == 1
-    assert "nobody had come for" in lines[0]
-    [text] = texts(small, prompt(LONG, seed=51), max_tokens=4)
-    assert text == texts(reference, prompt(LONG, seed=51), max_tokens=4)[0]
+    small.prefill(*PROMPTS)
+    assert small.prefill(LATE) != [{}]
+    name = 'holds_total{driver="loopback",outcome="orphaned"}'
+    eventually(lambda: small.run(probes.exposed)[name] > 0)
+    [line] = lines(small)
+    assert "nobody had come for" in line
+    assert texts(small, LATE, max_tokens=4) == texts(reference, LATE, max_tokens=4)
 
 
-def test_a_decode_engine_that_died_makes_room(small: Engine, start_engine: StartEngine) -> None:
-    """While it lives and waits for all that prefill holds, nothing is given up."""
-    decode, _, _ = _waiting(small, start_engine, "mortal")
-    [waiting] = small.submit(prompt(LONG, seed=50), max_tokens=1, params=PREFILL)
-    _pass(2 * GONE_SECONDS)
-    assert small.finished == []
-    assert LINE not in small.log()
-    decode.kill()
-    assert small.results([waiting])[0].finish_reason == "length"
-    [line] = [line for line in small.log().splitlines() if LINE in line]
-    assert "claimed by engine mortal" in line
-
-
-def test_a_decode_engine_that_stood_still_reads_nothing_wrong(
-    reference: Engine, small: Engine, start_engine: StartEngine
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_decode_engine_that_is_gone_makes_room(
+    reference: Engine, small: Engine, start_engine: StartEngine, end: str
 ) -> None:
-    """It comes back when some of what it waited for is another prompt's: that fails as stale."""
-    decode, others, requests = _waiting(small, start_engine, "stopped")
+    """While it lives and waits for all that prefill holds, nothing is given up.
+
+    If it was stopped, some of what it waited for is another prompt's: that fails as stale.
+    """
+    decode = start_engine(end, "kv_consumer", transfer={"engine_id": end}, max_num_seqs=1)
+    tickets = small.prefill(*PROMPTS)
+    others = decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
+    requests = decode.submit(*PROMPTS, params=tickets)
+    eventually(lambda: small.run(ranks.claimed) == FITTING)
+    [waiting] = small.submit(LATE, max_tokens=1, params=PREFILL)
     pid = decode.run(_pid)
+    if end == "killed":
+        _pass(2 * GONE_SECONDS)
+        assert (small.finished, lines(small)) == ([], [])
+        decode.kill()
+        assert small.results([waiting])[0].finish_reason == "length"
+        [line] = lines(small)
+        assert f"claimed by engine {end}" in line
+        return
     os.kill(pid, signal.SIGSTOP)
     try:
-        [waiting] = small.submit(prompt(LONG, seed=50), max_tokens=1, params=PREFILL)
         assert small.results([waiting])[0].finish_reason == "length"
     finally:
         os.kill(pid, signal.SIGCONT)
     for other in others:
         decode.abort(other)
-    completions = decode.results(requests)
-    expected = texts(reference, *prompts(FITTING))
-    failed = [each for each in completions if each.finish_reason == "error"]
-    assert len(failed) == 1
-    assert [each.text for each in completions if each not in failed] == [
-        text for text, each in zip(expected, completions, strict=True) if each not in failed
+    got = [each.text for each in decode.results(requests)]
+    wrong = [
+        (one, right)
+        for one, right in zip(got, texts(reference, *PROMPTS), strict=True)
+        if one != right
     ]
+    assert [one for one, _ in wrong] == [""]
 
 
-def _waiting(
-    small: Engine, start_engine: StartEngine, name: str
-) -> tuple[Engine, list[str], list[str]]:
-    """A decode engine that waits for all that prefill holds, and runs others one by one."""
-    decode = start_engine(name, "kv_consumer", transfer={"engine_id": name}, max_num_seqs=1)
-    tickets = small.prefill(*prompts(FITTING))
-    others = decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
-    requests = decode.submit(*prompts(FITTING), params=tickets)
-    eventually(lambda: small.run(probes.claimed) == FITTING)
-    return decode, others, requests
+def test_a_router_is_told_of_held_blocks_while_no_request_comes(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """The fraction falls when leases end."""
+    extra = PATIENT | {"kv_lease_duration": 10.0, "max_held_fraction": 0.5}
+    transfer = CONNECTOR | {"kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    server = HttpServer(
+        "prefill",
+        checkpoint,
+        tmp_path,
+        kv_transfer_config=transfer,
+        num_gpu_blocks_override=BLOCKS,
+    )
+    with contextlib.closing(server.wait_started()):
+        for each in PROMPTS[:3]:
+            server.prefill(each)
+        # Of 65 blocks half may be held, and each prompt has 8.
+        for held in (3 * 8 / 32, 0):
+            eventually(lambda held=held: server.gauge("vllm:kvferry_held_fraction") == held)  # type: ignore[misc]
+        assert server.counter("vllm:kvferry_holds", 'outcome="expired"') == 3
 
 
-def _pid(engine: object) -> int:
+def _pid(engine: Any) -> int:
     return os.getpid()
 
 

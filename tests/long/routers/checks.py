@@ -6,11 +6,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from examples.tiny_llama import prompt
-from tests.engines.http_server import HttpServer
+from tests.engines.http_server import HttpServer, Program
 from tests.engines.steps import eventually
-from tests.long.routers.deployment import Router, Servers
+from tests.long.routers.deployment import Servers
 from tests.long.routers.questions import AT_ONCE, Answer, Question, ask, ask_all
 
 BEFORE_FAULT = 10
@@ -29,115 +30,108 @@ EMPTY_WHEN_IDLE = (
 """Gauges that are 0 on an engine that has nothing to do and holds nothing."""
 
 
-def all_right(
-    router: Router, servers: Servers, questions: Sequence[Question], texts: Sequence[str]
-) -> list[Answer]:
-    """Ask through a router; see that every text is right and that decode pulled every prompt."""
-    decode = servers["decode"]
-    pulled, loads = _pulled(decode), decode.counter("vllm:kvferry_loads", "")
-    answers = ask_all(router.address, questions, servers.model)
-    wrong = [
-        (question, answer)
-        for question, answer, text in zip(questions, answers, texts, strict=True)
-        if not answer.complete or answer.text != text or answer.finish_reason != "length"
-    ]
-    assert not wrong, f"{len(wrong)}: {wrong[:2]}\n{router.log()[-2000:]}\n{decode.log()[-2000:]}"
-    assert _pulled(decode) - pulled == sum(len(question.prompt) for question in questions)
-    assert decode.counter("vllm:kvferry_loads", "") - loads == len(questions)
-    return answers
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clients:
+    """What clients ask through a router, and what one ordinary engine answers to that."""
 
+    servers: Servers
+    router: Program
+    questions: Sequence[Question]
+    texts: Sequence[str]
 
-def none_wrong(answers: Sequence[Answer], texts: Sequence[str]) -> int:
-    """See that no client took a wrong text for an answer; return how many texts are complete."""
-    for answer, text in zip(answers, texts, strict=True):
-        assert text.startswith(answer.text), answer
-        if answer.complete:
-            assert answer.text == text, answer
-    return sum(answer.complete for answer in answers)
-
-
-def _first_failed(answers: Sequence[Answer]) -> Answer | None:
-    return next((each for each in answers if not each.complete), None)
-
-
-def ask_during(
-    fault: Callable[[], None], router: Router, servers: Servers, questions: Sequence[Question]
-) -> list[Answer]:
-    """Ask several at once; call ``fault`` when some have been answered, and ask the others then."""
-    with ThreadPoolExecutor(AT_ONCE + 1) as clients:
-
-        def asked(some: Sequence[Question]) -> list[Future[Answer]]:
-            return [clients.submit(ask, router.address, each, servers.model) for each in some]
-
-        first = asked(questions[: 2 * BEFORE_FAULT])
-        answered: set[object] = set()
-        while len(answered) < BEFORE_FAULT:
-            answered |= wait(set(first) - answered, return_when=FIRST_COMPLETED).done
-        faulty = clients.submit(fault)
-        answers = [each.result() for each in [*first, *asked(questions[2 * BEFORE_FAULT :])]]
-        faulty.result()
+    def check(self, count: int | None = None) -> list[Answer]:
+        """See that the first texts are right, decode pulled every prompt, and nothing is left."""
+        questions, texts = self.questions[:count], self.texts[:count]
+        decode = self.servers["decode"]
+        pulled, loads = decode.pulled(), decode.counter("vllm:kvferry_loads")
+        answers = ask_all(self.router.address, questions, self.servers.model)
+        wrong = [
+            (question, answer)
+            for question, answer, text in zip(questions, answers, texts, strict=True)
+            if not answer.complete or answer.text != text or answer.finish_reason != "length"
+        ]
+        logs = self.router.log()[-2000:], decode.log()[-2000:]
+        assert not wrong, f"{len(wrong)}: {wrong[:2]}\n{logs}"
+        assert decode.pulled() - pulled == sum(len(question.prompt) for question in questions)
+        assert decode.counter("vllm:kvferry_loads") - loads == len(questions)
+        nothing_left(self.servers)
         return answers
 
+    def check_during(self, fault: Callable[[], None]) -> int:
+        """Ask several at once, and cause a fault when some have been answered.
 
-def is_killed_and_returns(
-    side: str, servers: Servers, router: Router, questions: Sequence[Question], texts: Sequence[str]
-) -> None:
-    """Kill a server under load and start it again; see that no text is wrong, then or later."""
+        No client takes a wrong text for an answer, then or later.
 
-    def restart() -> None:
-        servers.kill(side)
-        servers.launch(side)
-        servers[side].wait_started()
+        Returns:
+            How many texts are complete.
+        """
+        questions = self.questions[:DURING_FAULT]
+        with ThreadPoolExecutor(AT_ONCE + 1) as clients:
 
-    answers = ask_during(restart, router, servers, questions[:DURING_FAULT])
-    complete = none_wrong(answers, texts[:DURING_FAULT])
-    assert BEFORE_FAULT <= complete < DURING_FAULT, (complete, _first_failed(answers))
-    goes_on(router, servers, questions, texts)
+            def asked(some: Sequence[Question]) -> list[Future[Answer]]:
+                address, model = self.router.address, self.servers.model
+                return [clients.submit(ask, address, each, model) for each in some]
 
+            first = asked(questions[: 2 * BEFORE_FAULT])
+            answered: set[object] = set()
+            while len(answered) < BEFORE_FAULT:
+                answered |= wait(set(first) - answered, return_when=FIRST_COMPLETED).done
+            faulty = clients.submit(fault)
+            answers = [each.result() for each in [*first, *asked(questions[2 * BEFORE_FAULT :])]]
+            faulty.result()
+        complete = self._none_wrong(answers)
+        assert complete >= BEFORE_FAULT
+        self._goes_on()
+        return complete
 
-def stands_still(
-    side: str, servers: Servers, router: Router, questions: Sequence[Question], texts: Sequence[str]
-) -> None:
-    """Stop a server under load for some seconds; see that no text is wrong, then or later."""
+    def check_killed(self, side: str) -> None:
+        """Kill a server under load and start it again."""
 
-    def stop() -> None:
-        servers[side].send_signal(signal.SIGSTOP)
-        time.sleep(STOPPED_SECONDS)
-        servers[side].send_signal(signal.SIGCONT)
+        def restart() -> None:
+            self.servers.kill(side)
+            self.servers.launch(side)
+            self.servers[side].wait_started()
 
-    answers = ask_during(stop, router, servers, questions[:DURING_FAULT])
-    assert none_wrong(answers, texts[:DURING_FAULT]) >= BEFORE_FAULT
-    goes_on(router, servers, questions, texts)
+        assert self.check_during(restart) < DURING_FAULT
 
+    def check_stopped(self, side: str) -> None:
+        """Stop a server under load for some seconds."""
 
-def a_third_go_away(
-    servers: Servers, router: Router, questions: Sequence[Question], texts: Sequence[str]
-) -> None:
-    """Have a third of the clients leave; see that the others are answered, and nothing is left.
+        def stop() -> None:
+            self.servers[side].send_signal(signal.SIGSTOP)
+            time.sleep(STOPPED_SECONDS)
+            self.servers[side].send_signal(signal.SIGCONT)
 
-    Those that stream close the connection in the middle, the others before an answer.
-    """
+        self.check_during(stop)
 
-    def one(number: int) -> Answer:
-        question = questions[number]
-        leave = number % 3 == 0
-        after = None if not leave else 2 if question.stream else 0
-        return ask(router.address, question, servers.model, leave_after=after)
+    def check_left(self) -> None:
+        """Have a third of the clients leave; see that the others are answered, and nothing is left.
 
-    with ThreadPoolExecutor(AT_ONCE) as clients:
-        answers = list(clients.map(one, range(len(questions))))
-    none_wrong(answers, texts)
-    assert all(answer.complete for number, answer in enumerate(answers) if number % 3)
-    goes_on(router, servers, questions, texts)
+        Those that stream close the connection in the middle, the others before an answer.
+        """
 
+        def one(number: int) -> Answer:
+            question = self.questions[number]
+            after = None if number % 3 else 2 if question.stream else 0
+            return ask(self.router.address, question, self.servers.model, leave_after=after)
 
-def goes_on(
-    router: Router, servers: Servers, questions: Sequence[Question], texts: Sequence[str]
-) -> None:
-    """See that requests are answered as before, and that nothing of the others is left."""
-    eventually(lambda: ask(router.address, questions[0], servers.model).complete)
-    all_right(router, servers, questions[:AFTER_FAULT], texts[:AFTER_FAULT])
-    nothing_left(servers)
+        with ThreadPoolExecutor(AT_ONCE) as clients:
+            answers = list(clients.map(one, range(len(self.questions))))
+        self._none_wrong(answers)
+        assert all(answer.complete for number, answer in enumerate(answers) if number % 3)
+        self._goes_on()
+
+    def _none_wrong(self, answers: Sequence[Answer]) -> int:
+        """See that no text is wrong; return how many are complete."""
+        for answer, text in zip(answers, self.texts, strict=False):
+            assert answer.text == text if answer.complete else text.startswith(answer.text), answer
+        return sum(answer.complete for answer in answers)
+
+    def _goes_on(self) -> None:
+        """See that requests are answered as before."""
+        first, model = self.questions[0], self.servers.model
+        eventually(lambda: ask(self.router.address, first, model).complete)
+        self.check(AFTER_FAULT)
 
 
 def nothing_left(servers: Servers) -> None:
@@ -148,11 +142,5 @@ def nothing_left(servers: Servers) -> None:
 
 def _is_empty(server: HttpServer, model: str) -> bool:
     """Return whether an engine has nothing, after a request that has its metrics collected."""
-    status, answer = server.complete(model, prompt(5), max_tokens=1)
-    assert status == 200, answer
+    server.texts(prompt(5), model, max_tokens=1)
     return all(server.gauge(name) == 0 for name in EMPTY_WHEN_IDLE)
-
-
-def _pulled(server: HttpServer) -> float:
-    """Return how many tokens of prompts came from another engine."""
-    return server.counter("vllm:prompt_tokens_by_source", 'source="external_kv_transfer"')

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.engines.engines import Engine
-from tests.long.routers.deployment import DECODE, PREFILL, Router, Servers
+from tests.engines.http_server import Program
+from tests.long.routers.deployment import DECODE, PREFILL, Servers
 from tests.long.routers.questions import MAX_TOKENS, Question, mixture
 
 LEASE_SECONDS = 15.0
@@ -60,11 +61,11 @@ def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[Router], Router]]:
+def started() -> Iterator[Callable[[Program], Program]]:
     """Waits until a router answers, and ends it after the test."""
-    routers: list[Router] = []
+    routers: list[Program] = []
 
-    def start(router: Router) -> Router:
+    def start(router: Program) -> Program:
         routers.append(router)
         return router.wait_started()
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import random
-import signal
-import socket
-import subprocess
 import sys
-import urllib.request
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from kvferry.core.security import generate
-from tests.engines.engines import CONNECTOR, PATIENT, EngineError, excerpt
-from tests.engines.http_server import HttpServer
-from tests.engines.steps import eventually
+from tests.engines.engines import CONNECTOR, PATIENT
+from tests.engines.http_server import HttpServer, Program
+from tests.free_port import free_port
 from tests.long.routers.questions import TEMPLATE
-
-PORTS = range(20_000, 30_000)
-"""Below those that the kernel gives away, so that a server which returns finds its port free."""
 
 TOY = Path("tests/v1/kv_connector/nixl_integration/toy_proxy_server.py")
 MULTI_TURN = Path("examples/disaggregated/disaggregated_serving/disagg_proxy_multiturn.py")
@@ -59,7 +50,7 @@ class Servers:
         for name in strangers:
             secret = _write(folder / f"{name}.ticket-secret", random.randbytes(32).hex())
             self._security[name]["ticket_secrets"] = [secret]
-        self._ports = {name: (free_port(), free_port()) for name in sides}
+        self._ports = {name: (any_port(), any_port()) for name in sides}
         self._starts = itertools.count()
         self._servers: dict[str, HttpServer] = {}
         for name in sides:
@@ -102,53 +93,11 @@ class Servers:
             server.close()
 
 
-class Router:
-    """A router's process."""
-
-    def __init__(
-        self, name: str, command: Sequence[str | Path], port: int, health: str, folder: Path
-    ) -> None:
-        self.address = f"http://127.0.0.1:{port}"
-        self._health = health
-        self._log = folder / f"{name}.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [str(part) for part in command],
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait_started(self) -> Self:
-        """Return when the router answers."""
-        eventually(self._answers)
-        return self
-
-    def log(self) -> str:
-        """All that the router has written so far."""
-        return self._log.read_text(errors="replace")
-
-    def close(self) -> None:
-        """End the router."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _answers(self) -> bool:
-        if self._process.poll() is not None:
-            raise EngineError(f"the router did not start: {excerpt(self.log())}")
-        try:
-            with urllib.request.urlopen(self.address + self._health, timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-
-def vllm_router(program: Path, servers: Servers, folder: Path, *, decode: str = "decode") -> Router:
+def vllm_router(
+    program: Path, servers: Servers, folder: Path, *, decode: str = "decode"
+) -> Program:
     """Return vLLM's router (the distribution ``vllm-router``)."""
-    port = free_port()
+    port = any_port()
     command: list[str | Path] = [
         program,
         "--vllm-pd-disaggregation",
@@ -156,10 +105,10 @@ def vllm_router(program: Path, servers: Servers, folder: Path, *, decode: str = 
         *("--decode", servers[decode].address),
         *("--policy", "round_robin"),
         *("--port", str(port)),
-        *("--prometheus-port", str(free_port())),
+        *("--prometheus-port", str(any_port())),
         *("--worker-startup-check-interval", "1"),
     ]
-    return Router("vllm-router", command, port, "/health", folder)
+    return Program("vllm-router", command, port, "/health", folder)
 
 
 def proxy(
@@ -170,22 +119,18 @@ def proxy(
     *,
     host: str = "127.0.0.1",
     decode: str = "decode",
-) -> Router:
+) -> Program:
     """Return a proxy of vLLM's source, which reaches both servers by ``host``."""
-    port = free_port()
+    port = any_port()
     command: list[str | Path] = [sys.executable, script, "--host", "127.0.0.1", "--port", str(port)]
     for option, server in (("prefiller", servers["prefill"]), ("decoder", servers[decode])):
         command += [f"--{option}-host", host, f"--{option}-port", server.address.rpartition(":")[2]]
-    return Router(script.stem, command, port, health, folder)
+    return Program(script.stem, command, port, health, folder)
 
 
-def free_port() -> int:
-    """Return a port on which nothing listens."""
-    for port in random.sample(PORTS, 100):
-        with socket.socket() as tried:
-            if tried.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise EngineError("no free port was found")
+def any_port() -> int:
+    """Return a port that stays free for a server that returns."""
+    return free_port(random.randrange(20_000, 30_000))
 
 
 def _write_keys(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:

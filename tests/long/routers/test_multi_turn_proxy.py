@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.engines.engines import OPTIONS, Engine
-from tests.engines.http_server import HttpServer
+from tests.engines.http_server import HttpServer, Program
 from tests.long.routers.adapted_proxy import adapted
 from tests.long.routers.chats import Chat, ask_each
 from tests.long.routers.checks import nothing_left
 from tests.long.routers.deployment import (
     HEALTH,
     MULTI_TURN,
-    Router,
     Servers,
     proxy,
 )
@@ -65,8 +64,8 @@ def ordinary(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def router(
-    servers: Servers, started: Callable[[Router], Router], vllm_source: Path, tmp_path: Path
-) -> Router:
+    servers: Servers, started: Callable[[Program], Program], vllm_source: Path, tmp_path: Path
+) -> Program:
     """The proxy's copy. It overwrites ``remote_host`` by another name than the engines have."""
     script = adapted(vllm_source / MULTI_TURN, tmp_path)
     return started(proxy(script, HEALTH[MULTI_TURN], servers, tmp_path, host="localhost"))
@@ -84,21 +83,20 @@ class Prefilled:
 
 
 def prefilled(server: HttpServer) -> Prefilled:
-    by_source = "vllm:prompt_tokens_by_source"
-    pulled = server.counter(by_source, 'source="external_kv_transfer"')
-    assert pulled == server.counter("vllm:kvferry_tokens", "")
-    computed = server.counter(by_source, 'source="local_compute"')
+    pulled = server.pulled()
+    assert pulled == server.counter("vllm:kvferry_tokens")
+    computed = server.counter("vllm:prompt_tokens_by_source", 'source="local_compute"')
     return Prefilled(computed=computed, pulled=pulled)
 
 
-def turn(servers: Servers, router: Router, chats: Sequence[Chat]) -> Prefilled:
+def turn(servers: Servers, router: Program, chats: Sequence[Chat]) -> Prefilled:
     """Have the next turn of each conversation answered; return what prefill did."""
     before = prefilled(servers["prefill"])
     ask_each(router.address, servers.model, chats, ANSWER_TOKENS)
     return prefilled(servers["prefill"]) - before
 
 
-def started_chats(servers: Servers, router: Router, first: int, shortest: int = 20) -> list[Chat]:
+def started_chats(servers: Servers, router: Program, first: int, shortest: int = 20) -> list[Chat]:
     """Return conversations that have had their first turn, half of them streamed."""
     each = [Chat(first + i, stream=i % 2 == 0) for i in range(CLIENTS)]
     for index, chat in enumerate(each):
@@ -130,7 +128,7 @@ def all_right(ordinary: Engine, chats: Sequence[Chat]) -> None:
 
 
 def test_later_turns_compute_only_what_is_new(
-    servers: Servers, router: Router, ordinary: Engine
+    servers: Servers, router: Program, ordinary: Engine
 ) -> None:
     chats = started_chats(servers, router, 0)
     for length in (40, 33, 64):
@@ -147,7 +145,7 @@ def test_later_turns_compute_only_what_is_new(
 
 
 def test_a_history_that_the_client_edits(
-    servers: Servers, router: Router, ordinary: Engine
+    servers: Servers, router: Program, ordinary: Engine
 ) -> None:
     """Prefill computes from the block with the change on, and counts such turns."""
     chats = started_chats(servers, router, 100)
@@ -170,7 +168,7 @@ def test_a_history_that_the_client_edits(
 
 
 def test_a_turn_that_comes_after_the_hold_has_ended(
-    servers: Servers, router: Router, ordinary: Engine
+    servers: Servers, router: Program, ordinary: Engine
 ) -> None:
     """Nothing is held any more, of this test or of those before. Prefill computes the answers."""
     chats = started_chats(servers, router, 200)
