@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
@@ -74,12 +75,12 @@ class MetricsAddress(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the address that a user wrote: a URL, or ``HOST:PORT``."""
-        try:
+        parts = None
+        with suppress(ValueError):
             parts = urlsplit(text if "://" in text else f"http://{text}")
-            valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            valid = False
-        if not valid or "@" in parts.netloc or not text.isprintable() or " " in text:
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+                parts = None
+        if parts is None or "@" in parts.netloc or not text.isprintable() or " " in text:
             raise MetricsPageError(
                 f"{brief(text)!r} is no address of a page of metrics: give HOST:PORT or a URL "
                 "such as http://10.0.0.1:8000/metrics"
