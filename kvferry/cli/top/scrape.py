@@ -75,12 +75,11 @@ class MetricsAddress(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the address that a user wrote: a URL, or ``HOST:PORT``."""
-        parts = None
+        parts, valid = urlsplit(""), False
         with suppress(ValueError):
             parts = urlsplit(text if "://" in text else f"http://{text}")
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-                parts = None
-        if parts is None or "@" in parts.netloc or not text.isprintable() or " " in text:
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        if not valid or "@" in parts.netloc or not text.isprintable() or " " in text:
             raise MetricsPageError(
                 f"{brief(text)!r} is no address of a page of metrics: give HOST:PORT or a URL "
                 "such as http://10.0.0.1:8000/metrics"
