@@ -1,11 +1,10 @@
-"""``kvferry doctor`` as a user runs it, and its findings on other machines."""
+"""``kvferry doctor`` as a user runs it, and its findings about software and side channels."""
 
 from __future__ import annotations
 
 import json
 import socket
 import subprocess
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from kvferry.cli.doctor import DoctorError, channel, kernel, run, software, wors
 from kvferry.cli.doctor.finding import Check, FindingLevel
 from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx, probe
 from kvferry.cli.side_channel import keys_of
-from kvferry.core import side_channel_messages as wire
-from kvferry.core.security import Access, generate
+from kvferry.core.security import OPEN, Access, generate
 from kvferry.core.side_channel import HandshakeServer
 from tests.cli.command import Command, install_drivers, run_kvferry
 from tests.cli.findings import BAD, OK, WARN, check
@@ -52,6 +50,8 @@ import sys
 print("segmentation fault, say", file=sys.stderr, flush=True)
 os._exit(3)
 """
+NIC = "mlx5_0"
+OWN, ENGINE = generate(), generate()
 
 
 def findings_of(ran: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
@@ -76,8 +76,6 @@ def test_findings_of_this_machine(tmp_path: Path) -> None:
     assert "a_library_that_is_missing" in needy["found"]
     assert all(f["remedy"] for f in found.values() if f["verdict"] != "ok")
     assert {"python", "kvferry", "vllm", "GPU", "RDMA", "locked memory"} <= set(found)
-    listed = run_kvferry(environment, "drivers", "--json")
-    assert (listed.returncode, '"library": "libcrash 7"' in listed.stdout) == (0, True)
 
 
 def test_driver_that_kills_its_process_is_bad(
@@ -109,15 +107,13 @@ def test_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
         run(**arguments)
 
 
-# The checks.
-
-
 def test_worst_finding_decides() -> None:
     a = Check("a")
     fine, known, wrong = a.ok("fine"), a.warn("old", "renew"), a.bad("broken", "mend")
-    assert worst([]) is worst([fine]) is OK
-    assert worst([known, fine]) is WARN
-    assert worst([known, wrong, fine]) is BAD
+    assert [worst(all_) for all_ in ([], [known, fine], [known, wrong, fine])] == [OK, WARN, BAD]
+
+
+# Software.
 
 
 def test_no_working_driver_is_bad() -> None:
@@ -125,33 +121,26 @@ def test_no_working_driver_is_bad() -> None:
     assert [f.verdict for f in software.drivers(Probed(drivers=[lame]))] == [WARN, BAD]
 
 
-NIC = "mlx5_0"
-
-
 @pytest.mark.parametrize(
-    ("transports", "nics", "gpus", "found", "remedy"),
+    ("transports", "nics", "gpus", "advice", "found", "remedy"),
     [
-        (["self", "posix"], [], 0, "none of them leads to another host", "UCX_TLS"),
-        ([], [], 0, "no transport", "UCX_TLS"),
-        (["tcp"], [NIC], 0, "which it cannot use", "library"),
-        (["tcp", "rc_mlx5"], [NIC, "mlx5_1"], 0, "does not use the NIC mlx5_1", "UCX_NET_DEVICES"),
-        (["tcp", "cuda_copy"], [], 2, "it lacks cuda_ipc for GPU memory", "UCX_TLS"),
+        (["self", "posix"], [], 0, "", "none of them leads to another host", "UCX_TLS"),
+        ([], [], 0, "", "no transport", "UCX_TLS"),
+        (["tcp"], [NIC], 0, "", "which it cannot use", "library"),
+        (["tcp", "rc_mlx5"], [NIC, "mlx5_1"], 0, "", "not use the NIC mlx5_1", "UCX_NET_DEVICES"),
+        (["tcp", "cuda_copy"], [], 2, "", "it lacks cuda_ipc for GPU memory", "UCX_TLS"),
+        (["tcp"], [], 0, "take the other one", "", "take the other one"),
         # Nothing is lacking.
-        (["tcp"], [], 0, "1.23.0, without RDMA (/lib/libucp.so.0): tcp", ""),
-        (["rc_mlx5"], [], 0, "", ""),
-        (["tcp", "rc_mlx5"], [NIC], 0, "", ""),
-        (["tcp", "cuda_copy", "cuda_ipc"], [], 2, "", ""),
+        (["tcp"], [], 0, "", "1.23.0, without RDMA (/lib/libucp.so.0): tcp", ""),
+        (["rc_mlx5"], [], 0, "", "", ""),
+        (["tcp", "rc_mlx5"], [NIC], 0, "", "", ""),
+        (["tcp", "cuda_copy", "cuda_ipc"], [], 2, "", "", ""),
     ],
 )
 def test_what_ucx_lacks_is_a_warning(
-    transports: list[str], nics: list[str], gpus: int, found: str, remedy: str
+    transports: list[str], nics: list[str], gpus: int, advice: str, found: str, remedy: str
 ) -> None:
-    (finding,) = software.drivers(probed_ucx(*transports, gpus=gpus), nics=nics)
-    check(finding, WARN if remedy else OK, found, remedy)
-
-
-def probed_ucx(*transports: str, advice: str = "", gpus: int = 0) -> Probed:
-    found = Ucx(
+    ucx = Ucx(
         driver="ucx",
         path="/lib/libucp.so.0",
         version="1.23.0",
@@ -163,12 +152,8 @@ def probed_ucx(*transports: str, advice: str = "", gpus: int = 0) -> Probed:
         Gpu(index=n, address=f"1b:0{n}.0", dmabuf=True, needs_flush=False, can_flush=True)
         for n in range(gpus)
     ]
-    return Probed(ucx=[found], gpus=seen)
-
-
-def test_better_ucx_is_a_warning() -> None:
-    (finding,) = software.drivers(probed_ucx("tcp", advice="take the other one"))
-    check(finding, WARN, "", "take the other one")
+    (finding,) = software.drivers(Probed(ucx=[ucx], gpus=seen), nics=nics)
+    check(finding, WARN if remedy else OK, found, remedy)
 
 
 @pytest.mark.parametrize(
@@ -188,34 +173,32 @@ def test_forbidden_memory_access_is_bad() -> None:
     check(kernel.reading(None), WARN, "not known")
 
 
-@pytest.mark.parametrize("with_keys", [False, True])
-def test_encrypted_side_channel_is_a_warning_without_keys(with_keys: bool) -> None:
-    own, engine = generate(), generate()
-    keys = keys_of("env:OWN", engine.public.hex(), {"OWN": own.secret.hex()})
+# Side channels.
+
+
+@pytest.mark.parametrize(
+    ("engine", "keyed", "given", "verdict", "found", "remedy"),
+    [
+        ("prefill", False, False, OK, "incarnation 7", ""),
+        (None, False, False, OK, "this is engine 'prefill'", ""),
+        ("other", False, False, BAD, "this is engine 'prefill'", "correct --engine"),
+        ("prefill", True, True, OK, "incarnation 7", ""),
+        ("prefill", True, False, WARN, "does not admit everybody: its side", "--curve-secret-key"),
+        ("prefill", True, False, WARN, "Host and port are right", "--curve-peer"),
+    ],
+)
+def test_running_engine_is_identified(
+    engine: str | None, keyed: bool, given: bool, verdict: FindingLevel, found: str, remedy: str
+) -> None:
+    access = Access(own=ENGINE, peers=frozenset({OWN.public})) if keyed else OPEN
+    environment = {"OWN": OWN.secret.hex()}
+    keys = keys_of("env:OWN", ENGINE.public.hex(), environment) if given else keys_of("", "")
     with HandshakeServer(
-        encoded(payload()),
-        engine="prefill",
-        incarnation=7,
-        access=Access(own=engine, peers=frozenset({own.public})),
+        encoded(payload()), engine="prefill", incarnation=7, access=access
     ) as server:
-        given = (keys,) if with_keys else ()
-        finding = channel.running("127.0.0.1", server.port, "prefill", *given)
-    if with_keys:
-        check(finding, OK, "incarnation 7")
-        return
-    check(finding, WARN, "Host and port are right", "--curve-secret-key", "--curve-peer")
-    assert "does not admit everybody: its side channel is encrypted" in finding.found
-    assert "without keys, the engine itself cannot be asked" in finding.found
-
-
-def test_running_engine_is_identified() -> None:
-    ranks = [wire.encode(payload())]
-    with HandshakeServer(ranks, engine="prefill", incarnation=7) as server:
-        ask = partial(channel.running, "127.0.0.1", server.port)
-        check(ask("prefill"), OK, "incarnation 7")
-        check(ask(None), OK, "this is engine 'prefill'")
-        check(ask("other"), BAD, "this is engine 'prefill'")
-    check(ask(None), BAD, "nobody listens there")
+        finding = channel.running(server.host, server.port, engine, keys)
+    check(finding, verdict, found, remedy)
+    check(channel.running(server.host, server.port, engine), BAD, "nobody listens there", "start")
 
 
 def test_silent_server_is_no_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,20 +148,23 @@ def test_finding(
     check(finding(write_files(tmp_path, files)), verdict, found, remedy)
 
 
-def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kernel, "SHARED_ENOUGH", 0)
-    check(kernel.shared_memory(tmp_path), OK)
-    monkeypatch.setattr(kernel, "SHARED_ENOUGH", 1 << 62)
-    check(kernel.shared_memory(tmp_path), WARN)
-    check(kernel.shared_memory(tmp_path / "missing"), WARN)
+def test_small_or_missing_shared_memory_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for enough, folder, verdict in (
+        (0, tmp_path, OK),
+        (1 << 62, tmp_path, WARN),
+        (0, tmp_path / "missing", WARN),
+    ):
+        monkeypatch.setattr(kernel, "SHARED_ENOUGH", enough)
+        check(kernel.shared_memory(folder), verdict)
 
 
 def test_nics_with_an_active_port(tmp_path: Path) -> None:
-    assert devices.nics(tmp_path) == devices.active_nics(tmp_path) == []
-    write_files(tmp_path / "down", DOWN)
-    assert devices.nics(tmp_path / "down") == ["mlx5_0"]
-    assert devices.active_nics(tmp_path / "down") == []
-    assert devices.active_nics(write_files(tmp_path, ACTIVE)) == ["mlx5_0"]
+    for name, files, active in (("none", {}, []), ("down", DOWN, []), ("up", ACTIVE, ["mlx5_0"])):
+        root = write_files(tmp_path / name, files)
+        assert devices.nics(root) == ["mlx5_0"] * bool(files)
+        assert devices.active_nics(root) == active
 
 
 def test_imex_channel_that_may_not_be_opened(
@@ -246,35 +249,43 @@ def two_sockets(root: Path) -> Path:
     return root
 
 
-def test_nics_near_gpus(tmp_path: Path) -> None:
-    (finding,) = topology.near(None, two_sockets(tmp_path))
-    near = f"GPU {GPU_A}: mlx5_0 (same PCIe switch); GPU {GPU_B}: mlx5_1 (same NUMA node)"
-    assert (finding.verdict, finding.found) == (OK, near)
-
-
-def test_nics_of_one_root_complex(tmp_path: Path) -> None:
-    graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}", node=-1)
+def one_root_complex(root: Path) -> Path:
+    graphics(root, f"pci0000:15/0000:15:01.0/{GPU_A}", node=-1)
     for number in (0, 1):
-        nic(tmp_path, f"mlx5_{number}", f"pci0000:15/0000:15:05.0/0000:2{number}:00.0", node=-1)
-    nic(tmp_path, "mlx5_2", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=-1)
-    (finding,) = topology.near(None, tmp_path)
-    assert finding.found == f"GPU {GPU_A}: mlx5_0, mlx5_1 (same PCIe root complex)"
+        nic(root, f"mlx5_{number}", f"pci0000:15/0000:15:05.0/0000:2{number}:00.0", node=-1)
+    nic(root, "mlx5_2", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=-1)
+    return root
+
+
+def far_nic(node: int, root: Path) -> Path:
+    graphics(root, f"pci0000:15/0000:15:01.0/{GPU_A}", node=node)
+    nic(root, "mlx5_1", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=1)
+    return root
+
+
+NEAR_A = f"GPU {GPU_A}: mlx5_0 (same PCIe switch)"
 
 
 @pytest.mark.parametrize(
-    ("node", "verdict", "found", "remedy"),
+    ("machine", "seen", "verdict", "found"),
     [
-        (0, WARN, f"GPU {GPU_A}: mlx5_1 (another NUMA node)", GPU_A),
-        (-1, OK, "how near is not known", ""),
+        (two_sockets, None, OK, f"{NEAR_A}; GPU {GPU_B}: mlx5_1 (same NUMA node)"),
+        (two_sockets, [gpu()], OK, NEAR_A),  # CUDA does not see the other one
+        (one_root_complex, None, OK, f"GPU {GPU_A}: mlx5_0, mlx5_1 (same PCIe root complex)"),
+        (partial(far_nic, 0), None, WARN, f"GPU {GPU_A}: mlx5_1 (another NUMA node)"),
+        (partial(far_nic, -1), None, OK, f"GPU {GPU_A}: mlx5_1 (how near is not known)"),
     ],
 )
-def test_gpu_far_from_every_nic_is_a_warning(
-    tmp_path: Path, node: int, verdict: FindingLevel, found: str, remedy: str
+def test_nics_near_gpus(
+    tmp_path: Path,
+    machine: Callable[[Path], Path],
+    seen: list[Gpu] | None,
+    verdict: FindingLevel,
+    found: str,
 ) -> None:
-    graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}", node=node)
-    nic(tmp_path, "mlx5_1", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=1)
-    (finding,) = topology.near(None, tmp_path)
-    check(finding, verdict, found, remedy)
+    (finding,) = topology.near(seen, machine(tmp_path))
+    assert (finding.verdict, finding.found) == (verdict, found)
+    assert (GPU_A in finding.remedy) == (verdict is WARN)
 
 
 def test_distance_needs_gpus_and_nics(tmp_path: Path) -> None:
@@ -285,71 +296,47 @@ def test_distance_needs_gpus_and_nics(tmp_path: Path) -> None:
     assert list(topology.near(None, tmp_path)) == []
 
 
-def test_gpus_that_cuda_does_not_see_are_left_out(tmp_path: Path) -> None:
-    root = two_sockets(tmp_path)
-    (finding,) = topology.near([gpu()], root)
-    assert finding.found == f"GPU {GPU_A}: mlx5_0 (same PCIe switch)"
-    environment = {topology.MAPPING: f"{GPU_A}={NIC_A}", topology.SELECTION: "UCX_NET_DEVICES:1"}
-    (finding,) = topology.bound(environment, [gpu()], root)
-    assert finding.verdict is OK
-
-
 # Variables that bind GPUs to NICs.
 
 BOTH = f"{GPU_A}={NIC_A},{GPU_B}={NIC_B}"
 TO_UCX = "UCX_NET_DEVICES:1,NCCL_IB_HCA:1"
 
 
-def binding(root: Path, mapping: str | None, selection: str | None) -> Finding:
-    given = {topology.MAPPING: mapping, topology.SELECTION: selection}
-    environment = {name: value for name, value in given.items() if value is not None}
-    (finding,) = topology.bound(environment, None, root)
-    return finding
-
-
-@pytest.mark.parametrize("mapping", [BOTH, "1B:00.0=1c:00.0, 00000000:C3:00.0=0000:d4:00.0"])
-def test_bound_gpus_are_fine(tmp_path: Path, mapping: str) -> None:
-    finding = binding(two_sockets(tmp_path), mapping, TO_UCX)
-    assert finding.verdict is OK
-    assert finding.found == f"{GPU_A}: mlx5_0, {GPU_B}: mlx5_1"
-
-
 @pytest.mark.parametrize(
-    ("mapping", "selection", "verdict", "words"),
+    ("mapping", "selection", "seen", "verdict", "found"),
     [
-        (BOTH, None, BAD, "MAPPING is set alone"),
-        (None, TO_UCX, BAD, "VARS is set alone"),
-        ("mlx5_0", TO_UCX, BAD, "is no list of GPU=NIC"),
-        (f"{GPU_A}=mlx5_0", TO_UCX, BAD, "is no list of GPU=NIC"),
-        (f"{GPU_A}=0000:99:00.0", TO_UCX, BAD, "names 0000:99:00.0, where no NIC"),
-        (f"{GPU_A}={NIC_A}", TO_UCX, WARN, f"no entry for GPU {GPU_B}"),
-        (BOTH, "NCCL_IB_HCA:1", WARN, "does not set UCX_NET_DEVICES"),
+        (BOTH, TO_UCX, None, OK, f"{GPU_A}: mlx5_0, {GPU_B}: mlx5_1"),
+        ("1B:00.0=1c:00.0, 00000000:C3:00.0=0000:d4:00.0", TO_UCX, None, OK, "mlx5_0, 0000:c3"),
+        (f"{GPU_A}={NIC_A}", TO_UCX, [gpu()], OK, "mlx5_0"),  # CUDA does not see the other one
+        (BOTH, "", None, BAD, "MAPPING is set alone"),
+        ("", TO_UCX, None, BAD, "VARS is set alone"),
+        ("mlx5_0", TO_UCX, None, BAD, "is no list of GPU=NIC"),
+        (f"{GPU_A}=mlx5_0", TO_UCX, None, BAD, "is no list of GPU=NIC"),
+        (f"{GPU_A}=0000:99:00.0", TO_UCX, None, BAD, "names 0000:99:00.0, where no NIC"),
+        (f"{GPU_A}={NIC_A}", TO_UCX, None, WARN, f"no entry for GPU {GPU_B}"),
+        (BOTH, "NCCL_IB_HCA:1", None, WARN, "does not set UCX_NET_DEVICES"),
     ],
 )
-def test_wrong_binding_is_found(
-    tmp_path: Path, mapping: str | None, selection: str | None, verdict: FindingLevel, words: str
+def test_bindings_of_gpus(
+    tmp_path: Path,
+    mapping: str,
+    selection: str,
+    seen: list[Gpu] | None,
+    verdict: FindingLevel,
+    found: str,
 ) -> None:
-    finding = binding(two_sockets(tmp_path), mapping, selection)
-    assert (finding.verdict, words in finding.found) == (verdict, True), finding.found
-    assert finding.remedy
+    environment = {topology.MAPPING: mapping, topology.SELECTION: selection}
+    (finding,) = topology.bound(environment, seen, two_sockets(tmp_path))
+    check(finding, verdict, found)
 
 
-@pytest.mark.parametrize(
-    ("listed", "missing"),
-    [
-        ("mlx5_0:1", ""),
-        ("mlx5_0:1,eth0", ""),
-        ("all", ""),
-        ("^eth0", ""),
-        ("mlx5_*", ""),
-        ("mlx5_7:1,eth0", "mlx5_7"),
-    ],
-)
-def test_devices_of_ucx(tmp_path: Path, listed: str, missing: str) -> None:
+@pytest.mark.parametrize("listed", ["mlx5_0:1", "mlx5_0:1,eth0", "all", "^eth0", "mlx5_*"])
+def test_devices_of_ucx(tmp_path: Path, listed: str) -> None:
     (two_sockets(tmp_path) / "sys/class/net/eth0").mkdir(parents=True)
     (finding,) = topology.bound({"UCX_NET_DEVICES": listed}, None, tmp_path)
-    assert finding.verdict is (WARN if missing else OK)
-    assert (f"there is no {missing} here" in finding.found) is bool(missing)
+    check(finding, OK, listed)
+    (finding,) = topology.bound({"UCX_NET_DEVICES": f"{listed},mlx5_7:1"}, None, tmp_path)
+    check(finding, WARN, "there is no mlx5_7 here", "correct it")
 
 
 # All of it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,119 +19,28 @@ from tests.cli.plan_command import TINY, WINDOWS, Config, PlanCommand, write_con
 ROOT = Path(__file__).parents[2]
 TOKEN_BYTES = 4 * 4 * 32
 """Of ``TINY``."""
-PROMPT_BYTES = 4096 * TOKEN_BYTES
 
 
-def cases_of(plan: PlanCommand, *options: str, model: Config = TINY) -> list[dict[str, Any]]:
-    """Return the cases in the output of ``kvferry plan --json`` between equal engines."""
-    cases: list[dict[str, Any]] = plan.json(model, "tp=1", "tp=1", *options)["early"]["cases"]
-    return cases
-
-
-@pytest.mark.parametrize(("chunk", "early"), [(1024, 4 + 2 / 4), (4096, 4 + 2)])
-def test_hop_is_part_of_the_sequential_time_only(
-    plan: PlanCommand, chunk: int, early: float
+@pytest.mark.parametrize(
+    ("model", "early", "late"),
+    [
+        (TINY, 4096 * TOKEN_BYTES, 0),
+        # Two of four layers have a window of 20 tokens, 2 pages of 16.
+        (WINDOWS, 4096 * TOKEN_BYTES // 2, 32 * TOKEN_BYTES // 2),
+        (configs.QWEN3_NEXT, 8 * 544 * 12 * 2048, 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 2)),
+    ],
+)
+def test_windows_and_states_are_moved_at_the_end(
+    plan: PlanCommand, model: Config, early: int, late: int
 ) -> None:
-    # 4,096 tokens at 1,024 tokens/s take 4 s; moving them 2 s. Times of other chunks are below.
-    options = f"--bandwidth={PROMPT_BYTES / 2:.6f}B/s", f"--chunk={chunk}", "--hop=250"
-    (case,) = cases_of(plan, *options, "--prefill-rate=1024")
-    assert (case["prefill_seconds"], case["move_seconds"]) == (4, pytest.approx(2))
-    assert case["sequential_seconds"] == pytest.approx(4 + 0.25 + 2)
-    assert case["early_seconds"] == pytest.approx(early)
-    assert case["saved"] == pytest.approx(1 - early / 6.25)
-
-
-def test_windows_are_moved_at_the_end(plan: PlanCommand) -> None:
-    options = "--bandwidth=1MB/s", "--chunk=1024", "--prefill-rate=1024"
-    (case,) = cases_of(plan, *options, model=WINDOWS)
-    # Two of four layers have a window of 20 tokens, 2 pages of 16.
-    early, late = 4096 * TOKEN_BYTES // 2, 32 * TOKEN_BYTES // 2
+    options = "--bandwidth=1MB/s", "--chunk=1024", "--prefill-rate=1024", "--hop=250"
+    [case] = plan.json(model, "tp=1", "tp=1", *options)["early"]["cases"]
     assert (case["early_bytes"], case["late_bytes"]) == (early, late)
-    assert case["early_seconds"] == pytest.approx(4 + early / 4 / 1e6 + late / 1e6)
-
-
-def test_states_are_moved_at_the_end(plan: PlanCommand) -> None:
-    (case,) = cases_of(plan, "--bandwidth=25Gbit", model=configs.QWEN3_NEXT)
-    assert case["late_bytes"] == 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 2)
-    assert case["early_bytes"] % (12 * 2048) == 0
-
-
-def test_each_prompt_at_each_bandwidth(plan: PlanCommand) -> None:
-    options = "--bandwidth=1Gbit", "--bandwidth=2Gbit", "--prompt=100", "--prompt=20000"
-    cases = cases_of(plan, *options)
-    assert [(case["bandwidth"]["text"], case["prompt"]) for case in cases] == [
-        ("1Gbit", 100),
-        ("1Gbit", 20000),
-        ("2Gbit", 100),
-        ("2Gbit", 20000),
-    ]
-    assert [case["early_bytes"] for case in cases[:2]] == [112 * TOKEN_BYTES, 20000 * TOKEN_BYTES]
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [
-        ("25Gbit", 25e9 / 8),
-        ("25 Gbit/s", 25e9 / 8),
-        ("800kbps", 1e5),
-        ("1.5GiB/s", 1.5 * (1 << 30)),
-        ("0.4Tbit", 5e10),
-    ],
-)
-def test_units_of_a_bandwidth(text: str, rate: float) -> None:
-    assert parse_bandwidth(text) == Bandwidth(text=text, bytes_per_second=rate)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--bandwidth=25"], "--bandwidth '25' is no rate: write a number with a unit"),
-        (["--bandwidth=25Gb"], "bits as in 25Gbit, or bytes as in 40MB/s"),
-        (["--bandwidth=-1GB/s"], "is no rate"),
-        (["--bandwidth=1e9B/s"], "is no rate"),
-        (["--bandwidth=0Gbit"], "is 0 bytes per second: give one from 1B/s to 1000TB/s"),
-        (["--bandwidth=9000TB/s"], "is 9e+15 bytes per second"),
-        (["--prompt=4096"], "--prompt 4096 is a prompt for --bandwidth: add --bandwidth"),
-    ],
-)
-def test_invalid_options_are_refused(plan: PlanCommand, options: list[str], said: str) -> None:
-    assert said in plan.refusal(TINY, "tp=1", "tp=1", *options)
-
-
-def test_prompt_that_does_not_fit_is_named(plan: PlanCommand) -> None:
-    said = plan.refusal(None, *plan.layouts(TINY), "--bandwidth=25Gbit", "--prompt=5000")
-    assert "--prompt 5000: a request of 5000 tokens" in said
-    assert "choose at most 4096 tokens" in said
-
-
-def test_table_as_text(plan: PlanCommand) -> None:
-    options = "--bandwidth=1MB/s", "--chunk=1024", "--prefill-rate=1024", "--hop=20"
-    said = plan.text(TINY, "tp=1", "tp=1", *options)
-    for part in (
-        "if prefill computes 1,024 tokens/s in chunks of 1,024 tokens, and decode starts to read "
-        "20 ms after prefill's end:",
-        "bandwidth prompt chunks prefill moving sequential early saved",
-        "1MB/s 4,096 4 4 s 2.1 s 6.12 s 4.52 s 26%",
-    ):
-        assert part in said
-    assert "moving at end sequential" in plan.text(WINDOWS, "tp=1", "tp=1", *options)
-    assert "saved" not in plan.text(TINY)
-
-
-def test_documented_table_is_what_the_command_prints(
-    plan: PlanCommand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "early-tickets.md").read_text()
-    command = page.split("```\nkvferry plan ", 1)[1].split("\n```", 1)[0].replace("\\\n", " ")
-    rows = [
-        " ".join(cell.strip() for cell in line.strip("|").split("|"))
-        for line in page.splitlines()
-        if line.startswith("|") and "Gbit |" in line
-    ]
-    ran = plan.run(*shlex.split(command))
-    assert [row for row in rows if row not in ran.words] == []
-    assert len(rows) == 9
+    assert case["prefill_seconds"] == 4
+    assert case["move_seconds"] == pytest.approx((early + late) / 1e6)
+    # The hop is part of the sequential time only.
+    assert case["sequential_seconds"] == pytest.approx(4 + 0.25 + case["move_seconds"])
+    assert case["saved"] == pytest.approx(1 - case["early_seconds"] / case["sequential_seconds"])
 
 
 @given(
@@ -164,3 +72,68 @@ def test_times_are_those_of_chunks_moved_one_after_the_other(
         moved = max(moved, stop / prefill_rate) + nbytes / rate
     assert case.early_seconds == pytest.approx(moved + case.late_bytes / rate)
     assert case.early_seconds <= case.sequential_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("25Gbit", 25e9 / 8),
+        ("25 Gbit/s", 25e9 / 8),
+        ("800kbps", 1e5),
+        ("1.5GiB/s", 1.5 * (1 << 30)),
+        ("0.4Tbit", 5e10),
+    ],
+)
+def test_units_of_a_bandwidth(text: str, rate: float) -> None:
+    assert parse_bandwidth(text) == Bandwidth(text=text, bytes_per_second=rate)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--bandwidth=25", "--bandwidth '25' is no rate: write a number with a unit"),
+        ("--bandwidth=25Gb", "bits as in 25Gbit, or bytes as in 40MB/s"),
+        ("--bandwidth=-1GB/s", "is no rate"),
+        ("--bandwidth=1e9B/s", "is no rate"),
+        ("--bandwidth=0Gbit", "is 0 bytes per second: give one from 1B/s to 1000TB/s"),
+        ("--bandwidth=9000TB/s", "is 9e+15 bytes per second"),
+        ("--prompt=4096", "--prompt 4096 is a prompt for --bandwidth: add --bandwidth"),
+    ],
+)
+def test_invalid_options_are_refused(plan: PlanCommand, option: str, said: str) -> None:
+    assert said in plan.refusal(TINY, "tp=1", "tp=1", option)
+
+
+def test_prompt_that_does_not_fit_is_named(plan: PlanCommand) -> None:
+    said = plan.refusal(None, *plan.layouts(TINY), "--bandwidth=25Gbit", "--prompt=5000")
+    assert "--prompt 5000: a request of 5000 tokens" in said
+    assert "choose at most 4096 tokens" in said
+
+
+def test_table_as_text(plan: PlanCommand) -> None:
+    options = "--bandwidth=1MB/s", "--chunk=1024", "--prefill-rate=1024", "--hop=20"
+    said = plan.text(TINY, "tp=1", "tp=1", *options)
+    for part in (
+        "if prefill computes 1,024 tokens/s in chunks of 1,024 tokens, and decode starts to read "
+        "20 ms after prefill's end:",
+        "bandwidth prompt chunks prefill moving sequential early saved",
+        "1MB/s 4,096 4 4 s 2.1 s 6.12 s 4.52 s 26%",
+    ):
+        assert part in said
+    assert "moving at end sequential" in plan.text(WINDOWS, "tp=1", "tp=1", *options)
+
+
+def test_documented_table_is_what_the_command_prints(
+    plan: PlanCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "early-tickets.md").read_text()
+    command = page.split("```\nkvferry plan ", 1)[1].split("\n```", 1)[0].replace("\\\n", " ")
+    rows = [
+        " ".join(cell.strip() for cell in line.strip("|").split("|"))
+        for line in page.splitlines()
+        if line.startswith("|") and "Gbit |" in line
+    ]
+    ran = plan.run(*shlex.split(command))
+    assert [row for row in rows if row not in ran.words] == []
+    assert len(rows) == 9

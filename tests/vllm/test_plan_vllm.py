@@ -17,9 +17,8 @@ from kvferry.cli.plan.engines import (
     fit_states,
     make_engine,
 )
-from kvferry.cli.plan.model import Model, read_model
+from kvferry.cli.plan.model import Model, RecurrentState, read_model
 from kvferry.cli.plan.report import BACKENDS, PREFERRED
-from kvferry.cli.plan.states import RecurrentState
 from kvferry.core.layout import Field, axis_length
 from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import write_config

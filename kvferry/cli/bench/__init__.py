@@ -8,16 +8,23 @@ Before a case is timed, it runs once and every byte that it moved is compared.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
-from kvferry.cli.bench import report
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
 from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
 from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
-from kvferry.cli.output import require_matplotlib
+from kvferry.cli.formatting import size
+from kvferry.cli.output import output, print_json, print_table, require_matplotlib
 from kvferry.core.transport import Transport
-from kvferry.core.transport.registry import create
+from kvferry.core.transport.registry import create, find
 from kvferry.testing.memory import thread_setup
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -43,43 +50,17 @@ def run(
     grid = cases(sizes_of(sizes, "--size"), sizes_of(blocks, "--block"))
     if plot is not None:
         _check_plot(plot)
-    made, results = _measured(driver, options_of(options), grid, memory, seconds)
+    conditions, results = _measured(driver, options_of(options), grid, memory, seconds)
     if plot is not None:
         from kvferry.cli.bench.picture import draw
 
-        title = f"{driver} ({made['distribution']}), {memory} memory, two processes"
+        title = f"{driver} ({conditions['distribution']}), {memory} memory, two processes"
         draw(plot, title, results)
-    report.show(made, results, as_json=as_json)
-
-
-def _measured(
-    driver: str, options: dict[str, object], grid: Sequence[Case], memory: str, seconds: float
-) -> tuple[report.Conditions, list[Result]]:
-    """Start a second process, and measure all cases in about so many seconds."""
-    nbytes = max(case.size for case in grid)
-    with ExitStack() as stack:
-        enter = thread_setup(memory)
-        enter()
-        transport = create(driver, options, enter=enter)  # first: it finds most mistakes
-        stack.callback(transport.close)
-        _check_memory(driver, transport, memory)
-        made = report.conditions(driver, options, memory, transport)
-        near, memcpy = near_buffer(memory, nbytes), memcpy_of(memory, nbytes)
-        far = stack.enter_context(far_process(driver, options, memory, nbytes))
-        bench = Bench(transport, far, near, memcpy)
-        # Close transports before buffers are freed: each side may still touch the other's buffer.
-        stack.callback(transport.close)
-        return made, [bench.measure(case, seconds / len(grid)) for case in report.shown(grid)]
-
-
-def _check_memory(driver: str, transport: Transport, memory: str) -> None:
-    can, kind = transport.capabilities.memory, memory.partition(":")[0]
-    # If --memory names a function, the kind of memory is known only once it has made a region.
-    if kind in ("cpu", "cuda") and kind not in can:
-        raise BenchError(
-            f"driver {driver!r} reaches {', '.join(sorted(can)) or 'no'} memory here, and asked "
-            f"for is {kind}: choose another driver (kvferry drivers lists them) or --memory"
-        )
+    if as_json:
+        records = [_record(result) for result in results]
+        print_json({"conditions": conditions, "results": records})
+    else:
+        _print(conditions, results)
 
 
 def _check_plot(path: Path) -> None:
@@ -89,3 +70,107 @@ def _check_plot(path: Path) -> None:
     if not os.access(path.parent, os.W_OK):
         raise BenchError(f"--plot {path}: {path.parent} is no folder that can be written to")
     require_matplotlib("--plot")
+
+
+def _measured(
+    driver: str, options: dict[str, object], grid: Sequence[Case], memory: str, seconds: float
+) -> tuple[dict[str, object], list[Result]]:
+    """Start a second process, and measure all cases in about so many seconds."""
+    nbytes = max(case.size for case in grid)
+    with ExitStack() as stack:
+        enter = thread_setup(memory)
+        enter()
+        transport = create(driver, options, enter=enter)  # first: it finds most mistakes
+        stack.callback(transport.close)
+        can, kind = transport.capabilities.memory, memory.partition(":")[0]
+        # If --memory names a function, the kind of memory is known only once it has made a region.
+        if kind in ("cpu", "cuda") and kind not in can:
+            raise BenchError(
+                f"driver {driver!r} reaches {', '.join(sorted(can)) or 'no'} memory here, and "
+                f"asked for is {kind}: choose another driver (kvferry drivers lists them) or "
+                "--memory"
+            )
+        conditions = _conditions(driver, options, memory, transport)
+        near, memcpy = near_buffer(memory, nbytes), memcpy_of(memory, nbytes)
+        far = stack.enter_context(far_process(driver, options, memory, nbytes))
+        bench = Bench(transport, far, near, memcpy)
+        # Close transports before buffers are freed: each side may still touch the other's buffer.
+        stack.callback(transport.close)
+        console = Console(stderr=True)
+        bar = stack.enter_context(
+            Progress(
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                console=console,
+                transient=True,
+                refresh_per_second=2,  # drawing takes CPU time from the transfer
+                disable=not console.is_terminal,
+            )
+        )
+        task, results = bar.add_task("", total=len(grid)), []
+        for case in grid:
+            bar.update(task, description=str(case))
+            results.append(bench.measure(case, seconds / len(grid)))
+            bar.advance(task)
+        return conditions, results
+
+
+def _conditions(
+    driver: str, options: Mapping[str, object], memory: str, transport: Transport
+) -> dict[str, object]:
+    """Return the conditions of a measurement that starts now."""
+    info = find(driver)
+    return {
+        "driver": driver,
+        "distribution": f"{info.distribution} {info.version}",
+        "library": transport.library,
+        "options": options,
+        "memory": memory,
+        "cores": os.cpu_count() or 0,
+        "load": round(os.getloadavg()[0], 1),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def _record(result: Result) -> dict[str, object]:
+    figures = ("gb_per_s", "us_per_copy", "memcpy_gb_per_s", "ratio")
+    return {
+        **asdict(result.case),
+        "copies": result.case.copies,
+        "rounds": result.rounds,
+        "seconds": result.seconds,
+        **{name: float(f"{getattr(result, name):.4g}") for name in figures},
+    }
+
+
+def _print(conditions: Mapping[str, object], results: Sequence[Result]) -> None:
+    console = output()
+    names = ("size", "block", "copies", "GB/s", "µs a copy", "memcpy", "of it")
+    rows = [
+        (
+            one.case.order,
+            size(one.case.size),
+            size(one.case.block),
+            f"{one.case.copies:,}",
+            Text(_short(one.gb_per_s), "bold"),
+            *map(_short, (one.us_per_copy, one.memcpy_gb_per_s, one.ratio)),
+        )
+        for one in results
+    ]
+    print_table(console, {"order": "name"} | dict.fromkeys(names, "number"), rows)
+    console.print(
+        "GB/s: 10^9 bytes a second, from the call until done, the median of all rounds. memcpy: "
+        "the same bytes in one piece within one process, in turns with it. of it: the speed as a "
+        "part of memcpy's."
+    )
+    for name, value in conditions.items():
+        console.print(f"{name}: {value}", style="dim", markup=False)
+
+
+def _short(value: float) -> str:
+    """Return a number as text with two decimals; below 0.1, with two significant digits."""
+    return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"

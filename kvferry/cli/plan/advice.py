@@ -6,7 +6,7 @@ The settings are found by planning with many settings, and counting the copies o
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_e
 from kvferry.cli.plan.estimate import Estimate, estimate_reads, merged
 from kvferry.cli.plan.model import Model
 from kvferry.core.errors import KVFerryError
-from kvferry.core.layout import ContextParallel, Field, axis_length
+from kvferry.core.layout import Field, axis_length
 from kvferry.core.planner.plan import Match
 from kvferry.core.planner.strips import Overlap
 from kvferry.core.transport.copies import SMALL_COPY
@@ -34,17 +34,11 @@ SMALL_BY_NVLINK = 1 << 20
 WORTH = 2
 """By which factor a change has to reduce the number of copies to be advised."""
 
-TRIED = ("block_size", "layout", "interleave")
-"""The settings that are varied; the number of ranks is not."""
-
 LIKE = "the ranks, order and pages of {}"
 """The change of an engine whose settings are not known: it becomes like the other."""
 
 Pair = tuple[PlanSettings, PlanSettings]
 """The settings of prefill and of decode."""
-
-Other = dict[str, Any]
-"""The changed settings of one engine, as keyword arguments of ``PlanSettings``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +58,13 @@ class Change:
     smallest: int
     median: int
     largest: int
+
+    @classmethod
+    def of(cls, settings: tuple[str, str], found: Estimate) -> Change:
+        """Return a change of settings, of prefill and of decode, and the copies that follow."""
+        figures = found.sizes.figures | {"busiest": found.busiest}
+        del figures["bytes"]
+        return cls(prefill=settings[0], decode=settings[1], **figures)
 
     @property
     def effort(self) -> int:
@@ -111,36 +112,45 @@ def advice_for(
         return None
     (one, near), (other, far) = prefill, decode
     if model is not None and isinstance(near, PlanSettings) and isinstance(far, PlanSettings):
-        changes = _advised(model, (near, far), estimate)
+        changes = _tried(model, (near, far), estimate)
     else:
         alike = (estimate_reads(engine, engine, estimate.tokens) for engine in (other, one))
         said = ((LIKE.format("decode"), ""), ("", LIKE.format("prefill")))
-        changes = _best(list(map(_change, said, alike)), estimate.sizes.copies)
+        changes = _best(list(map(Change.of, said, alike)), estimate.sizes.copies)
     # Small copies are explained even where nothing helps.
     if not is_small(estimate) and not changes:
         return None
-    return Advice(reasons=reasons(estimate), changes=changes)
+    sentences = dict.fromkeys(
+        reason
+        for read in estimate.reads
+        for match in read.source.matches
+        for overlap in match.overlaps
+        for reason in _reasons(match, overlap)
+    )
+    reasons = tuple(sentences) or ("Each copy is already all that lies in one piece on both.",)
+    return Advice(reasons=reasons, changes=changes)
 
 
-def _advised(model: Model, old: Pair, estimate: Estimate) -> tuple[Change, ...]:
+def _tried(model: Model, old: Pair, estimate: Estimate) -> tuple[Change, ...]:
     """Return the best changes of engines that were computed from a model and settings."""
     tokens = estimate.tokens
     engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
 
-    def tried(pair: Pair, ranks: Sequence[int] | None = None) -> Estimate:
+    def plan(pair: Pair, ranks: Sequence[int] | None = None) -> Estimate:
         return estimate_reads(engine(pair[0]), engine(pair[1]), tokens, ranks)
 
     changes: dict[Change, Pair] = {}
     for near, far in _candidates(*old):
         try:
             pair = replace(old[0], **near), replace(old[1], **far)
+            said = _difference(old[0], pair[0]), _difference(old[1], pair[1])
             # Decode rank 0 stands for all; those of the best changes are counted below.
-            changes[_change(_difference(old, pair), tried(pair, [0]))] = pair
+            changes[Change.of(said, plan(pair, [0]))] = pair
         except KVFerryError:  # no engine can have these settings
             continue
     now = merged(read.sizes for read in estimate.of_decode(0)).copies
     best = _best(list(changes), now)
-    return tuple(_change((one.prefill, one.decode), tried(changes[one])) for one in best)
+    return tuple(Change.of((one.prefill, one.decode), plan(changes[one])) for one in best)
 
 
 def _best(changes: Sequence[Change], copies: int) -> tuple[Change, ...]:
@@ -155,15 +165,13 @@ def _best(changes: Sequence[Change], copies: int) -> tuple[Change, ...]:
     return tuple(best)
 
 
-def _change(settings: tuple[str, str], found: Estimate) -> Change:
-    figures = found.sizes.figures
-    figures["busiest"] = found.busiest
-    del figures["bytes"]
-    return Change(prefill=settings[0], decode=settings[1], **figures)
+def _candidates(
+    prefill: PlanSettings, decode: PlanSettings
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield changes to try, of prefill and of decode; the number of ranks is not changed.
 
-
-def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
-    """Yield changes to try. Some are impossible for any engine, or equal the present settings."""
+    Some are impossible for any engine, or equal the present settings.
+    """
     one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
     larger = max(one, two, key=lambda size: size["block_size"])
     yield {}, one
@@ -172,7 +180,11 @@ def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[O
     yield {"interleave": decode.interleave}, {}
     yield {"interleave": prefill.block_size}, {"interleave": decode.block_size}
     for order in ORDERS:
-        near, far = _ordered(prefill, order), _ordered(decode, order)
+        near: dict[str, Any] = {"layout": order}
+        far = dict(near)
+        for settings, change in ((prefill, near), (decode, far)):
+            if settings.kernel_block and not order.startswith(WHOLE):
+                change["block_size"] = settings.kernel_block  # kernels cannot split such pages
         yield {}, far
         yield near, {}
         yield near, far
@@ -181,42 +193,19 @@ def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[O
         yield near | two, {}
 
 
-def _ordered(settings: PlanSettings, order: str) -> Other:
-    """Return the settings to change so that an engine stores its cache in another order."""
-    if settings.kernel_block and not order.startswith(WHOLE):  # kernels cannot split such pages
-        return {"layout": order, "block_size": settings.kernel_block}
-    return {"layout": order}
-
-
-def _difference(old: Pair, new: Pair) -> tuple[str, str]:
-    """Return the settings of prefill, and those of decode, that differ from the old ones."""
-    one, other = (
-        ",".join(
-            f"{name}={getattr(after, name)}"
-            for name in TRIED
-            if getattr(after, name) != getattr(before, name)
-        )
-        for before, after in zip(old, new, strict=True)
+def _difference(before: PlanSettings, after: PlanSettings) -> str:
+    """Return the settings that differ from earlier ones, as text."""
+    return ",".join(
+        f"{name}={getattr(after, name)}"
+        for name in ("block_size", "layout", "interleave")
+        if getattr(after, name) != getattr(before, name)
     )
-    return one, other
-
-
-def reasons(estimate: Estimate) -> tuple[str, ...]:
-    """Return the reasons why copies are not larger, a sentence each."""
-    sentences = {
-        reason: None
-        for read in estimate.reads
-        for match in read.source.matches
-        for overlap in match.overlaps
-        for reason in _reasons(match, overlap)
-    }
-    return tuple(sentences) or ("Each copy is already all that lies in one piece on both.",)
 
 
 def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
     """Yield the reasons why the copies of one pair of fields are not larger, a sentence each."""
-    sides = {"prefill": overlap.remote, "decode": overlap.local}
-    inside = {name: _shards_inside(f) for name, f in sides.items()}
+    fields = {"prefill": overlap.remote, "decode": overlap.local}
+    inside = {name: _heads_inside(f) for name, f in fields.items()}
     wanted = overlap.shard[1] - overlap.shard[0]
     if wanted > 1 and set(inside.values()) == {True, False}:
         first, then = sorted(inside, key=lambda name: not inside[name])
@@ -225,52 +214,39 @@ def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
             "of a head (HND): no more than one head of one token is in one piece on both."
         )
         return
-    for name, f in sides.items():
+    for name, f in fields.items():
         if inside[name] and wanted < axis_length(f.shard):
             yield (
                 f"{name.capitalize()} keeps the heads of a token together (NHD), and only {wanted} "
                 f"of a rank's {axis_length(f.shard)} cross to or from one rank."
             )
-    if not match.pairing.holds_same_tokens or not (inside["prefill"] or inside["decode"]):
-        yield from _kernel_reasons(sides)
-        yield from _token_reasons(match)
-
-
-def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
-    blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in sides.items()}
-    for name, f in sides.items():
+    same = match.pairing.holds_same_tokens
+    if same and any(inside.values()):
+        return
+    blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in fields.items()}
+    for name, f in fields.items():
         if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
-            yield (
-                f"The kernels of {name} cut its pages into blocks of "
-                f"{counted(blocks[name], 'token')}."
-            )
-
-
-def _token_reasons(match: Match) -> Iterator[str]:
-    """Yield why no more tokens are contiguous on both engines: a sentence, or nothing."""
+            cut = counted(blocks[name], "token")
+            yield f"The kernels of {name} cut its pages into blocks of {cut}."
     local, remote = match.pairing.local, match.pairing.remote
     most = counted(match.pairing.granularity, "token")
-    if not match.pairing.holds_same_tokens:
-        yield (
-            f"A request's tokens are spread over {_distribution(remote.context)} on prefill and "
-            f"{_distribution(local.context)} on decode: at most {most} in one piece on both."
+    if not same:
+        spread = (
+            counted(one.size, "rank") + (f" by {one.interleave}" if one.size > 1 else "")
+            for one in (remote.context, local.context)
         )
-        return
-    near, far = local.block_tokens, remote.block_tokens
-    if near != far:
         yield (
-            f"Pages hold {counted(far, 'token')} on prefill and {near:,} on decode: at most {most} "
-            "in one page on both."
+            f"A request's tokens are spread over {' on prefill and '.join(spread)} on decode: at "
+            f"most {most} in one piece on both."
+        )
+    elif local.block_tokens != remote.block_tokens:
+        yield (
+            f"Pages hold {counted(remote.block_tokens, 'token')} on prefill and "
+            f"{local.block_tokens:,} on decode: at most {most} in one page on both."
         )
 
 
-def _distribution(context: ContextParallel) -> str:
-    """Return text on how many ranks share a request's tokens, and in runs of how many tokens."""
-    by = f" by {context.interleave}" if context.size > 1 else ""
-    return counted(context.size, "rank") + by
-
-
-def _shards_inside(f: Field) -> bool | None:
+def _heads_inside(f: Field) -> bool | None:
     """Return whether a field's neighbouring heads are closer in memory than neighbouring tokens."""
     tokens, shard = ([d.stride for d in axis if d.extent > 1] for axis in (f.tokens, f.shard))
     return min(shard) < min(tokens) if tokens and shard else None

@@ -1,12 +1,8 @@
-"""What config files of transformers leave out, by the model's ``model_type``.
-
-transformers leaves out of a file what equals its class's default, and vLLM reads the file with that
-class. These are the defaults, in transformers 5, of the keys that ``kvferry plan`` would otherwise
-take for absent.
-"""
+"""What is known of models beyond their config files: defaults, other names of keys, exceptions."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -154,3 +150,85 @@ LEFT_OUT: Mapping[str, Keys] = {
     "vaultgemma": _GEMMA2,
     "youtu": _LATENT,
 }
+"""The keys that ``kvferry plan`` would otherwise take for absent, by the model's ``model_type``:
+transformers 5 leaves out of a file what equals its class's default, and vLLM reads the file with
+that class."""
+
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys under which a multimodal model keeps the configuration of its text model, as vLLM reads them
+(``transformers_utils/config.py`` and ``transformers_utils/configs``)."""
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": (
+        *("n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
+    ),
+    "head_dim": ("attention_head_dim", "kv_channels", "hidden_size_per_head"),
+    "hidden_size": ("n_embd", "d_model"),
+    "dtype": ("torch_dtype",),
+    "layer_types": ("layers_block_type",),
+    "mamba_n_heads": ("n_mamba_heads", "mamba_num_heads"),
+    "mamba_d_head": ("mamba_headdim", "mamba_head_dim"),
+    "mamba_n_groups": ("mamba_ngroups", "n_groups"),
+    "mamba_d_state": ("ssm_state_size",),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_expand": ("expand",),
+    "mamba_ssm_dtype": ("mamba_ssm_cache_dtype",),
+}
+"""Other names of a key, which older files or some models use."""
+
+DTYPES: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+EXCLUSIVE = frozenset({"cohere2", "cohere2_moe"})
+"""Model types whose windows do not count the token itself, so that vLLM adds it."""
+INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Model types with latents and, beside them, an index by which a token finds the tokens that it
+attends to."""
+INDEX_SCALED = 128
+"""How many values of an index have a scale together."""
+STATES = re.compile(
+    r"mamba_|ssm_|ssm$|linear_(num|conv|key|value|attn)|rwkv|conv_kernel$|conv_L_cache$|state_size$"
+    r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|lru_|block_types$|layer_group_size$"
+)
+"""Keys of models that have recurrent states beside attention or instead of it."""
+
+UNSUPPORTED: Mapping[str, str] = {
+    "compress_ratios": "entries that stand for several tokens",
+    "block_configs": "layers that are unlike each other",
+    "global_head_dim": "heads of two sizes",
+    "num_global_key_value_heads": "layers with unlike numbers of heads",
+    "cross_attention_layers": "layers that keep entries of images instead of tokens",
+}
+"""Keys of models whose cache the file does not describe completely, with what each stands for."""
+
+_TWO_SIZES = "layers with heads of two sizes"
+_BLOCK_INDEX = "layers with an index of blocks"
+UNLIKE: Mapping[str, str] = {
+    "deepseek_v4": "entries that stand for several tokens",
+    "diffusion_gemma_text": _TWO_SIZES,
+    "gemma4_text": _TWO_SIZES,
+    "gemma4_unified_text": _TWO_SIZES,
+    "glm5_next_text": _BLOCK_INDEX,
+    "hrm_text": "layers that run several times",
+    "inkling_text": "convolutions beside windows",
+    "longcat_flash": "two caches in each layer",
+    "longcat_flash_ngram": "two caches in each layer",
+    "mimo_v2_flash": _TWO_SIZES,
+    "minicpm3": "latents that vLLM stores as K and V",
+    "minimax_m3_vl_text": _BLOCK_INDEX,
+    "qwen4_exp_text": _BLOCK_INDEX,
+    "step3p5": "layers with unlike numbers of heads",
+    "zaya": "a state in each layer",
+}
+"""Model types whose cache is not what their keys say, with the reason; the file may leave out the
+key that would show it."""

@@ -38,82 +38,73 @@ def field_name(key: str) -> FieldName:
     words = name.split(".")
     if "indexer" in words:
         part = f"index {part}"  # a layer's latents have the same names
-    at = next((n for n, word in enumerate(words) if _is_index(word)), None)
-    if at is None:
-        return FieldName(name, None, part)
-    return FieldName(".".join(words[:at]), int(words[at]), part)
+    for n, word in enumerate(words):
+        if word.isascii() and word.isdecimal() and len(word) < 10:
+            return FieldName(".".join(words[:n]), int(word), part)
+    return FieldName(name, None, part)
 
 
-def _is_index(word: str) -> bool:
-    return word.isascii() and word.isdecimal() and len(word) < 10
-
-
-class FieldParts(NamedTuple):
-    """Parts of the same layers, of which the same range of the shard axis is meant."""
+class Contents(NamedTuple):
+    """What is stored of layers that are alike; the heads are those of K and V."""
 
     layers: tuple[tuple[str, int | None], ...]
     parts: tuple[str, ...]
-    shard: Shard
+    heads: Shard | None
 
 
-def parts_of(fields: Iterable[tuple[str, Shard]]) -> list[FieldParts]:
-    """Return fields, by key and range, as few parts of many layers."""
-    named = ((field_name(key), shard) for key, shard in fields)
-    by_part = grouped(named, lambda one: (one[0].part, one[1]))
-    layers = {key: tuple(name[:2] for name, _ in own) for key, own in by_part.items()}
-    alike = grouped(layers, lambda key: (layers[key], key[1]))
-    return [
-        FieldParts(of, tuple(part for part, _ in own), shard) for (of, shard), own in alike.items()
-    ]
+def contents_of(fields: Iterable[tuple[str, Shard]]) -> list[Contents]:
+    """Return fields, by key and range, by the layers that have the same."""
+    named = grouped(((field_name(key), shard) for key, shard in fields), lambda one: one[0][:2])
+    content = {
+        layer: (
+            tuple(name.part for name, _ in own if name.part not in ("k", "v")),
+            next((shard for name, shard in own if name.part in ("k", "v")), None),
+        )
+        for layer, own in named.items()
+    }
+    alike = grouped(content, content.__getitem__)
+    return [Contents(tuple(layers), *own) for own, layers in alike.items()]
 
 
-def shape_of(parts: Sequence[FieldParts]) -> tuple[object, ...]:
+def shape_of(contents: Sequence[Contents]) -> tuple[object, ...]:
     """Return what is equal for ranks that have other heads, but as many, of the same layers."""
-    return tuple((one.layers, one.parts, one.shard[1] - one.shard[0]) for one in parts)
+    return tuple((*one[:2], one.heads and one.heads[1] - one.heads[0]) for one in contents)
 
 
-def text_of(alike: Sequence[Sequence[FieldParts]]) -> str:
-    """Return the fields of ranks of one ``shape_of`` as text.
+def text_of(alike: Sequence[Sequence[Contents]]) -> str:
+    """Return the contents of ranks of one ``shape_of`` as text.
 
     For one rank ``layers 0-39, heads 0-1``; for several ``layers 0-39, 2 each of heads 0-7``.
     """
-    several = len({owner for part in alike[0] for owner, n in part.layers if n is not None}) > 1
-    same = zip(*alike, strict=True)
-    by_layers = grouped(same, lambda of: _layers(of[0].layers, several=several))
     return "; ".join(
-        f"{layers}{': ' if len(of) > 1 else ', '}{', '.join(map(_part, of))}"
-        for layers, of in by_layers.items()
+        ", ".join((_layers(same[0].layers), *_heads(same), *same[0].parts))
+        for same in zip(*alike, strict=True)
     )
 
 
-def _layers(layers: Sequence[tuple[str, int | None]], *, several: bool) -> str:
-    """Return layers by index with the owner if there are ``several``, or by name."""
-    numbered = grouped(((owner, n) for owner, n in layers if n is not None), lambda one: one[0])
-    said = [
-        _listed([n for _, n in known]) + (f" of {owner}" if several else "")
-        for owner, known in numbered.items()
-    ]
+def _layers(layers: Sequence[tuple[str, int | None]]) -> str:
+    """Return layers by index, with their owners if there are several, or by name."""
+    indexes = grouped((one for one in layers if one[1] is not None), lambda one: one[0])
+    texts = []
+    for owner, own in indexes.items():
+        listed = numbers(n for _, n in own if n is not None)
+        if len(listed) > LONGEST_LIST:
+            first, *_, last = sorted(n for _, n in own if n is not None)
+            listed = f"{len(own)} of layers {first}-{last}"
+        else:
+            listed = f"layer{'s' if len(own) > 1 else ''} {listed}"
+        texts.append(f"{listed} of {owner}" if len(indexes) > 1 else listed)
     others = [owner for owner, n in layers if n is None]
     more = ["..."] if others[MAX_NAMED_LAYERS:] else []
-    return ", ".join([*said, *others[:MAX_NAMED_LAYERS], *more])
+    return ", ".join([*texts, *others[:MAX_NAMED_LAYERS], *more])
 
 
-def _listed(layers: Sequence[int]) -> str:
-    """Return layers as text: ``layers 0-3``, or ``24 of layers 0-50`` where the list is long."""
-    listed = numbers(layers)
-    if len(listed) > LONGEST_LIST:
-        return f"{len(set(layers))} of layers {min(layers)}-{max(layers)}"
-    return f"layer{'s' if len(layers) > 1 else ''} {listed}"
-
-
-def _part(same: Sequence[FieldParts]) -> str:
-    """Return the parts of layers, and their ranges on the ranks that are alike."""
-    parts, shards = same[0].parts, {one.shard for one in same}
-    names, each = " and ".join(parts), same[0].shard[1] - same[0].shard[0]
-    held = numbers(n for shard in shards for n in range(*shard))
-    among = f"{each:,} each of " if len(shards) > 1 else ""
-    if set(parts) == {"k", "v"}:
-        return f"{among}head{'s' if each > 1 or among else ''} {held}"
-    if held == "0" and each == 1:
-        return names
-    return f"{names} {among}{held}"
+def _heads(same: Sequence[Contents]) -> list[str]:
+    """Return the heads of each of some ranks as text; nothing for parts without heads."""
+    ranges = {one.heads for one in same if one.heads is not None}
+    if not ranges:
+        return []
+    each = next(stop - start for start, stop in ranges)
+    among = f"{each:,} each of " if len(ranges) > 1 else ""
+    held = numbers(n for each_range in ranges for n in range(*each_range))
+    return [f"{among}head{'s' if each > 1 or among else ''} {held}"]

@@ -1,59 +1,46 @@
-"""Read the shape of a model's KV cache from its config file.
+"""Read the shape of a model's cache, KV and recurrent states, from its config file.
 
 Keys that a file leaves out have the defaults of its ``model_type`` (``defaults``). A cache that the
-file does not describe completely is refused, with the key that shows it.
+file does not describe completely is refused, with the key that shows it. The sizes of states are
+those that vLLM 0.32 computes (``MambaStateShapeCalculator`` in
+``model_executor/layers/mamba/mamba_utils.py``).
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta, Struct
+from typing import Any, TypeVar
 
 from kvferry.cli.formatting import numbers
-from kvferry.cli.plan.defaults import LEFT_OUT, LOCAL
-from kvferry.cli.plan.states import (
+from kvferry.cli.plan.defaults import (
     ALIASES,
-    HYBRID,
-    KINDS,
-    NO_CACHE,
-    STATEFUL,
-    RecurrentState,
-    Size,
-    layer_types,
-    read_state,
-    with_aliases,
+    DTYPES,
+    EXCLUSIVE,
+    INDEX_SCALED,
+    INDEXED,
+    LEFT_OUT,
+    LOCAL,
+    NESTED,
+    STATES,
+    UNLIKE,
+    UNSUPPORTED,
 )
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES
-from kvferry.core.side_channel_messages import DECODE_ERRORS
 
 FILE_LIMIT = 1 << 24
 """Largest size of a config file, in bytes; real ones have some thousands."""
+LARGEST = 1 << 24
+"""Largest number in a file that counts."""
+MOST_EXPANDED = 1 << 10
 
-NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Keys under which a multimodal model keeps the configuration of its text model, as vLLM reads them
-(``transformers_utils/config.py`` and ``transformers_utils/configs``)."""
-
-DTYPES: Mapping[str, str] = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float": "float32",
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
-
-EVERY_TOKEN = frozenset({"full_attention", "attention", HYBRID})
-"""Types of layers that keep every token."""
+HYBRID = "hybrid"
+"""Type of the layers that have both attention and a state."""
+STATEFUL = frozenset({"linear_attention", "mamba", "conv", HYBRID})
+"""Types of layers that have a state."""
 WINDOWED, CHUNKED = "sliding_attention", "chunked_attention"
 LENGTHS: Mapping[str, str] = {
     WINDOWED: "sliding_window",
@@ -61,56 +48,12 @@ LENGTHS: Mapping[str, str] = {
     "indexed_attention": "index_topk",
 }
 """The key that says to how many tokens a token attends, by the type of the layer."""
-
-EXCLUSIVE = frozenset({"cohere2", "cohere2_moe"})
-"""Model types whose windows do not count the token itself, so that vLLM adds it."""
-INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
-"""Model types with latents and, beside them, an index by which a token finds the tokens that it
-attends to."""
-INDEX_SCALED = 128
-"""How many values of an index have a scale together."""
-WINDOWS_FROM_A_LAYER = frozenset(name for name in LEFT_OUT if "max_window_layers" in LEFT_OUT[name])
-"""Model types in which layers before ``max_window_layers`` have no window."""
-
-TYPE_KEYS = ("layer_types", *ALIASES["layer_types"], "hybrid_override_pattern", "attn_type_list")
-"""Keys with the type of each layer; the first that is present counts."""
-
-STATES = re.compile(
-    r"mamba_|ssm_|ssm$|linear_(num|conv|key|value|attn)|rwkv|conv_kernel$|conv_L_cache$|state_size$"
-    r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|lru_|block_types$|layer_group_size$"
-)
-"""Keys of models that have recurrent states beside attention or instead of it."""
-
-UNSUPPORTED: Mapping[str, str] = {
-    "compress_ratios": "entries that stand for several tokens",
-    "block_configs": "layers that are unlike each other",
-    "global_head_dim": "heads of two sizes",
-    "num_global_key_value_heads": "layers with unlike numbers of heads",
-    "cross_attention_layers": "layers that keep entries of images instead of tokens",
-}
-"""Keys of models whose cache the file does not describe completely, with what each stands for."""
-
-_TWO_SIZES = "layers with heads of two sizes"
-_BLOCK_INDEX = "layers with an index of blocks"
-UNLIKE: Mapping[str, str] = {
-    "deepseek_v4": "entries that stand for several tokens",
-    "diffusion_gemma_text": _TWO_SIZES,
-    "gemma4_text": _TWO_SIZES,
-    "gemma4_unified_text": _TWO_SIZES,
-    "glm5_next_text": _BLOCK_INDEX,
-    "hrm_text": "layers that run several times",
-    "inkling_text": "convolutions beside windows",
-    "longcat_flash": "two caches in each layer",
-    "longcat_flash_ngram": "two caches in each layer",
-    "mimo_v2_flash": _TWO_SIZES,
-    "minicpm3": "latents that vLLM stores as K and V",
-    "minimax_m3_vl_text": _BLOCK_INDEX,
-    "qwen4_exp_text": _BLOCK_INDEX,
-    "step3p5": "layers with unlike numbers of heads",
-    "zaya": "a state in each layer",
-}
-"""Model types whose cache is not what their keys say, with the reason; the file may leave out the
-key that would show it."""
+ATTENDING = frozenset({"full_attention", "attention", HYBRID, *LENGTHS})
+"""Types of layers with attention."""
+KNOWN = ATTENDING | STATEFUL | {"mlp", "moe"}
+"""All types of layers; the last two keep nothing of the tokens before."""
+PATTERN: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""The types of layers by their letters in ``hybrid_override_pattern``."""
 
 REMEDY = (
     "describe both engines as JSON layouts instead, or take the layouts of running engines with "
@@ -121,43 +64,61 @@ DEFAULTS = (
     "AutoConfig.from_pretrained(PATH).to_json_file(FILE, use_diff=False)"
 )
 
-ASSUMED_HEADS = (
-    "As many KV heads as attention heads are assumed: the file has no 'num_key_value_heads'."
-)
+
+Item = TypeVar("Item")
 
 
 class ModelError(KVFerryError):
     """A config file cannot be read, or does not describe the cache; the message names the key."""
 
 
-class _Config(Struct):
-    """The keys of a config file that describe the cache."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channels:
+    """Some of the channels of a layer's convolution, such as those of x, B or C.
 
-    num_hidden_layers: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
-    hidden_size: Size | None = None
-    dtype: str | None = None
-    kv_lora_rank: Size | None = None
-    qk_rope_head_dim: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    layer_types: list[str] | None = None
-    sliding_window: Annotated[int, Meta(ge=0)] | None = None
-    sliding_window_pattern: Annotated[int, Meta(ge=1)] | Annotated[str, Meta(min_length=1)] = LOCAL
-    attention_chunk_size: Annotated[int, Meta(ge=0)] | None = None
-    no_rope_layers: list[int] | None = None
-    no_rope_layer_interval: Annotated[int, Meta(ge=1)] = 4
-    use_sliding_window: bool | None = None
-    max_window_layers: Annotated[int, Meta(ge=0)] = 0
-    num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
-    multi_query: bool | None = None
-    new_decoder_architecture: bool | None = None
-    model_type: str = ""
-    index_topk: Size | None = None
-    index_head_dim: Size = 128
-    index_topk_freq: Annotated[int, Meta(ge=1)] = 1
-    index_topk_pattern: str | None = None
-    index_skip_topk_offset: Annotated[int, Meta(ge=0)] = 2
+    Attributes:
+        name: The name that the connector gives to their field, without ``conv/``.
+        units: Into how many equal parts they can be split, such as heads or groups. A single unit
+            is copied to every rank.
+    """
+
+    name: str
+    count: int
+    units: int
+
+    def share(self, ranks: int, rank: int) -> tuple[int, int]:
+        """Return the range [first, last) of the channels that a tensor-parallel rank stores."""
+        if self.units % ranks:
+            return 0, self.count
+        return rank * self.count // ranks, (rank + 1) * self.count // ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentState:
+    """The recurrent state of one layer: the convolution's last inputs, then a matrix per head.
+
+    Attributes:
+        channels: The channels of the convolution, in their order in memory.
+        columns: For how many tokens the convolution's inputs are kept.
+        heads: Heads of the recurrent state in the model; 0 if there is only a convolution.
+        elements: Elements of the recurrent state of one head.
+        input_dtype: Element type of the convolution's inputs.
+        dtype: Element type of the recurrent state.
+    """
+
+    channels: tuple[Channels, ...]
+    columns: int
+    heads: int = 0
+    elements: int = 0
+    input_dtype: str = "auto"
+    dtype: str = "auto"
+
+    def nbytes(self, ranks: int) -> int:
+        """Return the bytes of the state on one of ``ranks`` tensor-parallel ranks."""
+        shares = [part.share(ranks, 0) for part in self.channels]
+        inputs = sum(stop - start for start, stop in shares) * self.columns
+        recurrent = self.heads // ranks * self.elements
+        return inputs * ELEMENT_BYTES[self.input_dtype] + recurrent * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,68 +173,89 @@ class Model:
         return entries + len(self.indexed) * self.index_bytes
 
 
+class _Keys:
+    """The keys of a config file that have a value, under their usual names.
+
+    What is asked for is checked then. Errors go on after the file's name.
+    """
+
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        # A head_dim of 0 stands for a missing one, as in vLLM.
+        self.all = {k: v for k, v in keys.items() if v is not None and (k, v) != ("head_dim", 0)}
+        for key, others in ALIASES.items():
+            if found := [name for name in (key, *others) if name in self.all]:
+                self.all[key] = self.all[found[0]]
+
+    def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a number; without a default, the file must have it."""
+        value = self.optional(name, least=least)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"has no {name!r}, which the size of a cache depends on. {DEFAULTS}")
+        return value
+
+    def optional(self, name: str, *, least: int = 1) -> int | None:
+        """Return a number; ``None`` if the file does not have it."""
+        value = self.all.get(name)
+        if value is not None and not (type(value) is int and least <= value <= LARGEST):
+            raise _wrong(name, value, f"a number in {least} to {LARGEST}")
+        return value
+
+    def text(self, name: str) -> str:
+        """Return a text; empty if the file does not have it."""
+        value = self.all.get(name, "")
+        if not isinstance(value, str):
+            raise _wrong(name, value, "a text")
+        return value
+
+    def listed(self, name: str, kind: type[Item]) -> list[Item]:
+        """Return a list of some type; empty if the file does not have it."""
+        value = self.all.get(name, [])
+        if not isinstance(value, list) or not all(type(one) is kind for one in value):
+            raise _wrong(name, value, f"a list of {kind.__name__}")
+        return value
+
+    def inner(self, name: str) -> _Keys:
+        """Return the keys of an object in the file; no keys if the file does not have it."""
+        value = self.all.get(name, {})
+        if not isinstance(value, dict):
+            raise _wrong(name, value, "an object")
+        return _Keys(value)
+
+
+def _wrong(name: str, value: object, expected: str) -> ModelError:
+    return ModelError(f"is wrong: {name!r} is {str(value)[:32]!r}, and {expected} is expected")
+
+
 def read_model(path: Path, dtype: str | None = None) -> Model:
     """Return the model of a config file, or of the folder that has one.
 
     ``dtype`` is the element type of the cache; ``None`` or ``auto`` is the file's.
     """
-    file = path / "config.json" if path.is_dir() else path
     try:
         own = None if dtype in (None, "auto") else element_type(dtype)
     except ModelError as exc:
         raise ModelError(f"--dtype {exc}") from None
+    file = path / "config.json" if path.is_dir() else path
     try:
-        return _model(*_with_defaults(_flat(_parsed(file))), own)
+        with file.open("rb") as stream:
+            data = stream.read(FILE_LIMIT + 1)
+        if len(data) > FILE_LIMIT:
+            raise ModelError(f"has more than {FILE_LIMIT} bytes: that is no model's config")
+        config = json.loads(data)
+        if not isinstance(config, dict):
+            raise ModelError("is not the config of a model: it holds no JSON object")
+        return _model(_flat(config), own)
     except OSError as exc:
         raise ModelError(f"{file} cannot be read: {exc.strerror}") from exc
     except ModelError as exc:
         raise ModelError(f"{file} {exc}") from exc
-    except DECODE_ERRORS as exc:
+    except (ValueError, RecursionError) as exc:
         raise ModelError(f"{file} is not the config of a model: {exc}") from exc
 
 
-def _model(keys: dict[str, Any], left_out: frozenset[str], dtype: str | None) -> Model:
-    """Return the model of a config file's keys; errors go on after the file's name."""
-    _refuse_unsupported(keys)
-    config = _converted(keys)
-    types = _layer_types(keys, config)
-    kinds, notes = (types, []) if types else _attention_types(config, left_out)
-    windows, chunks = _windows(
-        config, kinds[: config.num_hidden_layers - (config.num_kv_shared_layers or 0)]
-    )
-    states = tuple(n for n in range(config.num_hidden_layers) if types and types[n] in STATEFUL)
-    latent = config.kv_lora_rank is not None
-    indexed = _indexed_layers(config)
-    element = dtype or element_type(config.dtype)
-    if indexed and ELEMENT_BYTES[element] == 1:
-        raise ModelError(
-            f"has {element} latents beside an index: vLLM packs them with their scales "
-            f"(fp8_ds_mla), which is not drawn from a file; {REMEDY}"
-        )
-    if not (config.num_key_value_heads or latent or config.multi_query):
-        notes = [*notes, ASSUMED_HEADS]
-    scales = config.index_head_dim // INDEX_SCALED * 4
-    index_parts = {"latent": config.index_head_dim} | ({"scale": scales} if scales else {})
-    return Model(
-        layers=config.num_hidden_layers,
-        windows=windows,
-        chunks=chunks,
-        attention_heads=config.num_attention_heads,
-        kv_heads=1 if latent else _kv_heads(config),
-        parts={"latent": (config.kv_lora_rank or 0) + config.qk_rope_head_dim}
-        if latent
-        else dict.fromkeys(("k", "v"), _head_dim(config)),
-        dtype=element,
-        indexed=indexed,
-        index_parts=index_parts if indexed else {},
-        states=states,
-        state=_state(keys, states, types[states[0]]) if types and states else None,
-        notes=tuple(notes),
-    )
-
-
 def element_type(name: str | None) -> str:
-    """Return the key of ``ELEMENT_BYTES`` for a name in files and options; ``None`` is bfloat16."""
+    """Return the key of ``ELEMENT_BYTES`` for a name in files and options; none is bfloat16."""
     plain = (name or "bfloat16").removeprefix("torch.")
     plain = DTYPES.get(plain, plain)
     if plain not in ELEMENT_BYTES:
@@ -284,80 +266,107 @@ def element_type(name: str | None) -> str:
     return plain
 
 
-def _parsed(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        data = stream.read(FILE_LIMIT + 1)
-    if len(data) > FILE_LIMIT:
-        raise ModelError(f"has more than {FILE_LIMIT} bytes: that is no model's config")
-    # Not msgspec's decoder: files of hybrids have Infinity, which Python writes and reads.
-    return msgspec.convert(json.loads(data), dict[str, Any])
-
-
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config file's keys, with the nested keys of a text model at the top level."""
+    """Return a file's keys, with the nested keys of a text model at the top level."""
     inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
     if inner is None:
-        return config
+        name = str(config.get("model_type") or "")
+        if f"{name}_text" in LEFT_OUT.keys() | UNLIKE.keys():
+            name = f"{name}_text"  # a multimodal model's file does not name its text model's type
+        return config | {"model_type": name}
     # The inner value counts if both levels have a key, but for the element type: as in vLLM.
     dtype = config.get("dtype") or config.get("torch_dtype")
     outer = {"dtype": dtype} if dtype else {}
     return _flat({**config, **dict.fromkeys(NESTED), **inner, **outer})
 
 
-def _with_defaults(config: dict[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return a config file's keys with those that it leaves out, and the names of the latter."""
-    name = str(config.get("model_type") or "")
-    if f"{name}_text" in LEFT_OUT.keys() | UNLIKE.keys():
-        name = f"{name}_text"  # the file of a multimodal model does not name its text model's type
-    # A key that is null is not left out.
-    left_out = {
+def _model(given: dict[str, Any], dtype: str | None) -> Model:
+    name, notes = given["model_type"], []
+    left_out = {  # a key that is null is not left out
         key: value
         for key, value in LEFT_OUT.get(name, {}).items()
-        if config.keys().isdisjoint((key, *ALIASES.get(key, ())))
+        if given.keys().isdisjoint((key, *ALIASES.get(key, ())))
     }
-    return left_out | config | {"model_type": name}, frozenset(left_out)
+    keys = _Keys(left_out | given)
+    _refuse_unsupported(keys, name)
+    layers, heads = keys.number("num_hidden_layers"), keys.number("num_attention_heads")
+    kinds = _layer_types(keys, layers)
+    if not kinds:
+        kinds, taken = _attention_types(keys, layers, name)
+        if found := " and ".join(repr(key) for key in taken if key in left_out):
+            notes.append(f"The file leaves out {found}: the default of model_type {name!r} counts.")
+    shared = keys.number("num_kv_shared_layers", 0, least=0)
+    windows, chunks = _windows(keys, name, kinds[: layers - shared])
+    states = tuple(n for n, kind in enumerate(kinds[:layers]) if kind in STATEFUL)
+    element = dtype or element_type(keys.text("dtype"))
+    latent, kv_heads = keys.optional("kv_lora_rank"), keys.optional("num_key_value_heads")
+    if latent or (keys.all.get("multi_query") and not keys.all.get("new_decoder_architecture")):
+        kv_heads = 1
+    elif not kv_heads:
+        kv_heads = heads
+        notes.append(
+            "As many KV heads as attention heads are assumed: the file has no "
+            "'num_key_value_heads'."
+        )
+    if latent:
+        parts = {"latent": latent + keys.number("qk_rope_head_dim", 0, least=0)}
+    else:
+        parts = dict.fromkeys(("k", "v"), keys.optional("head_dim") or _head_dim(keys, heads))
+    indexed, index_parts = _index(keys, layers, element)
+    return Model(
+        layers=layers,
+        windows=windows,
+        chunks=chunks,
+        attention_heads=heads,
+        kv_heads=kv_heads,
+        parts=parts,
+        dtype=element,
+        indexed=indexed,
+        index_parts=index_parts,
+        states=states,
+        state=_state(keys, f"layers {numbers(states)} are {kinds[states[0]]!r}")
+        if states
+        else None,
+        notes=tuple(notes),
+    )
 
 
-def _refuse_unsupported(keys: Mapping[str, Any]) -> None:
-    name = keys.get("model_type", "")
-    if keys.get("is_encoder_decoder"):
+def _refuse_unsupported(keys: _Keys, name: str) -> None:
+    if keys.all.get("is_encoder_decoder"):
         raise ModelError(
             "is of an encoder and a decoder ('is_encoder_decoder'): only decoders are drawn"
         )
-    reasons = [f"has {key!r}, {what}" for key, what in UNSUPPORTED.items() if keys.get(key)]
+    reasons = [f"has {key!r}, {what}" for key, what in UNSUPPORTED.items() if keys.all.get(key)]
     if name in UNLIKE:
         reasons.append(f"has model_type {name!r}, {UNLIKE[name]}")
+    if keys.all.get("index_topk") and name not in INDEXED:
+        known = " or ".join(sorted(INDEXED))
+        reasons.append(f"has 'index_topk', an index in every layer, and not model_type {known}")
     if reasons:
         raise ModelError(f"{reasons[0]}: that is not drawn from a file; {REMEDY}")
-    if keys.get("index_topk") and name not in INDEXED:
+
+
+def _head_dim(keys: _Keys, heads: int) -> int:
+    """Return the elements of a head of a file that does not say it."""
+    size = keys.number("hidden_size", 0)
+    if size < heads:
         raise ModelError(
-            "has 'index_topk', an index in every layer, which is drawn for the model types "
-            f"{', '.join(sorted(INDEXED))} only; {REMEDY}"
+            f"has neither 'head_dim' nor a 'hidden_size' of at least num_attention_heads={heads}"
         )
+    return size // heads
 
 
-def _converted(keys: Mapping[str, Any]) -> _Config:
-    """Return the validated keys of a config file, under their usual names."""
-    # A head_dim of 0 stands for a missing one, as in vLLM.
-    kept = {k: v for k, v in keys.items() if k != "head_dim" or v != 0}
-    try:
-        return msgspec.convert(with_aliases(kept), _Config)
-    except msgspec.ValidationError as exc:
-        remedy = f". {DEFAULTS}" if "missing required field" in str(exc) else ""
-        raise ModelError(f"does not say what a KV cache is made of: {exc}{remedy}") from exc
+# Attention, by layer.
 
 
-def _layer_types(keys: Mapping[str, Any], config: _Config) -> Sequence[str] | None:
-    """Return the type of each layer; ``None`` if all layers have attention."""
-    layers = config.num_hidden_layers
-    try:
-        types = config.layer_types or layer_types(keys, layers)
-    except msgspec.ValidationError as exc:
-        raise ModelError(f"does not say which layers have a state: {exc}") from exc
+def _layer_types(keys: _Keys, layers: int) -> Sequence[str] | None:
+    """Return the type of each layer; ``None`` if the file does not say it."""
+    types = keys.listed("layer_types", str) or _types_of_hybrid(keys, range(layers))
     if types is not None and len(types) < layers:
-        key = next((key for key in TYPE_KEYS if keys.get(key)), "layer_types")
+        lists = ("layer_types", "hybrid_override_pattern", "attn_type_list")
+        key = next(key for key in lists if keys.all.get(key))
         raise ModelError(f"is wrong: {key!r} has {len(types)} entries for {layers} layers")
-    state = next((key for key in keys if STATES.match(key) and keys[key]), None)
+    state = next((key for key in keys.all if STATES.match(key) and keys.all[key]), None)
     if state and types is None:
         raise ModelError(
             f"has {state!r}, so the model has states, and no 'layer_types' that says which layers "
@@ -366,111 +375,216 @@ def _layer_types(keys: Mapping[str, Any], config: _Config) -> Sequence[str] | No
     return types
 
 
-def _state(keys: Mapping[str, Any], layers: Sequence[int], name: str) -> RecurrentState:
-    """Return the state of the layers that have one; ``name`` is the type of the first of them."""
-    try:
-        state = read_state(keys, element_type)
-    except msgspec.ValidationError as exc:
-        raise ModelError(f"does not say what its states are made of: {exc}") from exc
-    if state is None:
-        raise ModelError(
-            f"says that layers {numbers(layers)} are {name!r}, which have states, and the file has "
-            f"none of the keys that give a state's size ({', '.join(KINDS)}); {REMEDY}"
-        )
-    return state
-
-
-def _kv_heads(config: _Config) -> int:
-    if config.multi_query and not config.new_decoder_architecture:
-        return 1
-    return config.num_key_value_heads or config.num_attention_heads
-
-
-def _head_dim(config: _Config) -> int:
-    if config.head_dim is not None:
-        return config.head_dim
-    if config.hidden_size is None:
-        raise ModelError("says neither 'head_dim' nor 'hidden_size'")
-    if config.hidden_size < config.num_attention_heads:
-        raise ModelError(
-            f"has no 'head_dim', and hidden_size={config.hidden_size} is less than "
-            f"num_attention_heads={config.num_attention_heads}: a head would have no elements"
-        )
-    return config.hidden_size // config.num_attention_heads
-
-
-def _attention_types(
-    config: _Config, left_out: frozenset[str]
-) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the types of the layers of a file that does not say them, and what was assumed."""
-    layers = range(config.num_hidden_layers)
-    name, window = config.model_type, config.sliding_window
-    if config.attention_chunk_size and name.startswith("llama4"):
-        every = config.no_rope_layer_interval
-        with_rope = config.no_rope_layers or [int((n + 1) % every > 0) for n in layers]
-        if len(with_rope) < len(layers):
+def _types_of_hybrid(keys: _Keys, every: range) -> list[str] | None:
+    """Return the type of each layer, from keys other than ``layer_types``; ``None`` without any."""
+    stateful, attends = "mamba", "attention"
+    if pattern := keys.text("hybrid_override_pattern"):
+        if unknown := [letter for letter in pattern if letter not in PATTERN]:
             raise ModelError(
-                f"is wrong: 'no_rope_layers' has {len(with_rope)} entries for {len(layers)} layers"
+                f"is wrong: 'hybrid_override_pattern' has the letter {unknown[0]!r}; known are "
+                f"{', '.join(PATTERN)}"
+            )
+        return [PATTERN[letter] for letter in pattern]
+    if (gated := keys.inner("linear_attn_config")).all:
+        # Its layers count from 1.
+        attending = [layer - 1 for layer in gated.listed("full_attn_layers", int)]
+        stateful = "linear_attention"
+    elif kinds := keys.listed("attn_type_list", int):
+        return ["attention" if kind == 1 else "linear_attention" for kind in kinds]
+    elif "mamba_d_ssm" in keys.all:
+        attending, attends = list(every), HYBRID
+    elif "hybrid_layer_ids" in keys.all:
+        attending, attends = keys.listed("hybrid_layer_ids", int), HYBRID
+    elif period := keys.optional("attn_layer_period"):
+        offset = keys.number("attn_layer_offset", 0, least=0)
+        attending = [n for n in every if n % period == offset]
+    elif interval := keys.optional("full_attention_interval"):
+        attending, stateful = [n for n in every if not (n + 1) % interval], "linear_attention"
+    elif indices := keys.listed("attn_layer_indices", int):
+        attending = indices
+    elif indices := keys.listed("full_attn_idxs", int):
+        attending, stateful = indices, "conv"
+    else:
+        return None
+    return [attends if n in attending else stateful for n in every]
+
+
+def _attention_types(keys: _Keys, layers: int, name: str) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the types of the layers of a file that does not say them, and the keys that do."""
+    window = keys.optional("sliding_window", least=0)
+    if name.startswith("llama4") and keys.optional("attention_chunk_size", least=0):
+        every = keys.number("no_rope_layer_interval", 4)
+        with_rope = keys.listed("no_rope_layers", int)
+        with_rope = with_rope or [int((n + 1) % every > 0) for n in range(layers)]
+        if len(with_rope) < layers:
+            raise ModelError(
+                f"is wrong: 'no_rope_layers' has {len(with_rope)} entries for {layers} layers"
             )
         types = [CHUNKED if rope else "full_attention" for rope in with_rope]
-        return types, _taken(name, left_out, "attention_chunk_size")
+        return types, ["attention_chunk_size"]
     # vLLM keeps every latent.
-    if not window or config.use_sliding_window is False or config.kv_lora_rank:
-        return ["full_attention"] * len(layers), []
-    pattern = config.sliding_window_pattern
-    if isinstance(pattern, int):
-        pattern = LOCAL * (pattern - 1) + "G"
+    if not window or keys.all.get("use_sliding_window") is False or "kv_lora_rank" in keys.all:
+        return ["full_attention"] * layers, []
+    pattern = keys.all.get("sliding_window_pattern", LOCAL)
+    if not isinstance(pattern, str) or not pattern:
+        pattern = LOCAL * (keys.number("sliding_window_pattern") - 1) + "G"
     if pattern == LOCAL and name not in LEFT_OUT:
         raise ModelError(
             f"has sliding_window={window}, and which layers have that window is not known "
             f"for model_type {name!r}: add 'layer_types', a list with 'sliding_attention' or "
-            f"'full_attention' for each of the {len(layers)} layers, or 'sliding_window': null if "
+            f"'full_attention' for each of the {layers} layers, or 'sliding_window': null if "
             "none has it"
         )
-    first = config.max_window_layers if name in WINDOWS_FROM_A_LAYER else 0
-    windowed = [n >= first and pattern[n % len(pattern)] == LOCAL for n in layers]
+    from_a_layer = "max_window_layers" in LEFT_OUT.get(name, {})
+    first = keys.number("max_window_layers", 0, least=0) if from_a_layer else 0
+    windowed = [n >= first and pattern[n % len(pattern)] == LOCAL for n in range(layers)]
     types = [WINDOWED if local else "full_attention" for local in windowed]
-    return types, _taken(name, left_out, "sliding_window", "sliding_window_pattern")
+    return types, ["sliding_window", "sliding_window_pattern"]
 
 
-def _taken(name: str, left_out: frozenset[str], *keys: str) -> list[str]:
-    """Return a sentence about the keys that have the default of a model type; else nothing."""
-    said = " and ".join(repr(key) for key in keys if key in left_out)
-    return [f"The file leaves out {said}: the default of model_type {name!r} counts."] * bool(said)
-
-
-def _windows(config: _Config, types: Sequence[str]) -> tuple[dict[int, int], dict[int, int]]:
+def _windows(keys: _Keys, name: str, types: Sequence[str]) -> tuple[dict[int, int], dict[int, int]]:
     """Return the windows and the chunks of the layers that have a cache; see ``Model``."""
-    attending = EVERY_TOKEN | set(LENGTHS)
-    known = attending | STATEFUL | NO_CACHE
-    unknown = {n: t for n, t in enumerate(types) if t not in known}
-    if unknown:
-        name = next(iter(unknown.values()))
-        of = numbers([n for n, kind in unknown.items() if kind == name])
+    if unknown := [kind for kind in types if kind not in KNOWN]:
+        of = numbers(n for n, kind in enumerate(types) if kind == unknown[0])
         raise ModelError(
-            f"says that layers {of} are {name[:64]!r}, and known are {', '.join(sorted(known))}: "
-            f"other layers are not drawn from a file; {REMEDY}"
+            f"says that layers {of} are {unknown[0][:64]!r}, and known are "
+            f"{', '.join(sorted(KNOWN))}: other layers are not drawn from a file; {REMEDY}"
         )
-    for kind, key in LENGTHS.items():
-        if kind in types and not getattr(config, key):
-            raise ModelError(f"is wrong: 'layer_types' has {kind!r}, and the file has no {key!r}")
-    window = (config.sliding_window or 0) + (config.model_type in EXCLUSIVE)
-    attended = {n: kind for n, kind in enumerate(types) if kind in attending}
-    return {n: window if kind == WINDOWED else 0 for n, kind in attended.items()}, {
-        n: config.attention_chunk_size or 0 for n, kind in attended.items() if kind == CHUNKED
-    }
+    lengths = {kind: keys.optional(key, least=0) for kind, key in LENGTHS.items() if kind in types}
+    for kind, length in lengths.items():
+        if not length:
+            raise ModelError(
+                f"is wrong: 'layer_types' has {kind!r}, and the file has no {LENGTHS[kind]!r}"
+            )
+    window = (lengths.get(WINDOWED) or 0) + (name in EXCLUSIVE)
+    chunk = lengths.get(CHUNKED) or 0
+    return (
+        {n: window * (kind == WINDOWED) for n, kind in enumerate(types) if kind in ATTENDING},
+        {n: chunk for n, kind in enumerate(types) if kind == CHUNKED},
+    )
 
 
-def _indexed_layers(config: _Config) -> tuple[int, ...]:
-    """Return the layers that have an index; the others use that of a layer before them.
+def _index(keys: _Keys, layers: int, element: str) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Return the layers that have an index, and its parts; others use that of a layer before.
 
     See ``DeepseekV2MLAAttention`` in vLLM's ``model_executor/models/deepseek_v2.py``.
     """
-    if not config.index_topk:
-        return ()
-    layers = range(config.num_hidden_layers)
-    if config.index_topk_pattern is not None:
-        shared = {n for n, letter in enumerate(config.index_topk_pattern) if letter == "S"}
-        return tuple(n for n in layers if n not in shared)
-    offset = config.index_skip_topk_offset - 1
-    return tuple(n for n in layers if not max(n - offset, 0) % config.index_topk_freq)
+    if not keys.optional("index_topk"):
+        return (), {}
+    if ELEMENT_BYTES[element] == 1:
+        raise ModelError(
+            f"has {element} latents beside an index: vLLM packs them with their scales "
+            f"(fp8_ds_mla), which is not drawn from a file; {REMEDY}"
+        )
+    values = keys.number("index_head_dim", 128)
+    scales = values // INDEX_SCALED * 4
+    parts = {"latent": values} | ({"scale": scales} if scales else {})
+    if "index_topk_pattern" in keys.all:
+        shared = {n for n, letter in enumerate(keys.text("index_topk_pattern")) if letter == "S"}
+        return tuple(n for n in range(layers) if n not in shared), parts
+    offset = keys.number("index_skip_topk_offset", 2, least=0) - 1
+    every = keys.number("index_topk_freq", 1)
+    return tuple(n for n in range(layers) if not max(n - offset, 0) % every), parts
+
+
+# Recurrent states.
+
+
+def _state(keys: _Keys, said: str) -> RecurrentState:
+    """Return the state of the layers that have one; ``said`` is what the file says of them."""
+    make = next((make for key, make in STATE_KINDS.items() if key in keys.all), None)
+    if make is None:
+        raise ModelError(
+            f"says that {said}, which have states, and the file has "
+            f"none of the keys that give a state's size ({', '.join(STATE_KINDS)}); {REMEDY}"
+        )
+    state, inputs = make(keys), element_type(keys.text("dtype"))
+    own = keys.text("mamba_ssm_dtype") or state.dtype
+    return replace(state, input_dtype=inputs, dtype=inputs if own == "auto" else element_type(own))
+
+
+def _channels(each: int, **units: int) -> tuple[Channels, ...]:
+    """Return channels by name: so many units, of ``each`` channels."""
+    return tuple(Channels(name=name, count=n * each, units=n) for name, n in units.items())
+
+
+def _delta_net(keys: _Keys) -> RecurrentState:
+    heads, values = keys.number("linear_num_key_heads"), keys.number("linear_num_value_heads")
+    head, value = keys.number("linear_key_head_dim"), keys.number("linear_value_head_dim")
+    return RecurrentState(
+        channels=_channels(head, q=heads, k=heads) + _channels(value, v=values),
+        columns=keys.number("linear_conv_kernel_dim", least=2) - 1,
+        heads=values,
+        elements=value * head,
+    )
+
+
+def _gated_channels(keys: _Keys) -> RecurrentState:
+    own = keys.inner("linear_attn_config")
+    heads, head = own.number("num_heads"), own.number("head_dim")
+    return RecurrentState(
+        channels=_channels(head, q=heads, k=heads, v=heads),
+        columns=own.number("short_conv_kernel_size", least=2) - 1,
+        heads=heads,
+        elements=head**2,
+        dtype="float32",
+    )
+
+
+def _short_convolution(keys: _Keys) -> RecurrentState:
+    count = keys.optional("conv_dim") or keys.number("hidden_size")
+    columns = keys.number("conv_L_cache", least=2) - 1
+    return RecurrentState(channels=_channels(1, x=count), columns=columns)
+
+
+def _mamba1(keys: _Keys) -> RecurrentState:
+    count = _mamba_channels(keys, 1)
+    return RecurrentState(
+        channels=_channels(1, x=count),
+        columns=keys.number("mamba_d_conv", least=2) - 1,
+        heads=count,
+        elements=keys.number("mamba_d_state"),
+    )
+
+
+def _mamba2(keys: _Keys) -> RecurrentState:
+    heads, state = keys.number("mamba_n_heads"), keys.number("mamba_d_state")
+    groups = keys.number("mamba_n_groups", 1)
+    if keys.all.get("mamba_d_head", "auto") == "auto":
+        head = _mamba_channels(keys, heads) // heads
+    else:
+        head = keys.number("mamba_d_head")
+    # vLLM's default for Nemotron-H; not all of its files have both keys.
+    is_nemotron = "hybrid_override_pattern" in keys.all or keys.all["model_type"] == "nemotron_h"
+    return RecurrentState(
+        channels=_channels(head, x=heads) + _channels(state, B=groups, C=groups),
+        columns=keys.number("mamba_d_conv", least=2) - 1,
+        heads=heads,
+        elements=head * state,
+        dtype="float32" if is_nemotron else "auto",
+    )
+
+
+def _mamba_channels(keys: _Keys, heads: int) -> int:
+    """Return the channels of a layer, at least one for each head."""
+    if (channels := keys.optional("mamba_d_ssm")) is None:
+        size, expand = keys.number("hidden_size"), keys.all.get("mamba_expand", 2)
+        if not isinstance(expand, int | float) or not 0 < expand <= MOST_EXPANDED:
+            raise _wrong("mamba_expand", expand, f"a number up to {MOST_EXPANDED}")
+        channels = int(expand * size)
+    if channels < heads:
+        raise ModelError(
+            f"is wrong: mamba_d_ssm, or mamba_expand times hidden_size, is {channels} channels, "
+            f"and a state has {heads} heads"
+        )
+    return channels
+
+
+STATE_KINDS: Mapping[str, Callable[[_Keys], RecurrentState]] = {
+    "linear_num_value_heads": _delta_net,
+    "linear_attn_config": _gated_channels,
+    "conv_L_cache": _short_convolution,
+    "mamba_n_heads": _mamba2,
+    "mamba_d_state": _mamba1,
+}
+"""The kinds of states, by the key that shows which kind a model has; the first counts."""

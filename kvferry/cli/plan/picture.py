@@ -18,7 +18,7 @@ from matplotlib.path import Path as Outline
 from kvferry.cli.formatting import counted, size
 from kvferry.cli.plan.engines import EngineError
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
-from kvferry.cli.plan.fields import parts_of, text_of
+from kvferry.cli.plan.fields import contents_of, text_of
 from kvferry.cli.plan.report import PlanResult, Side
 
 # In inches: from one rank to the next, of the picture, of a rank's box, and beside it.
@@ -104,7 +104,7 @@ def _draw_side(
         amount = size(totals[rank]) if totals[rank] else "not read"
         axes.text(x + 0.1, centre + 0.09, f"{side.name} {side.rank_name(rank)}", **_text(8, INK))
         axes.text(x + BOX - 0.1, centre + 0.09, amount, ha="right", **_text(7, INK))
-        held = text_of([parts_of((f.key, f.shard_range) for f in layout.fields)])
+        held = text_of([contents_of((f.key, f.shard_range) for f in layout.fields)])
         axes.text(x + 0.1, centre - 0.11, _cut(held, 48), **_text(7, FAINT))
 
 

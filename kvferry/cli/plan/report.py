@@ -1,8 +1,8 @@
-"""The result of ``kvferry plan``, as tables and advice, and as JSON."""
+"""The result of ``kvferry plan``, as a table and advice, and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_sma
 from kvferry.cli.plan.early import EarlyCase, EarlyQuestion
 from kvferry.cli.plan.engines import Engine, PlanSettings
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
-from kvferry.cli.plan.fields import FieldParts, parts_of, shape_of, text_of
+from kvferry.cli.plan.fields import contents_of, shape_of, text_of
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.running import RunningEngine
 from kvferry.core.transport.copies import SMALL_COPY
@@ -100,11 +100,10 @@ class PlanResult:
 
 
 def print_result(result: PlanResult) -> None:
-    """Print the tables, the notes, and the advice if there is any."""
+    """Print the table, the notes, and the advice if there is any."""
     console, estimate = output(), result.estimate
-    if result.model is not None:
-        for line in _model_lines(result.model):
-            console.print(line)
+    for line in _model_lines(result.model) if result.model else ():
+        console.print(line)
     for side in (result.prefill, result.decode):
         ranks = counted(len(side.engine.ranks), "rank")
         console.print(escape(f"{side.name:<9}{ranks:<9}{side.source}"))
@@ -119,8 +118,9 @@ def print_result(result: PlanResult) -> None:
         f"in [bold]{counted(total['copies'], 'copy')}[/] of {_sizes(total)}, its pages lying "
         "apart.\n"
     )
-    _print_reads(console, result)
-    _print_served(console, result)
+    columns = {"each\ndecode rank": "name", "from prefill": "name", "what": "text"}
+    columns |= {"copies": "number", "bytes": "number", "of size": "sizes"}
+    print_table(console, columns, list(_read_rows(result)))
     if result.advice is not None:
         _print_advice(console, estimate, result.advice)
     if result.early is not None:
@@ -140,10 +140,8 @@ def _model_lines(model: Model) -> Iterator[str]:
             alike = numbers(layer for layer, other in lengths.items() if other == length)
             yield f"layers {alike} {said.format(length)}"
     if model.indexed:
-        yield (
-            f"layers {numbers(model.indexed)} have an index: {model.index_bytes} bytes per token "
-            "each"
-        )
+        layers = numbers(model.indexed)
+        yield f"layers {layers} have an index: {model.index_bytes} bytes per token each"
     if (state := model.state) is not None:
         inputs = counted(sum(part.count for part in state.channels), "channel")
         text = f"{inputs} of {counted(state.columns, 'token')} in {state.input_dtype}"
@@ -154,86 +152,61 @@ def _model_lines(model: Model) -> Iterator[str]:
     yield from (f"[yellow]{note}[/]" for note in model.notes)
 
 
-def _print_reads(console: Console, result: PlanResult) -> None:
-    """Print what decode ranks read from which prefill ranks: a row for ranks that are alike."""
-    estimate, name = result.estimate, result.prefill.rank_name
-    ranks = range(len(result.decode.engine.ranks))
+def _read_rows(result: PlanResult) -> Iterator[list[str]]:
+    """Yield what decode ranks read from which prefill ranks: a row for ranks that are alike."""
+    estimate = result.estimate
     # Reads of a kind differ in heads and prefill rank only.
-    reads = {rank: grouped(estimate.of_decode(rank), _kind) for rank in ranks}
+    reads = {
+        rank: grouped(estimate.of_decode(rank), _kind)
+        for rank in range(len(result.decode.engine.ranks))
+    }
     alike = grouped(
-        ranks,
+        reads,
         lambda rank: (
             tuple((kind, len(of)) for kind, of in reads[rank].items()),
             len(estimate.told_by(rank)),
         ),
     )
-    rows: list[tuple[str, ...]] = []
-    styles: list[str | None] = []
     for own in alike.values():
-        first, told = reads[own[0]], [estimate.told_by(rank) for rank in own]
-        found: list[tuple[str, ...]] = []
-        for kind in first:
+        rows = []
+        for kind in reads[own[0]]:
             same = [reads[rank][kind] for rank in own]
-            what = text_of([_parts(read) for each in same for read in each])
-            whom = _among([[read.prefill for read in each] for each in same], name)
-            found.append((whom, what, *_copy_cells(same[0])))
-        if len(first) > 1:
-            found.append(("all", "", *_copy_cells([read for of in first.values() for read in of])))
+            figures = merged(read.sizes for read in same[0]).figures
+            rows.append(
+                [
+                    _among(result.prefill, [[read.prefill for read in each] for each in same]),
+                    text_of([_contents(read) for each in same for read in each]),
+                    f"{figures['copies']:,}",
+                    size(figures["bytes"]),
+                    _sizes(figures).partition(",")[0],
+                ]
+            )
+        told = [estimate.told_by(rank) for rank in own]
         if told[0]:
             whom = "it" if len(told[0]) == 1 else "them"
-            found.append((_among(told), f"nothing, and tells {whom} so", "", "", ""))
-        found = found or [("none", "nothing", "", "", "")]
-        styles += [None] * len(first) + ["dim"] * (len(found) - len(first))
+            rows.append([_among(result.prefill, told), f"nothing, and tells {whom} so", *[""] * 3])
         who = result.decode.rank_name(*own)
-        rows += [(who if n == 0 else "", *cells) for n, cells in enumerate(found)]
-    columns = {"each\ndecode rank": "name", "from prefill": "name", "what": "text"}
-    columns |= {"copies": "number", "bytes": "number", "of size": "sizes"}
-    print_table(console, columns, rows, styles)
+        for row in rows or [["none", "nothing", "", "", ""]]:
+            yield [who, *row]
+            who = ""
+
+
+def _contents(read: ReadEstimate) -> list[Any]:
+    return contents_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
 
 
 def _kind(read: ReadEstimate) -> object:
-    return shape_of(_parts(read)), frozenset(read.sizes.items())
+    return shape_of(_contents(read)), frozenset(read.sizes.items())
 
 
-def _print_served(console: Console, result: PlanResult) -> None:
-    """Print which decode ranks read prefill ranks, or only tell them so: a row for alike ranks."""
-    estimate, layouts = result.estimate, result.prefill.engine.ranks
-    held = [parts_of((f.key, f.shard_range) for f in layout.fields) for layout in layouts]
-    reads = [estimate.of_prefill(rank) for rank in range(len(layouts))]
-    alike = grouped(
-        range(len(layouts)),
-        lambda rank: (
-            shape_of(held[rank]),
-            frozenset(merged(read.sizes for read in reads[rank]).items()),
-            len(reads[rank]),
-            rank in estimate.told,
-        ),
-    )
-    rows = []
-    for ranks in alike.values():
-        by = _among([[read.decode for read in reads[rank]] for rank in ranks])
-        if tellers := {estimate.told[rank] for rank in ranks if rank in estimate.told}:
-            by = f"none; {numbers(tellers)} tell{'s it' if len(ranks) == 1 else ' them'} so"
-        what = text_of([held[rank] for rank in ranks])
-        copies = _copy_cells(reads[ranks[0]])[:2]
-        rows.append((result.prefill.rank_name(*ranks), what, by, *copies))
-    columns = {"each\nprefill rank": "name", "holds": "text", "to decode": "name"}
-    print_table(console, columns | {"copies": "number", "bytes": "number"}, rows)
-
-
-def _parts(read: ReadEstimate) -> list[FieldParts]:
-    return parts_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
-
-
-def _among(
-    each: Sequence[Sequence[int]], name: Callable[..., str] = lambda *ranks: numbers(ranks)
-) -> str:
+def _among(side: Side, each: Sequence[Sequence[int]]) -> str:
     """Return other ranks of some ranks: ``0-3`` if all have the same, else ``1 each of 0-3``."""
-    text = name(*sorted({rank for ranks in each for rank in ranks}))
+    text = side.rank_name(*sorted({rank for ranks in each for rank in ranks}))
     return text if len(set(map(tuple, each))) == 1 else f"{len(each[0])} each of {text}"
 
 
 def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
+    """Print why copies are small or many, and what to change."""
 
     def say(text: str, by: int = 2) -> None:
         console.print(Padding(text, (0, 0, 0, by), expand=False), style="dim" if by > 2 else "")
@@ -256,8 +229,12 @@ def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
         say(reason)
     for change in given.changes:
         fewer = estimate.sizes.copies / change.copies
+        sides = {side: getattr(change, side) for side in ("prefill", "decode")}
+        asked = " and ".join(f"{what} on {side}" for side, what in sides.items() if what)
+        if change.prefill == change.decode:
+            asked = f"{change.prefill} on both"
         say(
-            f"Try [bold]{_wording(change)}[/]: {counted(change.copies, 'copy')} of "
+            f"Try [bold]{asked}[/]: {counted(change.copies, 'copy')} of "
             f"{_sizes(asdict(change))}; {fewer:,.0f} times fewer."
         )
         if many:
@@ -269,6 +246,23 @@ def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
     console.print()
 
 
+def _for_vllm(change: Change) -> Iterator[str]:
+    """Yield vLLM's options for a change, as far as it has them."""
+    sides = {"prefill": change.prefill, "decode": change.decode}
+    if change.prefill == change.decode:
+        sides = {"": change.prefill}
+    for side, said in sides.items():
+        pairs = [pair.partition("=") for pair in said.split(",")]
+        flags = [VLLM[name].format(value) for name, _, value in pairs if name in VLLM]
+        if flags:
+            yield f"vLLM{', ' * bool(side)}{side}: {', '.join(flags)}"
+    for layout, backends in BACKENDS.items():
+        if f"layout={layout}" in f"{change.prefill},{change.decode}":
+            yield (
+                f"{backends}. Without the variable, kvferry asks for {PREFERRED} (not with MLA)."
+            )
+
+
 def _print_early(console: Console, question: EarlyQuestion, cases: Sequence[EarlyCase]) -> None:
     hop = f", and decode starts to read {duration(question.hop_seconds)} after prefill's end"
     console.print(
@@ -276,9 +270,9 @@ def _print_early(console: Console, question: EarlyQuestion, cases: Sequence[Earl
         f"one, if prefill computes {question.prefill_rate:,.6g} tokens/s in chunks of "
         f"{counted(question.chunk, 'token')}{hop * bool(question.hop_seconds)}:"
     )
-    late = any(case.late_bytes for case in cases)
     rows = [
         {
+            "bandwidth": case.bandwidth.text,
             "prompt": f"{case.prompt:,}",
             "chunks": f"{case.chunks:,}",
             "prefill": duration(case.prefill_seconds),
@@ -290,21 +284,11 @@ def _print_early(console: Console, question: EarlyQuestion, cases: Sequence[Earl
         }
         for case in cases
     ]
-    shown = [heading for heading in rows[0] if late or heading != "at end"]
-    print_table(
-        console,
-        {"bandwidth": "name"} | dict.fromkeys(shown, "number"),
-        [
-            [case.bandwidth.text, *(row[heading] for heading in shown)]
-            for case, row in zip(cases, rows, strict=True)
-        ],
-    )
-
-
-def _copy_cells(reads: Sequence[ReadEstimate]) -> tuple[str, str, str]:
-    figures = merged(read.sizes for read in reads).figures
-    of_size = _sizes(figures).partition(",")[0]
-    return f"{figures['copies']:,}", size(figures["bytes"]), of_size
+    if not any(case.late_bytes for case in cases):
+        for row in rows:
+            del row["at end"]
+    columns = dict.fromkeys(rows[0], "number") | {"bandwidth": "name"}
+    print_table(console, columns, [list(row.values()) for row in rows])
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:
@@ -312,58 +296,43 @@ def _sizes(sizes: Mapping[str, Any]) -> str:
     return median if smallest == largest else f"{smallest} to {largest}, median {median}"
 
 
-def _wording(change: Change) -> str:
-    if change.prefill == change.decode:
-        return f"{change.prefill} on both"
-    said = {"prefill": change.prefill, "decode": change.decode}
-    return " and ".join(f"{what} on {side}" for side, what in said.items() if what)
-
-
-def _for_vllm(change: Change) -> list[str]:
-    """Return lines with vLLM's options for a change: per engine, or one if both need the same."""
-    told = {side: _flags(said) for side in ("prefill", "decode") if (said := getattr(change, side))}
-    settings = f"{change.prefill},{change.decode}"
-    note = [
-        f"{backends}. Without the variable, kvferry asks for {PREFERRED} (not with MLA)."
-        for layout, backends in BACKENDS.items()
-        if f"layout={layout}" in settings
-    ]
-    if len(told) > 1 and len(set(told.values())) == 1:
-        return [f"vLLM: {told['decode']}", *note]
-    return [f"vLLM, {side}: {flags}" for side, flags in told.items() if flags] + note
-
-
-def _flags(said: str) -> str:
-    """Return settings such as ``block_size=32`` as vLLM's options, as far as vLLM has them."""
-    pairs = [pair.partition("=") for pair in said.split(",")]
-    return ", ".join(VLLM[name].format(value) for name, _, value in pairs if name in VLLM)
-
-
 def record_of(result: PlanResult) -> Record:
     """Return the whole result for ``--json``, sizes in bytes and times in seconds."""
-    estimate = result.estimate
+    estimate, early = result.estimate, None
+    if result.early is not None:
+        question, cases = result.early
+        early = {name: getattr(question, name) for name in ("chunk", "prefill_rate", "hop_seconds")}
+        early["cases"] = [asdict(case) | {"saved": case.saved} for case in cases]
     return {
         "tokens": estimate.tokens,
         "total": estimate.sizes.figures,
-        "reads": [_read(read) for read in estimate.reads],
-        "prefill": _ranks(result.prefill, estimate),
-        "decode": _ranks(result.decode, estimate),
+        "reads": [_read_record(read) for read in estimate.reads],
+        "prefill": [
+            {
+                **_rank_record(result.prefill, rank),
+                "read_by": [read.decode for read in estimate.of_prefill(rank)],
+                "told_by": estimate.told.get(rank),
+                "readers": estimate.readers[rank],
+                **merged(read.sizes for read in estimate.of_prefill(rank)).figures,
+            }
+            for rank in range(len(result.prefill.engine.ranks))
+        ],
+        "decode": [
+            {
+                **_rank_record(result.decode, rank),
+                "reads": [read.prefill for read in estimate.of_decode(rank)],
+                "tells": estimate.told_by(rank),
+                **merged(read.sizes for read in estimate.of_decode(rank)).figures,
+            }
+            for rank in range(len(result.decode.engine.ranks))
+        ],
         "advice": None if result.advice is None else asdict(result.advice),
-        "early": None if result.early is None else _early(*result.early),
+        "early": early,
         "notes": result.notes,
     }
 
 
-def _early(question: EarlyQuestion, cases: Sequence[EarlyCase]) -> Record:
-    return {
-        "chunk": question.chunk,
-        "prefill_rate": question.prefill_rate,
-        "hop_seconds": question.hop_seconds,
-        "cases": [asdict(case) | {"saved": case.saved} for case in cases],
-    }
-
-
-def _read(read: ReadEstimate) -> Record:
+def _read_record(read: ReadEstimate) -> Record:
     fields = [
         {"shard": list(shard), "keys": [overlap.local.key for overlap in own]}
         for shard, own in grouped(read.overlaps, lambda overlap: overlap.shard).items()
@@ -371,20 +340,7 @@ def _read(read: ReadEstimate) -> Record:
     return {"decode": read.decode, "prefill": read.prefill, "fields": fields} | read.sizes.figures
 
 
-def _ranks(side: Side, estimate: Estimate) -> list[Record]:
-    records = []
-    for rank in range(len(side.engine.ranks)):
-        where = side.engine.coordinates[rank] if side.engine.coordinates else None
-        coordinates = where and {name: getattr(where, name) for name in where.__struct_fields__}
-        record: Record = {"rank": rank, "coordinates": coordinates}
-        if side.name == "prefill":
-            reads = estimate.of_prefill(rank)
-            record["read_by"] = [read.decode for read in reads]
-            record["told_by"] = estimate.told.get(rank)
-            record["readers"] = estimate.readers[rank]
-        else:
-            reads = estimate.of_decode(rank)
-            record["reads"] = [read.prefill for read in reads]
-            record["tells"] = estimate.told_by(rank)
-        records.append(record | merged(read.sizes for read in reads).figures)
-    return records
+def _rank_record(side: Side, rank: int) -> Record:
+    where = side.engine.coordinates[rank] if side.engine.coordinates else None
+    coordinates = where and {name: getattr(where, name) for name in where.__struct_fields__}
+    return {"rank": rank, "coordinates": coordinates}

@@ -21,7 +21,7 @@ def run(
     addresses: Sequence[str], *, interval: float, timeout: float, once: bool, as_json: bool
 ) -> int:
     """Show the engines until Ctrl-C, or ``once``; then 1 is the status if one did not answer."""
-    pages = list(dict.fromkeys(MetricsAddress.parse(address) for address in addresses))
+    pages = list(dict.fromkeys(map(MetricsAddress.parse, addresses)))
     console = output()
     with (
         closing(Scraper(pages, timeout=timeout)) as scraper,

@@ -41,67 +41,11 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsChange:
-    """An engine's metrics at its latest reading and at the one before.
-
-    Names of kvferry's metrics are without their prefix ``vllm:kvferry_``. A metric that is not on
-    the page is unknown: its value is ``None``, or not in the dictionary.
-
-    Attributes:
-        before: The page before; ``None`` if there is none. Empty if the engine has restarted since.
-        seconds: The time between the two.
-    """
-
-    now: MetricsPage
-    before: MetricsPage | None = None
-    seconds: float = 0.0
-
-    def series(self, name: str) -> dict[Labels, float]:
-        """Return a metric's values by labels."""
-        return self.now.get(name if ":" in name else KVFERRY + name, {})
-
-    def value(self, name: str) -> float | None:
-        """Return the sum of a metric's values."""
-        values = self.series(name).values()
-        return sum(values) if values else None
-
-    def largest(self, name: str) -> float | None:
-        """Return the largest of a metric's values."""
-        return max(self.series(name).values(), default=None)
-
-    def counted(self, name: str, *by: str) -> dict[tuple[str, ...], Counted]:
-        """Return a counter's values, added up by some of its labels; one that is missing is ``""``.
-
-        A series that is lower than before was reset by a restart, and counts from 0; so does one
-        that was not there before.
-        """
-        before = None if self.before is None else self.before.get(KVFERRY + name, {})
-        sums: dict[tuple[str, ...], Counted] = {}
-        for key, total in self.series(name).items():
-            group = tuple(dict(key).get(label, "") for label in by)
-            sum_ = sums.get(group, Counted(total=0, new=0))
-            new = None
-            if before is not None and sum_.new is not None:
-                earlier = before.get(key, 0.0)
-                new = sum_.new + (total - earlier if total >= earlier else total)
-            sums[group] = Counted(total=sum_.total + total, new=new)
-        return sums
-
-    def per_second(self, name: str, *by: str) -> dict[tuple[str, ...], float]:
-        """Return by how much a counter grew per second, by some of its labels."""
-        if self.seconds <= 0:
-            return {}
-        counted = self.counted(name, *by).items()
-        return {group: one.new / self.seconds for group, one in counted if one.new is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerPulls:
-    """What a decode engine pulls from one prefill engine.
+    """What a decode engine pulls from one prefill engine; each of its ranks counts.
 
     Attributes:
         paths: What carried the bytes since the previous reading; if nothing did, since the start.
-        pulls_per_second: Loads, counted on each rank of the decode engine.
         seconds_per_pull: Average time of a pull in each stage. Only for stages with pulls.
     """
 
@@ -114,14 +58,11 @@ class PeerPulls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsReport:
-    """What a prefill engine holds for others.
+    """What a prefill engine holds for others: blocks, or host pages if its cache is staged.
 
     Attributes:
-        pages: How many of its blocks, or of its host pages.
-        share_of_cache: The same as a share of all blocks; ``None`` if the cache is staged, because
-            host pages are held then, and no blocks.
+        share_of_cache: ``pages`` as a share of all blocks; ``None`` if the cache is staged.
         share_of_limit: The same as a share of the blocks that may be held, or of the host pages.
-        outcomes: Holds by outcome.
     """
 
     pages: float | None
@@ -148,11 +89,9 @@ class EngineReport:
         error: Why its page was not read; everything else is unknown then.
         seconds: The time over which rates were taken.
         cache_used: The share of the KV cache that requests and holds use.
-        loads_per_second, tokens_per_second: Requests whose cache was pulled, and their tokens.
         peers_up, peers_down: Prefill engines; of ranks that differ, the largest number.
-        quarantined_pages: Pages that are not reused because a failed load may still write them.
-        host_pages_used: The share of its host pages that requests have reserved or use, if its
-            cache is staged. Of those for holds and those for loads, the larger share.
+        host_pages_used: The share of its host pages that is in use, if its cache is staged; the
+            larger one of those for holds and those for loads.
         pulls: What is pulled from each prefill engine, the most bytes first.
         problems: What went wrong since it started, the most recent first.
     """
@@ -180,22 +119,72 @@ class EngineReport:
         return self.seconds is None and self.error is not None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """An engine's metrics at its latest reading and at the one before, ``seconds`` earlier.
+
+    Names of kvferry's metrics are without their prefix. ``before`` is ``None`` at the first
+    reading, and empty if the engine has restarted since.
+    """
+
+    now: MetricsPage
+    before: MetricsPage | None
+    seconds: float
+
+    def series(self, name: str) -> dict[Labels, float]:
+        """Return a metric's values by labels."""
+        return self.now.get(name if ":" in name else KVFERRY + name, {})
+
+    def value(self, name: str) -> float | None:
+        """Return the sum of a metric's values; ``None`` if the page has none."""
+        values = self.series(name).values()
+        return sum(values) if values else None
+
+    def largest(self, name: str) -> float | None:
+        """Return the largest of a metric's values."""
+        return max(self.series(name).values(), default=None)
+
+    def counted(self, name: str, *by: str) -> dict[tuple[str, ...], Counted]:
+        """Return a counter's values, added up by some of its labels; one that is missing is ``""``.
+
+        A series that is lower than before was reset by a restart, and counts from 0; so does one
+        that was not there before.
+        """
+        before = None if self.before is None else self.before.get(KVFERRY + name, {})
+        sums: dict[tuple[str, ...], Counted] = {}
+        for labels, total in self.series(name).items():
+            group = tuple(dict(labels).get(label, "") for label in by)
+            so_far = sums.get(group, Counted(total=0, new=None if before is None else 0))
+            new = so_far.new
+            if before is not None and new is not None:
+                earlier = before.get(labels, 0.0)
+                new += total - earlier if total >= earlier else total
+            sums[group] = Counted(total=so_far.total + total, new=new)
+        return sums
+
+    def per_second(self, name: str, *by: str) -> dict[tuple[str, ...], float]:
+        """Return by how much a counter grew per second, by some of its labels."""
+        counted = self.counted(name, *by).items()
+        return {group: one.new / self.seconds for group, one in counted if one.new is not None}
+
+
 def engine_reports(
     name: str, reading: MetricsReading, before: MetricsReading | None
 ) -> list[EngineReport]:
     """Return what is shown of each engine on a page; vLLM has several with data parallelism."""
     found = _by_engine(reading.page)
-    earlier = None if before is None else _by_engine(before.page)
-    restarted = before is not None and reading.page.get(STARTED) != before.page.get(STARTED)
+    earlier = _by_engine(before.page) if before else {}
+    if before and reading.page.get(STARTED) != before.page.get(STARTED):
+        earlier = {}
     if not found:
         return [EngineReport(name=name, error="the page has no metric of an engine")]
     return [
         _engine_report(
             name if len(found) == 1 else f"{name}#{engine}",
-            MetricsChange(
+            _Change(
                 now=page,
-                before=None if earlier is None else {} if restarted else earlier.get(engine, {}),
-                seconds=0.0 if before is None else reading.time - before.time,
+                before=earlier.get(engine, {}) if before else None,
+                seconds=reading.time - before.time if before else 0.0,
             ),
         )
         for engine, page in found.items()
@@ -212,9 +201,14 @@ def _by_engine(page: MetricsPage) -> dict[str, MetricsPage]:
     return dict(sorted(engines.items()))
 
 
-def _engine_report(name: str, change: MetricsChange) -> EngineReport:
+def _engine_report(name: str, change: _Change) -> EngineReport:
     without = not any(metric.startswith(KVFERRY) for metric in change.now)
-    host_pages = change.counted("host_pages_used", "use")
+    used = change.counted("host_pages_used", "use")
+    shares = (
+        used[use].total / pages.total
+        for use, pages in change.counted("host_pages", "use").items()
+        if pages.total and use in used
+    )
     return EngineReport(
         name=name,
         error="has no metrics of kvferry" if without else None,
@@ -228,14 +222,7 @@ def _engine_report(name: str, change: MetricsChange) -> EngineReport:
         peers_up=change.largest("peers_up"),
         peers_down=change.largest("peers_down"),
         quarantined_pages=change.value("quarantined_pages"),
-        host_pages_used=max(
-            (
-                host_pages[use].total / pages.total
-                for use, pages in change.counted("host_pages", "use").items()
-                if pages.total and use in host_pages
-            ),
-            default=None,
-        ),
+        host_pages_used=max(shares, default=None),
         pulls=sorted(_pulls(change), key=lambda pull: -(pull.bytes_per_second or 0.0)),
         holds=_holds(change),
         problems=sorted(
@@ -245,28 +232,28 @@ def _engine_report(name: str, change: MetricsChange) -> EngineReport:
     )
 
 
-def _pulls(change: MetricsChange) -> Iterator[PeerPulls]:
+def _pulls(change: _Change) -> Iterator[PeerPulls]:
     """Yield what is pulled from each prefill engine."""
     rates, byte_rates = (change.per_second(name, "peer") for name in ("pulls_total", "bytes_total"))
     seconds = change.counted("peer_seconds_total", "peer", "stage")
     carried = change.counted("bytes_total", "peer", "path")
-    for (peer,), counted in change.counted("pulls_total", "peer").items():
+    for (peer,), pulls in change.counted("pulls_total", "peer").items():
         own = {path: nbytes for (whose, path), nbytes in carried.items() if whose == peer}
-        spent = {stage: seconds.get((peer, stage.value)) for stage in Stage}
+        spent = {stage.value: seconds.get((peer, stage.value)) for stage in Stage}
         yield PeerPulls(
             peer=peer,
             paths=[path for path, nbytes in own.items() if nbytes.new] or list(own),
             pulls_per_second=rates.get((peer,)),
             bytes_per_second=byte_rates.get((peer,)),
             seconds_per_pull={
-                stage.value: one.new / counted.new
+                stage: one.new / pulls.new
                 for stage, one in spent.items()
-                if one is not None and one.new is not None and counted.new
+                if one is not None and one.new is not None and pulls.new
             },
         )
 
 
-def _holds(change: MetricsChange) -> HoldsReport | None:
+def _holds(change: _Change) -> HoldsReport | None:
     """Return what an engine holds for others; ``None`` if it is not known to have held anything."""
     outcomes = {of: one for (of,), one in change.counted("holds_total", "outcome").items()}
     pages = change.value("held_pages")
@@ -284,7 +271,7 @@ def _holds(change: MetricsChange) -> HoldsReport | None:
     )
 
 
-def _problems(change: MetricsChange) -> Iterator[ProblemCount]:
+def _problems(change: _Change) -> Iterator[ProblemCount]:
     for (outcome,), counted in change.counted("holds_total", "outcome").items():
         if outcome in LOST and counted.total:
             yield ProblemCount(what=f"hold {outcome} before it was read", peer="", counted=counted)
@@ -292,6 +279,5 @@ def _problems(change: MetricsChange) -> Iterator[ProblemCount]:
         for values, counted in change.counted(name, *by).items():
             if counted.total:
                 labels = dict(zip(by, values, strict=True))
-                yield ProblemCount(
-                    what=what.format(**labels), peer=labels.get("peer", ""), counted=counted
-                )
+                peer = labels.get("peer", "")
+                yield ProblemCount(what=what.format(**labels), peer=peer, counted=counted)

@@ -14,11 +14,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
-from http import HTTPStatus
-from typing import Self
-from urllib.parse import SplitResult, urlsplit
+from typing import NamedTuple, Self
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,18 +29,14 @@ Labels = tuple[tuple[str, str], ...]
 MetricsPage = dict[str, dict[Labels, float]]
 """The values on a page by the metric's name and by labels."""
 
-KVFERRY = "vllm:kvferry_"
-"""The prefix of kvferry's metrics."""
-VLLM = "vllm:"
+KVFERRY, VLLM = "vllm:kvferry_", "vllm:"
 CACHE_CONFIG = "vllm:cache_config_info"
 CACHE_USED = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 STARTED = "process_start_time_seconds"
 OTHERS = frozenset({CACHE_CONFIG, CACHE_USED, RUNNING, WAITING, STARTED})
-"""The other metrics that are parsed."""
-UNUSED = ("_bucket", "_created")
-"""Endings of kvferry's metrics that are not parsed."""
+"""The metrics that are parsed beside kvferry's, of which histograms are left out."""
 
 MAX_BYTES = 8 << 20
 """The largest page that is read; one engine's has about 100 kB."""
@@ -49,18 +44,13 @@ MAX_SAMPLES = 50_000
 """The most lines of a page that are parsed; one engine's has fewer than 1,000."""
 MAX_VALUE = 1e18
 """Larger values are left out: what is computed from two of them might not be finite."""
-brief = partial(on_one_line, limit=80)
-"""Text of another process, as it is shown."""
-
-_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-
 MAX_THREADS = 32
-HEADERS = {"Accept": "text/plain;version=0.0.4"}
-PIECE = 1 << 16
-"""How many bytes of an answer are read at once."""
-
 LATE_SECONDS = 1.0
 """How long a thread may take, beyond an engine's time to answer, until nobody waits for it."""
+
+brief = partial(on_one_line, limit=80)
+"""Text of another process, as it is shown."""
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
 class MetricsPageError(KVFerryError):
@@ -76,14 +66,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsAddress:
-    """Where an engine's page of metrics is.
-
-    Attributes:
-        url: The page's address.
-        name: A short name for people: host and port, and the path if it is not ``/metrics``.
-    """
+class MetricsAddress(NamedTuple):
+    """The URL of a page of metrics, and a name for people: without scheme and ``/metrics``."""
 
     url: str
     name: str
@@ -91,20 +75,22 @@ class MetricsAddress:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the address that a user wrote: a URL, or ``HOST:PORT``."""
-        parts = _parts(text)
-        if parts is None:
+        parts, valid = urlsplit(""), False
+        with suppress(ValueError):
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        if not valid or "@" in parts.netloc or not text.isprintable() or " " in text:
             raise MetricsPageError(
                 f"{brief(text)!r} is no address of a page of metrics: give HOST:PORT or a URL "
                 "such as http://10.0.0.1:8000/metrics"
             )
         path = parts.path if parts.path.strip("/") else "/metrics"
-        query = f"?{parts.query}" if parts.query else ""
-        name = parts.netloc if (path, query) == ("/metrics", "") else f"{parts.netloc}{path}{query}"
-        return cls(url=f"{parts.scheme}://{parts.netloc}{path}{query}", name=name)
+        rest = f"{path}?{parts.query}" if parts.query else path
+        name = parts.netloc + (rest if rest != "/metrics" else "")
+        return cls(f"{parts.scheme}://{parts.netloc}{rest}", name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsReading:
+class MetricsReading(NamedTuple):
     """An engine's page, and when it had been read, by ``time.monotonic``."""
 
     time: float
@@ -115,22 +101,29 @@ class Scraper:
     """Fetch the pages of several engines at once, each in a thread. Closing it twice is fine."""
 
     def __init__(self, addresses: Sequence[MetricsAddress], *, timeout: float) -> None:
-        self._addresses = addresses
-        self._timeout = timeout
+        self._addresses, self._timeout = addresses, timeout
         self._pool = ThreadPoolExecutor(min(len(addresses), MAX_THREADS), "scrape")
-        self._started: dict[int, Future[MetricsReading]] = {}
+        self._started: dict[MetricsAddress, Future[MetricsReading]] = {}
 
     def scrape(self) -> list[MetricsReading | MetricsPageError]:
         """Fetch every page once."""
-        for index, address in enumerate(self._addresses):
+        for address in self._addresses:
             # One that sends a byte now and then is still read: it is not asked again meanwhile.
-            if index not in self._started or self._started[index].done():
-                self._started[index] = self._pool.submit(read, address, self._timeout)
+            if address not in self._started or self._started[address].done():
+                self._started[address] = self._pool.submit(read, address, self._timeout)
         turns = math.ceil(len(self._addresses) / MAX_THREADS)
         deadline = time.monotonic() + turns * (self._timeout + LATE_SECONDS)
-        return [
-            _outcome(future, deadline, self._timeout) for _, future in sorted(self._started.items())
-        ]
+        return [self._outcome(self._started[one], deadline) for one in self._addresses]
+
+    def _outcome(
+        self, future: Future[MetricsReading], deadline: float
+    ) -> MetricsReading | MetricsPageError:
+        try:
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except MetricsPageError as exc:
+            return exc
+        except TimeoutError as exc:
+            return _silent(exc, self._timeout)
 
     def close(self) -> None:
         """Stop fetching. Does not wait for an engine that has not answered yet."""
@@ -140,55 +133,27 @@ class Scraper:
 def read(address: MetricsAddress, timeout: float) -> MetricsReading:
     """Fetch and parse a page."""
     deadline = time.monotonic() + timeout
-    request = urllib.request.Request(address.url, headers=HEADERS)
     page = bytearray()
     try:
-        with _OPENER.open(request, timeout=timeout) as answer:
+        with _OPENER.open(address.url, timeout=timeout) as answer:
             # One byte more than a page may have at most.
-            while len(page) <= MAX_BYTES and (piece := answer.read1(PIECE)):
+            while len(page) <= MAX_BYTES and (piece := answer.read1(1 << 16)):
                 page += piece
                 if time.monotonic() > deadline:
                     raise TimeoutError
     except urllib.error.HTTPError as exc:
         exc.close()
-        hint = ": is this the port of vLLM's server?" if exc.code == HTTPStatus.NOT_FOUND else ""
+        hint = ": is this the port of vLLM's server?" if exc.code == 404 else ""
         raise MetricsPageError(f"answers with HTTP status {exc.code}{hint}") from exc
     except (OSError, http.client.HTTPException, ValueError) as exc:
         raise _silent(exc, timeout) from exc
-    now = time.monotonic()
-    return MetricsReading(time=now, page=parse(bytes(page)))
-
-
-def _parts(text: str) -> SplitResult | None:
-    """Return the parts of an address; ``None`` if it is malformed, or has a user's name."""
-    if not text.isprintable() or " " in text:
-        return None
-    try:
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        return None
-    return parts if valid and "@" not in parts.netloc else None
-
-
-def _outcome(
-    future: Future[MetricsReading], deadline: float, timeout: float
-) -> MetricsReading | MetricsPageError:
-    """Wait for a reading until the deadline, and return it or its error."""
-    try:
-        return future.result(max(0.0, deadline - time.monotonic()))
-    except MetricsPageError as exc:
-        return exc
-    except TimeoutError as exc:
-        return _silent(exc, timeout)
+    return MetricsReading(time.monotonic(), parse(bytes(page)))
 
 
 def _silent(error: Exception, timeout: float) -> MetricsPageError:
     """Return the error of an engine that did not answer, with the reason in a few words."""
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    reason = str(cause) or type(cause).__name__
-    if isinstance(cause, OSError) and cause.strerror:
-        reason = cause.strerror
+    reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
     if isinstance(cause, TimeoutError):
         reason = f"no page within {timeout:g} s"
     return MetricsPageError(f"does not answer: {brief(reason)}")
@@ -220,4 +185,6 @@ def parse(page: bytes) -> MetricsPage:
 
 
 def _wanted(name: str) -> bool:
-    return name in OTHERS or (name.startswith(KVFERRY) and not name.endswith(UNUSED))
+    return name in OTHERS or (
+        name.startswith(KVFERRY) and not name.endswith(("_bucket", "_created"))
+    )
