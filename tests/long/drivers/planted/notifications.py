@@ -20,16 +20,6 @@ from tests.long.drivers.planted.base import (
 
 
 @caught_by("test_a_bound_one_does_not_overtake_a_long_transfer")
-class NotifiesWhenTheTransferBegins(LoopbackTransport):
-    """A bound notification is sent when its transfer begins."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if notify is not None:
-            self.notify(peer, notify)
-        return super().read(peer, copies)
-
-
-@caught_by("test_a_bound_one_does_not_overtake_a_long_transfer")
 class NotifiesWithTheFirstPart(LoopbackTransport):
     """A transfer is split in two, and its notification is sent with the first part."""
 
@@ -47,16 +37,6 @@ class DropsNotificationOfEmptyTransfer(LoopbackTransport):
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         return super().read(peer, copies, notify if copies.total else None)
-
-
-@caught_by("test_only_the_peer_that_is_named_gets_it")
-class NotifiesAllPeers(LoopbackTransport):
-    """Every peer gets every notification."""
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        connection_of(self, peer)
-        for other in self._peers:
-            super().notify(other, payload)
 
 
 @caught_by("test_each_arrives_once_in_order_and_says_from_whom")
@@ -103,15 +83,6 @@ class DropsEmptyNotifications(LoopbackTransport):
         return super().read(peer, copies, notify or None)
 
 
-@caught_by("test_from_1_byte_to_the_limit")
-class CutsTheLongestPayload(LoopbackTransport):
-    """A payload of the greatest length loses its last byte."""
-
-    def notifications(self) -> list[Notification]:
-        limit = self.capabilities.max_notification
-        return [replace(one, payload=one.payload[: limit - 1]) for one in super().notifications()]
-
-
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
 class ExceedsMaxNotification(OtherCapabilities):
     """A payload one byte longer than ``max_notification`` is sent."""
@@ -127,14 +98,6 @@ class ChecksPayloadLast(LoopbackTransport):
         if notify is not None:
             super().read(peer, copies)
         return super().read(peer, copies, notify)
-
-
-@caught_by("test_each_arrives_once_in_order_and_says_from_whom")
-class DeliversOnlyTheLastNotification(LoopbackTransport):
-    """Of several notifications that arrived, only the last is returned."""
-
-    def notifications(self) -> list[Notification]:
-        return super().notifications()[-1:]
 
 
 @caught_by("test_senders_are_told_apart")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from kvferry.core.errors import (
@@ -22,18 +25,25 @@ from kvferry.core.errors import (
 from kvferry.core.transport import PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.peer_memory import OtherProcess
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.long.drivers.planted.base import (
+    DONE,
+    PENDING,
+    KnowsCancelled,
     OtherCapabilities,
     Watched,
     caught_by,
-    connection_of,
     cut,
     transfer_of,
 )
 
 _LATE_SECONDS = 0.1
+
+
 _TIMES = 6
+
+
 _STAGED = b"staged" * 10
 
 
@@ -112,16 +122,6 @@ class LateBytes(Watched):
 
 
 @caught_by("test_quiet_after_a_cancel")
-class LandsAReadAfterCancel(LateBytes):
-    """A read that is FAILED by ``cancel`` still moves a copy."""
-
-    def cancel(self, transfer: TransferId) -> None:
-        if not transfer_of(self, transfer).final:
-            self.land_repeatedly(transfer)
-        super().cancel(transfer)
-
-
-@caught_by("test_quiet_after_a_cancel")
 class LandsOnlyWhatHadBegun(LateBytes):
     """A transfer that is cancelled at once is quiet; one that has moved bytes is not."""
 
@@ -132,28 +132,6 @@ class LandsOnlyWhatHadBegun(LateBytes):
         if job.position > job.limit * job.running:
             self.land_repeatedly(transfer)
         super().cancel(transfer)
-
-
-@caught_by("test_quiet_after_disconnect")
-class LandsAReadAfterDisconnect(LateBytes):
-    """``disconnect`` returns while a read goes on."""
-
-    def disconnect(self, peer: PeerId) -> None:
-        connection_of(self, peer)
-        self.land_unfinished(peer)
-        super().disconnect(peer)
-
-
-@caught_by("test_quiet_after_close")
-class LandsAReadAfterClose(LateBytes):
-    """The first ``close`` returns while a read goes on; the second waits for the threads."""
-
-    def close(self) -> None:
-        if self._peers:
-            self.land_unfinished()
-            LoopbackTransport.close(self)
-        else:
-            super().close()
 
 
 @caught_by("test_quiet_after_done")
@@ -212,3 +190,224 @@ class LandsAfterDisconnectOfFailing(OtherCapabilities, LateBytes):
         for transfer, batch in list(self._batches.items()):
             if batch.peer == peer:
                 self.land_repeatedly(transfer)
+
+
+_SHORT = 80
+
+
+_GIVES_UP_SECONDS = 20.0
+
+
+def process_of(transport: LoopbackTransport, peer: PeerId) -> int | None:
+    """Return the process of a peer."""
+    found = transport._peers.get(peer)
+    reach = None if found is None else found.memory
+    return reach.pid if isinstance(reach, OtherProcess) and is_stopped(reach.pid) else None
+
+
+def is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+class LandsWhenThePeerContinues(LateBytes):
+    """Base class: bytes that a stopped peer was asked for land when it continues."""
+
+    def land_repeatedly(self, transfer: TransferId) -> None:
+        batch = self._batches.pop(transfer, None)
+        pid = None if batch is None else process_of(self, batch.peer)
+        if batch is None or pid is None:
+            return
+
+        def late() -> None:
+            deadline = time.monotonic() + _GIVES_UP_SECONDS
+            while is_stopped(pid) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            batch.land()
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        self._landing.append(thread)
+
+
+@caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
+class CancelDoesNotWaitForThePeer(LandsWhenThePeerContinues):
+    """A cancelled read is FAILED before the peer has answered."""
+
+    def cancel(self, transfer: TransferId) -> None:
+        super().cancel(transfer)
+        self.land_repeatedly(transfer)
+
+
+@caught_by("test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing")
+class DisconnectTimeoutMeansFailed(LandsWhenThePeerContinues):
+    """``disconnect`` raises at its deadline, but its transfers are FAILED."""
+
+    def disconnect(self, peer: PeerId) -> None:
+        self.land_unfinished(peer)
+        stopped = process_of(self, peer)
+        super().disconnect(peer)
+        if stopped is not None:
+            raise TransportError("it has not answered in time")
+
+
+@caught_by("test_close_beside_a_stopped_peer_is_quiet_or_an_error")
+class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
+    """``close`` neither waits for bytes of a stopped peer nor raises."""
+
+    def close(self) -> None:
+        if self._closed:
+            super().close()  # the test's end: its memory must outlive the threads
+        else:
+            self.land_unfinished()
+            LoopbackTransport.close(self)
+
+
+@caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
+class DeregistersMemoryOfCancelledTransfer(KnowsCancelled):
+    """Memory of a transfer that fails until its peer continues can be deregistered."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        failing = transfer in self._cancelled and process_of(self, self._transfers[transfer].peer)
+        if not failing or status.error is None:
+            return status
+        return Status(state=State.FAILING, error=status.error)
+
+
+@caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
+class ShortNotificationsOvertake(LoopbackTransport):
+    """Queued short notifications overtake long ones."""
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        super().notify(peer, payload)
+        channel = self._peers[peer].channel
+        with channel._lock:
+            waiting = channel._queue
+            if len(waiting) > 1 and len(waiting[-1]) < _SHORT < len(waiting[-2]):
+                waiting[-1], waiting[-2] = waiting[-2], waiting[-1]
+
+
+@caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
+class DropsNotificationsWhenTheQueueIsFull(LoopbackTransport):
+    """Notifications for which the queue has no room are dropped silently."""
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        with contextlib.suppress(TransportError):
+            super().notify(peer, payload)
+
+
+@caught_by("test_killed_before_a_transfer")
+class ReadRaisesForALostPeer(LoopbackTransport):
+    """``read`` raises if the peer is gone."""
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        (status,) = super().poll([transfer])
+        if status.error is not None:
+            raise status.error
+        return transfer
+
+
+@caught_by("test_killed_before_a_transfer")
+class NotifyRaisesForALostPeer(LoopbackTransport):
+    """``notify`` raises if the peer is gone."""
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        super().notify(peer, payload)
+        if self._peers[peer].channel.lost:
+            raise TransportError("nobody hears this")
+
+
+@caught_by("test_killed_before_a_transfer")
+class FailedWithoutError(Watched):
+    """A failed transfer has no error."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return replace(status, error=None)
+
+
+@caught_by("test_killed_during_a_transfer")
+class IgnoresDeath(Watched):
+    """A transfer with a dead peer is PENDING for ever."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return PENDING if status.state is State.FAILED else status
+
+
+@caught_by("test_killed_during_a_transfer")
+class DeathMeansDone(Watched):
+    """A transfer with a dead peer is DONE."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return DONE if status.state is State.FAILED else status
+
+
+@caught_by("test_killed_with_many_transfers_in_flight")
+class DeathFailsOnlyOneTransfer(Watched):
+    """Only the first transfer with a dead peer fails."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        others = [
+            one
+            for one, (_, _, job) in self._transfers.items()
+            if isinstance(job, ChunkedTransfer) and job.stop and one < transfer
+        ]
+        return PENDING if others else status
+
+
+@caught_by("test_killed_during_a_transfer")
+class FailingForEver(Watched):
+    """A failing transfer never becomes FAILED, although quiescence is promised."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return replace(status, state=State.FAILING) if status.error is not None else status
+
+
+@caught_by("test_killed_during_a_transfer")
+class FailingAfterDisconnect(OtherCapabilities, FailingForEver):
+    """A failing transfer does not become FAILED after ``disconnect``, as promised."""
+
+    can: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
+
+
+@caught_by("test_gone_and_back_is_another_peer")
+class MistakesARestartedPeerForTheFormer(LoopbackTransport):
+    """A restarted peer is taken for the former one."""
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        first = min(self._peers)
+        self._peers[first] = self._peers[peer]
+        return first
+
+
+@caught_by("test_killed_while_a_fork_lives_on")
+class DetectsDeathBySocketOnly(Watched):
+    """Death is detected by the end of a socket, which a fork of the peer keeps open."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        peer = self._peers.get(self._transfers[transfer].peer)
+        if status.state is not State.FAILED or peer is None or peer.channel.lost:
+            return status
+        try:
+            peer.channel.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return PENDING
+        except OSError:
+            return status
+        return status
+
+
+@caught_by("test_a_stopped_peer_ends_by_the_deadline")
+class PollWaitsForThePeer(LoopbackTransport):
+    """``poll`` waits for an answer of the peer."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        for peer in self._peers.values():
+            if isinstance(peer.memory, OtherProcess) and transfers:
+                stat = Path(f"/proc/{peer.memory.pid}/stat").read_text()
+                if stat.rpartition(")")[2].split()[0] == "T":
+                    time.sleep(0.1)
+        return super().poll(transfers)

@@ -1,17 +1,31 @@
-"""Faults of connections, of the identity of peers, and of capabilities."""
+"""Faults of connections, of capabilities, of ``close`` and of forks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import threading
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from kvferry.core.errors import ConnectError, TransportError
-from kvferry.core.memory import Region
-from kvferry.core.transport import Capabilities, PeerId, TransferId, Transport
+from kvferry.core.errors import ConnectError, TransportError, TransportUsageError
+from kvferry.core.transport import (
+    Capabilities,
+    EnterThread,
+    Notification,
+    PeerId,
+    TransferId,
+    Transport,
+    enter_nothing,
+)
+from kvferry.core.transport.base import _IdentityLocks
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback import address as wire
+from kvferry.drivers.loopback.registry import RegionRegistry
+from kvferry.drivers.loopback.worker_pool import WorkerPool
 from kvferry.testing import FaultyTransport
 from tests.long.drivers.planted.base import OtherCapabilities, caught_by
 
@@ -142,16 +156,6 @@ class ExceedsMaxOutstanding(OtherCapabilities):
     can: ClassVar = {"max_outstanding": 2}
 
 
-@caught_by("test_bytes_that_are_no_address_are_refused")
-class RaisesForTruncatedAddress(LoopbackTransport):
-    """``connect`` raises other errors for a truncated address."""
-
-    def connect(self, address: bytes) -> PeerId:
-        if 20 < len(address) < 200 and address.startswith(LoopbackTransport.address(self)[:10]):
-            raise EOFError("too short")
-        return super().connect(address)
-
-
 @caught_by("test_a_transport_may_connect_to_itself")
 class RefusesItsOwnAddress(LoopbackTransport):
     """A transport refuses its own address."""
@@ -163,6 +167,8 @@ class RefusesItsOwnAddress(LoopbackTransport):
 
 
 _OWN = {"interface_version", "__dict__", "__weakref__"}
+
+
 _STATES_NONE = {name: value for name, value in vars(FaultyTransport).items() if name not in _OWN}
 
 
@@ -196,22 +202,6 @@ class CountsEndedTransfers(AtMostTwo):
         return len(self._transfers)
 
 
-@caught_by("test_a_limit_of_unfinished_transfers_is_kept")
-class CountsRefusedTransfers(AtMostTwo):
-    """A refused transfer counts as unfinished for ever."""
-
-    refused = 0
-
-    def counted(self) -> int:
-        return super().counted() + self.refused
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self.refused += 1
-        transfer = super().read(peer, copies, notify)
-        self.refused -= 1
-        return transfer
-
-
 @caught_by("test_many_transfers_at_once")
 class HasUndeclaredLimit(LoopbackTransport):
     """It refuses the 101st transfer that was not forgotten, without declaring a limit."""
@@ -234,11 +224,133 @@ class ConnectAgainEndsTransfers(LoopbackTransport):
         return peer
 
 
-@caught_by("test_other_calls_change_nothing_for_a_transfer")
-class RegisterEndsTransfers(LoopbackTransport):
-    """Registering a region ends all transfers."""
+@caught_by("test_close_twice")
+class ClosesOnce(LoopbackTransport):
+    """The second ``close`` raises."""
 
-    def register(self, region: Region) -> None:
-        super().register(region)
-        for _, _, job in self._transfers.values():
-            self._workers.stop(job, TransportError("registered"))
+    def close(self) -> None:
+        self._check_usable()
+        super().close()
+
+
+@caught_by("test_after_close_every_method_but_close_refuses")
+class AnswersAfterClose(LoopbackTransport):
+    """After ``close``, ``notifications`` returns none and does not raise."""
+
+    def notifications(self) -> list[Notification]:
+        return [] if self._closed else super().notifications()
+
+
+@caught_by("test_after_close_the_properties_go_on_answering")
+class RaisesForLibraryAfterClose(LoopbackTransport):
+    """After ``close``, ``library`` raises because the library is gone."""
+
+    @property
+    def library(self) -> str:
+        self._check_usable()
+        return "memcpy"
+
+
+@caught_by("test_closing_one_leaves_others_alone")
+class ClosesSharedState(LoopbackTransport):
+    """Closing the transport that was made last ends state that all transports share."""
+
+    made: list[LoopbackTransport] = []  # noqa: RUF012 - the fault
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.made.append(self)
+
+    def close(self) -> None:
+        for one in self.made:
+            LoopbackTransport.close(one)
+
+
+@caught_by("test_a_forked_child_is_refused_and_harms_nothing")
+class IgnoresFork(LoopbackTransport):
+    """A forked child may use the transport of its parent."""
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise TransportUsageError("closed")
+
+
+@caught_by("test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed")
+class StaysReadableAfterClose(LoopbackTransport):
+    """``close`` leaves the memory registered."""
+
+    def close(self) -> None:
+        self._registry = RegionRegistry()
+        super().close()
+
+
+def _shut_down(transport: LoopbackTransport) -> None:
+    for peer in transport._peers.values():
+        peer.channel.socket.shutdown(socket.SHUT_RDWR)
+
+
+@caught_by("test_a_forked_child_is_refused_and_harms_nothing")
+class CloseInForkShutsSocketsOfParent(LoopbackTransport):
+    """``close`` in a forked child shuts the parent's sockets down."""
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            _shut_down(self)
+        super().close()
+
+
+@caught_by("test_a_forked_child_is_refused_and_harms_nothing")
+class DropInForkShutsSocketsOfParent(LoopbackTransport):
+    """A forked child that only drops the transport shuts the parent's sockets down."""
+
+    def __del__(self) -> None:
+        if os.getpid() != self._pid:
+            _shut_down(self)
+
+
+@caught_by("test_close_gives_threads_and_descriptors_back")
+class KeepsASocket(LoopbackTransport):
+    """``close`` leaves one of the sockets open."""
+
+    kept: list[socket.socket] = []  # noqa: RUF012 - the fault
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        self.kept.append(self._peers[peer].channel.socket.dup())
+        return peer
+
+
+@caught_by("test_close_gives_threads_and_descriptors_back")
+class KeepsAThread(LoopbackTransport):
+    """``close`` leaves a thread that waits for work."""
+
+    def close(self) -> None:
+        threading.Thread(target=threading.Event().wait, args=(20,), daemon=True).start()
+        super().close()
+
+
+@caught_by("test_every_thread_enters")
+class ThreadWithoutEnter(LoopbackTransport):
+    """The threads that move bytes do not call ``enter``, so that they are on device 0."""
+
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: Any) -> None:
+        super().__init__(enter=enter, **options)
+        self._workers = WorkerPool(self.name, 1, enter_nothing)
+
+
+class NoLocks(_IdentityLocks):
+    """Locks that exclude nobody."""
+
+    @contextlib.contextmanager
+    def locked(self, identity: Hashable) -> Iterator[None]:
+        del identity
+        yield
+
+
+@caught_by("test_connecting_during_a_disconnect_gives_a_live_peer")
+class ConnectsToAPeerThatIsDisconnected(LoopbackTransport):
+    """``connect`` during ``disconnect`` of a peer returns the id that ``disconnect`` ends."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._identity_locks = NoLocks()

@@ -1,7 +1,8 @@
-"""Faults of cancel, disconnect and close while transfers are in flight."""
+"""Faults while transfers run, and of their outcomes."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +11,13 @@ from typing import Any
 
 from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId, Status, TransferId
+from kvferry.core.transport import Notification, PeerId, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.long.drivers.correct_drivers import FailingUntilDisconnect
 from tests.long.drivers.planted.base import (
+    PENDING,
     KnowsCancelled,
     Watched,
     caught_by,
@@ -23,6 +25,129 @@ from tests.long.drivers.planted.base import (
     failed,
     transfer_of,
 )
+from tests.long.drivers.planted.batches import KeepsArraysUntilPoll
+
+
+@caught_by("test_poll_answers_in_the_order_of_the_ids")
+class PollIgnoresOrderOfIds(LoopbackTransport):
+    """``poll`` returns statuses in the order in which transfers began, each once."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        return super().poll(sorted(transfers, reverse=True))
+
+
+@caught_by("test_ids_are_not_used_again")
+class ReusesTransferIds(LoopbackTransport):
+    """The id of a forgotten transfer is given to the next one."""
+
+    def forget(self, transfer: TransferId) -> None:
+        super().forget(transfer)
+        self._ids = iter([transfer, *range(transfer + 1, transfer + 10_000)])  # type: ignore[assignment]
+
+
+@caught_by("test_done_stays_until_it_is_forgotten")
+class DisconnectFailsDoneTransfers(Watched):
+    """A transfer that was DONE is FAILED once its peer is disconnected."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        peer = self._transfers[transfer].peer
+        return status if peer in self._peers else failed("disconnected")
+
+
+@caught_by("test_done_stays_until_it_is_forgotten")
+class ForgetsDoneTransfers(LoopbackTransport):
+    """A transfer is forgotten once ``poll`` has reported its end."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        statuses = super().poll(transfers)
+        for transfer, status in zip(transfers, statuses, strict=True):
+            if status.state.final and transfer in self._transfers:
+                self.forget(transfer)
+        return statuses
+
+
+@caught_by("test_only_final_transfers_can_be_forgotten")
+class ForgetsRunningTransfers(LoopbackTransport):
+    """A transfer in flight can be forgotten."""
+
+    def forget(self, transfer: TransferId) -> None:
+        if transfer_of(self, transfer).final:
+            super().forget(transfer)
+
+
+@caught_by("test_poll_does_not_block")
+class PollBlocks(LoopbackTransport):
+    """``poll`` waits a while for the end of a transfer."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        self._workers.wait_final(
+            [transfer_of(self, one) for one in transfers], time.monotonic() + 0.06
+        )
+        return super().poll(transfers)
+
+
+@caught_by("test_calls_may_come_from_different_threads")
+class RefusesOtherThreads(LoopbackTransport):
+    """Only the thread that made the transport may call it."""
+
+    def __init__(self, **options: Any) -> None:
+        self._thread = threading.get_ident()
+        super().__init__(**options)
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        if self._thread != threading.get_ident():
+            raise TransportError("called from another thread")
+
+
+@caught_by("test_transfers_go_on_without_calls")
+class ProgressesOnlyInPoll(KeepsArraysUntilPoll):
+    """It declares background progress, but transfers begin only in ``poll``."""
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        own = (getattr(copies, name).copy() for name in ("local", "remote", "nbytes"))
+        local, remote, nbytes = own
+        return super().read(
+            peer, replace(copies, local=local, remote=remote, nbytes=nbytes), notify
+        )
+
+
+@caught_by("test_long_calls_release_the_interpreter")
+class HoldsTheInterpreterLock(LoopbackTransport):
+    """``read`` holds the interpreter lock for long."""
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        if copies.total > 1 << 30:
+            ctypes.PyDLL(None).usleep(900_000)
+        return transfer
+
+
+@caught_by("test_notifications_does_not_block")
+class NotificationsBlocks(LoopbackTransport):
+    """``notifications`` waits a while for a notification."""
+
+    def notifications(self) -> list[Notification]:
+        found = super().notifications()
+        if not found:
+            time.sleep(0.1)
+        return found
+
+
+@caught_by("test_a_batch_moves_its_bytes_and_no_others")
+class DoneBecomesPending(Watched):
+    """A transfer that was DONE is PENDING at the next poll."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._told: set[TransferId] = set()
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        if transfer in self._told:
+            return PENDING
+        if status.state.final:
+            self._told.add(transfer)
+        return status
 
 
 @caught_by("test_cancel_ends_a_transfer_early")
@@ -110,15 +235,6 @@ class CloseDoesNotWait(LoopbackTransport):
         self._closed = True
 
 
-@caught_by("test_cancel_ends_a_transfer_early")
-class CancelReportsLostPeer(Watched):
-    """A cancelled transfer fails with ``PeerLostError``."""
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        lost = PeerLostError("lost")
-        return replace(status, error=lost) if status.error is not None else status
-
-
 @caught_by("test_disconnect_fails_what_is_in_flight")
 class DisconnectReportsOtherError(Watched):
     """A transfer that ``disconnect`` ended does not fail with ``PeerLostError``."""
@@ -183,3 +299,38 @@ class ConnectIteratesWithoutLock(LoopbackTransport):
                 time.sleep(0.001)
             time.sleep(0.01)
         return super().connect(address)
+
+
+@caught_by("test_any_order_of_calls_does_what_the_model_does")
+class DeregistersARegionOnlyOnce(LoopbackTransport):
+    """A region that was deregistered and registered again cannot be deregistered again."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._once: set[Region] = set()
+
+    def deregister(self, region: Region) -> None:
+        if region in self._once:
+            return
+        super().deregister(region)
+        self._once.add(region)
+
+
+@caught_by("test_any_order_of_calls_does_what_the_model_does")
+class LosesANotificationAfterReconnecting(LoopbackTransport):
+    """The first free notification on a second connection is lost."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._ended = 0
+
+    def disconnect(self, peer: PeerId) -> None:
+        super().disconnect(peer)
+        self._ended = 1
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        connection_of(self, peer)
+        if self._ended == 1:
+            self._ended = 2
+            return
+        super().notify(peer, payload)
