@@ -12,10 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint.slot_reads import fitting
 from kvferry.core.errors import DriverError, TransportUsageError
-from kvferry.core.messages import Release
-from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, State, TransferId, registry
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.testing.peers import Process
@@ -30,18 +27,6 @@ NixlPair = Pair[NixlTransport, NixlTransport]
 def make() -> Iterator[Make]:
     with closed_at_end(NixlTransport) as make_one:
         yield make_one
-
-
-@pytest.mark.parametrize("name", ["x" * 100, "x" * 200])
-def test_releases_of_forty_holds_fit_its_notifications(make: Make, name: str) -> None:
-    notes = [
-        Release(incarnation=1, slot=slot, generation=1, engine=name, rank=0, expected=1)
-        for slot in range(40)
-    ]
-    limit = make().capabilities.max_notification
-    parts = list(fitting(notes, limit))
-    assert [note for part in parts for note in part] == notes
-    assert max(len(encode(part)) for part in parts) <= limit
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ from kvferry.core.transport import State
 from kvferry.drivers.cuda import CudaDriver
 from kvferry.drivers.ucx import (
     UcxTransport,
-    client,
     library,
-    merged_copies,
     transport,
     ucp,
 )
@@ -247,43 +245,3 @@ def test_memory_that_no_nic_has_written_is_not_flushed(make: Make, gpus: StandIn
 
 
 # Windows.
-
-
-@pytest.mark.parametrize(
-    ("kind", "piece", "expected"),
-    [
-        (on_gpu, 64, [8192, 2048]),
-        (region_of, 64, [2048] * 5),
-        # One piece, which becomes runs of 16 KiB.
-        (on_gpu, 10 * 64 << 10, [4] * 10),
-        (region_of, 10 * 64 << 10, [1] * 40),
-    ],
-)
-def test_windows_of_device_memory_have_more_runs_and_bytes(
-    make: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: AsRegion,
-    piece: int,
-    expected: list[int],
-) -> None:
-    monkeypatch.setattr(client, "available_cores", lambda: 1)
-    if piece > 64:
-        monkeypatch.setattr(merged_copies, "MAX_RUN_BYTES", 16 << 10)
-        monkeypatch.setattr(transfer_module, "WINDOW_BYTES", 8 << 10)
-        monkeypatch.setattr(transfer_module, "DEVICE_WINDOW_BYTES", 64 << 10)
-    nbytes = 10 * 64 << 10
-    found = paired(make(), make(), nbytes, kind, kind)
-    post, counts = found.reader._poster.post, list[int]()
-
-    def counted(endpoint: Endpoint, *columns: U64Array) -> U64Array:
-        counts.append(len(columns[0]))
-        return post(endpoint, *columns)
-
-    monkeypatch.setattr(found.reader._poster, "post", counted)
-    # In reverse order, so that only the bytes within a piece are adjacent on both sides.
-    last = nbytes // piece - 1
-    rows = [(piece * i, piece * (last - i), piece) for i in range(last + 1)]
-    assert found.moved(rows).state is State.DONE
-    assert counts == expected
-    moved = found.mine.reshape(-1, piece)[::-1]
-    np.testing.assert_array_equal(moved, found.theirs.reshape(-1, piece))

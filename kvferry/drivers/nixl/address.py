@@ -17,14 +17,14 @@ from kvferry.core.transport.addresses import (
     decode_address,
     digest_of,
 )
-from kvferry.drivers.nixl.registrations import RegisteredSpan
+from kvferry.drivers.nixl.agents import RegisteredSpan
 
 MAX_ADDRESS_BYTES = 1 << 20
 MAX_REGIONS = 1 << 14
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """A range of the peer's memory: a registered region, or a span (see ``registrations``)."""
+    """A range of the peer's memory: a registered region, or a span (see ``agents``)."""
 
     address: Word
     nbytes: Word

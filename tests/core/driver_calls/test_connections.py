@@ -226,17 +226,6 @@ def test_a_thousand_ranks_are_connected_without_threads(links: Links) -> None:
     assert len(links.acquire(*[b"%d" % rank for rank in range(1024)]).ids[0]) == 1024
 
 
-def test_a_connection_shows_its_state(manual: Links) -> None:
-    manual.acquire(A, engine="prefill")
-    manual.calls.run_next()
-    [connection] = manual.connections._by_id.values()
-    assert repr(connection) == "<connection 1 to prefill: open, 1 users>"
-    manual.driver.error = TransportError("still copying")
-    manual.connections.release(PeerId(1))
-    manual.calls.run_next()
-    assert repr(connection) == "<connection 1 to prefill: closing, 1 failures, 0 users>"
-
-
 # Concurrent acquisitions.
 
 

@@ -34,7 +34,6 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.base import TransferRequest
 from kvferry.core.transport.copies import Copies, copies_between
-from kvferry.core.transport.paged import PagedCopies
 
 HERE = Region(address=1 << 20, nbytes=4096)
 MORE = Region(address=3 << 20, nbytes=4096)
@@ -210,18 +209,6 @@ def test_connecting_during_a_disconnect_waits_for_its_end(stuck: bool) -> None:
     transport.read(peer, _copies())
 
 
-def test_a_refused_address_leaves_nothing_behind() -> None:
-    transport = RecordingTransport()
-    with pytest.raises(ConnectError):
-        transport.connect(b"")
-    transport.connecting.abort()
-    with pytest.raises(threading.BrokenBarrierError):
-        transport.connect(b"a")
-    transport.connecting = threading.Barrier(1)
-    transport.connect(b"a")
-    assert transport.of("refresh") == []
-
-
 def test_a_peer_whose_transfers_do_not_end_stays_connected() -> None:
     transport = Connected()
     transport.stuck = True
@@ -261,14 +248,6 @@ def test_failing_transfers_may_become_final_when_their_connection_ends(settles: 
 # Transfers.
 
 
-def test_reads_by_pages_are_refused_without_the_capability_even_when_closed() -> None:
-    transport = Connected()
-    for _ in range(2):
-        with pytest.raises(TransportUnsupportedError, match="Connected cannot read by pages"):
-            transport.read_pages(transport.peer, PagedCopies(parts=()))
-        transport.close()
-
-
 def test_cancel_without_the_capability_changes_nothing() -> None:
     transport = Connected(replace(ALL, cancel=False))
     transfer = transport.start()
@@ -286,16 +265,6 @@ def test_a_transfer_beyond_the_limit_is_refused_and_ended_ones_do_not_count() ->
 
 
 # Notifications.
-
-
-def test_notifications_go_to_connected_peers_and_a_lost_peer_is_no_error() -> None:
-    transport = Connected()
-    transport.notify(transport.peer, b"one")
-    transport._peers[transport.peer].gone = True
-    transport.notify(transport.peer, b"two")
-    assert transport.of("notify") == [("peer", b"one"), ("peer", b"two")]
-    with pytest.raises(TransportUsageError, match="no peer"):
-        transport.notify(PeerId(99), b"x")
 
 
 def test_without_the_capability_no_notification_hook_is_called() -> None:

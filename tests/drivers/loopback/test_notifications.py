@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvferry.core.errors import TransportError
-from kvferry.core.transport import PeerId, State
+from kvferry.core.transport import State
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, ChannelHello, _may_send
 from tests.drivers.loopback.conftest import Make
@@ -39,46 +39,6 @@ def test_queue_for_stopped_peer_is_bounded(transport: LoopbackTransport, peer: P
 
 def numbers(payloads: list[bytes]) -> list[int]:
     return [int(payload.rstrip(b"\0")) for payload in payloads]
-
-
-@pytest.mark.parametrize("closing", [False, True])
-def test_notifications_sent_before_disconnect_or_close_arrive(
-    transport: LoopbackTransport, make: Make, closing: bool
-) -> None:
-    sender = make()
-    peer = sender.connect(transport.address())
-    for index in range(500):
-        sender.notify(peer, b"%d" % index)
-    if closing:
-        sender.close()
-    else:
-        sender.disconnect(peer)
-    assert numbers(received(transport, 500)) == list(range(500))
-
-
-def send_to_stopped(transport: LoopbackTransport, peer: Peer) -> PeerId:
-    """Stop a peer and send it 12 MB, of which the socket takes only a part."""
-    known = transport.connect(peer.address())
-    peer.stop()
-    for index in range(200):
-        transport.notify(known, b"%d" % index + bytes(60_000))
-    return known
-
-
-def test_disconnect_and_close_do_not_wait_for_stopped_peer(
-    transport: LoopbackTransport, peer: Peer
-) -> None:
-    transport.disconnect(send_to_stopped(transport, peer))
-    peer.go_on()
-    transport.notify(transport.connect(peer.address()), b"and on")
-    found = [note.payload for note in peer.notifications(1)]
-    while found[-1] != b"and on":
-        found += [note.payload for note in peer.notifications(1)]
-    # The first of the queued notifications were delivered, in order.
-    assert numbers(found[:-1]) == list(range(len(found) - 1))
-    assert len(found) - 1 < 200
-    send_to_stopped(transport, peer)
-    transport.close()
 
 
 # Senders that are no peers.

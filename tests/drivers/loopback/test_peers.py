@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
-from kvferry.core.memory import Region, region_of
+from kvferry.core.memory import Region
 from kvferry.core.transport import State, procfs
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.drivers.loopback.conftest import Make
@@ -64,25 +63,6 @@ def test_peer_that_executed_another_program_is_lost(
     assert until(lambda: command.read_bytes().startswith(b"/bin/sleep"))
     assert procfs.start_time(peer.process.pid) is not None
     assert lost(pair)
-
-
-def test_stopped_peer_can_be_connected_to_and_read(
-    transport: LoopbackTransport, peer: Peer
-) -> None:
-    mine, address = np.zeros(8, np.uint8), peer.address()
-    transport.register(region_of(mine))
-    peer.stop()
-    copies = copies_of(region_of(mine), peer.region)
-    [status] = transport.poll([transport.read(transport.connect(address), copies)])
-    assert (status.state, mine.tolist()) == (State.DONE, peer.content[:8].tolist())
-    peer.go_on()
-
-
-def test_disconnect_releases_descriptors(transport: LoopbackTransport, shared_peer: Peer) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        transport.disconnect(transport.connect(shared_peer.address()))
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # Malformed and forged addresses.

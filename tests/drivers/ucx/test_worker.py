@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-import numpy as np
 import pytest
 
-from kvferry.drivers.ucx.messages import Message, Store, encode
 from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp
 from kvferry.drivers.ucx.ucp_structs import Code
@@ -70,21 +68,6 @@ def ucp() -> FakeUcp:
 def worker(ucp: FakeUcp) -> Worker:
     library = cast("Ucp", ucp)
     return Worker(library, Context(1), Poster(library))
-
-
-def test_a_message_with_a_body_is_handed_over_without_it_unless_bodies_are_handled(
-    worker: Worker,
-) -> None:
-    header, body = encode(Store(bytes(16), 5, 1)), bytes(32)
-    arrays = [np.frombuffer(each, np.uint8) for each in (header, body)]
-    addresses = [array.ctypes.data for array in arrays]
-    arrived = (None, addresses[0], len(header), addresses[1], len(body), None)
-    handled: list[tuple[Message, int]] = []
-    worker._on_message(*arrived)
-    assert list(worker.messages()) == [Store(bytes(16), 5, 1)]
-    worker.on_body = lambda message, body, nbytes: handled.append((message, nbytes))
-    worker._on_message(*arrived)
-    assert (list(worker.messages()), handled) == ([], [(Store(bytes(16), 5, 1), 32)])
 
 
 @pytest.mark.parametrize("status", [Code.OK, Code.ENDPOINT_TIMEOUT])
