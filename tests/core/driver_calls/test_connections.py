@@ -222,10 +222,6 @@ def test_a_driver_that_returns_no_peer_id_fails_the_acquisition(links: Links) ->
     assert "which is no id" in str(links.acquire(A).errors[0])
 
 
-def test_a_thousand_ranks_are_connected_without_threads(links: Links) -> None:
-    assert len(links.acquire(*[b"%d" % rank for rank in range(1024)]).ids[0]) == 1024
-
-
 # Concurrent acquisitions.
 
 
