@@ -18,7 +18,6 @@ from kvferry.drivers.nixl.options import (
     defaults,
     parameters,
     threads,
-    without_threads,
 )
 from tests.gpu.driver_api import StandInCuda
 
