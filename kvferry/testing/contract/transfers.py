@@ -253,15 +253,8 @@ class TransferTests(ContractSettings):
         for call in (lab.transport.forget, lab.transport.cancel):
             refused(call, transfer)
         refused(lab.transport.poll, [transfer])
-
-    def test_ids_are_not_used_again(self, lab: Workbench, shared: Process) -> None:
-        peer = lab.connect(shared)
-        seen = set()
-        for _ in range(20):
-            transfer = lab.transport.read(peer, lab.whole(shared))
-            assert transfer not in seen
-            seen.add(transfer)
-            lab.finish(transfer)
+        again = lab.transport.read(lab.connect(shared), lab.whole(shared))
+        assert again != transfer, "the id of a transfer was used again"
 
 
 def _filled_buffer(lab: Workbench, transport: Transport, memory: str, seed: int) -> Buffer:

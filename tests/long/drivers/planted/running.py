@@ -36,7 +36,7 @@ class PollIgnoresOrderOfIds(LoopbackTransport):
         return super().poll(sorted(transfers, reverse=True))
 
 
-@caught_by("test_ids_are_not_used_again")
+@caught_by("test_done_stays_until_it_is_forgotten")
 class ReusesTransferIds(LoopbackTransport):
     """The id of a forgotten transfer is given to the next one."""
 
