@@ -34,7 +34,7 @@ from kvferry.core.transport import (
     parse_options,
 )
 from kvferry.core.transport.addresses import decode_regions
-from kvferry.drivers.cuda import DeviceWaits, find_cuda
+from kvferry.drivers.cuda import DeviceWait, find_cuda
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import agent_metadata, library
 from kvferry.drivers.nixl.address import NixlAddress
@@ -82,7 +82,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     max_regions: ClassVar[int] = wire.MAX_REGIONS
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
-        self._device_waits = DeviceWaits(enter)
+        self._enter = enter
         self._options = parse_options("nixl", NixlOptions, options)
         name = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"
         self._agents = Agents(library.load(), name, self._options)
@@ -323,7 +323,8 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                 ", ".join(sorted(kinds)),
             )
             return False
-        return self._device_waits.wait(cuda, _devices(list(self._registered)), deadline)
+        devices = _devices(list(self._registered))
+        return DeviceWait(cuda, devices, self._enter).until(deadline)
 
     # What NIXL knows of peers.
 
