@@ -222,12 +222,3 @@ def test_of_too_many_notifications_the_client_with_most_pays(
     host.hear(*[Note(CONNECTION, b"spam")] * 20, *[Note(OTHER, b"done")] * 8)
     assert len(host.notifications()) == 8
     assert host.worker.ended == [worker_of(1)] * 2
-
-
-def test_a_client_that_was_cut_may_come_back(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BACKLOG", 2 * (module._NOTIFICATION_BYTES + 4))
-    host.hear(hello(), *[Note(CONNECTION, b"spam")] * 9)
-    assert (host.worker.ended, host.notifications()) == ([ONE], [])
-    host.hear(hello())
-    host.hear(Note(CONNECTION, b"done"))
-    assert host.notifications() == [("one", b"done")]
