@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.core.driver_calls.connections import BlockingCalls, Connections
 from kvferry.core.driver_calls.error_containment import as_ours
-from kvferry.core.errors import ConnectError, KVFerryError, TransportError
+from kvferry.core.errors import ConnectError, KVFerryError, TransportError, TransportUsageError
 from kvferry.core.transport import PeerId
 
 LONG = 30.0
