@@ -249,11 +249,12 @@ class TransferTests(ContractSettings):
         assert lab.poll([transfer]) == [Status(state=State.DONE)]
         lab.transport.cancel(transfer)
         assert lab.poll([transfer]) == [Status(state=State.DONE)]
+        peer = lab.connect(shared)
         lab.transport.forget(transfer)
         for call in (lab.transport.forget, lab.transport.cancel):
             refused(call, transfer)
         refused(lab.transport.poll, [transfer])
-        again = lab.transport.read(lab.connect(shared), lab.whole(shared))
+        again = lab.transport.read(peer, lab.whole(shared))
         assert again != transfer, "the id of a transfer was used again"
 
 
