@@ -192,5 +192,5 @@ class NotifyWaitsForThePeer(LoopbackTransport):
     def notify(self, peer: PeerId, payload: bytes) -> None:
         super().notify(peer, payload)
         channel, until = self._peers[peer].channel, time.monotonic() + 3
-        while channel.waiting and time.monotonic() < until:
+        while channel._queue and time.monotonic() < until:
             time.sleep(0.001)
