@@ -29,72 +29,68 @@ from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
 from tests.long.drivers.planted.base import (
     AlteredTransfers,
     OtherCapabilities,
+    alters_copies,
     caught_by,
     connection_of,
     cut,
     first_of,
+    replaces,
 )
 
 
-@caught_by("test_a_copy_outside_its_region_is_refused")
-class ClipsCopiesToTheRegion(AlteredTransfers):
+@alters_copies("test_a_copy_outside_its_region_is_refused")
+def clips_copies_to_the_region(copies: Copies) -> Copies:
     """A copy that leaves its region is shortened, not refused."""
-
-    def copies(self, copies: Copies) -> Copies:
-        nbytes = copies.nbytes.copy()
-        for cuts in copies.segments:
-            part = slice(cuts.start, cuts.stop)
-            for side, region in ((copies.local, cuts.local), (copies.remote, cuts.remote)):
-                left = np.uint64(region.end) - side[part]
-                nbytes[part] = np.minimum(nbytes[part], np.where(left > region.nbytes, 0, left))
-        inside = nbytes > 0
-        return replace(
-            copies,
-            nbytes=nbytes,
-            local=np.where(inside, copies.local, first_of(copies, "local")),
-            remote=np.where(inside, copies.remote, first_of(copies, "remote")),
-        )
+    nbytes = copies.nbytes.copy()
+    for cuts in copies.segments:
+        part = slice(cuts.start, cuts.stop)
+        for side, region in ((copies.local, cuts.local), (copies.remote, cuts.remote)):
+            left = np.uint64(region.end) - side[part]
+            nbytes[part] = np.minimum(nbytes[part], np.where(left > region.nbytes, 0, left))
+    inside = nbytes > 0
+    return replace(
+        copies,
+        nbytes=nbytes,
+        local=np.where(inside, copies.local, first_of(copies, "local")),
+        remote=np.where(inside, copies.remote, first_of(copies, "remote")),
+    )
 
 
-@caught_by("test_each_copy_must_lie_in_its_own_segments_regions")
-class TakesAnyRegion(LoopbackTransport):
+@replaces("read", "test_each_copy_must_lie_in_its_own_segments_regions")
+def takes_any_region(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """A copy need only lie in the largest registered region around its own."""
+    known = driver._peers[peer].regions if peer in driver._peers else {}
 
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        known = self._peers[peer].regions if peer in self._peers else {}
+    def widest(region: Region, among: Sequence[Region]) -> Region:
+        around = [one for one in among if one.contains(region)]
+        return max(around, key=lambda one: one.nbytes, default=region)
 
-        def widest(region: Region, among: Sequence[Region]) -> Region:
-            around = [one for one in among if one.contains(region)]
-            return max(around, key=lambda one: one.nbytes, default=region)
-
-        segments = tuple(
-            replace(
-                one,
-                local=widest(one.local, list(self._registered)),
-                remote=widest(one.remote, list(known)),
-            )
-            for one in copies.segments
+    segments = tuple(
+        replace(
+            one,
+            local=widest(one.local, list(driver._registered)),
+            remote=widest(one.remote, list(known)),
         )
-        return super().read(peer, replace(copies, segments=segments), notify)
+        for one in copies.segments
+    )
+    return LoopbackTransport.read(driver, peer, replace(copies, segments=segments), notify)
 
 
-@caught_by("test_segments_that_do_not_cover_the_copies_are_refused")
-class IgnoresCopiesWithoutASegment(AlteredTransfers):
+@alters_copies("test_segments_that_do_not_cover_the_copies_are_refused")
+def ignores_copies_without_a_segment(copies: Copies) -> Copies:
     """Copies that no segment covers are skipped, not refused."""
-
-    def copies(self, copies: Copies) -> Copies:
-        last = max((one.stop for one in copies.segments), default=0)
-        return cut(copies, slice(last)) if last < len(copies) else copies
+    last = max((one.stop for one in copies.segments), default=0)
+    return cut(copies, slice(last)) if last < len(copies) else copies
 
 
-@caught_by("test_local_memory_that_was_deregistered_is_refused")
-class DeregisterHasNoEffect(LoopbackTransport):
+@replaces("deregister", "test_local_memory_that_was_deregistered_is_refused")
+def deregister_has_no_effect(driver: LoopbackTransport, region: Region) -> None:
     """``deregister`` checks its argument and does nothing else."""
-
-    def deregister(self, region: Region) -> None:
-        self._check_usable()
-        if region not in self._registered:
-            raise TransportUsageError("not registered")
+    driver._check_usable()
+    if region not in driver._registered:
+        raise TransportUsageError("not registered")
 
 
 @caught_by("test_registering_again_has_no_effect")
@@ -115,44 +111,40 @@ class CountsRegistrations(LoopbackTransport):
             super().deregister(region)
 
 
-@caught_by("test_unsupported_memory_kind_is_refused")
-class RegistersAnyMemoryKind(LoopbackTransport):
+@replaces("register", "test_unsupported_memory_kind_is_refused")
+def registers_any_memory_kind(driver: LoopbackTransport, region: Region) -> None:
     """Device memory is registered as if it were host memory."""
-
-    def register(self, region: Region) -> None:
-        super().register(replace(region, kind="cpu"))
+    LoopbackTransport.register(driver, replace(region, kind="cpu"))
 
 
-@caught_by("test_deregistering_unregistered_memory_is_refused")
-class DeregistersUnregisteredMemory(LoopbackTransport):
+@replaces("deregister", "test_deregistering_unregistered_memory_is_refused")
+def deregisters_unregistered_memory(driver: LoopbackTransport, region: Region) -> None:
     """Deregistering memory that was never registered does not raise."""
-
-    def deregister(self, region: Region) -> None:
-        if region in self._registered:
-            super().deregister(region)
+    if region in driver._registered:
+        LoopbackTransport.deregister(driver, region)
 
 
-@caught_by("test_regions_of_another_peer_are_refused")
-class MixesRegionsOfPeers(LoopbackTransport):
+@replaces("read", "test_regions_of_another_peer_are_refused")
+def mixes_regions_of_peers(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """Memory that one peer registered may be read from every peer."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        found = connection_of(self, peer)
-        for other in self._peers.values():
-            found.regions = other.regions | found.regions
-        return super().read(peer, copies, notify)
+    found = connection_of(driver, peer)
+    for other in driver._peers.values():
+        found.regions = other.regions | found.regions
+    return LoopbackTransport.read(driver, peer, copies, notify)
 
 
-@caught_by("test_regions_of_another_peer_are_refused")
-class AcceptsRemoteRegionAsLocal(LoopbackTransport):
+@replaces("read", "test_regions_of_another_peer_are_refused")
+def accepts_remote_region_as_local(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """A region of a peer is accepted as a local region."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        known = {region for one in self._peers.values() for region in one.regions}
-        for segment in copies.segments:
-            if segment.local in known and segment.local not in self._registered:
-                self.register(segment.local)
-        return super().read(peer, copies, notify)
+    known = {region for one in driver._peers.values() for region in one.regions}
+    for segment in copies.segments:
+        if segment.local in known and segment.local not in driver._registered:
+            driver.register(segment.local)
+    return LoopbackTransport.read(driver, peer, copies, notify)
 
 
 class IgnoresDevice(AlteredTransfers):
@@ -180,25 +172,23 @@ class IgnoresRemoteDevice(IgnoresDevice):
     side = "remote"
 
 
-@caught_by("test_a_region_in_use_is_not_deregistered")
-class OnlyFirstRegionIsInUse(LoopbackTransport):
+@replaces("read", "test_a_region_in_use_is_not_deregistered")
+def only_first_region_is_in_use(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """Of a transfer with several regions, only the first counts as in use."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer = super().read(peer, copies, notify)
-        first = frozenset(one.local for one in copies.segments[:1])
-        self._transfers[transfer] = self._transfers[transfer]._replace(local=first)
-        return transfer
+    transfer = LoopbackTransport.read(driver, peer, copies, notify)
+    first = frozenset(one.local for one in copies.segments[:1])
+    driver._transfers[transfer] = driver._transfers[transfer]._replace(local=first)
+    return transfer
 
 
-@caught_by("test_a_region_in_use_is_not_deregistered")
-class AllRegionsAreInUse(LoopbackTransport):
+@replaces("deregister", "test_a_region_in_use_is_not_deregistered")
+def all_regions_are_in_use(driver: LoopbackTransport, region: Region) -> None:
     """While any transfer is under way, no region can be deregistered."""
-
-    def deregister(self, region: Region) -> None:
-        if any(not job.final for _, _, job in self._transfers.values()):
-            raise TransportUsageError("busy")
-        super().deregister(region)
+    if any(not job.final for _, _, job in driver._transfers.values()):
+        raise TransportUsageError("busy")
+    LoopbackTransport.deregister(driver, region)
 
 
 @caught_by("test_remote_memory_that_the_peer_did_not_register_is_refused")
@@ -221,142 +211,114 @@ class RefusedTransferKeepsRegionInUse(LoopbackTransport):
         super().deregister(region)
 
 
-@caught_by("test_one_copy_outside_among_many_is_refused")
-class ChecksFirstAndLastCopyOnly(AlteredTransfers):
+@alters_copies("test_one_copy_outside_among_many_is_refused")
+def checks_first_and_last_copy_only(copies: Copies) -> Copies:
     """Only the first and the last copy are checked against the bounds."""
-
-    def copies(self, copies: Copies) -> Copies:
-        if len(copies) < 3:
-            return copies
-        nbytes, cuts = copies.nbytes.copy(), copies.segments[0]
-        for side in ("local", "remote"):
-            ends = getattr(copies, side)[1:-1] + nbytes[1:-1]
-            nbytes[1:-1] *= ends <= np.uint64(getattr(cuts, side).end)
-        return replace(copies, nbytes=nbytes)
+    if len(copies) < 3:
+        return copies
+    nbytes, cuts = copies.nbytes.copy(), copies.segments[0]
+    for side in ("local", "remote"):
+        ends = getattr(copies, side)[1:-1] + nbytes[1:-1]
+        nbytes[1:-1] *= ends <= np.uint64(getattr(cuts, side).end)
+    return replace(copies, nbytes=nbytes)
 
 
-@caught_by("test_segments_without_copies_must_name_known_regions_too")
-class ChecksFullSegmentsOnly(AlteredTransfers):
+@alters_copies("test_segments_without_copies_must_name_known_regions_too")
+def checks_full_segments_only(copies: Copies) -> Copies:
     """The regions of segments without copies are not checked."""
-
-    def copies(self, copies: Copies) -> Copies:
-        full = tuple(one for one in copies.segments if one.stop > one.start)
-        return replace(copies, segments=full)
+    full = tuple(one for one in copies.segments if one.stop > one.start)
+    return replace(copies, segments=full)
 
 
-@caught_by("test_overlapping_regions_are_separate")
-class RefusesOverlaps(LoopbackTransport):
+@replaces("register", "test_overlapping_regions_are_separate")
+def refuses_overlaps(driver: LoopbackTransport, region: Region) -> None:
     """A part of a registered region cannot be registered."""
-
-    def register(self, region: Region) -> None:
-        if any(one != region and one.contains(region) for one in self._registered):
-            raise TransportError("it overlaps")
-        super().register(region)
+    if any(one != region and one.contains(region) for one in driver._registered):
+        raise TransportError("it overlaps")
+    LoopbackTransport.register(driver, region)
 
 
-@caught_by("test_overlapping_regions_are_separate")
-class DeregistersRegionsWithin(LoopbackTransport):
+@replaces("deregister", "test_overlapping_regions_are_separate")
+def deregisters_regions_within(driver: LoopbackTransport, region: Region) -> None:
     """Deregistering a region also deregisters the regions within it."""
-
-    def deregister(self, region: Region) -> None:
-        super().deregister(region)
-        for one in [one for one in self._registered if region.contains(one)]:
-            super().deregister(one)
+    LoopbackTransport.deregister(driver, region)
+    for one in [one for one in driver._registered if region.contains(one)]:
+        LoopbackTransport.deregister(driver, one)
 
 
-@caught_by("test_a_batch_moves_its_bytes_and_no_others")
-class LosesTheLastByte(AlteredTransfers):
+@alters_copies("test_a_batch_moves_its_bytes_and_no_others")
+def loses_the_last_byte(copies: Copies) -> Copies:
     """The last byte of every copy is not moved."""
-
-    def copies(self, copies: Copies) -> Copies:
-        return replace(copies, nbytes=copies.nbytes - (copies.nbytes > 1))
+    return replace(copies, nbytes=copies.nbytes - (copies.nbytes > 1))
 
 
-@caught_by("test_a_batch_moves_its_bytes_and_no_others")
-class DropsSingleBytes(AlteredTransfers):
+@alters_copies("test_a_batch_moves_its_bytes_and_no_others")
+def drops_single_bytes(copies: Copies) -> Copies:
     """Copies of single bytes are dropped."""
-
-    def copies(self, copies: Copies) -> Copies:
-        return replace(copies, nbytes=copies.nbytes * (copies.nbytes >= 4))
+    return replace(copies, nbytes=copies.nbytes * (copies.nbytes >= 4))
 
 
-@caught_by("test_a_batch_moves_its_bytes_and_no_others")
-class AlignsAddresses(AlteredTransfers):
+@alters_copies("test_a_batch_moves_its_bytes_and_no_others")
+def aligns_addresses(copies: Copies) -> Copies:
     """Remote addresses are rounded down to words."""
-
-    def copies(self, copies: Copies) -> Copies:
-        return replace(copies, remote=copies.remote // np.uint64(4) * np.uint64(4))
+    return replace(copies, remote=copies.remote // np.uint64(4) * np.uint64(4))
 
 
-@caught_by("test_a_batch_moves_its_bytes_and_no_others")
-class CountsCopiesWith16Bits(AlteredTransfers):
+@alters_copies("test_a_batch_moves_its_bytes_and_no_others")
+def counts_copies_with16_bits(copies: Copies) -> Copies:
     """The number of copies wraps around at 65,536."""
-
-    def copies(self, copies: Copies) -> Copies:
-        keep = len(copies) if len(copies) < 1 << 16 else len(copies) % (1 << 16)
-        return cut(copies, slice(keep))
+    keep = len(copies) if len(copies) < 1 << 16 else len(copies) % (1 << 16)
+    return cut(copies, slice(keep))
 
 
-@caught_by("test_a_batch_moves_its_bytes_and_no_others")
-class MergesCopiesAdjacentOnOneSide(AlteredTransfers):
+@alters_copies("test_a_batch_moves_its_bytes_and_no_others")
+def merges_copies_adjacent_on_one_side(copies: Copies) -> Copies:
     """Copies that are adjacent on the remote side are merged as if adjacent on both."""
-
-    def copies(self, copies: Copies) -> Copies:
-        if len(copies) < 2:
-            return copies
-        ends = copies.remote + copies.nbytes
-        joins = np.r_[False, copies.remote[1:] == ends[:-1]]
-        local = copies.local.copy()
-        for index in np.flatnonzero(joins):
-            local[index] = local[index - 1] + copies.nbytes[index - 1]
-        return replace(copies, local=local)
+    if len(copies) < 2:
+        return copies
+    ends = copies.remote + copies.nbytes
+    joins = np.r_[False, copies.remote[1:] == ends[:-1]]
+    local = copies.local.copy()
+    for index in np.flatnonzero(joins):
+        local[index] = local[index - 1] + copies.nbytes[index - 1]
+    return replace(copies, local=local)
 
 
-@caught_by("test_a_batch_moves_its_bytes_and_no_others")
-class SortsRemoteAddresses(AlteredTransfers):
+@alters_copies("test_a_batch_moves_its_bytes_and_no_others")
+def sorts_remote_addresses(copies: Copies) -> Copies:
     """The remote addresses are sorted, and the local ones are not."""
-
-    def copies(self, copies: Copies) -> Copies:
-        return replace(copies, remote=np.sort(copies.remote))
+    return replace(copies, remote=np.sort(copies.remote))
 
 
-@caught_by("test_a_batch_moves_its_bytes_and_no_others")
-class SkipsRepeatedSources(AlteredTransfers):
+@alters_copies("test_a_batch_moves_its_bytes_and_no_others")
+def skips_repeated_sources(copies: Copies) -> Copies:
     """A copy whose source was read before is taken for a copy that is already done."""
-
-    def copies(self, copies: Copies) -> Copies:
-        _, first = np.unique(copies.remote, return_index=True)
-        fresh = np.isin(np.arange(len(copies)), first)
-        return replace(copies, nbytes=copies.nbytes * fresh)
+    _, first = np.unique(copies.remote, return_index=True)
+    fresh = np.isin(np.arange(len(copies)), first)
+    return replace(copies, nbytes=copies.nbytes * fresh)
 
 
-@caught_by("test_several_regions_in_one_transfer")
-class MovesOnlyTheFirstSegment(AlteredTransfers):
+@alters_copies("test_several_regions_in_one_transfer")
+def moves_only_the_first_segment(copies: Copies) -> Copies:
     """Only the first segment is moved."""
-
-    def copies(self, copies: Copies) -> Copies:
-        return cut(copies, slice(copies.segments[0].stop)) if copies.segments else copies
+    return cut(copies, slice(copies.segments[0].stop)) if copies.segments else copies
 
 
-@caught_by("test_empty_segments_between_full_ones")
-class StopsAtAnEmptySegment(AlteredTransfers):
+@alters_copies("test_empty_segments_between_full_ones")
+def stops_at_an_empty_segment(copies: Copies) -> Copies:
     """An empty segment is taken for the end of the batch."""
-
-    def copies(self, copies: Copies) -> Copies:
-        for segment in copies.segments:
-            if segment.start == segment.stop and len(copies):
-                return cut(copies, slice(segment.start))
-        return copies
+    for segment in copies.segments:
+        if segment.start == segment.stop and len(copies):
+            return cut(copies, slice(segment.start))
+    return copies
 
 
-@caught_by("test_a_batch_moves_its_bytes_and_no_others")
-class RefusesCopiesOfNoBytes(AlteredTransfers):
+@alters_copies("test_a_batch_moves_its_bytes_and_no_others")
+def refuses_copies_of_no_bytes(copies: Copies) -> Copies:
     """Copies of no bytes are refused."""
-
-    def copies(self, copies: Copies) -> Copies:
-        if not copies.total:
-            raise TransportUsageError("nothing to move")
-        return copies
+    if not copies.total:
+        raise TransportUsageError("nothing to move")
+    return copies
 
 
 @caught_by("test_arrays_of_copies_may_be_reused_after_the_call")
@@ -384,29 +346,28 @@ class KeepsArraysUntilPoll(LoopbackTransport):
         super().forget(self._real[transfer])
 
 
-@caught_by("test_arrays_of_copies_may_be_strided_and_read_only")
-class IgnoresStrides(AlteredTransfers):
+@alters_copies("test_arrays_of_copies_may_be_strided_and_read_only")
+def ignores_strides(copies: Copies) -> Copies:
     """Arrays are read from their start as if contiguous, whatever their stride."""
 
-    def copies(self, copies: Copies) -> Copies:
-        def flat(name: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-            array = getattr(copies, name)
-            return np.lib.stride_tricks.as_strided(array, array.shape, (8,), writeable=False)
+    def flat(name: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        array = getattr(copies, name)
+        return np.lib.stride_tricks.as_strided(array, array.shape, (8,), writeable=False)
 
-        return replace(copies, local=flat("local"), remote=flat("remote"), nbytes=flat("nbytes"))
+    return replace(copies, local=flat("local"), remote=flat("remote"), nbytes=flat("nbytes"))
 
 
-@caught_by("test_large_transfers")
-class DoneAfterTheFirstPart(LoopbackTransport):
+@replaces("read", "test_large_transfers")
+def done_after_the_first_part(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """A large transfer is split in two, and DONE with the first part."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if copies.total <= 32 << 20 or copies.total > 1 << 30:
-            return super().read(peer, copies, notify)
-        half = len(copies) // 2
-        nbytes = copies.nbytes.copy()
-        nbytes[half:] = 0
-        return super().read(peer, replace(copies, nbytes=nbytes), notify)
+    if copies.total <= 32 << 20 or copies.total > 1 << 30:
+        return LoopbackTransport.read(driver, peer, copies, notify)
+    half = len(copies) // 2
+    nbytes = copies.nbytes.copy()
+    nbytes[half:] = 0
+    return LoopbackTransport.read(driver, peer, replace(copies, nbytes=nbytes), notify)
 
 
 @caught_by("test_large_transfers")

@@ -27,100 +27,84 @@ from kvferry.drivers.loopback import address as wire
 from kvferry.drivers.loopback.registry import RegionRegistry
 from kvferry.drivers.loopback.worker_pool import WorkerPool
 from kvferry.testing import FaultyTransport
-from tests.long.drivers.planted.base import OtherCapabilities, caught_by
+from tests.long.drivers.planted.base import OtherCapabilities, caught_by, replaces
 
 
-@caught_by("test_connecting_again_tells_which_regions_the_peer_has")
-class KeepsTheFirstAddress(LoopbackTransport):
+@replaces("connect", "test_connecting_again_tells_which_regions_the_peer_has")
+def keeps_the_first_address(driver: LoopbackTransport, address: bytes) -> PeerId:
     """Connecting again does not refresh the regions of the peer."""
-
-    def connect(self, address: bytes) -> PeerId:
-        before = {peer: found.regions for peer, found in self._peers.items()}
-        peer = super().connect(address)
-        self._peers[peer].regions = before.get(peer, self._peers[peer].regions)
-        return peer
+    before = {peer: found.regions for peer, found in driver._peers.items()}
+    peer = LoopbackTransport.connect(driver, address)
+    driver._peers[peer].regions = before.get(peer, driver._peers[peer].regions)
+    return peer
 
 
-@caught_by("test_connecting_again_tells_which_regions_the_peer_has")
-class KeepsDeregisteredRegions(LoopbackTransport):
+@replaces("connect", "test_connecting_again_tells_which_regions_the_peer_has")
+def keeps_deregistered_regions(driver: LoopbackTransport, address: bytes) -> PeerId:
     """Regions that a peer has deregistered stay known."""
-
-    def connect(self, address: bytes) -> PeerId:
-        before = {peer: found.regions for peer, found in self._peers.items()}
-        peer = super().connect(address)
-        self._peers[peer].regions = before.get(peer, {}) | self._peers[peer].regions
-        return peer
+    before = {peer: found.regions for peer, found in driver._peers.items()}
+    peer = LoopbackTransport.connect(driver, address)
+    driver._peers[peer].regions = before.get(peer, {}) | driver._peers[peer].regions
+    return peer
 
 
-@caught_by("test_connecting_again_is_the_same_peer")
-class ConnectAgainGivesAnotherId(LoopbackTransport):
+@replaces("connect", "test_connecting_again_is_the_same_peer")
+def connect_again_gives_another_id(driver: LoopbackTransport, address: bytes) -> PeerId:
     """Each ``connect`` to the same peer returns another id."""
-
-    def connect(self, address: bytes) -> PeerId:
-        peer = super().connect(address)
-        other = PeerId(next(self._ids))
-        self._peers[other] = self._peers[peer]
-        return other
+    peer = LoopbackTransport.connect(driver, address)
+    other = PeerId(next(driver._ids))
+    driver._peers[other] = driver._peers[peer]
+    return other
 
 
-@caught_by("test_after_disconnect_it_is_another_peer")
-class ReusesPeerIds(LoopbackTransport):
+@replaces("connect", "test_after_disconnect_it_is_another_peer")
+def reuses_peer_ids(driver: LoopbackTransport, address: bytes) -> PeerId:
     """The id of a disconnected peer is given to the next one."""
-
-    def connect(self, address: bytes) -> PeerId:
-        peer = super().connect(address)
-        first = PeerId(next(one for one in range(1, 1000) if one == peer or one not in self._peers))
-        self._peers[first] = self._peers.pop(peer)
-        return first
+    peer = LoopbackTransport.connect(driver, address)
+    first = PeerId(next(one for one in range(1, 1000) if one == peer or one not in driver._peers))
+    driver._peers[first] = driver._peers.pop(peer)
+    return first
 
 
-@caught_by("test_bytes_that_are_no_address_are_refused")
-class RaisesValueErrorForBadAddress(LoopbackTransport):
+@replaces("connect", "test_bytes_that_are_no_address_are_refused")
+def raises_value_error_for_bad_address(driver: LoopbackTransport, address: bytes) -> PeerId:
     """``connect`` raises ``ValueError`` for bytes that are no address."""
-
-    def connect(self, address: bytes) -> PeerId:
-        if not address.startswith(b"\x89"):
-            raise ValueError("bad magic")
-        return super().connect(address)
+    if not address.startswith(b"\x89"):
+        raise ValueError("bad magic")
+    return LoopbackTransport.connect(driver, address)
 
 
-@caught_by("test_an_address_that_was_changed_on_its_way_harms_nobody")
-class RaisesOtherErrorsForWrongValues(LoopbackTransport):
+@replaces("connect", "test_an_address_that_was_changed_on_its_way_harms_nobody")
+def raises_other_errors_for_wrong_values(driver: LoopbackTransport, address: bytes) -> PeerId:
     """``connect`` raises other errors for an address with a wrong value."""
-
-    def connect(self, address: bytes) -> PeerId:
-        try:
-            return super().connect(address)
-        except ConnectError as exc:
-            if "both sides must use the same driver" in str(exc):
-                raise
-            raise KeyError("that region") from exc
-
-
-@caught_by("test_an_address_that_was_changed_on_its_way_harms_nobody")
-class BadAddressEndsOtherTransfers(LoopbackTransport):
-    """A refused address ends the transfers with other peers."""
-
-    def connect(self, address: bytes) -> PeerId:
-        try:
-            return super().connect(address)
-        except ConnectError:
-            for _, _, job in self._transfers.values():
-                self._workers.stop(job, TransportError("a wrong address"))
+    try:
+        return LoopbackTransport.connect(driver, address)
+    except ConnectError as exc:
+        if "both sides must use the same driver" in str(exc):
             raise
+        raise KeyError("that region") from exc
 
 
-@caught_by("test_an_address_under_another_name_takes_no_connection_away")
-class DisconnectsPeerWithSecondName(LoopbackTransport):
+@replaces("connect", "test_an_address_that_was_changed_on_its_way_harms_nobody")
+def bad_address_ends_other_transfers(driver: LoopbackTransport, address: bytes) -> PeerId:
+    """A refused address ends the transfers with other peers."""
+    try:
+        return LoopbackTransport.connect(driver, address)
+    except ConnectError:
+        for _, _, job in driver._transfers.values():
+            driver._workers.stop(job, TransportError("a wrong address"))
+        raise
+
+
+@replaces("connect", "test_an_address_under_another_name_takes_no_connection_away")
+def disconnects_peer_with_second_name(driver: LoopbackTransport, address: bytes) -> PeerId:
     """An address of a connected peer with another name disconnects that peer."""
-
-    def connect(self, address: bytes) -> PeerId:
-        theirs = wire.decode(address)
-        for peer, found in list(self._peers.items()):
-            if found.identity == self._identity(theirs) and found.name != theirs.name:
-                self.disconnect(peer)
-                raise ConnectError("two names")
-        return super().connect(address)
+    theirs = wire.decode(address)
+    for peer, found in list(driver._peers.items()):
+        if found.identity == driver._identity(theirs) and found.name != theirs.name:
+            driver.disconnect(peer)
+            raise ConnectError("two names")
+    return LoopbackTransport.connect(driver, address)
 
 
 @caught_by("test_names_are_unique")
@@ -156,14 +140,12 @@ class ExceedsMaxOutstanding(OtherCapabilities):
     can: ClassVar = {"max_outstanding": 2}
 
 
-@caught_by("test_a_transport_may_connect_to_itself")
-class RefusesItsOwnAddress(LoopbackTransport):
+@replaces("connect", "test_a_transport_may_connect_to_itself")
+def refuses_its_own_address(driver: LoopbackTransport, address: bytes) -> PeerId:
     """A transport refuses its own address."""
-
-    def connect(self, address: bytes) -> PeerId:
-        if self.name.encode() in address:
-            raise ConnectError("that is me")
-        return super().connect(address)
+    if driver.name.encode() in address:
+        raise ConnectError("that is me")
+    return LoopbackTransport.connect(driver, address)
 
 
 _OWN = {"interface_version", "__dict__", "__weakref__"}
@@ -202,43 +184,37 @@ class CountsEndedTransfers(AtMostTwo):
         return len(self._transfers)
 
 
-@caught_by("test_many_transfers_at_once")
-class HasUndeclaredLimit(LoopbackTransport):
+@replaces("read", "test_many_transfers_at_once")
+def has_undeclared_limit(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """It refuses the 101st transfer that was not forgotten, without declaring a limit."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if len(self._transfers) >= 100:
-            raise TransportError("too many")
-        return super().read(peer, copies, notify)
+    if len(driver._transfers) >= 100:
+        raise TransportError("too many")
+    return LoopbackTransport.read(driver, peer, copies, notify)
 
 
-@caught_by("test_other_calls_change_nothing_for_a_transfer")
-class ConnectAgainEndsTransfers(LoopbackTransport):
+@replaces("connect", "test_other_calls_change_nothing_for_a_transfer")
+def connect_again_ends_transfers(driver: LoopbackTransport, address: bytes) -> PeerId:
     """Connecting again ends the transfers of that peer."""
-
-    def connect(self, address: bytes) -> PeerId:
-        peer = super().connect(address)
-        for owner, _, job in self._transfers.values():
-            if owner == peer:
-                self._workers.stop(job, TransportError("connected again"))
-        return peer
+    peer = LoopbackTransport.connect(driver, address)
+    for owner, _, job in driver._transfers.values():
+        if owner == peer:
+            driver._workers.stop(job, TransportError("connected again"))
+    return peer
 
 
-@caught_by("test_close_twice")
-class ClosesOnce(LoopbackTransport):
+@replaces("close", "test_close_twice")
+def closes_once(driver: LoopbackTransport) -> None:
     """The second ``close`` raises."""
-
-    def close(self) -> None:
-        self._check_usable()
-        super().close()
+    driver._check_usable()
+    LoopbackTransport.close(driver)
 
 
-@caught_by("test_after_close_every_method_but_close_refuses")
-class AnswersAfterClose(LoopbackTransport):
+@replaces("notifications", "test_after_close_every_method_but_close_refuses")
+def answers_after_close(driver: LoopbackTransport) -> list[Notification]:
     """After ``close``, ``notifications`` returns none and does not raise."""
-
-    def notifications(self) -> list[Notification]:
-        return [] if self._closed else super().notifications()
+    return [] if driver._closed else LoopbackTransport.notifications(driver)
 
 
 @caught_by("test_after_close_the_properties_go_on_answering")
@@ -266,13 +242,11 @@ class ClosesSharedState(LoopbackTransport):
             LoopbackTransport.close(one)
 
 
-@caught_by("test_a_forked_child_is_refused_and_harms_nothing")
-class IgnoresFork(LoopbackTransport):
+@replaces("_check_usable", "test_a_forked_child_is_refused_and_harms_nothing")
+def ignores_fork(driver: LoopbackTransport) -> None:
     """A forked child may use the transport of its parent."""
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise TransportUsageError("closed")
+    if driver._closed:
+        raise TransportUsageError("closed")
 
 
 @caught_by("test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed")
@@ -289,14 +263,12 @@ def _shut_down(transport: LoopbackTransport) -> None:
         peer.channel.socket.shutdown(socket.SHUT_RDWR)
 
 
-@caught_by("test_a_forked_child_is_refused_and_harms_nothing")
-class CloseInForkShutsSocketsOfParent(LoopbackTransport):
+@replaces("close", "test_a_forked_child_is_refused_and_harms_nothing")
+def close_in_fork_shuts_sockets_of_parent(driver: LoopbackTransport) -> None:
     """``close`` in a forked child shuts the parent's sockets down."""
-
-    def close(self) -> None:
-        if os.getpid() != self._pid:
-            _shut_down(self)
-        super().close()
+    if os.getpid() != driver._pid:
+        _shut_down(driver)
+    LoopbackTransport.close(driver)
 
 
 @caught_by("test_a_forked_child_is_refused_and_harms_nothing")
@@ -320,13 +292,11 @@ class KeepsASocket(LoopbackTransport):
         return peer
 
 
-@caught_by("test_close_gives_threads_and_descriptors_back")
-class KeepsAThread(LoopbackTransport):
+@replaces("close", "test_close_gives_threads_and_descriptors_back")
+def keeps_a_thread(driver: LoopbackTransport) -> None:
     """``close`` leaves a thread that waits for work."""
-
-    def close(self) -> None:
-        threading.Thread(target=threading.Event().wait, args=(20,), daemon=True).start()
-        super().close()
+    threading.Thread(target=threading.Event().wait, args=(20,), daemon=True).start()
+    LoopbackTransport.close(driver)
 
 
 @caught_by("test_every_thread_enters")

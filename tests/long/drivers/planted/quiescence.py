@@ -33,8 +33,10 @@ from tests.long.drivers.planted.base import (
     KnowsCancelled,
     OtherCapabilities,
     Watched,
+    alters_status,
     caught_by,
     cut,
+    replaces,
     transfer_of,
 )
 
@@ -265,96 +267,84 @@ class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
             LoopbackTransport.close(self)
 
 
-@caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
-class DeregistersMemoryOfCancelledTransfer(KnowsCancelled):
+@alters_status("test_a_stopped_peer_keeps_what_was_cancelled_in_use", KnowsCancelled)
+def deregisters_memory_of_cancelled_transfer(
+    driver: KnowsCancelled, transfer: TransferId, status: Status
+) -> Status:
     """Memory of a transfer that fails until its peer continues can be deregistered."""
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        failing = transfer in self._cancelled and process_of(self, self._transfers[transfer].peer)
-        if not failing or status.error is None:
-            return status
-        return Status(state=State.FAILING, error=status.error)
+    failing = transfer in driver._cancelled and process_of(driver, driver._transfers[transfer].peer)
+    if not failing or status.error is None:
+        return status
+    return Status(state=State.FAILING, error=status.error)
 
 
-@caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
-class ShortNotificationsOvertake(LoopbackTransport):
+@replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
+def short_notifications_overtake(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
     """Queued short notifications overtake long ones."""
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        super().notify(peer, payload)
-        channel = self._peers[peer].channel
-        with channel._lock:
-            waiting = channel._queue
-            if len(waiting) > 1 and len(waiting[-1]) < _SHORT < len(waiting[-2]):
-                waiting[-1], waiting[-2] = waiting[-2], waiting[-1]
+    LoopbackTransport.notify(driver, peer, payload)
+    channel = driver._peers[peer].channel
+    with channel._lock:
+        waiting = channel._queue
+        if len(waiting) > 1 and len(waiting[-1]) < _SHORT < len(waiting[-2]):
+            waiting[-1], waiting[-2] = waiting[-2], waiting[-1]
 
 
-@caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
-class DropsNotificationsWhenTheQueueIsFull(LoopbackTransport):
+@replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
+def drops_notifications_when_the_queue_is_full(
+    driver: LoopbackTransport, peer: PeerId, payload: bytes
+) -> None:
     """Notifications for which the queue has no room are dropped silently."""
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        with contextlib.suppress(TransportError):
-            super().notify(peer, payload)
+    with contextlib.suppress(TransportError):
+        LoopbackTransport.notify(driver, peer, payload)
 
 
-@caught_by("test_killed_before_a_transfer")
-class ReadRaisesForALostPeer(LoopbackTransport):
+@replaces("read", "test_killed_before_a_transfer")
+def read_raises_for_a_lost_peer(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """``read`` raises if the peer is gone."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer = super().read(peer, copies, notify)
-        (status,) = super().poll([transfer])
-        if status.error is not None:
-            raise status.error
-        return transfer
+    transfer = LoopbackTransport.read(driver, peer, copies, notify)
+    (status,) = LoopbackTransport.poll(driver, [transfer])
+    if status.error is not None:
+        raise status.error
+    return transfer
 
 
-@caught_by("test_killed_before_a_transfer")
-class NotifyRaisesForALostPeer(LoopbackTransport):
+@replaces("notify", "test_killed_before_a_transfer")
+def notify_raises_for_a_lost_peer(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
     """``notify`` raises if the peer is gone."""
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        super().notify(peer, payload)
-        if self._peers[peer].channel.lost:
-            raise TransportError("nobody hears this")
+    LoopbackTransport.notify(driver, peer, payload)
+    if driver._peers[peer].channel.lost:
+        raise TransportError("nobody hears this")
 
 
-@caught_by("test_killed_before_a_transfer")
-class FailedWithoutError(Watched):
+@alters_status("test_killed_before_a_transfer")
+def failed_without_error(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """A failed transfer has no error."""
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        return replace(status, error=None)
+    return replace(status, error=None)
 
 
-@caught_by("test_killed_during_a_transfer")
-class IgnoresDeath(Watched):
+@alters_status("test_killed_during_a_transfer")
+def ignores_death(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """A transfer with a dead peer is PENDING for ever."""
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        return PENDING if status.state is State.FAILED else status
+    return PENDING if status.state is State.FAILED else status
 
 
-@caught_by("test_killed_during_a_transfer")
-class DeathMeansDone(Watched):
+@alters_status("test_killed_during_a_transfer")
+def death_means_done(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """A transfer with a dead peer is DONE."""
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        return DONE if status.state is State.FAILED else status
+    return DONE if status.state is State.FAILED else status
 
 
-@caught_by("test_killed_with_many_transfers_in_flight")
-class DeathFailsOnlyOneTransfer(Watched):
+@alters_status("test_killed_with_many_transfers_in_flight")
+def death_fails_only_one_transfer(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """Only the first transfer with a dead peer fails."""
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        others = [
-            one
-            for one, (_, _, job) in self._transfers.items()
-            if isinstance(job, ChunkedTransfer) and job.stop and one < transfer
-        ]
-        return PENDING if others else status
+    others = [
+        one
+        for one, (_, _, job) in driver._transfers.items()
+        if isinstance(job, ChunkedTransfer) and job.stop and one < transfer
+    ]
+    return PENDING if others else status
 
 
 @caught_by("test_killed_during_a_transfer")
@@ -372,42 +362,38 @@ class FailingAfterDisconnect(OtherCapabilities, FailingForEver):
     can: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
 
 
-@caught_by("test_gone_and_back_is_another_peer")
-class MistakesARestartedPeerForTheFormer(LoopbackTransport):
+@replaces("connect", "test_gone_and_back_is_another_peer")
+def mistakes_a_restarted_peer_for_the_former(driver: LoopbackTransport, address: bytes) -> PeerId:
     """A restarted peer is taken for the former one."""
-
-    def connect(self, address: bytes) -> PeerId:
-        peer = super().connect(address)
-        first = min(self._peers)
-        self._peers[first] = self._peers[peer]
-        return first
+    peer = LoopbackTransport.connect(driver, address)
+    first = min(driver._peers)
+    driver._peers[first] = driver._peers[peer]
+    return first
 
 
-@caught_by("test_killed_while_a_fork_lives_on")
-class DetectsDeathBySocketOnly(Watched):
+@alters_status("test_killed_while_a_fork_lives_on")
+def detects_death_by_socket_only(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """Death is detected by the end of a socket, which a fork of the peer keeps open."""
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        peer = self._peers.get(self._transfers[transfer].peer)
-        if status.state is not State.FAILED or peer is None or peer.channel.lost:
-            return status
-        try:
-            peer.channel.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return PENDING
-        except OSError:
-            return status
+    peer = driver._peers.get(driver._transfers[transfer].peer)
+    if status.state is not State.FAILED or peer is None or peer.channel.lost:
         return status
+    try:
+        peer.channel.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return PENDING
+    except OSError:
+        return status
+    return status
 
 
-@caught_by("test_a_stopped_peer_ends_by_the_deadline")
-class PollWaitsForThePeer(LoopbackTransport):
+@replaces("poll", "test_a_stopped_peer_ends_by_the_deadline")
+def poll_waits_for_the_peer(
+    driver: LoopbackTransport, transfers: Sequence[TransferId]
+) -> list[Status]:
     """``poll`` waits for an answer of the peer."""
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        for peer in self._peers.values():
-            if isinstance(peer.memory, OtherProcess) and transfers:
-                stat = Path(f"/proc/{peer.memory.pid}/stat").read_text()
-                if stat.rpartition(")")[2].split()[0] == "T":
-                    time.sleep(0.1)
-        return super().poll(transfers)
+    for peer in driver._peers.values():
+        if isinstance(peer.memory, OtherProcess) and transfers:
+            stat = Path(f"/proc/{peer.memory.pid}/stat").read_text()
+            if stat.rpartition(")")[2].split()[0] == "T":
+                time.sleep(0.1)
+    return LoopbackTransport.poll(driver, transfers)

@@ -20,20 +20,22 @@ from tests.long.drivers.planted.base import (
     PENDING,
     KnowsCancelled,
     Watched,
+    alters_status,
     caught_by,
     connection_of,
     failed,
+    replaces,
     transfer_of,
 )
 from tests.long.drivers.planted.batches import KeepsArraysUntilPoll
 
 
-@caught_by("test_poll_answers_in_the_order_of_the_ids")
-class PollIgnoresOrderOfIds(LoopbackTransport):
+@replaces("poll", "test_poll_answers_in_the_order_of_the_ids")
+def poll_ignores_order_of_ids(
+    driver: LoopbackTransport, transfers: Sequence[TransferId]
+) -> list[Status]:
     """``poll`` returns statuses in the order in which transfers began, each once."""
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        return super().poll(sorted(transfers, reverse=True))
+    return LoopbackTransport.poll(driver, sorted(transfers, reverse=True))
 
 
 @caught_by("test_done_stays_until_it_is_forgotten")
@@ -45,45 +47,41 @@ class ReusesTransferIds(LoopbackTransport):
         self._ids = iter([transfer, *range(transfer + 1, transfer + 10_000)])  # type: ignore[assignment]
 
 
-@caught_by("test_done_stays_until_it_is_forgotten")
-class DisconnectFailsDoneTransfers(Watched):
+@alters_status("test_done_stays_until_it_is_forgotten")
+def disconnect_fails_done_transfers(
+    driver: Watched, transfer: TransferId, status: Status
+) -> Status:
     """A transfer that was DONE is FAILED once its peer is disconnected."""
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        peer = self._transfers[transfer].peer
-        return status if peer in self._peers else failed("disconnected")
+    peer = driver._transfers[transfer].peer
+    return status if peer in driver._peers else failed("disconnected")
 
 
-@caught_by("test_done_stays_until_it_is_forgotten")
-class ForgetsDoneTransfers(LoopbackTransport):
+@replaces("poll", "test_done_stays_until_it_is_forgotten")
+def forgets_done_transfers(
+    driver: LoopbackTransport, transfers: Sequence[TransferId]
+) -> list[Status]:
     """A transfer is forgotten once ``poll`` has reported its end."""
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        statuses = super().poll(transfers)
-        for transfer, status in zip(transfers, statuses, strict=True):
-            if status.state.final and transfer in self._transfers:
-                self.forget(transfer)
-        return statuses
+    statuses = LoopbackTransport.poll(driver, transfers)
+    for transfer, status in zip(transfers, statuses, strict=True):
+        if status.state.final and transfer in driver._transfers:
+            driver.forget(transfer)
+    return statuses
 
 
-@caught_by("test_only_final_transfers_can_be_forgotten")
-class ForgetsRunningTransfers(LoopbackTransport):
+@replaces("forget", "test_only_final_transfers_can_be_forgotten")
+def forgets_running_transfers(driver: LoopbackTransport, transfer: TransferId) -> None:
     """A transfer in flight can be forgotten."""
-
-    def forget(self, transfer: TransferId) -> None:
-        if transfer_of(self, transfer).final:
-            super().forget(transfer)
+    if transfer_of(driver, transfer).final:
+        LoopbackTransport.forget(driver, transfer)
 
 
-@caught_by("test_poll_does_not_block")
-class PollBlocks(LoopbackTransport):
+@replaces("poll", "test_poll_does_not_block")
+def poll_blocks(driver: LoopbackTransport, transfers: Sequence[TransferId]) -> list[Status]:
     """``poll`` waits a while for the end of a transfer."""
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        self._workers.wait_final(
-            [transfer_of(self, one) for one in transfers], time.monotonic() + 0.06
-        )
-        return super().poll(transfers)
+    driver._workers.wait_final(
+        [transfer_of(driver, one) for one in transfers], time.monotonic() + 0.06
+    )
+    return LoopbackTransport.poll(driver, transfers)
 
 
 @caught_by("test_calls_may_come_from_different_threads")
@@ -112,26 +110,24 @@ class ProgressesOnlyInPoll(KeepsArraysUntilPoll):
         )
 
 
-@caught_by("test_long_calls_release_the_interpreter")
-class HoldsTheInterpreterLock(LoopbackTransport):
+@replaces("read", "test_long_calls_release_the_interpreter")
+def holds_the_interpreter_lock(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """``read`` holds the interpreter lock for long."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer = super().read(peer, copies, notify)
-        if copies.total > 1 << 30:
-            ctypes.PyDLL(None).usleep(900_000)
-        return transfer
+    transfer = LoopbackTransport.read(driver, peer, copies, notify)
+    if copies.total > 1 << 30:
+        ctypes.PyDLL(None).usleep(900_000)
+    return transfer
 
 
-@caught_by("test_notifications_does_not_block")
-class NotificationsBlocks(LoopbackTransport):
+@replaces("notifications", "test_notifications_does_not_block")
+def notifications_blocks(driver: LoopbackTransport) -> list[Notification]:
     """``notifications`` waits a while for a notification."""
-
-    def notifications(self) -> list[Notification]:
-        found = super().notifications()
-        if not found:
-            time.sleep(0.1)
-        return found
+    found = LoopbackTransport.notifications(driver)
+    if not found:
+        time.sleep(0.1)
+    return found
 
 
 @caught_by("test_a_batch_moves_its_bytes_and_no_others")
@@ -150,20 +146,16 @@ class DoneBecomesPending(Watched):
         return status
 
 
-@caught_by("test_cancel_ends_a_transfer_early")
-class ClaimsToCancel(LoopbackTransport):
+@replaces("cancel", "test_cancel_ends_a_transfer_early")
+def claims_to_cancel(driver: LoopbackTransport, transfer: TransferId) -> None:
     """``cancel`` has no effect."""
-
-    def cancel(self, transfer: TransferId) -> None:
-        transfer_of(self, transfer)
+    transfer_of(driver, transfer)
 
 
-@caught_by("test_the_end_of_a_transfer_wakes_the_caller")
-class ClaimsToWake(LoopbackTransport):
+@replaces("wake_when_ended", "test_the_end_of_a_transfer_wakes_the_caller")
+def claims_to_wake(driver: LoopbackTransport, wake: Callable[[], None]) -> bool:
     """It says that it wakes the caller, and never does."""
-
-    def wake_when_ended(self, wake: Callable[[], None]) -> bool:
-        return True
+    return True
 
 
 @caught_by("test_quiet_after_a_cancel")
@@ -192,14 +184,12 @@ class DisconnectDoesNotWait(Watched):
         return status if peer in self._peers or status.state.final else failed("disconnected")
 
 
-@caught_by("test_disconnect_leaves_other_peers_alone")
-class DisconnectsAllPeers(LoopbackTransport):
+@replaces("disconnect", "test_disconnect_leaves_other_peers_alone")
+def disconnects_all_peers(driver: LoopbackTransport, peer: PeerId) -> None:
     """``disconnect`` disconnects all other peers, too."""
-
-    def disconnect(self, peer: PeerId) -> None:
-        super().disconnect(peer)
-        for other in list(self._peers):
-            super().disconnect(other)
+    LoopbackTransport.disconnect(driver, peer)
+    for other in list(driver._peers):
+        LoopbackTransport.disconnect(driver, other)
 
 
 @caught_by("test_cancel_leaves_other_transfers_alone")
@@ -235,13 +225,11 @@ class CloseDoesNotWait(LoopbackTransport):
         self._closed = True
 
 
-@caught_by("test_disconnect_fails_what_is_in_flight")
-class DisconnectReportsOtherError(Watched):
+@alters_status("test_disconnect_fails_what_is_in_flight")
+def disconnect_reports_other_error(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """A transfer that ``disconnect`` ended does not fail with ``PeerLostError``."""
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        lost = isinstance(status.error, PeerLostError)
-        return replace(status, error=TransportError("it failed")) if lost else status
+    lost = isinstance(status.error, PeerLostError)
+    return replace(status, error=TransportError("it failed")) if lost else status
 
 
 @caught_by("test_killed_before_a_transfer")
@@ -260,15 +248,13 @@ class ForgetsFailingTransfer(FailingUntilDisconnect):
         LoopbackTransport.forget(self, transfer)
 
 
-@caught_by("test_cancel_does_not_wait_for_the_end")
-class CancelWaitsForTheEnd(LoopbackTransport):
+@replaces("cancel", "test_cancel_does_not_wait_for_the_end")
+def cancel_waits_for_the_end(driver: LoopbackTransport, transfer: TransferId) -> None:
     """``cancel`` returns only when the transfer is final."""
-
-    def cancel(self, transfer: TransferId) -> None:
-        running = not transfer_of(self, transfer).final
-        super().cancel(transfer)
-        if running:
-            time.sleep(0.5)
+    running = not transfer_of(driver, transfer).final
+    LoopbackTransport.cancel(driver, transfer)
+    if running:
+        time.sleep(0.5)
 
 
 @caught_by("test_a_stopped_peer_that_is_disconnected_holds_nobody_up")
@@ -289,16 +275,14 @@ class DisconnectBlocksAllTransfers(LoopbackTransport):
             return super().read(peer, copies, notify)
 
 
-@caught_by("test_peers_come_and_go_beside_transfers")
-class ConnectIteratesWithoutLock(LoopbackTransport):
+@replaces("connect", "test_peers_come_and_go_beside_transfers")
+def connect_iterates_without_lock(driver: LoopbackTransport, address: bytes) -> PeerId:
     """``connect`` iterates over the transfers without a lock while other threads change them."""
-
-    def connect(self, address: bytes) -> PeerId:
-        for _ in range(20):  # so long that other threads do change them, on a busy machine too
-            for _ in self._transfers:
-                time.sleep(0.001)
-            time.sleep(0.01)
-        return super().connect(address)
+    for _ in range(20):  # so long that other threads do change them, on a busy machine too
+        for _ in driver._transfers:
+            time.sleep(0.001)
+        time.sleep(0.01)
+    return LoopbackTransport.connect(driver, address)
 
 
 @caught_by("test_any_order_of_calls_does_what_the_model_does")
