@@ -215,7 +215,7 @@ def test_of_too_many_notifications_the_client_with_most_pays(
     for _ in range(4):
         host.hear(Note(CONNECTION, b"spam"))
     host.hear(Note(OTHER, b"done"))
-    host.hear(*[Note(b"3" * 16, b"spam")] * 3, Note(OTHER, b"more"))
+    host.hear(*[Note(b"3" * 16, b"spam")] * 4, Note(OTHER, b"more"))
     assert host.worker.ended == [worker_of(1)] * 2
     assert host.notifications() == [("honest", b"done"), ("honest", b"more")]
     # What it sends on its ended connections is dropped, and counts no more.
