@@ -63,17 +63,13 @@ def gpu_pair(make: Make, nbytes: int = MIB) -> UcxPair:
 # Whether a connection reaches the memory.
 
 
-def test_cuda_memory_is_a_capability_only_if_cudas_driver_can_be_called(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert make().capabilities.memory == {"cpu", "cuda"}
-    monkeypatch.setattr(transport, "find_cuda", lambda: None)
-    assert make().capabilities.memory == {"cpu"}
-
-
-def test_cuda_memory_is_no_capability_of_a_ucx_that_may_crash_with_it(
+def test_cuda_memory_is_a_capability_only_if_cuda_and_ucx_can_be_used_for_it(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert make().capabilities.memory == {"cpu", "cuda"}
+    with monkeypatch.context() as absent:
+        absent.setattr(transport, "find_cuda", lambda: None)
+        assert make().capabilities.memory == {"cpu"}
     monkeypatch.setattr(library, "LOWEST_FOR_CUDA", (1, 99, 0))
     assert make().capabilities.memory == {"cpu"}
     assert "install 1.99.0 or later" in caplog.text
@@ -228,20 +224,16 @@ def test_memory_is_flushed_before_a_read_is_done_unless_the_gpu_orders_writes(
     assert gpus.called("cuFlushGPUDirectRDMAWrites") == ([] if ordered else [DEVICE])
 
 
-@pytest.mark.usefixtures("nic_writes")
-def test_a_read_whose_bytes_cannot_be_made_visible_is_failed(make: Make, gpus: StandInCuda) -> None:
+def test_a_read_is_failed_whose_bytes_from_a_nic_cannot_be_made_visible(
+    make: Make, gpus: StandInCuda, request: pytest.FixtureRequest
+) -> None:
+    """A GPU that cannot flush is no obstacle where a GPU or a core copies the bytes."""
+    assert gpu_pair(make).works()
+    assert not gpus.calls
+    request.getfixturevalue("nic_writes")
     found = gpu_pair(make)
     status = found.moved(notify=b"arrived")
     assert status.state is State.FAILED
     assert "GPU 1 neither orders what a NIC writes" in str(status.error)
     assert found.other.notifications() == []
     assert not gpus.called("cuFlushGPUDirectRDMAWrites")
-
-
-def test_memory_that_no_nic_has_written_is_not_flushed(make: Make, gpus: StandInCuda) -> None:
-    """A GPU that cannot flush is no obstacle where a GPU or a core copies the bytes."""
-    assert gpu_pair(make).works()
-    assert not gpus.calls
-
-
-# Windows.

@@ -70,39 +70,28 @@ def worker(ucp: FakeUcp) -> Worker:
     return Worker(library, Context(1), Poster(library))
 
 
-@pytest.mark.parametrize("status", [Code.OK, Code.ENDPOINT_TIMEOUT])
-def test_tcp_endpoint_is_closed_when_flushed_or_failed(
-    ucp: FakeUcp, worker: Worker, status: Code
-) -> None:
-    """Closed earlier, UCX crashes if the peer closes the endpoint, too."""
-    worker.close_endpoint(ENDPOINT)
-    worker.run_once()
-    assert ENDPOINT in worker.lingering.values()
-    assert not ucp.closed
-    assert not worker.closing, "closing waits for a peer that may be stopped"
-    ucp.status = status
-    worker.run_once()
-    assert ucp.closed == [ENDPOINT]
-    assert ENDPOINT not in worker.lingering.values()
-
-
 @pytest.mark.parametrize(
-    ("transports", "flushed"),
+    ("transports", "flushed", "lingers"),
     [
-        ("rc_mlx5/mlx5_0:1", FLUSH),
-        # A NIC could go on reading.
-        ("tcp/eth0+rc_mlx5/mlx5_0:1", FLUSH),
-        ("tcp/eth0", 0),
-        ("tcp/eth0", (1 << 64) + Code.NOT_CONNECTED),
+        ("tcp/eth0", FLUSH, True),  # closed earlier, UCX crashes if the peer closes it, too
+        ("tcp/eth0+rc_mlx5/mlx5_0:1", FLUSH, False),  # a NIC could go on reading
+        ("rc_mlx5/mlx5_0:1", FLUSH, False),
+        ("tcp/eth0", 0, False),
+        ("tcp/eth0", (1 << 64) + Code.NOT_CONNECTED, False),
     ],
 )
-def test_endpoint_without_tcp_or_pending_data_is_closed_at_once(
-    ucp: FakeUcp, worker: Worker, transports: str, flushed: int
+@pytest.mark.parametrize("status", [Code.OK, Code.ENDPOINT_TIMEOUT])
+def test_tcp_endpoint_is_closed_when_flushed_or_failed_and_others_at_once(
+    ucp: FakeUcp, worker: Worker, transports: str, flushed: int, lingers: bool, status: Code
 ) -> None:
     ucp.names, ucp.flushed = transports, flushed
     worker.close_endpoint(ENDPOINT)
-    assert ucp.closed == [ENDPOINT]
-    assert not worker.lingering
+    worker.run_once()
+    assert ((ENDPOINT in worker.lingering.values()), not ucp.closed) == (lingers, lingers)
+    assert not worker.closing, "closing waits for a peer that may be stopped"
+    ucp.status = status
+    worker.run_once()
+    assert (ucp.closed, worker.lingering) == ([ENDPOINT], {})
 
 
 def test_lingering_endpoint_is_closed_before_its_worker_is_destroyed(
