@@ -102,20 +102,6 @@ class PagedReadTests(ContractSettings):
             refused(lab.transport.read_pages, peer, pages)
         np.testing.assert_array_equal(lab.mine.get(), before)
 
-    def test_paged_read_needs_known_regions(self, lab: Workbench, shared: Process) -> None:
-        peer = lab.connect(shared)
-        mine, theirs = lab.mine.region, shared.region
-        known = strips_between(mine, theirs)
-        if refuses_pages(lab, peer, known):
-            return
-        elsewhere = replace(theirs, address=theirs.address + (1 << 40))
-        for strips in (
-            strips_between(lab.buffer(MIB).region, theirs),
-            strips_between(mine, elsewhere),
-        ):
-            refused(lab.transport.read_pages, peer, paged(strips, [0], [0]))
-        refused(lab.transport.read_pages, PeerId(1 << 40), paged(known, [0], [0]))
-
     def test_strips_outlive_what_a_driver_prepared(self, lab: Workbench) -> None:
         """The same strips are read after new registrations, and over a new connection."""
         near = lab.neighbour()

@@ -265,7 +265,7 @@ def aligns_addresses(copies: Copies) -> Copies:
 
 
 @alters_copies("test_a_batch_moves_its_bytes_and_no_others")
-def counts_copies_with16_bits(copies: Copies) -> Copies:
+def counts_copies_with_16_bits(copies: Copies) -> Copies:
     """The number of copies wraps around at 65,536."""
     keep = len(copies) if len(copies) < 1 << 16 else len(copies) % (1 << 16)
     return cut(copies, slice(keep))
