@@ -186,10 +186,10 @@ class DeviceWait:
         """Whether all devices have done it; stays False if a device reports an error."""
         return self._quiet
 
-    def ended(self, seconds: float) -> bool:
-        """Wait for some seconds at most; return whether the thread has ended, ``quiet`` or not."""
-        self._thread.join(max(0.0, seconds))
-        return not self._thread.is_alive()
+    def until(self, deadline: float) -> bool:
+        """Wait until a deadline (monotonic) at most; return whether all are ``quiet``."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return self._quiet
 
     def _run(self) -> None:
         try:
@@ -211,33 +211,6 @@ class DeviceWait:
                 return self._cuda.wait_idle(device)
             except StreamCaptureError:
                 time.sleep(_CAPTURE_SECONDS)
-
-
-class DeviceWaits:
-    """Waits for devices, with at most one thread at a time. Any thread may call."""
-
-    def __init__(self, enter: Callable[[], None]) -> None:
-        self._enter = enter
-        self._lock = threading.Lock()
-        self._last: DeviceWait | None = None
-
-    def wait(self, cuda: CudaDriver, devices: Iterable[int], deadline: float) -> bool:
-        """Wait until a deadline (monotonic); return whether what was enqueued before is done."""
-        if not self._lock.acquire(timeout=_seconds_until(deadline)):
-            return False
-        try:
-            # An earlier wait says nothing about work that was enqueued after it began.
-            if self._last is not None and not self._last.ended(_seconds_until(deadline)):
-                return False
-            self._last = DeviceWait(cuda, devices, self._enter)
-            self._last.ended(_seconds_until(deadline))
-            return self._last.quiet
-        finally:
-            self._lock.release()
-
-
-def _seconds_until(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
 
 
 @functools.cache

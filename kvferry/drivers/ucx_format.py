@@ -3,7 +3,7 @@
 UCX reads beyond the end of bytes that were cut off, and aborts the process if it does not know an
 address's version. The formats are those of openucx/ucx, ``src/ucp/wireup/address.c`` (the layouts
 at its top and ``ucp_address_unpack``) and ``src/ucp/core/ucp_rkey.c``
-(``ucp_ep_rkey_unpack_internal``), from v1.18 to v1.22; with ``UCX_UNIFIED_MODE`` they are others
+(``ucp_ep_rkey_unpack_internal``), from v1.19 to v1.22; with ``UCX_UNIFIED_MODE`` they are others
 (see ``is_known``).
 """
 
@@ -27,10 +27,6 @@ _LAST, _EMPTY = 0x80, 0x80
 _MORE_PATHS, _SYSTEM_DEVICE = 0x40, 0x20
 _DOMAIN, _DEVICE_LENGTH, _TRANSPORT_LENGTH = 0x7F, 0x1F, 0x3F
 _HAS_ENDPOINTS = 0x40
-_LEGACY_RELEASE = 18
-"""Up to this minor version, an address of version 1 had another use for two bits of a domain."""
-_RELEASES = 16
-"""An address has the minor version of the UCX that made it modulo this."""
 
 _LENGTHS = {0x7563: 8, 0x19CF: 2}
 """Bytes of the interface addresses of ``self`` and ``tcp``, by CRC-16 of the name; others vary."""
@@ -48,7 +44,7 @@ class FormatError(ValueError):
 
 def check_worker_address(data: bytes) -> None:
     """Refuse, by ``FormatError``, bytes that are not the address of a UCX worker."""
-    reader = _Reader(data)
+    reader = Reader(data)
     version, flags = _header(reader)
     if not flags & _UUID or flags & ~(_DEBUG_INFO | _UUID | _CLIENT_ID):
         raise FormatError(f"its header has the flags {flags:#x}")
@@ -64,7 +60,7 @@ def check_key(data: bytes, kinds: frozenset[int] = frozenset(range(MAX_MEMORY_KI
 
     ``kinds`` are the memory kinds to accept, as values of ``ucs_memory_type_t``.
     """
-    reader = _Reader(data)
+    reader = Reader(data)
     domains = int.from_bytes(reader.take(8), "little")
     kind = reader.byte()
     if kind not in kinds:
@@ -85,26 +81,30 @@ def is_known(address: bytes) -> bool:
 
 
 @dataclass(slots=True)
-class _Reader:
-    """Read bytes in order; to read beyond their end raises ``FormatError``."""
+class Reader:
+    """Reads bytes in order; to read beyond their end raises ``FormatError``."""
 
     data: bytes
     at: int = 0
 
     @property
     def left(self) -> int:
+        """How many bytes have not been read."""
         return len(self.data) - self.at
 
     def take(self, nbytes: int) -> bytes:
+        """Return the next bytes."""
         if nbytes > self.left:
             raise FormatError(f"it ends after {len(self.data)} bytes, within a value")
         self.at += nbytes
         return self.data[self.at - nbytes : self.at]
 
     def skip(self, nbytes: int) -> None:
+        """Leave out the next bytes."""
         self.take(nbytes)
 
     def byte(self) -> int:
+        """Return the next byte."""
         return self.take(1)[0]
 
     def extended(self, mask: int, version: int) -> tuple[int, int]:
@@ -117,11 +117,12 @@ class _Reader:
         return value, first & ~mask
 
     def end(self) -> None:
+        """Raise ``FormatError`` if bytes are left."""
         if self.left:
             raise FormatError(f"{self.left} bytes follow its end")
 
 
-def _header(reader: _Reader) -> tuple[int, int]:
+def _header(reader: Reader) -> tuple[int, int]:
     first = reader.byte()
     version = first & 0xF
     if version not in (_V1, _V2):
@@ -129,37 +130,34 @@ def _header(reader: _Reader) -> tuple[int, int]:
     return version, first >> 4 if version == _V1 else reader.byte()
 
 
-def _devices(reader: _Reader, version: int) -> None:
+def _devices(reader: Reader, version: int) -> None:
     domains: list[int] = []
-    entries, release, last = 0, 0, False
+    entries, last = 0, False
     while not last:
         domain, empty = reader.extended(_DOMAIN, version)
         length, flags = reader.extended(_DEVICE_LENGTH, version)
         last = bool(flags & _LAST)
         _extras(reader, flags)
         reader.skip(length)
-        if empty and last:
-            release = domain % _RELEASES
-        elif not empty:
+        if not empty:
             entries += _transports(reader, version)
         domains.append(0 if empty else domain)
         if len(domains) > MAX_ENTRIES or entries > MAX_ENTRIES:
             raise FormatError(f"it has more than {MAX_ENTRIES} devices or transports")
-    legacy = version == _V1 and release <= _LEGACY_RELEASE % _RELEASES
     if not entries:
         raise FormatError("it names no transport")
-    if max(domains) >= MAX_DOMAINS and not legacy:
+    if max(domains) >= MAX_DOMAINS:
         raise FormatError(f"it numbers a memory domain {max(domains)}; UCX has {MAX_DOMAINS}")
 
 
-def _extras(reader: _Reader, flags: int) -> None:
+def _extras(reader: Reader, flags: int) -> None:
     if flags & _MORE_PATHS and reader.byte() < 1:
         raise FormatError("a device has no paths")
     if flags & _SYSTEM_DEVICE:
         reader.skip(1)
 
 
-def _transports(reader: _Reader, version: int) -> int:
+def _transports(reader: Reader, version: int) -> int:
     """Read a device's transports, up to ``MAX_ENTRIES`` + 1; return their number."""
     count, last = 0, 0
     while not last:
@@ -178,7 +176,7 @@ def _transports(reader: _Reader, version: int) -> int:
     return count
 
 
-def _attributes(reader: _Reader, version: int) -> None:
+def _attributes(reader: Reader, version: int) -> None:
     """Refuse a transport whose performance figures are no numbers, or out of bounds."""
     if version == _V2:
         tiny = _ATTRIBUTES_V2.unpack(reader.take(_ATTRIBUTES_V2.size))[:3]

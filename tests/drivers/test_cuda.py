@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import enter_nothing
-from kvferry.drivers.cuda import CudaDriver, DeviceWait, DeviceWaits, StreamCaptureError
+from kvferry.drivers.cuda import CudaDriver, DeviceWait, StreamCaptureError
 from tests.gpu.driver_api import (
     FLUSH_OPTIONS,
     HOST_PAGE_TABLES,
@@ -80,13 +80,16 @@ def test_flush_that_the_device_cannot_do_is_refused() -> None:
     assert library.called("cuFlushGPUDirectRDMAWrites") == []
 
 
+def soon(seconds: float = 60.0) -> float:
+    return time.monotonic() + seconds
+
+
 def test_device_wait_ends_when_all_queues_have_drained() -> None:
     library = StandInCuda(idle_at={1: NEVER})
     wait = DeviceWait(CudaDriver(library), [1, 0, 1], enter_nothing)
-    assert not wait.ended(0.05)
-    assert not wait.quiet
+    assert not wait.until(soon(0.05))
     library.idle_at[1] = 0.0
-    assert wait.ended(60)
+    assert wait.until(soon())
     assert wait.quiet
     assert library.called("cuCtxSynchronize") == [0, 1]
 
@@ -97,86 +100,28 @@ def test_device_wait_enters_its_thread_first() -> None:
     def enter() -> None:
         entered.append((threading.get_ident(), len(library.called("cuCtxSynchronize"))))
 
-    wait = DeviceWait(CudaDriver(library), [0], enter)
-    assert wait.ended(60)
-    assert wait.quiet
+    assert DeviceWait(CudaDriver(library), [0], enter).until(soon())
     [call] = [call for call in library.calls if call.name == "cuCtxSynchronize"]
     assert entered == [(call.thread, 0)]
     assert call.thread != threading.get_ident()
 
 
 def test_device_with_an_error_is_never_quiet(caplog: pytest.LogCaptureFixture) -> None:
-    library = StandInCuda(broken={0})
-    wait = DeviceWait(CudaDriver(library), [0, 1], enter_nothing)
-    deadline = time.monotonic() + 60
+    wait = DeviceWait(CudaDriver(StandInCuda(broken={0})), [0, 1], enter_nothing)
     with caplog.at_level(logging.ERROR):
-        while "restart the engine" not in caplog.text and time.monotonic() < deadline:
-            wait.ended(0.01)
-    assert not wait.quiet
+        assert not wait.until(soon())
     assert "restart the engine" in caplog.text
 
 
-def test_device_wait_tries_again_while_a_stream_is_captured(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_device_wait_tries_again_while_a_stream_is_captured() -> None:
     library = StandInCuda(capturing=2)
-    wait = DeviceWait(CudaDriver(library), [1], enter_nothing)
-    assert wait.ended(60)
-    assert wait.quiet
+    assert DeviceWait(CudaDriver(library), [1], enter_nothing).until(soon())
     assert library.called("cuCtxSynchronize") == [1, 1, 1]
-    assert library.contexts == []
-    assert library.retained == {1: 0}
-    assert not caplog.records
-
-
-def test_capture_that_does_not_end_is_not_quiet() -> None:
-    library = StandInCuda(capturing=1_000_000)
+    assert (library.contexts, library.retained) == ([], {1: 0})
+    library.capturing = 1_000_000
     with pytest.raises(StreamCaptureError, match=r"\(900\)"):
         CudaDriver(library).wait_idle(0)
     wait = DeviceWait(CudaDriver(library), [0], enter_nothing)
-    assert not wait.ended(0.05)
-    assert not wait.quiet
+    assert not wait.until(soon(0.05))
     library.capturing = 0
-    assert wait.ended(60)
-    assert wait.quiet
-
-
-def waiting_threads() -> set[threading.Thread]:
-    return {each for each in threading.enumerate() if each.name == "kvferry-cuda-wait"}
-
-
-def test_no_second_thread_waits_while_the_first_is_stuck() -> None:
-    library = StandInCuda(idle_at={0: NEVER})
-    cuda, waits, before = CudaDriver(library), DeviceWaits(enter_nothing), waiting_threads()
-    for _ in range(3):
-        assert not waits.wait(cuda, [0], time.monotonic() + 0.05)
-        assert len(waiting_threads() - before) == 1
-    while not library.calls:
-        time.sleep(0.001)
-    assert library.called("cuCtxSynchronize") == [0]
-    library.idle_at[0] = 0.0
-    assert waits.wait(cuda, [0], time.monotonic() + 60)
-
-
-def test_wait_covers_what_was_enqueued_after_an_earlier_wait_began() -> None:
-    library = StandInCuda(idle_at={0: NEVER})
-    cuda, waits = CudaDriver(library), DeviceWaits(enter_nothing)
-    assert not waits.wait(cuda, [0], time.monotonic() + 0.05)
-    library.idle_at = {0: 0.0, 1: NEVER}
-    while library.called("cuCtxSynchronize") != [0, 1]:
-        assert not waits.wait(cuda, [1], time.monotonic() + 0.05)
-    library.idle_at.clear()
-
-
-def test_wait_beside_a_stuck_one_gives_up_in_time() -> None:
-    library = StandInCuda(idle_at={0: NEVER})
-    cuda, waits = CudaDriver(library), DeviceWaits(enter_nothing)
-    until = time.monotonic() + 60
-    other = threading.Thread(target=lambda: waits.wait(cuda, [0], until))
-    other.start()
-    while not library.calls:
-        time.sleep(0.001)
-    assert not waits.wait(cuda, [0], time.monotonic() + 0.05)
-    library.idle_at.clear()
-    other.join()
-    assert library.called("cuCtxSynchronize") == [0]
+    assert wait.until(soon())

@@ -18,19 +18,6 @@ from kvferry.drivers.ucx_format import (
 )
 
 ADDRESSES = {
-    "1.18.1": (
-        "208327675b9a806a212000637577cc2b320040975000000000004f0300888088410c28a4643e21060002c000"
-        "0202cf1917b751389763344bd7e03737001323008289cb21120102a0edb3e3e3a4be93f9ffffef00000000cf"
-        "1917b75138539e3e4bd7e037370113230082e3314208a0edb3e3e3a4be138d5377cc2b320000705077ccab33"
-        "004f2300883800b600000000004308a0edb3e3e3a4be13a7d377cc2b320000705077ccab33004f230088e71c"
-        "0000040000c02408a0edb3e3e3a4be13478bbd37063600242e5077ccab330092210084e71c00008280"
-    ),
-    "1.18.1, version 2": (
-        "21021f15f3d178de0b13000063754426000080001b008859fcff6495bb387901060002c0000202cf190c015a"
-        "0080008b0082c84b01120102a0edb3e3e3a4be93f9ffffef00000000cf190c015a0180008b0082bf450208a0"
-        "edb3e3e3a4be138d5344e5430081009b00883c00b600000000000308a0edb3e3e3a4be13a7d344e543008100"
-        "9b0088e71c0080060000c00488a0edb3e3e3a4be13478bfb5543000000990084e71c0000"
-    ),
     "1.20.0": (
         "20cf949c871db89ef00000637577cc2b320040975000000000004f030088b98b67a20c1192c801060202c000"
         "0202cf1917b751389763344bd7e037370013230082edaf01120302a0edb3e3e3a4be93f9ffffef00000000cf"
@@ -56,7 +43,7 @@ UNIFIED = bytes.fromhex(
     "2064bc6f2f6670f89f000063758000000000d0afd8a5b8aada8f01060002c0000202cf1981d7e037378c4b010e0102a0"
     "edb3e3e3a4be93f9ffffefcf1982d7e0373799a30408a0edb3e3e3a4be13478b8577ccab33212e00008680"
 )
-KEYS = {"1.18.1": "130000000000000000000000", "1.22.0": "01000000000000000000ff"}
+KEYS = {"three domains": "130000000000000000000000", "1.22.0": "01000000000000000000ff"}
 HEADER = b"\x20" + bytes(8)
 SELF = bytes.fromhex("637577cc2b320040975000000000004f0300")
 """Name and figures of a transport; the length of its address follows."""
@@ -116,10 +103,9 @@ def test_malformed_address_is_refused(wrong: bytes, why: str) -> None:
 
 
 def test_unusual_but_valid_addresses_pass() -> None:
-    """Many transports, the memory domain numbers of an older version, and several paths pass."""
+    """Many transports, and several paths, pass."""
     more = SELF + b"\x08" + bytes(8)
     check_worker_address(HEADER + b"\x00\x80" + more * (MAX_ENTRIES - 1) + ONE[11:])
-    check_worker_address(HEADER + b"\x7f\x00" + ONE[11:] + b"\x82\x80")
     check_worker_address(HEADER + b"\x00\xe0\x02\x07" + ONE[11:])
 
 

@@ -81,33 +81,21 @@ class CutLinkTests(PeersOnOtherHost):
         yield side
         networks.restore()
 
-    def test_reads_arrive_with_their_notifications(self, lab: Workbench, process: Process) -> None:
+    @pytest.mark.parametrize("when", ["before", "during"])
+    def test_transfer_fails_when_link_is_cut(
+        self, lab: Workbench, process: Process, networks: Networks, side: Side, when: str
+    ) -> None:
         lab.works(process)
         peer = lab.connect(process)
-        transfer = lab.transport.read(peer, lab.whole(process), b"arrived")
-        lab.finish(transfer)
-        assert [seen.payload for seen in process.notifications(1)] == [b"arrived"]
-        np.testing.assert_array_equal(lab.mine.get(), process.get())
-
-    def test_transfer_fails_when_link_is_cut_during_it(
-        self, lab: Workbench, process: Process, networks: Networks, side: Side
-    ) -> None:
-        peer = lab.connect(process)
-        copies = lab.lasting(process)
-        transfer = lab.transport.read(peer, copies)
-        assert lab.until(lambda: lab.mine.get(0, 8).any()), "no byte has arrived"
-        assert lab.state(transfer) is State.PENDING, "the transfer ended before the link was cut"
-        networks.cut(side)
-        self._expect_failure(lab, peer, transfer)
-        self._expect_recovery(lab, process, networks, peer, transfer)
-
-    def test_transfer_fails_when_link_was_cut_before_it(
-        self, lab: Workbench, process: Process, networks: Networks, side: Side
-    ) -> None:
-        peer = lab.connect(process)
-        lab.works(process)
-        networks.cut(side)
-        transfer = lab.transport.read(peer, lab.whole(process), b"x" if lab.notifies else None)
+        if when == "before":
+            networks.cut(side)
+            transfer = lab.transport.read(peer, lab.whole(process), lab.bound())
+        else:
+            lab.mine.put(np.zeros(MIB, np.uint8))
+            transfer = lab.transport.read(peer, lab.lasting(process))
+            assert lab.until(lambda: lab.mine.get(0, 8).any()), "no byte has arrived"
+            assert lab.state(transfer) is State.PENDING, "it ended before the link was cut"
+            networks.cut(side)
         self._expect_failure(lab, peer, transfer)
         self._expect_recovery(lab, process, networks, peer, transfer)
         assert process.notifications(1, 0.2) == []
@@ -143,12 +131,7 @@ class CutLinkTests(PeersOnOtherHost):
             self._expect_recovery(lab, process, networks, peer, transfer)
         networks.restore()
         lab.works(process)
-
-    def test_link_cut_and_restored_between_transfers_is_harmless(
-        self, lab: Workbench, process: Process, networks: Networks, side: Side
-    ) -> None:
-        lab.works(process)
-        networks.cut(side)
+        networks.cut(side)  # between transfers
         networks.restore()
         lab.works(process)
 

@@ -35,7 +35,7 @@ from kvferry.drivers.loopback import address as loopback
 from kvferry.drivers.loopback.notifications import ChannelHello
 from kvferry.drivers.loopback.registry import RegionRegistry, claims_of
 from kvferry.drivers.nixl import address as nixl
-from kvferry.drivers.nixl.registrations import RegisteredSpan
+from kvferry.drivers.nixl.agents import RegisteredSpan
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import KeyId, ProcessIdentity

@@ -15,9 +15,7 @@ from kvferry.core.transport import State
 from kvferry.drivers.cuda import CudaDriver
 from kvferry.drivers.ucx import (
     UcxTransport,
-    client,
     library,
-    merged_copies,
     transport,
     ucp,
 )
@@ -65,17 +63,13 @@ def gpu_pair(make: Make, nbytes: int = MIB) -> UcxPair:
 # Whether a connection reaches the memory.
 
 
-def test_cuda_memory_is_a_capability_only_if_cudas_driver_can_be_called(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert make().capabilities.memory == {"cpu", "cuda"}
-    monkeypatch.setattr(transport, "find_cuda", lambda: None)
-    assert make().capabilities.memory == {"cpu"}
-
-
-def test_cuda_memory_is_no_capability_of_a_ucx_that_may_crash_with_it(
+def test_cuda_memory_is_a_capability_only_if_cuda_and_ucx_can_be_used_for_it(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert make().capabilities.memory == {"cpu", "cuda"}
+    with monkeypatch.context() as absent:
+        absent.setattr(transport, "find_cuda", lambda: None)
+        assert make().capabilities.memory == {"cpu"}
     monkeypatch.setattr(library, "LOWEST_FOR_CUDA", (1, 99, 0))
     assert make().capabilities.memory == {"cpu"}
     assert "install 1.99.0 or later" in caplog.text
@@ -230,60 +224,16 @@ def test_memory_is_flushed_before_a_read_is_done_unless_the_gpu_orders_writes(
     assert gpus.called("cuFlushGPUDirectRDMAWrites") == ([] if ordered else [DEVICE])
 
 
-@pytest.mark.usefixtures("nic_writes")
-def test_a_read_whose_bytes_cannot_be_made_visible_is_failed(make: Make, gpus: StandInCuda) -> None:
+def test_a_read_is_failed_whose_bytes_from_a_nic_cannot_be_made_visible(
+    make: Make, gpus: StandInCuda, request: pytest.FixtureRequest
+) -> None:
+    """A GPU that cannot flush is no obstacle where a GPU or a core copies the bytes."""
+    assert gpu_pair(make).works()
+    assert not gpus.calls
+    request.getfixturevalue("nic_writes")
     found = gpu_pair(make)
     status = found.moved(notify=b"arrived")
     assert status.state is State.FAILED
     assert "GPU 1 neither orders what a NIC writes" in str(status.error)
     assert found.other.notifications() == []
     assert not gpus.called("cuFlushGPUDirectRDMAWrites")
-
-
-def test_memory_that_no_nic_has_written_is_not_flushed(make: Make, gpus: StandInCuda) -> None:
-    """A GPU that cannot flush is no obstacle where a GPU or a core copies the bytes."""
-    assert gpu_pair(make).works()
-    assert not gpus.calls
-
-
-# Windows.
-
-
-@pytest.mark.parametrize(
-    ("kind", "piece", "expected"),
-    [
-        (on_gpu, 64, [8192, 2048]),
-        (region_of, 64, [2048] * 5),
-        # One piece, which becomes runs of 16 KiB.
-        (on_gpu, 10 * 64 << 10, [4] * 10),
-        (region_of, 10 * 64 << 10, [1] * 40),
-    ],
-)
-def test_windows_of_device_memory_have_more_runs_and_bytes(
-    make: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: AsRegion,
-    piece: int,
-    expected: list[int],
-) -> None:
-    monkeypatch.setattr(client, "available_cores", lambda: 1)
-    if piece > 64:
-        monkeypatch.setattr(merged_copies, "MAX_RUN_BYTES", 16 << 10)
-        monkeypatch.setattr(transfer_module, "WINDOW_BYTES", 8 << 10)
-        monkeypatch.setattr(transfer_module, "DEVICE_WINDOW_BYTES", 64 << 10)
-    nbytes = 10 * 64 << 10
-    found = paired(make(), make(), nbytes, kind, kind)
-    post, counts = found.reader._poster.post, list[int]()
-
-    def counted(endpoint: Endpoint, *columns: U64Array) -> U64Array:
-        counts.append(len(columns[0]))
-        return post(endpoint, *columns)
-
-    monkeypatch.setattr(found.reader._poster, "post", counted)
-    # In reverse order, so that only the bytes within a piece are adjacent on both sides.
-    last = nbytes // piece - 1
-    rows = [(piece * i, piece * (last - i), piece) for i in range(last + 1)]
-    assert found.moved(rows).state is State.DONE
-    assert counts == expected
-    moved = found.mine.reshape(-1, piece)[::-1]
-    np.testing.assert_array_equal(moved, found.theirs.reshape(-1, piece))

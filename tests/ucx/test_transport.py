@@ -88,18 +88,6 @@ def test_a_way_that_cannot_tell_that_a_peer_died_is_not_taken(make: Make) -> Non
 
 
 @ANY_WAY
-def test_many_runs_through_compiled_loops(make: Make, options: Mapping[str, object]) -> None:
-    n, size = 30_000, 16
-    pair = paired(make(**options, threads=2), make(**options), 2 * n * size)
-    assert pair.reader._poster.compiled, "llvmlite, which the extra ucx installs, is missing"
-    places = np.random.default_rng(1).permutation(2 * n)[:n]
-    expected = np.zeros((2 * n, size), np.uint8)
-    expected[places] = pair.theirs.reshape(-1, size)[places]
-    assert pair.moved([(size * p, size * p, size) for p in places]).state is State.DONE
-    np.testing.assert_array_equal(pair.mine.reshape(-1, size), expected)
-
-
-@ANY_WAY
 def test_small_reads_move_all_bytes_and_then_notify(
     make: Make, options: Mapping[str, object]
 ) -> None:

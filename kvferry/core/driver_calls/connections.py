@@ -183,15 +183,9 @@ class Connections:
         waiting.append(one)
         if len(waiting) == 1:
             self._blocking_calls.run(
-                lambda: self._connect(address),
+                lambda: self._transport.connect(address),
                 lambda outcome: self._dialled(address, one.engine, outcome),
             )
-
-    def _connect(self, address: bytes) -> PeerId:
-        peer = self._transport.connect(address)
-        if not isinstance(peer, int):
-            raise TypeError(f"the driver's connect returned {peer!r:.200}, which is no id")
-        return peer
 
     def _dialled(self, address: bytes, engine: str, outcome: PeerId | KVFerryError) -> None:
         waiting = self._dials.pop(address)

@@ -34,6 +34,19 @@ class RegionRow(Protocol):
         """Return the region; raise ``LayoutError`` if none can be so."""
 
 
+class MemoryRow(msgspec.Struct, frozen=True, array_like=True):
+    """A region of any kind of memory; a driver's subclass adds what it needs to reach it."""
+
+    address: Word
+    nbytes: Word
+    kind: Kind
+    device: Device
+
+    def region(self) -> Region:
+        """Return the region; raise ``LayoutError`` if none can be so."""
+        return Region(address=self.address, nbytes=self.nbytes, kind=self.kind, device=self.device)
+
+
 AddressT = TypeVar("AddressT")
 RowT = TypeVar("RowT", bound=RegionRow)
 

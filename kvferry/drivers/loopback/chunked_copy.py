@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.memory import U64Array
 from kvferry.core.transport.copies import Copies, run_starts
 from kvferry.drivers.loopback.process_memory import IOVEC, MAX_IOVECS
 
@@ -115,12 +114,9 @@ def read_in_process(chunk: Chunk) -> None:
     # To get the lock back takes 5 ms while another thread is busy: longer than a short run.
     long = chunk.nbytes >= _RELEASE_FROM * chunk.runs
     move = _memmove_releasing_lock if long else _memmove_holding_lock
-    target, source = ranges_of(chunk.local), ranges_of(chunk.remote)
+    target, source = (
+        np.frombuffer(side, np.uint64).reshape(-1, 2) for side in (chunk.local, chunk.remote)
+    )
     # The loop itself runs in C: a map, consumed by a deque that keeps nothing.
     calls = map(move, target[:, 0].tolist(), source[:, 0].tolist(), source[:, 1].tolist())
     collections.deque(calls, maxlen=0)
-
-
-def ranges_of(iovecs: bytes) -> U64Array:
-    """Return packed ``IOVEC`` as an (n, 2) array of addresses and lengths."""
-    return np.frombuffer(iovecs, np.uint64).reshape(-1, 2)

@@ -36,7 +36,6 @@ _MAX_UNIDENTIFIED = 64
 _PER_MESSAGE = 256
 """Bytes added to each message's size, so that the limits also bound the number of tiny messages."""
 _BACK_OFF_SECONDS = 0.05  # while the inbox is full or no file descriptor is left
-_DRAIN_SECONDS = 0.5  # how long closing a channel waits for its queue to be sent
 _MESSAGES_AT_ONCE = 256  # from one sender before turning to the next
 
 
@@ -92,11 +91,6 @@ class NotificationChannel:
                 self._queued_bytes -= len(self._queue.popleft()) + _PER_MESSAGE
             if self._queue:
                 self._wake_when_writable()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether notifications are queued that can still be sent."""
-        return bool(self._queue) and not self.lost
 
     def close(self) -> None:
         """Close the socket, and drop queued notifications."""
@@ -168,8 +162,7 @@ class Mailbox:
         return channel
 
     def close_channel(self, channel: NotificationChannel) -> None:
-        """Wait up to 0.5 s until a channel's queue is sent, then close it and drop the rest."""
-        _let_drain([channel])
+        """Close a channel, and drop what it has queued."""
         with self._lock:
             if self._channels.pop(channel.socket.fileno(), None) is not None:
                 self._epoll.unregister(channel.socket)
@@ -184,8 +177,7 @@ class Mailbox:
         return taken
 
     def close(self, deadline_seconds: float) -> None:
-        """Wait up to 0.5 s until queues are sent, then end the thread and close every socket."""
-        _let_drain(list(self._channels.values()))
+        """End the thread and close every socket; what is queued is dropped."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(deadline_seconds)
@@ -293,10 +285,3 @@ def _connected(name: str, hello: bytes) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _let_drain(channels: list[NotificationChannel]) -> None:
-    """Wait up to 0.5 s until the mailbox's thread has sent what these channels have queued."""
-    deadline = time.monotonic() + _DRAIN_SECONDS
-    while any(channel.waiting for channel in channels) and time.monotonic() < deadline:
-        time.sleep(0.001)

@@ -8,12 +8,10 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.transport.procfs import boot_id, pid_namespace, start_time
 from kvferry.drivers.loopback.address import LoopbackAddress
-from kvferry.drivers.loopback.chunked_copy import NOTHING, Chunk, ranges_of, read_in_process
+from kvferry.drivers.loopback.chunked_copy import NOTHING, Chunk, read_in_process
 from kvferry.drivers.loopback.process_memory import IOVEC, vm_read, why_forbidden
 from kvferry.drivers.loopback.registry import (
     INSTANCE_BYTES,
@@ -116,7 +114,11 @@ class OtherProcess:
         if not chunk.nbytes:
             raise self._lost()
         self.check(claims)
-        raise self._faulted(chunk, moved)
+        raise TransportError(
+            f"the kernel copied {moved} of {chunk.nbytes} bytes and stopped: memory of this side "
+            f"or of {self.owner} is registered but not mapped any more, or read-only; keep memory "
+            "mapped until it is deregistered"
+        )
 
     def check(self, claims: Claims) -> None:
         """Raise what ``move`` raises, and read no bytes."""
@@ -124,18 +126,6 @@ class OtherProcess:
 
     def _lost(self) -> PeerLostError:
         return PeerLostError(f"{self.owner} is gone: process {self.pid} has ended or restarted")
-
-    def _faulted(self, chunk: Chunk, moved: int) -> TransportError:
-        local, remote = ranges_of(chunk.local), ranges_of(chunk.remote)
-        ends = local[:, 1].cumsum()
-        run = int(ends.searchsorted(np.uint64(moved), side="right"))
-        into = moved - int(ends[run] - local[run, 1])
-        return TransportError(
-            f"the kernel copied {moved} of {chunk.nbytes} bytes and stopped in the page of "
-            f"{int(local[run, 0]) + into:#x} here or {int(remote[run, 0]) + into:#x} of "
-            f"{self.owner}: one of them is registered but not mapped any more, or read-only; keep "
-            "memory mapped until it is deregistered"
-        )
 
 
 PeerMemory = SameProcess | OtherProcess

@@ -7,7 +7,6 @@ import errno
 import functools
 import os
 import struct
-from pathlib import Path
 
 from kvferry.core.errors import DriverError
 
@@ -19,8 +18,6 @@ IOVEC = struct.Struct("2Q")
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-_MS_ASYNC = 1
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.cache
@@ -37,7 +34,6 @@ def _libc(*, holding_lock: bool = False) -> ctypes.CDLL:
     read.argtypes = [ctypes.c_int, array, count, array, count, ctypes.c_ulong]
     read.restype = ctypes.c_ssize_t
     libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
 
 
@@ -64,13 +60,6 @@ def allow_readers() -> None:
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
-def is_mapped(address: int, nbytes: int) -> bool:
-    """Return whether every page of a range of memory is mapped in this process."""
-    first = address // _PAGE * _PAGE
-    # With MS_ASYNC msync writes nothing; it only walks the mappings.
-    return bool(_libc().msync(first, address + nbytes - first, _MS_ASYNC) == 0)
-
-
 def why_forbidden(code: int, pid: int) -> str:
     """Return why the kernel refused a copy with this errno, and a remedy, for an error's text."""
     if code == errno.ENOSYS:
@@ -80,38 +69,8 @@ def why_forbidden(code: int, pid: int) -> str:
         )
     if code != errno.EPERM:
         return f"process_vm_readv on process {pid} failed: {os.strerror(code)}"
-    return f"the kernel forbids reading the memory of process {pid}: {_remedy(pid)}"
-
-
-def _remedy(pid: int) -> str:
-    peer = _uid(pid)
-    if peer is not None and peer != os.geteuid():
-        return (
-            f"it runs as uid {peer} and this process as uid {os.geteuid()}; run both as one user, "
-            "or give this one CAP_SYS_PTRACE"
-        )
-    scope = _ptrace_scope()
-    if scope >= 2:
-        return (
-            f"kernel.yama.ptrace_scope is {scope}; set it to 1 or 0 "
-            "(sysctl -w kernel.yama.ptrace_scope=1), or give this process CAP_SYS_PTRACE"
-        )
     return (
-        "it may have been made non-dumpable (by set-user-id or file capabilities) or live in "
-        "another container; give this process CAP_SYS_PTRACE (--cap-add=SYS_PTRACE)"
-        + (", or set kernel.yama.ptrace_scope to 0" if scope else "")
+        f"the kernel forbids reading the memory of process {pid}: run both as one user; if they "
+        "are, give this process CAP_SYS_PTRACE (--cap-add=SYS_PTRACE), which containers and "
+        "kernel.yama.ptrace_scope of 2 or more require"
     )
-
-
-def _uid(pid: int) -> int | None:
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return None
-
-
-def _ptrace_scope() -> int:
-    try:
-        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 0

@@ -9,32 +9,23 @@ import msgspec
 
 from kvferry.core.memory import Region
 from kvferry.core.transport.addresses import (
-    Device,
-    Kind,
+    MemoryRow,
     Name,
     Word,
     check_digest,
     decode_address,
     digest_of,
 )
-from kvferry.drivers.nixl.registrations import RegisteredSpan
+from kvferry.drivers.nixl.agents import RegisteredSpan
 
 MAX_ADDRESS_BYTES = 1 << 20
 MAX_REGIONS = 1 << 14
 
 
-class Range(msgspec.Struct, frozen=True, array_like=True):
-    """A range of the peer's memory: a registered region, or a span (see ``registrations``)."""
+class Range(MemoryRow, frozen=True, array_like=True):
+    """A range of the peer's memory: a registered region, or a span (see ``agents``)."""
 
-    address: Word
-    nbytes: Word
-    kind: Kind
-    device: Device
     key: Word = 0  # of a span: a peer sees by it that it was registered anew
-
-    def region(self) -> Region:
-        """Return the region; raise ``LayoutError`` if none can be so."""
-        return Region(address=self.address, nbytes=self.nbytes, kind=self.kind, device=self.device)
 
 
 _Ranges = Annotated[list[Range], msgspec.Meta(max_length=MAX_REGIONS)]

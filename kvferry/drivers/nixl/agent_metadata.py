@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
+from kvferry.drivers.ucx_format import FormatError, Reader, check_key, check_worker_address
 
 UCX = "UCX"
 MAX_CONNECTIONS = 64
@@ -36,7 +36,7 @@ class AgentMetadata:
 
 def parsed(data: bytes) -> AgentMetadata:
     """Parse untrusted metadata, UCX's values included, or raise ``FormatError``."""
-    reader = _Reader(data)
+    reader = _Tagged(data)
     reader.expect(_START)
     agent = reader.text(b"Agent")
     connections = {}
@@ -55,7 +55,7 @@ def parsed(data: bytes) -> AgentMetadata:
     return AgentMetadata(agent=agent, connections=connections)
 
 
-def _section(reader: _Reader) -> None:
+def _section(reader: _Tagged) -> None:
     backend = reader.text(b"bknd")
     if reader.value(b"nixlDList") != b"nixlSDList":
         raise FormatError("a section has no list of descriptors")
@@ -71,30 +71,17 @@ def _section(reader: _Reader) -> None:
             check_key(descriptor[_DESCRIPTOR_BYTES:])
 
 
-@dataclass(slots=True)
-class _Reader:
-    data: bytes
-    at: int = 0
-
-    @property
-    def left(self) -> int:
-        return len(self.data) - self.at
+class _Tagged(Reader):
+    """Reads tagged values."""
 
     def expect(self, wanted: bytes) -> None:
-        if not self.data.startswith(wanted, self.at):
-            raise FormatError(f"byte {self.at} does not begin with {wanted!r}")
-        self.at += len(wanted)
+        if self.take(len(wanted)) != wanted:
+            raise FormatError(f"byte {self.at - len(wanted)} does not begin with {wanted!r}")
 
     def value(self, tag: bytes) -> bytes:
         self.expect(tag)
-        if self.left < _SIZE.size:
-            raise FormatError(f"it ends at byte {len(self.data)}, within a length")
-        (nbytes,) = _SIZE.unpack_from(self.data, self.at)
-        self.at += _SIZE.size
-        if nbytes >= self.left:
-            raise FormatError(f"it ends at byte {len(self.data)}, within a value of {nbytes}")
-        found = self.data[self.at : self.at + nbytes]
-        self.at += nbytes
+        (nbytes,) = _SIZE.unpack(self.take(_SIZE.size))
+        found = self.take(nbytes)
         self.expect(_BAR)
         return found
 
@@ -113,7 +100,3 @@ class _Reader:
         if len(found) != _SIZE.size or not least <= number <= most:
             raise FormatError(f"the value of {tag!r} is {number}; {least} to {most} can be")
         return number
-
-    def end(self) -> None:
-        if self.left:
-            raise FormatError(f"{self.left} bytes follow its end")

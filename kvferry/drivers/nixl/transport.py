@@ -34,13 +34,13 @@ from kvferry.core.transport import (
     parse_options,
 )
 from kvferry.core.transport.addresses import decode_regions
-from kvferry.drivers.cuda import DeviceWaits, find_cuda
+from kvferry.drivers.cuda import DeviceWait, find_cuda
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import agent_metadata, library
 from kvferry.drivers.nixl.address import NixlAddress
 from kvferry.drivers.nixl.agent import Telemetry, TransferChunk
 from kvferry.drivers.nixl.agent_metadata import AgentMetadata
-from kvferry.drivers.nixl.agent_pair import AgentPair
+from kvferry.drivers.nixl.agents import Agents
 from kvferry.drivers.nixl.descriptor_lists import (
     DescriptorLists,
     PagedChunk,
@@ -82,10 +82,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     max_regions: ClassVar[int] = wire.MAX_REGIONS
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
-        self._device_waits = DeviceWaits(enter)
+        self._enter = enter
         self._options = parse_options("nixl", NixlOptions, options)
         name = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"
-        self._agents = AgentPair(library.load(), name, self._options)
+        self._agents = Agents(library.load(), name, self._options)
         self._agent = self._agents.first
         super().__init__(
             name,
@@ -128,11 +128,11 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                 in_use |= record.local
         self._release_prepared()
         # If a span grows, peers cannot reach its regions until they connect again.
-        self._agents.registrations.add(region, in_use)
+        self._agents.register(region, in_use)
 
     def _deregister(self, region: Region, registration: None) -> None:
         self._release_prepared()
-        self._agents.registrations.remove(region)
+        self._agents.deregister(region)
 
     # Connections.
 
@@ -141,7 +141,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             name=self.name,
             backend=self._options.backend,
             metadata=self._agent.metadata(),
-            spans=self._agents.registrations,
+            spans=self._agents.spans,
             regions=self._registered,
         )
 
@@ -323,7 +323,8 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                 ", ".join(sorted(kinds)),
             )
             return False
-        return self._device_waits.wait(cuda, _devices(list(self._registered)), deadline)
+        devices = _devices(list(self._registered))
+        return DeviceWait(cuda, devices, self._enter).until(deadline)
 
     # What NIXL knows of peers.
 

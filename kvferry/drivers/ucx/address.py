@@ -8,12 +8,10 @@ from typing import Annotated, Literal, NewType
 import msgspec
 
 from kvferry.core.errors import ConnectError
-from kvferry.core.memory import Region
 from kvferry.core.transport import procfs
 from kvferry.core.transport.addresses import (
-    Device,
     Instance,
-    Kind,
+    MemoryRow,
     Name,
     Pid,
     Word,
@@ -36,19 +34,11 @@ Identity = tuple[Instance, WorkerAddress]
 """What distinguishes a transport from others: its instance, and the worker that serves peers."""
 
 
-class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
+class UcxRegion(MemoryRow, frozen=True, array_like=True):
     """A registered region, as peers see it; ``key`` is its ``KeyId``, ``packed`` is UCX's key."""
 
-    address: Word
-    nbytes: Word
-    kind: Kind
-    device: Device
     key: Word
     packed: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_PACKED_KEY)]
-
-    def region(self) -> Region:
-        """Return the region; raise ``LayoutError`` if none can be so."""
-        return Region(address=self.address, nbytes=self.nbytes, kind=self.kind, device=self.device)
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):

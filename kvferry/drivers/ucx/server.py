@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
@@ -64,14 +64,6 @@ class ClientConnection:
     confirmed: int  # the last withdrawal that the client has confirmed, or need not
 
 
-@dataclass(slots=True, eq=False)
-class KeptNotifications:
-    """A client's notifications, in order, that were not taken yet; about how many bytes."""
-
-    notifications: list[Notification] = field(default_factory=list)
-    nbytes: int = 0
-
-
 class Server(ProgressTarget):
     """The server side of a transport, whose memory peers read.
 
@@ -91,7 +83,8 @@ class Server(ProgressTarget):
         # Hellos wait here until the connections that they replace are closed.
         self._waiting_hellos: deque[Hello] = deque()
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
-        self._kept: dict[str, KeptNotifications] = {}  # by the names of the clients
+        # Notifications that were not taken yet, by the names of the clients; about their bytes.
+        self._kept: dict[str, list[Notification]] = {}
         self._kept_bytes = 0
         self.withdrawals = 0  # announced so far
         self.regions: dict[KeyId, Region] = {}
@@ -129,7 +122,7 @@ class Server(ProgressTarget):
     def take_notifications(self) -> list[Notification]:
         """Return the notifications since the last call; those of one client in their order."""
         taken, self._kept, self._kept_bytes = self._kept, {}, 0
-        return [note for kept in taken.values() for note in kept.notifications]
+        return [note for notes in taken.values() for note in notes]
 
     def withdraw(self, key: KeyId) -> int:
         """Tell every client that a registration ends; return a number for ``is_confirmed``."""
@@ -192,17 +185,20 @@ class Server(ProgressTarget):
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
         client = connection.hello.client
-        kept = self._kept.setdefault(client, KeptNotifications())
-        kept.notifications.append(Notification(sender=client, payload=payload))
-        kept.nbytes += len(payload) + _NOTIFICATION_BYTES
+        self._kept.setdefault(client, []).append(Notification(sender=client, payload=payload))
         self._kept_bytes += len(payload) + _NOTIFICATION_BYTES
         if self._kept_bytes > MAX_BACKLOG:
             self._cut_largest()
 
     def _cut_largest(self) -> None:
         """Disconnect the client whose kept notifications take most bytes, and drop these."""
-        client = max(self._kept, key=lambda name: self._kept[name].nbytes)
-        self._kept_bytes -= self._kept.pop(client).nbytes
+        sizes = {
+            client: sum(len(note.payload) + _NOTIFICATION_BYTES for note in notes)
+            for client, notes in self._kept.items()
+        }
+        client = max(sizes, key=sizes.__getitem__)
+        self._kept_bytes -= sizes[client]
+        del self._kept[client]
         for connection in list(self._connections.values()):
             if connection.hello.client == client:
                 self._close(connection)

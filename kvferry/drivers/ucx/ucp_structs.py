@@ -1,7 +1,8 @@
 """UCP's structures and constants, as its headers define them.
 
 A structure begins with a mask of the fields that are set, so that other versions, with more fields
-or fewer, use only those. The numbers are from ``ucp/api/ucp.h`` and ``ucp/api/ucp_def.h`` of UCX
+or fewer, use only those; fields that follow the last which the driver sets are left out here. The
+numbers are from ``ucp/api/ucp.h`` and ``ucp/api/ucp_def.h`` of UCX
 1.22.
 """
 
@@ -140,7 +141,6 @@ class ContextParams(Masked):
         ("estimated_num_eps", ctypes.c_size_t),
         ("estimated_num_ppn", ctypes.c_size_t),
         ("name", ctypes.c_char_p),
-        ("node_local_id", ctypes.c_size_t),
     ]
     _bits_ = {"features": 0, "mt_workers_shared": 5, "name": 8}
 
@@ -160,8 +160,6 @@ class ContextAttributes(Masked):
         ("request_size", ctypes.c_size_t),
         ("thread_mode", ctypes.c_int),
         ("memory_types", ctypes.c_uint64),
-        ("name", ctypes.c_char * 32),
-        ("device_counter_size", ctypes.c_size_t),
     ]
     _bits_ = {"memory_types": 2}
 
@@ -177,9 +175,6 @@ class WorkerParams(Masked):
         ("user_data", Pointer),
         ("event_fd", ctypes.c_int),
         ("flags", ctypes.c_uint64),
-        ("name", ctypes.c_char_p),
-        ("am_alignment", ctypes.c_size_t),
-        ("client_id", ctypes.c_uint64),
     ]
     _bits_ = {"thread_mode": 0, "events": 2, "flags": 5}
 
@@ -193,9 +188,6 @@ class WorkerAttributes(Masked):
         ("address_flags", ctypes.c_uint32),
         ("address", Pointer),
         ("address_length", ctypes.c_size_t),
-        ("max_am_header", ctypes.c_size_t),
-        ("name", ctypes.c_char * 32),
-        ("max_debug_string", ctypes.c_size_t),
     ]
     _bits_ = {"thread_mode": 0, "address": 1}
 
@@ -209,14 +201,6 @@ class EndpointParams(Masked):
         ("err_mode", ctypes.c_int),
         ("err_handler_cb", ON_ERROR),
         ("err_handler_arg", Pointer),
-        ("user_data", Pointer),
-        ("flags", ctypes.c_uint),
-        ("sockaddr", Pointer),
-        ("sockaddr_length", ctypes.c_uint32),
-        ("conn_request", Pointer),
-        ("name", ctypes.c_char_p),
-        ("local_sockaddr", Pointer),
-        ("local_sockaddr_length", ctypes.c_uint32),
     ]
     _bits_ = {"address": 0, "err_mode": 1, "err_handler_cb": 2, "err_handler_arg": 2}
 
@@ -231,7 +215,6 @@ class MapParams(Masked):
         ("flags", ctypes.c_uint),
         ("prot", ctypes.c_uint),
         ("memory_type", ctypes.c_int),
-        ("exported_memh_buffer", Pointer),
     ]
     _bits_ = {"address": 0, "length": 1, "memory_type": 4}
 
@@ -244,7 +227,6 @@ class HandlerParams(Masked):
         ("id", ctypes.c_uint),
         ("flags", ctypes.c_uint32),
         ("cb", ON_MESSAGE),
-        ("arg", Pointer),
     ]
     _bits_ = {"id": 0, "flags": 1, "cb": 2}
 
@@ -263,9 +245,6 @@ class RequestParams(Masked):
         ("memory_type", ctypes.c_int),
         ("recv_info", Pointer),
         ("memh", Pointer),
-        ("remote_datatype", ctypes.c_uint64),
-        ("remote", Pointer),
-        ("remote_count", ctypes.c_size_t),
     ]
     _bits_ = {"flags": 4, "memh": 8}
 
@@ -287,6 +266,5 @@ class EndpointAttributes(Masked):
         ("entries", ctypes.POINTER(TransportEntry)),
         ("num_entries", ctypes.c_uint),
         ("entry_size", ctypes.c_size_t),
-        ("user_data", Pointer),
     ]
     _bits_ = {"entries": 3, "num_entries": 3, "entry_size": 3}

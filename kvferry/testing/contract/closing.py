@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.core.errors import ConnectError
 from kvferry.core.transport import PeerId, State
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
@@ -77,19 +76,6 @@ class ClosingTests(ContractSettings):
         other.close()
         lab.works(shared)
 
-    def test_a_transport_that_was_closed_is_not_connected_to(self, lab: Workbench) -> None:
-        """With a closed transport's address, ``connect`` raises, or the first transfer fails."""
-        neighbour = lab.neighbour()
-        address, region = neighbour.address(), neighbour.region
-        neighbour.transport.close()
-        try:
-            peer = lab.transport.connect(address)
-        except ConnectError:
-            return
-        copies = batch(lab.mine.region, region, [0], [0], [MIB])
-        transfer = lab.transport.read(peer, copies)
-        assert lab.settled(transfer, peer).state is State.FAILED
-
     def test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed(
         self, lab: Workbench
     ) -> None:
@@ -109,18 +95,6 @@ class ClosingTests(ContractSettings):
         status = lab.settled(lab.transport.read(peer, copies), peer)
         assert status.state is State.FAILED, "it has reached memory of a closed transport"
         np.testing.assert_array_equal(lab.mine.get(), before)
-
-    def test_its_memory_can_be_registered_again_elsewhere(
-        self, lab: Workbench, shared: Process
-    ) -> None:
-        one, other = lab.make(), lab.make()
-        buffer = lab.buffer(MIB, one)
-        one.close()
-        other.register(buffer.region)
-        peer = other.connect(shared.address())
-        copies = batch(buffer.region, shared.region, [0], [0], [MIB])
-        lab.finish(other.read(peer, copies), other)
-        np.testing.assert_array_equal(buffer.get(), shared.get())
 
     def test_a_forked_child_is_refused_and_harms_nothing(
         self, lab: Workbench, process: Process

@@ -150,14 +150,6 @@ class InFlightTests(ContractSettings):
         refused(transport.poll, [transfer])
         lab.works(shared)
 
-    def test_a_neighbour_may_close_while_it_is_read(self, lab: Workbench) -> None:
-        neighbour = lab.neighbour()
-        peer, transfer = lab.begin(neighbour)
-        neighbour.transport.close()
-        lab.known(transfer)
-        lab.settled(transfer, peer)
-        lab.works(lab.neighbour())
-
     def test_poll_does_not_block(self, lab: Workbench, shared: Process) -> None:
         _, transfer = lab.begin(shared)
         took = []

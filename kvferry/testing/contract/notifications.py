@@ -170,16 +170,6 @@ class NotificationTests(ContractSettings):
             wanted = [lab.payload(number) for number in range(sort, 60, 2)]
             assert [one for one in found if one[-1] % 2 == sort] == wanted
 
-    def test_what_a_transfer_that_was_refused_was_to_say_is_not_said(
-        self, lab: Workbench, shared: Process
-    ) -> None:
-        peer = lab.connect(shared)
-        if not lab.notifies:
-            return
-        outside = batch(lab.mine.region, shared.region, [0], [MIB - 4], [8])
-        refused(lab.transport.read, peer, outside, lab.bound())
-        assert shared.notifications(1, 0.1) == []
-
     def test_notifications_does_not_block(self, lab: Workbench, shared: Process) -> None:
         lab.connect(shared)
         took = []

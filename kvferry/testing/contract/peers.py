@@ -58,16 +58,12 @@ class PeerTests(ContractSettings):
 
     # What the transport tells about itself.
 
-    def test_it_is_of_this_version_of_the_interface(self, lab: Workbench) -> None:
-        major, minor = type(lab.transport).interface_version
-        assert major == INTERFACE_VERSION[0]
-        assert minor >= 0
-
     def test_it_says_itself_for_which_version_it_was_written(self, lab: Workbench) -> None:
-        """The driver sets ``interface_version`` itself.
+        """The driver sets ``interface_version`` itself, with the major version of this interface.
 
         A version inherited from ``Transport`` would change although the driver has not.
         """
+        assert type(lab.transport).interface_version[0] == INTERFACE_VERSION[0]
         kinds = type(lab.transport).__mro__
         own = [kind for kind in kinds if "interface_version" in vars(kind)]
         assert own[0] is not Transport, "interface_version is inherited"
@@ -215,23 +211,6 @@ class PeerTests(ContractSettings):
             near, far = lab.mine.get()[index * size :][:size], one.get()[5:][:size]
             np.testing.assert_array_equal(near, far)
             np.testing.assert_array_equal(near, pattern(MIB, index)[5:][:size])
-
-    def test_several_transports_have_one_peer(self, lab: Workbench, shared: Process) -> None:
-        """Three transports each read a quarter of a peer's buffer, and all bytes arrive."""
-        size, theirs = MIB // 4, shared.get()
-        started = []
-        for index in range(3):
-            transport, at = lab.make(), index * size
-            buffer = lab.buffer(MIB, transport)
-            buffer.put(pattern(MIB, 30 + index))
-            peer = transport.connect(shared.address())
-            copies = batch(buffer.region, shared.region, [at], [at], [size])
-            started.append((transport, transport.read(peer, copies), buffer))
-        for index, (transport, transfer, buffer) in enumerate(started):
-            lab.finish(transfer, transport)
-            part = slice(index * size, (index + 1) * size)
-            np.testing.assert_array_equal(buffer.get()[part], theirs[part])
-        np.testing.assert_array_equal(shared.get(), theirs)
 
     def test_both_sides_at_once(self, lab: Workbench, shared: Process) -> None:
         """Two transports run a transfer with each other at the same time, and all bytes arrive.

@@ -114,20 +114,6 @@ class ProcessTests(ContractSettings):
         lab.settled(transfer, peer)
         lab.works(lab.neighbour())
 
-    def test_killed_after_a_transfer(self, lab: Workbench, process: Process) -> None:
-        content = process.get()
-        peer = lab.connect(process)
-        transfer = lab.transport.read(peer, lab.whole(process))
-        assert lab.known(transfer).state is State.DONE
-        process.kill()
-        assert lab.state(transfer) is State.DONE
-        np.testing.assert_array_equal(lab.mine.get(), content)
-        with lab.within_patience("disconnect of a dead peer"):
-            lab.transport.disconnect(peer)
-        assert lab.state(transfer) is State.DONE
-        lab.transport.forget(transfer)
-        lab.works(lab.neighbour())
-
     def test_a_dead_peer_does_not_keep_close_waiting(
         self, lab: Workbench, process: Process
     ) -> None:

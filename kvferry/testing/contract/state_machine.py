@@ -91,10 +91,6 @@ class ModelledTransfer:
     notify: bytes | None
     cancelled: bool = False  # or its peer was disconnected: it may be FAILED
 
-    def touches(self, local: set[Slot], remote: set[Slot]) -> bool:
-        """Return whether the transfer uses one of the ``local`` or one of the ``remote`` slots."""
-        return any(one in local or other in remote for one, other in self.pairs)
-
 
 class DriverMachine(RuleBasedStateMachine):
     """The calls from which Hypothesis chooses, each with the check of its outcome."""
@@ -138,45 +134,32 @@ class DriverMachine(RuleBasedStateMachine):
 
     # Memory.
 
-    @rule(region=st.integers(0, REGIONS - 1))
-    def register_here(self, region: int) -> None:
-        self.here.transport.register(self.here.buffers[region].region)
-        self.here.registered.add(region)
-
-    @rule(region=st.integers(0, REGIONS - 1))
-    def deregister_here(self, region: int) -> None:
-        memory = self.here.buffers[region].region
-        if region not in self.here.registered:
-            refused(self.here.transport.deregister, memory)
-            return
-        self._end_those({(region, slot) for slot in range(SLOTS)}, set())
-        self.here.transport.deregister(memory)
-        self.here.registered.discard(region)
-
-    @rule(region=st.integers(0, REGIONS - 1))
-    def register_there(self, region: int) -> None:
-        self.there.transport.register(self.there.buffers[region].region)
+    @rule(region=st.integers(0, REGIONS - 1), here=st.booleans())
+    def register(self, region: int, here: bool) -> None:
+        side = self.here if here else self.there
+        side.transport.register(side.buffers[region].region)
         # A region that is registered again counts as another region, which ``here`` does not know.
-        if region not in self.there.registered:
+        if not here and region not in side.registered:
             self.known.discard(region)
-        self.there.registered.add(region)
+        side.registered.add(region)
 
-    @rule(region=st.integers(0, REGIONS - 1))
-    def deregister_there(self, region: int) -> None:
-        memory = self.there.buffers[region].region
-        if region not in self.there.registered:
-            refused(self.there.transport.deregister, memory)
+    @rule(region=st.integers(0, REGIONS - 1), here=st.booleans())
+    def deregister(self, region: int, here: bool) -> None:
+        side = self.here if here else self.there
+        memory = side.buffers[region].region
+        if region not in side.registered:
+            refused(side.transport.deregister, memory)
             return
-        self._end_those(set(), {(region, slot) for slot in range(SLOTS)})
-        self.there.transport.deregister(memory)
-        self.there.registered.discard(region)
-        if self.peer is not None:
+        self._end_those({(region, slot) for slot in range(SLOTS)}, here=here)
+        side.transport.deregister(memory)
+        side.registered.discard(region)
+        if not here and self.peer is not None:
             self.connect()
 
     @rule(slot=slots, here=st.booleans())
     def write_memory(self, slot: Slot, here: bool) -> None:
         """Overwrite a slot of ``here`` or of ``there``, after ending the transfers that use it."""
-        self._end_those({slot} if here else set(), set() if here else {slot})
+        self._end_those({slot}, here=here)
         (self.here if here else self.there).put(slot, pattern(SLOT, next(self.seeds)))
 
     # Connections.
@@ -212,13 +195,6 @@ class DriverMachine(RuleBasedStateMachine):
             moving.notify, moving.cancelled = None, True
             self._ended(transfer, status.state)
 
-    @precondition(lambda self: self.gone)
-    @rule()
-    def use_a_peer_that_is_gone(self) -> None:
-        refused(self.here.transport.disconnect, self.gone[-1])
-        if self.lab.notifies:
-            refused(self.here.transport.notify, self.gone[-1], self._payload(FREE))
-
     # Transfers.
 
     @precondition(lambda self: self.peer is not None)
@@ -235,7 +211,8 @@ class DriverMachine(RuleBasedStateMachine):
             refused(self.lab.transport.read, self.peer, copies)
             return
         # End the transfers that use one of these slots: their outcomes would depend on the order.
-        self._end_those({one for one, _ in pairs}, {other for _, other in pairs})
+        self._end_those({one for one, _ in pairs}, here=True)
+        self._end_those({other for _, other in pairs}, here=False)
         if len(self.moving) >= (self.lab.capabilities.max_outstanding or 64):
             self._end_all()
         payload = self._payload(BOUND) if notify and self.lab.notifies else None
@@ -344,9 +321,11 @@ class DriverMachine(RuleBasedStateMachine):
             if transfer in self.moving:
                 self._end(transfer)
 
-    def _end_those(self, local: set[Slot], remote: set[Slot]) -> None:
+    def _end_those(self, used: set[Slot], *, here: bool) -> None:
+        """End the transfers that use one of these slots of ``here``, or else of ``there``."""
         for transfer, moving in list(self.moving.items()):
-            if moving.touches(local, remote) and transfer in self.moving:
+            touched = {pair[0 if here else 1] for pair in moving.pairs}
+            if used & touched and transfer in self.moving:
                 self._end(transfer)
 
     def _end(self, transfer: TransferId) -> None:

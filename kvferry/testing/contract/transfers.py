@@ -11,7 +11,7 @@ import pytest
 from kvferry.core.memory import U64Array
 from kvferry.core.transport import State, Status, Transport
 from kvferry.core.transport.copies import Segment
-from kvferry.testing.contract.copy_batches import batch, joined, moved, part_of
+from kvferry.testing.contract.copy_batches import Offsets, batch, joined, moved, part_of
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.memory import Buffer, available, pattern
 from kvferry.testing.peers import Process, TransportPeer
@@ -21,66 +21,60 @@ CHUNK = 4 << 20
 _LARGE = 64 << 20
 _MANY = 256
 _TIMES = 6
+_BLOCKS = np.arange(0, MIB // 2, 512)
+_COUNT = np.arange(100_000)
+
+BATCHES: dict[str, tuple[Offsets, Offsets, Offsets]] = {
+    "one copy": ([8192], [4096], [65_536]),
+    "all bytes": ([0], [0], [MIB]),
+    "one byte": ([MIB - 1], [4097], [1]),
+    "unaligned, of every size": (
+        [MIB - 1, 0, 11, 1001, 8000, 20_000, 300_003, 0],
+        [0, 5, MIB - 7, 3, 8191, 12_289, 500_001, MIB - 1],
+        [1, 0, 7, 4095, 4096, 4097, 100_000, 1],
+    ),
+    "100,000 copies": (
+        10 * _COUNT,
+        10 * np.random.default_rng(2).permutation(_COUNT) + 1,
+        np.full(len(_COUNT), 9),
+    ),
+    # A driver may merge copies that are adjacent on both sides, and no others.
+    "adjacent": (_BLOCKS + 64, _BLOCKS + 1000, np.full(len(_BLOCKS), 512)),
+    "adjacent, reversed": (_BLOCKS[::-1] + 64, _BLOCKS[::-1] + 1000, np.full(len(_BLOCKS), 512)),
+    "adjacent here": (1000 * _COUNT[:300], 3000 * _COUNT[:300], np.full(300, 1000)),
+    "adjacent there": (3000 * _COUNT[:300], 1000 * _COUNT[:300], np.full(300, 1000)),
+    "overlapping sources": ([0, 1000, 2000, 5000], [5, 7, 5, 500], [1000, 1000, 1000, 2000]),
+    "no bytes": ([MIB, 0, 0], [MIB, 100, 0], [0, 0, 0]),
+    "no copies": ([], [], []),
+}
+"""Offsets in the local and in the peer's buffer, and lengths, in bytes."""
 
 
 class TransferTests(ContractSettings):
     """Reads of many kinds of batches, from each kind of peer."""
 
-    def test_one_copy(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
-        lab.moves(everywhere, [8192], [4096], [65_536])
-        lab.moves(everywhere, [0], [0], [MIB])
-
-    def test_one_byte(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
-        lab.moves(everywhere, [MIB - 1], [4097], [1])
-
-    def test_scattered_unaligned_copies_of_every_size(
-        self, lab: Workbench, everywhere: list[TransportPeer]
+    @pytest.mark.parametrize(("here", "there", "sizes"), BATCHES.values(), ids=BATCHES)
+    def test_a_batch_moves_its_bytes_and_no_others(
+        self,
+        lab: Workbench,
+        everywhere: list[TransportPeer],
+        here: Offsets,
+        there: Offsets,
+        sizes: Offsets,
     ) -> None:
-        sizes = [1, 0, 7, 4095, 4096, 4097, 100_000, 1]
-        there = [0, 5, MIB - 7, 3, 8191, 12_289, 500_001, MIB - 1]
-        here = [MIB - 1, 0, 11, 1001, 8000, 20_000, 300_003, 0]
-        lab.moves(everywhere, here, there, sizes)
+        for remote in everywhere:
+            mine, theirs = lab.fresh(), remote.get()
+            lab.mine.put(mine)
+            copies = batch(lab.mine.region, remote.region, here, there, sizes)
+            lab.finish(lab.transport.read(lab.connect(remote), copies))
+            mine = moved(mine, here, theirs, there, sizes)
+            where = f"{type(remote).__name__} {remote.name}"
+            np.testing.assert_array_equal(lab.mine.get(), mine, f"this side's memory, {where}")
+            np.testing.assert_array_equal(remote.get(), theirs, f"the peer's memory, {where}")
 
-    def test_100_000_copies(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
-        order = np.random.default_rng(2).permutation(100_000)
-        here, there = 10 * np.arange(len(order)), 10 * order + 1
-        lab.moves(everywhere, here, there, np.full(len(order), 9))
-
-    def test_adjacent_copies(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
-        """All bytes arrive if copies are adjacent on both sides; a driver may merge them."""
-        starts = np.arange(0, MIB // 2, 512)
-        for order in (starts, starts[::-1], np.random.default_rng(3).permutation(starts)):
-            lab.moves(everywhere, order + 64, order + 1000, np.full(len(order), 512))
-
-    def test_copies_adjacent_on_one_side_only(
-        self, lab: Workbench, everywhere: list[TransportPeer]
-    ) -> None:
-        """All bytes arrive if copies are adjacent on one side only; no driver may merge them."""
-        near, far, sizes = 1000 * np.arange(300), 3000 * np.arange(300), np.full(300, 1000)
-        lab.moves(everywhere, near, far, sizes)
-        lab.moves(everywhere, far, near, sizes)
-
-    def test_copies_of_unequal_size_side_by_side(
-        self, lab: Workbench, everywhere: list[TransportPeer]
-    ) -> None:
-        sizes = np.random.default_rng(4).integers(0, 3000, 500)
-        ends = sizes.cumsum()
-        gaps = np.random.default_rng(5).integers(0, 2, 500).cumsum()
-        lab.moves(everywhere, ends - sizes, ends - sizes + gaps, sizes)
-
-    def test_overlapping_sources(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
-        here, there = [0, 1000, 2000, 5000], [5, 7, 5, 500]
-        lab.moves(everywhere, here, there, [1000, 1000, 1000, 2000])
-
-    def test_copies_of_no_bytes(self, lab: Workbench, shared: Process) -> None:
-        lab.moves([shared], np.zeros(5000), np.zeros(5000), np.zeros(5000))
-        lab.moves([shared], [MIB, 0], [MIB, 100], [0, 0])
-
-    def test_no_copies_at_all(self, lab: Workbench, shared: Process) -> None:
-        lab.moves([shared], [], [], [])
-        peer = lab.connect(shared)
+    def test_no_segments_at_all(self, lab: Workbench, shared: Process) -> None:
         empty = batch(lab.mine.region, shared.region, [], [], [])
-        lab.finish(lab.transport.read(peer, replace(empty, segments=())))
+        lab.finish(lab.transport.read(lab.connect(shared), replace(empty, segments=())))
 
     def test_several_regions_in_one_transfer(self, lab: Workbench, shared: Process) -> None:
         buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
@@ -255,19 +249,13 @@ class TransferTests(ContractSettings):
         assert lab.poll([transfer]) == [Status(state=State.DONE)]
         lab.transport.cancel(transfer)
         assert lab.poll([transfer]) == [Status(state=State.DONE)]
+        peer = lab.connect(shared)
         lab.transport.forget(transfer)
         for call in (lab.transport.forget, lab.transport.cancel):
             refused(call, transfer)
         refused(lab.transport.poll, [transfer])
-
-    def test_ids_are_not_used_again(self, lab: Workbench, shared: Process) -> None:
-        peer = lab.connect(shared)
-        seen = set()
-        for _ in range(20):
-            transfer = lab.transport.read(peer, lab.whole(shared))
-            assert transfer not in seen
-            seen.add(transfer)
-            lab.finish(transfer)
+        again = lab.transport.read(peer, lab.whole(shared))
+        assert again != transfer, "the id of a transfer was used again"
 
 
 def _filled_buffer(lab: Workbench, transport: Transport, memory: str, seed: int) -> Buffer:

@@ -26,7 +26,7 @@ from kvferry.core.transport import (
     Transport,
 )
 from kvferry.core.transport.copies import Copies
-from kvferry.testing.contract.copy_batches import Offsets, batch, moved
+from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.memory import Buffer, Bytes, allocate, make_transport, pattern
 from kvferry.testing.peers import Process, Spares, TransportPeer
 
@@ -330,24 +330,6 @@ class Workbench:
     def bound(self, number: int = 7) -> bytes | None:
         """Return a payload to bind to a transfer; ``None`` if the driver has no notifications."""
         return self.payload(number) if self.notifies else None
-
-    def moves(
-        self, remotes: Sequence[TransportPeer], here: Offsets, there: Offsets, sizes: Offsets
-    ) -> None:
-        """Assert that a read from each peer to ``mine`` changes the right bytes and no others.
-
-        ``here`` are offsets in ``mine``, ``there`` in the peer's buffer; both, and sizes, in bytes.
-        """
-        for remote in remotes:
-            mine, theirs = self.fresh(), remote.get()
-            self.mine.put(mine)
-            peer = self.connect(remote)
-            copies = batch(self.mine.region, remote.region, here, there, sizes)
-            self.finish(self.transport.read(peer, copies))
-            mine = moved(mine, here, theirs, there, sizes)
-            where = f"{type(remote).__name__} {remote.name}"
-            np.testing.assert_array_equal(self.mine.get(), mine, f"this side's memory, {where}")
-            np.testing.assert_array_equal(remote.get(), theirs, f"the peer's memory, {where}")
 
     def whole(self, remote: TransportPeer) -> Copies:
         """Return a batch of one copy: between all of ``mine`` and all of a peer's buffer."""

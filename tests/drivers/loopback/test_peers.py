@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
-from kvferry.core.memory import Region, region_of
+from kvferry.core.memory import Region
 from kvferry.core.transport import State, procfs
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.drivers.loopback.conftest import Make
 from tests.drivers.loopback.peer import Peer
 from tests.drivers.pairs import MIB, Pair, copies_of, paired, until
 
@@ -66,25 +64,6 @@ def test_peer_that_executed_another_program_is_lost(
     assert lost(pair)
 
 
-def test_stopped_peer_can_be_connected_to_and_read(
-    transport: LoopbackTransport, peer: Peer
-) -> None:
-    mine, address = np.zeros(8, np.uint8), peer.address()
-    transport.register(region_of(mine))
-    peer.stop()
-    copies = copies_of(region_of(mine), peer.region)
-    [status] = transport.poll([transport.read(transport.connect(address), copies)])
-    assert (status.state, mine.tolist()) == (State.DONE, peer.content[:8].tolist())
-    peer.go_on()
-
-
-def test_disconnect_releases_descriptors(transport: LoopbackTransport, shared_peer: Peer) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        transport.disconnect(transport.connect(shared_peer.address()))
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 # Malformed and forged addresses.
 
 
@@ -115,14 +94,11 @@ def test_address_of_another_process_is_refused_with_reason(
 
 
 @pytest.mark.parametrize(
-    ("code", "scope", "uid", "said"),
+    ("code", "said"),
     [
-        (errno.EPERM, 2, None, "kernel.yama.ptrace_scope is 2; set it to 1"),
-        (errno.EPERM, 1, None, "or set kernel.yama.ptrace_scope to 0"),
-        (errno.EPERM, 0, None, "CAP_SYS_PTRACE"),
-        (errno.EPERM, None, 12345, "it runs as uid 12345 and this process as uid"),
-        (errno.ENOSYS, 0, None, "seccomp"),
-        (errno.ENOMEM, 0, None, "Cannot allocate memory"),
+        (errno.EPERM, "run both as one user; .*CAP_SYS_PTRACE"),
+        (errno.ENOSYS, "seccomp"),
+        (errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
 def test_forbidden_memory_access_is_reported_with_setting_to_change(
@@ -130,45 +106,14 @@ def test_forbidden_memory_access_is_reported_with_setting_to_change(
     shared_peer: Peer,
     monkeypatch: pytest.MonkeyPatch,
     code: int,
-    scope: int | None,
-    uid: int | None,
     said: str,
 ) -> None:
-    module = "kvferry.drivers.loopback.process_memory"
-
     def refuse(*_: object, **__: object) -> int:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("kvferry.drivers.loopback.peer_memory.vm_read", refuse)
-    if scope is not None:
-        monkeypatch.setattr(f"{module}._ptrace_scope", lambda: scope)
-    if uid is not None:
-        monkeypatch.setattr(f"{module}._uid", lambda _: uid)
     with pytest.raises(ConnectError, match=said):
         transport.connect(shared_peer.address())
-
-
-def test_malformed_addresses_are_refused(transport: LoopbackTransport, make: Make) -> None:
-    good = paired(transport, make()).other.address()
-    fields = msgspec.msgpack.decode(good)
-    bad: dict[str, list[object]] = {
-        "magic": ["kvferry-loopback-2"],
-        "name": ["", "x" * 1000],
-        "pid": [0, -1, 1 << 40],
-        "instance": [b"short"],
-        "socket": ["x" * 1000],
-        "board": [-1, 1 << 63],
-        "regions": [
-            *([[0, 8, 0, 0, 1]], [[8, 0, 0, 0, 1]], [[(1 << 63) - 1, (1 << 63) - 1, 0, 0, 1]]),
-            *([[4096, 8, 0, 1 << 30, 1]], [[4096, 8, 0]], fields["regions"] * 70_000, None),
-        ],
-    }
-    forged = [msgspec.msgpack.encode(fields | {name: value}) for name in bad for value in bad[name]]
-    forged.append(good.replace(b"loopback-", b"\xff\xfeopback-"))  # not UTF-8
-    forged.append(b"\x91" * 10_000)  # deeply nested lists
-    for garbage in (b"", b"\0", b"garbage", good[:-1], good + b"\0", bytes(1 << 23), *forged):
-        with pytest.raises(ConnectError):
-            transport.connect(garbage)
 
 
 def test_forged_range_with_valid_key_is_refused(

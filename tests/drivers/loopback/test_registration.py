@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.core.errors import DriverError, TransportError
+from kvferry.core.errors import DriverError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Quiescence, State
 from kvferry.drivers.loopback import LoopbackTransport
@@ -24,17 +24,6 @@ PAGE = mmap.PAGESIZE
 def mapped(nbytes: int) -> tuple[mmap.mmap, Region]:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memory, Region(address=np.frombuffer(memory, np.uint8).ctypes.data, nbytes=nbytes)
-
-
-def test_unmapped_memory_is_not_registered(transport: LoopbackTransport) -> None:
-    memory, inside = mapped(4 * PAGE)
-    transport.register(Region(address=inside.address + 1, nbytes=4 * PAGE - 1))
-    transport.register(inside)
-    transport.deregister(inside)
-    memory.close()
-    for gone in (inside, Region(address=8, nbytes=8), Region(address=1 << 62, nbytes=1 << 40)):
-        with pytest.raises(TransportError, match="mapped in this process"):
-            transport.register(gone)
 
 
 def test_reads_of_memory_that_the_peer_deregisters_fail(
@@ -72,7 +61,6 @@ def test_unmapped_memory_of_peer_fails_the_transfer(
         status = pair.moved(rows, b"must not arrive")
         assert status.state is State.FAILED
         assert f"copied {moved} of" in str(status.error)
-        assert hex(peer.region.address + 8 * PAGE)[:-3] in str(status.error)
     assert pair.moved([(0, 0, 8 * PAGE)], b"good").state is State.DONE
     assert [note.payload for note in peer.notifications(1)] == [b"good"]
 

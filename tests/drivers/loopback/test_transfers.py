@@ -39,14 +39,17 @@ def test_transfer_that_has_not_begun_is_cancelled_at_once_and_small_ones_do_not_
     make: Make, remote: LoopbackTransport | Peer
 ) -> None:
     pair = paired(make(threads=1), remote)
+    other = paired(pair.reader, remote)
     running = pair.lasting()
     assert until(pair.mine.any)
-    waiting = pair.lasting()
+    waiting = other.lasting()
     small = pair.read([(0, 0, 8)])
     pair.reader.cancel(waiting)
     states = [status.state for status in pair.reader.poll([running, waiting, small])]
     assert states == [State.PENDING, State.FAILED, State.DONE]
     pair.reader.cancel(running)
+    assert pair.final(pair.read(times=2)).state is State.DONE  # by the thread, after the others
+    assert not other.mine.any(), "bytes of a transfer that had failed"
 
 
 def test_unexpected_exception_in_thread_fails_the_transfer(

@@ -87,7 +87,7 @@ def test_truncated_metadata_is_refused() -> None:
         (agent_metadata(connection=b"UCX's own"), "its version is 5"),
         (GOOD.replace(b"MemSection", b"NoSections"), "no section of memory"),
         (agent_metadata(count=1 << 40), "b'nixlSecElms' is 1099511627776"),
-        (agent_metadata(count=1), "does not begin with b'bknd'"),
+        (agent_metadata(count=1), "within a value"),
         (agent_metadata(sections=section(), count=1), "b'n' is 0"),
         (agent_metadata(sections=section(DESCRIPTOR, count=1 << 62), count=1), "b'n' is"),
         (agent_metadata(sections=section(bytes(23)), count=1), "has 23 bytes"),

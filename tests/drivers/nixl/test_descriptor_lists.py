@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -72,23 +71,3 @@ def test_every_nonempty_copy_is_in_a_chunk_of_its_memory_kinds(copies: Copies, m
         rows = np.hstack(_arrays(local, remote))
         found.setdefault(kinds, []).extend(tuple(map(int, row)) for row in rows)
     assert found == expected
-
-
-def test_large_batches_are_cut_into_as_few_chunks_as_can_be() -> None:
-    n = 2 * CHUNK_ROWS + 3
-    rows = np.arange(n, dtype=np.uint64)
-    first = Segment(start=0, stop=9, local=LOCAL[0], remote=REMOTE[1])
-    cuts = (first, replace(first, start=9, stop=n))
-    copies = Copies(local=rows + 1, remote=rows + 2, nbytes=np.full_like(rows, 7), segments=cuts)
-    lists = DescriptorLists()
-    for _ in range(2):  # in arrays that are used again
-        near: list[U64Array] = []
-        far: list[U64Array] = []
-        for kinds, local, remote in lists.chunks(copies):
-            assert kinds == ("cpu", "cuda")
-            here, there = _arrays(local, remote)
-            near.append(here)
-            far.append(there)
-        assert [len(rows) for rows in near] == [CHUNK_ROWS, CHUNK_ROWS, 3]
-        np.testing.assert_array_equal(np.vstack(near)[:, 0], copies.local)
-        np.testing.assert_array_equal(np.vstack(far)[:, 0], copies.remote)

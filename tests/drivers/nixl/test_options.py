@@ -18,7 +18,6 @@ from kvferry.drivers.nixl.options import (
     defaults,
     parameters,
     threads,
-    without_threads,
 )
 from tests.gpu.driver_api import StandInCuda
 
@@ -32,13 +31,6 @@ def test_default_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rdma: 
     assert defaults("UCX", tmp_path) == {"num_threads": "4", **more}
     assert defaults("LIBFABRIC", tmp_path) == {}
     assert threads({}) == 0
-
-
-def test_without_threads_changes_nothing_else() -> None:
-    given = NixlOptions(backend_options={"num_threads": 2, "num_workers": 3}, telemetry=True)
-    bare = without_threads(given)
-    assert bare.backend_options == {"num_threads": 0, "num_workers": 3}
-    assert (bare.backend, bare.telemetry) == (given.backend, True)
 
 
 NATIVE = SimpleNamespace(
@@ -73,14 +65,6 @@ def test_reads_by_cuda_ipc_are_enabled_unless_the_user_decides(
 ) -> None:
     found = started(backend_options=given)["engine_config"]
     assert found == (config or given["engine_config"])
-
-
-def test_engine_config_is_the_user_s_where_there_is_no_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(options, "find_cuda", lambda: None)
-    assert started(backend_options={"engine_config": "A=1"})["engine_config"] == "A=1"
-    assert "engine_config" not in started()
 
 
 def test_ucx_has_no_threads_without_a_progress_thread() -> None:

@@ -37,36 +37,21 @@ def test_refused_peer_is_removed_unless_it_was_known() -> None:
         some.loaded[agent] = frozenset()
 
 
-def connect_and_disconnect(idle: IdlePeers, agent: FakeAgent, some: NixlPeer) -> None:
-    idle.connect(some, agent)
-    idle.add(some)
-
-
-def test_returning_peer_with_same_memory_is_loaded_without_removal() -> None:
-    idle, agent = IdlePeers(), FakeAgent()
-    connect_and_disconnect(idle, agent, peer("a", 1))
-    again = peer("a", 1, 2)
-    idle.connect(again, agent)
-    assert agent.known == [b"a", b"a"]
-    again.remove_remote()
-    assert agent.known == []
-
-
-def test_returning_peer_with_less_memory_is_removed_first() -> None:
-    idle, agent = IdlePeers(), FakeAgent()
-    connect_and_disconnect(idle, agent, peer("a", 1, 2))
-    idle.connect(peer("a", 2, 3), agent)
-    assert agent.known == [b"a"]
-
-
-def test_removal_applies_to_both_agents() -> None:
+@pytest.mark.parametrize(
+    ("keys", "loads"), [((1, 2, 3), 2), ((2, 3), 1)], ids=["more memory", "other memory"]
+)
+def test_returning_peer_is_removed_first_only_if_memory_is_gone(
+    keys: tuple[int, ...], loads: int
+) -> None:
+    """NIXL adds memory to a known peer, but removes none."""
     idle, agent, second = IdlePeers(), FakeAgent(), FakeAgent()
-    first = peer("a", 1)
+    first = peer("a", 1, 2)
     idle.connect(first, agent)
     first.load_metadata(second)
     idle.add(first)
-    again = peer("a", 1)
+    again = peer("a", *keys)
     idle.connect(again, agent)
+    assert agent.known == [b"a"] * loads
     again.remove_remote()
     assert (agent.known, second.known) == ([], [])
 
@@ -74,16 +59,18 @@ def test_removal_applies_to_both_agents() -> None:
 def test_only_most_recent_idle_peers_are_kept() -> None:
     idle, agent = IdlePeers(), FakeAgent()
     for number in range(MAX_IDLE + 2):
-        connect_and_disconnect(idle, agent, peer(str(number), 1))
-    assert len(agent.known) == MAX_IDLE
-    assert agent.known[0] == b"2"
+        some = peer(str(number), 1)
+        idle.connect(some, agent)
+        idle.add(some)
+    assert (len(agent.known), agent.known[0]) == (MAX_IDLE, b"2")
     idle.clear()
     assert agent.known == []
 
 
 def test_returning_peer_refused_by_nixl_is_removed() -> None:
-    idle, agent = IdlePeers(), FakeAgent()
-    connect_and_disconnect(idle, agent, peer("a", 1))
+    idle, agent, some = IdlePeers(), FakeAgent(), peer("a", 1)
+    idle.connect(some, agent)
+    idle.add(some)
     agent.refuses_metadata = True
     with pytest.raises(ConnectError, match="its second half is wrong"):
         idle.connect(peer("a", 1), agent)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
+
+import pytest
 
 from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.transport import State
@@ -11,146 +13,124 @@ from kvferry.drivers.nixl.peer import NixlPeer
 from kvferry.drivers.nixl.transfer import NixlTransfer
 from tests.drivers.nixl.fake_agent import FakeAgent
 
-
-def make_transfer(
-    chunks: int, notify: bytes | None = None
-) -> tuple[FakeAgent, NixlTransfer, list[TransferChunk]]:
-    agent = FakeAgent()
-    transfer = NixlTransfer(
-        peer=NixlPeer(name="peer", itself=False),
-        prepare=agent.prepare,
-        send=None if notify is None else partial(agent.notify, "peer", notify),
-    )
-    return agent, transfer, [TransferChunk(local=None, remote=None) for _ in range(chunks)]
+Answers = list[bool | TransportError]
+GONE = PeerLostError("gone")
 
 
-def test_notification_is_sent_when_all_chunks_are_done() -> None:
-    agent, transfer, chunks = make_transfer(3, b"all of it")
-    agent.answers = {chunks[0]: [True], chunks[1]: [False, False, True], chunks[2]: [False]}
-    transfer.post(chunks)
-    assert transfer.status.state is State.PENDING
+class Chunks:
+    """A transfer whose chunks have the given answers, one list each; not posted yet."""
+
+    def __init__(self, *answers: Answers) -> None:
+        self.agent = FakeAgent()
+        self.done: list[str] = []
+        self.transfer = NixlTransfer(
+            peer=NixlPeer(name="peer", itself=False),
+            prepare=self.agent.prepare,
+            flush=lambda: self.done.append("flushed"),
+            send=lambda: self.done.append("sent"),
+        )
+        self.chunks = [TransferChunk(local=None, remote=None) for _ in answers]
+        self.agent.answers = dict(zip(self.chunks, answers, strict=True))
+
+    def post(self) -> NixlTransfer:
+        self.transfer.post(self.chunks)
+        return self.transfer
+
+    def is_over(self, state: State, error: str = "") -> bool:
+        """Return whether it has this outcome, and nothing is held or done that must not be."""
+        status = self.transfer.status
+        expected = ["flushed", "sent"] if state is State.DONE else []
+        assert (self.done, self.agent.held, self.transfer.drained) == (expected, set(), True)
+        return (status.state, str(status.error or "")) == (state, error)
+
+
+def test_gpu_is_flushed_and_then_the_peer_told_when_all_chunks_are_done() -> None:
+    chunks = Chunks([True], [False, False, True], [False])
+    transfer = chunks.post()
+    for _ in range(2):
+        assert (transfer.status.state, chunks.done) == (State.PENDING, [])
+        transfer.advance()
     transfer.advance()
-    assert (transfer.status.state, agent.sent) == (State.PENDING, [])
-    transfer.advance()
-    assert (transfer.status.state, agent.sent) == (State.DONE, [("peer", b"all of it")])
-    assert not agent.held
+    assert chunks.is_over(State.DONE)
 
 
-def test_gpu_is_flushed_once_before_the_notification_is_sent() -> None:
-    agent, transfer, chunks = make_transfer(2, b"all of it")
-    agent.answers = {chunks[1]: [False, True]}
-    flushed: list[tuple[State, int]] = []
-    transfer.flush = lambda: flushed.append((transfer.status.state, len(agent.sent)))
-    transfer.post(chunks)
-    assert flushed == []
-    transfer.advance()
-    transfer.advance()
-    assert flushed == [(State.PENDING, 0)]
-    assert (transfer.status.state, len(agent.sent)) == (State.DONE, 1)
+def test_transfer_without_chunks_is_done_at_once() -> None:
+    chunks = Chunks()
+    chunks.post()
+    assert chunks.is_over(State.DONE)
 
 
-def test_read_that_cannot_be_flushed_fails_and_sends_nothing() -> None:
-    agent, transfer, chunks = make_transfer(1, b"never")
-
+@pytest.mark.parametrize("step", ["flush", "send"])
+def test_transfer_whose_last_step_fails_is_failed(step: str) -> None:
     def refuse() -> None:
-        raise TransportError("cannot flush")
+        raise GONE
 
-    transfer.flush = refuse
-    transfer.post(chunks)
-    assert (transfer.status.state, str(transfer.status.error)) == (State.FAILED, "cannot flush")
-    assert agent.sent == []
+    chunks = Chunks([])
+    setattr(chunks.transfer, step, refuse)
+    chunks.post()
+    assert "sent" not in chunks.done
+    chunks.done.clear()
+    assert chunks.is_over(State.FAILED, "gone")
 
 
-def test_failed_chunk_leaves_transfer_failing_until_settled() -> None:
-    agent, transfer, chunks = make_transfer(2, b"never")
-    agent.answers = {chunks[0]: [False, PeerLostError("gone")], chunks[1]: [False, False, True]}
-    transfer.post(chunks)
-    transfer.advance()
-    assert (transfer.status.state, str(transfer.status.error)) == (State.FAILING, "gone")
-    transfer.advance()
-    assert transfer.status.state is State.FAILING
-    assert transfer.running == []
+@pytest.mark.parametrize(
+    ("answers", "advances", "posted"),
+    [
+        ([[False, GONE], [False, False, True]], 2, 2),
+        ([[False, True], [GONE], []], 1, 2),
+        ([[GONE], []], 0, 1),
+    ],
+    ids=["later", "at once", "first"],
+)
+def test_failed_chunk_leaves_transfer_failing_until_settled(
+    answers: list[Answers], advances: int, posted: int
+) -> None:
+    """No chunk is posted after it; those that run are drained."""
+    chunks = Chunks(*answers)
+    transfer = chunks.post()
+    for _ in range(advances):
+        transfer.advance()
+    assert (transfer.status.state, transfer.status.error) == (State.FAILING, GONE)
+    assert GONE.__traceback__ is None, "its frames would keep the agent alive"
+    assert chunks.agent.posted == chunks.chunks[:posted]
     transfer.release()
     assert transfer.status.state is State.FAILING
-    assert not agent.held
     transfer.settle()
-    assert (transfer.status.state, str(transfer.status.error)) == (State.FAILED, "gone")
-    assert agent.sent == []
-
-
-def test_no_chunk_is_posted_after_one_that_fails_at_once() -> None:
-    agent, transfer, chunks = make_transfer(3)
-    agent.answers = {chunks[0]: [False, True], chunks[1]: [TransportError("refused")]}
-    transfer.post(chunks)
-    assert agent.posted == chunks[:2]
-    assert transfer.status.state is State.FAILING
-    assert transfer.status.error is not None
-    assert transfer.status.error.__traceback__ is None
-    assert len(agent.held) == 2
-    transfer.release()
-    assert not agent.held
+    assert chunks.is_over(State.FAILED, "gone")
 
 
 def test_chunk_is_prepared_when_it_is_posted() -> None:
     """A chunk is prepared by the agent that posts transfers by then."""
-    first, transfer, chunks = make_transfer(3)
-    second = FakeAgent()
-    first.answers = {chunks[0]: [False, True], chunks[1]: [False, True]}
-    transfer.post(chunks)
+    chunks, second = Chunks([False, True], [False, True], []), FakeAgent()
+    transfer = chunks.post()
     transfer.prepare = second.prepare
     transfer.advance()
-    assert (first.posted, second.posted) == (chunks[:2], chunks[2:])
-    assert transfer.status.state is State.DONE
-    assert not first.held
+    assert (chunks.agent.posted, second.posted) == (chunks.chunks[:2], chunks.chunks[2:])
+    assert chunks.is_over(State.DONE)
     assert not second.held
 
 
-def test_transfer_without_any_prepared_chunk_fails_at_once() -> None:
-    agent, transfer, chunks = make_transfer(2, b"never")
-    agent.gone = PeerLostError("gone")
-    transfer.post(chunks)
-    assert (transfer.status.state, str(transfer.status.error)) == (State.FAILED, "gone")
-    assert transfer.drained
-    assert (agent.posted, agent.sent) == ([], [])
-
-
-def test_running_chunk_must_be_settled_when_the_next_cannot_be_prepared() -> None:
-    agent, transfer, chunks = make_transfer(3)
-    agent.answers = {chunks[0]: [False, True], chunks[1]: [False, False, True]}
-    transfer.post(chunks)
-    agent.gone = PeerLostError("gone")
-    transfer.advance()
-    transfer.advance()
-    assert (transfer.drained, transfer.status.state) == (True, State.FAILING)
-    transfer.release()
-    transfer.settle()
-    assert (transfer.drained, transfer.status.state) == (True, State.FAILED)
-    assert not agent.held
-
-
-def test_lost_notification_fails_a_finished_transfer() -> None:
-    agent, transfer, chunks = make_transfer(1)
-
-    def raise_peer_lost() -> None:
-        raise PeerLostError("gone")
-
-    transfer.send = raise_peer_lost
-    transfer.post(chunks)
-    assert transfer.status.state is State.FAILED
-    assert not agent.held
-
-
-def test_transfer_without_chunks_is_done_at_once() -> None:
-    agent, transfer, chunks = make_transfer(0, b"still said")
-    transfer.post(chunks)
-    assert (transfer.status.state, agent.sent) == (State.DONE, [("peer", b"still said")])
+@pytest.mark.parametrize("runs_one", [False, True])
+def test_transfer_of_which_a_chunk_cannot_be_prepared_is_failed_once_none_runs(
+    runs_one: bool,
+) -> None:
+    chunks = Chunks([False, True], [False, False, True], [])
+    chunks.agent.gone = None if runs_one else GONE
+    transfer = chunks.post()
+    if runs_one:
+        chunks.agent.gone = GONE
+        for _ in range(2):
+            transfer.advance()
+        assert (transfer.drained, transfer.status.state) == (True, State.FAILING)
+        transfer.release()
+        transfer.settle()
+    assert chunks.is_over(State.FAILED, "gone")
 
 
 def test_transfer_failed_by_disconnect_stays_failed() -> None:
-    agent, transfer, chunks = make_transfer(1, b"too late")
-    agent.answers = {chunks[0]: [False, True]}
-    transfer.post(chunks)
+    chunks = Chunks([False, True])
+    transfer: Any = chunks.post()
     transfer.fail(PeerLostError("disconnected"))
     transfer.advance()
     transfer.settle()
-    assert (transfer.status.state, agent.sent) == (State.FAILED, [])
+    assert chunks.is_over(State.FAILED, "disconnected")

@@ -53,13 +53,6 @@ def test_merged_copies_move_the_same_bytes(
         assert start + nbytes <= region.end
 
 
-def test_adjacent_copies_are_merged_but_not_across_segments() -> None:
-    row = [(index, index, 8) for index in range(512)]
-    assert len(merge_copies(batch_of([(0, row)]))) == 1
-    # Adjacent on both sides, but in regions with other keys.
-    assert len(merge_copies(batch_of([(0, row), (1, row)]))) == 2
-
-
 def test_long_copies_are_split() -> None:
     near = Region(address=1 << 20, nbytes=3 * MAX_RUN_BYTES)
     far = Region(address=1 << 40, nbytes=3 * MAX_RUN_BYTES)
@@ -68,12 +61,3 @@ def test_long_copies_are_split() -> None:
     starts = [0, MAX_RUN_BYTES, 2 * MAX_RUN_BYTES, 0]
     assert (runs.local - np.uint64(near.address)).tolist() == starts
     assert (runs.remote - np.uint64(far.address)).tolist() == starts
-
-
-def test_window_has_at_least_one_run_and_at_most_all() -> None:
-    runs = merge_copies(batch_of([(0, [(0, 1, 8), (2, 4, 8), (5, 8, 8), (7, 20, 8)])]))
-    assert runs.window_end(0, 10, 1) == 1
-    assert runs.window_end(0, 2, 1000) == 2
-    assert runs.window_end(0, 10, 16) == 2
-    assert runs.window_end(2, 10, 23) == 4
-    assert runs.window_end(3, 10, 1000) == 4

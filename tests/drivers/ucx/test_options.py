@@ -6,7 +6,6 @@ import pytest
 
 from kvferry.drivers.ucx.options import (
     REQUIRED_SETTINGS,
-    TUNING_SETTINGS,
     UcxOptions,
     default_settings,
     user_settings,
@@ -23,13 +22,6 @@ def test_reads_by_cuda_ipc_are_on_unless_the_environment_has_the_setting() -> No
 @pytest.mark.parametrize("name", REQUIRED_SETTINGS)
 def test_environment_does_not_override_settings_that_promises_rest_on(name: str) -> None:
     assert default_settings({f"UCX_{name}": "other"})[name] == REQUIRED_SETTINGS[name]
-
-
-def test_environment_overrides_only_the_settings_that_it_names() -> None:
-    for name in TUNING_SETTINGS:
-        others = {**REQUIRED_SETTINGS, **TUNING_SETTINGS}
-        del others[name]
-        assert default_settings({f"UCX_{name}": "other"}) == others
 
 
 def test_user_settings_have_no_prefix() -> None:

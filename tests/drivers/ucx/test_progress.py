@@ -49,16 +49,6 @@ def run_in_thread(call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_lock_has_one_holder() -> None:
-    lock = FairLock()
-    with lock:
-        assert not lock.try_acquire()
-    assert lock.try_acquire()
-    assert not lock.try_acquire()
-    lock.release()
-    assert lock.try_acquire()
-
-
 def test_waiting_thread_gets_the_lock_before_try_acquire() -> None:
     lock, had = FairLock(), threading.Event()
 

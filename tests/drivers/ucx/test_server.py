@@ -215,19 +215,10 @@ def test_of_too_many_notifications_the_client_with_most_pays(
     for _ in range(4):
         host.hear(Note(CONNECTION, b"spam"))
     host.hear(Note(OTHER, b"done"))
-    host.hear(*[Note(b"3" * 16, b"spam")] * 3, Note(OTHER, b"more"))
+    host.hear(*[Note(b"3" * 16, b"spam")] * 4, Note(OTHER, b"more"))
     assert host.worker.ended == [worker_of(1)] * 2
     assert host.notifications() == [("honest", b"done"), ("honest", b"more")]
     # What it sends on its ended connections is dropped, and counts no more.
     host.hear(*[Note(CONNECTION, b"spam")] * 20, *[Note(OTHER, b"done")] * 8)
     assert len(host.notifications()) == 8
     assert host.worker.ended == [worker_of(1)] * 2
-
-
-def test_a_client_that_was_cut_may_come_back(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BACKLOG", 2 * (module._NOTIFICATION_BYTES + 4))
-    host.hear(hello(), *[Note(CONNECTION, b"spam")] * 9)
-    assert (host.worker.ended, host.notifications()) == ([ONE], [])
-    host.hear(hello())
-    host.hear(Note(CONNECTION, b"done"))
-    assert host.notifications() == [("one", b"done")]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-import numpy as np
 import pytest
 
-from kvferry.drivers.ucx.messages import Message, Store, encode
 from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp
 from kvferry.drivers.ucx.ucp_structs import Code
@@ -72,54 +70,28 @@ def worker(ucp: FakeUcp) -> Worker:
     return Worker(library, Context(1), Poster(library))
 
 
-def test_a_message_with_a_body_is_handed_over_without_it_unless_bodies_are_handled(
-    worker: Worker,
-) -> None:
-    header, body = encode(Store(bytes(16), 5, 1)), bytes(32)
-    arrays = [np.frombuffer(each, np.uint8) for each in (header, body)]
-    addresses = [array.ctypes.data for array in arrays]
-    arrived = (None, addresses[0], len(header), addresses[1], len(body), None)
-    handled: list[tuple[Message, int]] = []
-    worker._on_message(*arrived)
-    assert list(worker.messages()) == [Store(bytes(16), 5, 1)]
-    worker.on_body = lambda message, body, nbytes: handled.append((message, nbytes))
-    worker._on_message(*arrived)
-    assert (list(worker.messages()), handled) == ([], [(Store(bytes(16), 5, 1), 32)])
-
-
-@pytest.mark.parametrize("status", [Code.OK, Code.ENDPOINT_TIMEOUT])
-def test_tcp_endpoint_is_closed_when_flushed_or_failed(
-    ucp: FakeUcp, worker: Worker, status: Code
-) -> None:
-    """Closed earlier, UCX crashes if the peer closes the endpoint, too."""
-    worker.close_endpoint(ENDPOINT)
-    worker.run_once()
-    assert ENDPOINT in worker.lingering.values()
-    assert not ucp.closed
-    assert not worker.closing, "closing waits for a peer that may be stopped"
-    ucp.status = status
-    worker.run_once()
-    assert ucp.closed == [ENDPOINT]
-    assert ENDPOINT not in worker.lingering.values()
-
-
 @pytest.mark.parametrize(
-    ("transports", "flushed"),
+    ("transports", "flushed", "lingers"),
     [
-        ("rc_mlx5/mlx5_0:1", FLUSH),
-        # A NIC could go on reading.
-        ("tcp/eth0+rc_mlx5/mlx5_0:1", FLUSH),
-        ("tcp/eth0", 0),
-        ("tcp/eth0", (1 << 64) + Code.NOT_CONNECTED),
+        ("tcp/eth0", FLUSH, True),  # closed earlier, UCX crashes if the peer closes it, too
+        ("tcp/eth0+rc_mlx5/mlx5_0:1", FLUSH, False),  # a NIC could go on reading
+        ("rc_mlx5/mlx5_0:1", FLUSH, False),
+        ("tcp/eth0", 0, False),
+        ("tcp/eth0", (1 << 64) + Code.NOT_CONNECTED, False),
     ],
 )
-def test_endpoint_without_tcp_or_pending_data_is_closed_at_once(
-    ucp: FakeUcp, worker: Worker, transports: str, flushed: int
+@pytest.mark.parametrize("status", [Code.OK, Code.ENDPOINT_TIMEOUT])
+def test_tcp_endpoint_is_closed_when_flushed_or_failed_and_others_at_once(
+    ucp: FakeUcp, worker: Worker, transports: str, flushed: int, lingers: bool, status: Code
 ) -> None:
     ucp.names, ucp.flushed = transports, flushed
     worker.close_endpoint(ENDPOINT)
-    assert ucp.closed == [ENDPOINT]
-    assert not worker.lingering
+    worker.run_once()
+    assert ((ENDPOINT in worker.lingering.values()), not ucp.closed) == (lingers, lingers)
+    assert not worker.closing, "closing waits for a peer that may be stopped"
+    ucp.status = status
+    worker.run_once()
+    assert (ucp.closed, worker.lingering) == ([ENDPOINT], {})
 
 
 def test_lingering_endpoint_is_closed_before_its_worker_is_destroyed(

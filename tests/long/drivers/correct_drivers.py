@@ -255,8 +255,3 @@ def delayed(**options: Any) -> FaultyTransport:
     """Return a driver whose every transfer ends some polls late."""
     every = Schedule(seed=1, rate=1.0, faults=(Fault.DELAY,), polls=5)
     return FaultyTransport(LoopbackTransport(**options), every)
-
-
-def paced(**options: Any) -> FaultyTransport:
-    """Return a driver whose reads keep to 1 GB/s."""
-    return FaultyTransport(LoopbackTransport(**options), bytes_per_second=1e9)

@@ -9,26 +9,12 @@ from __future__ import annotations
 from kvferry.testing import (
     InFlightTests,
     NotificationTests,
-    QuiescenceTests,
     StateMachineTests,
     StoppedPeerTests,
     TransportContract,
 )
 
 LASTING = 200 << 30
-
-
-class TestOnlyReads(NotificationTests, InFlightTests, StoppedPeerTests, StateMachineTests):
-    factory = "tests.long.drivers.correct_drivers:OnlyReads"
-    lasting_bytes = 2 << 30
-
-
-class TestFailingUntilDisconnect(
-    InFlightTests, QuiescenceTests, StoppedPeerTests, StateMachineTests
-):
-    factory = "tests.long.drivers.correct_drivers:FailingUntilDisconnect"
-    lasting_bytes = LASTING
-    quiet_seconds = 0.05
 
 
 class TestWithoutBase(NotificationTests, InFlightTests, StoppedPeerTests, StateMachineTests):
@@ -39,11 +25,6 @@ class TestWithoutBase(NotificationTests, InFlightTests, StoppedPeerTests, StateM
 class TestDelayed(StateMachineTests):
     factory = "tests.long.drivers.correct_drivers:delayed"
     lasting_bytes = LASTING
-
-
-class TestPaced(InFlightTests, StateMachineTests):
-    factory = "tests.long.drivers.correct_drivers:paced"
-    lasting_bytes = 2 << 30
 
 
 class TestMinimalWholeSuite(TransportContract):

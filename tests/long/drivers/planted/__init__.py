@@ -1,7 +1,7 @@
 """Drivers with one fault each: loopback, with a mistake that an author of a driver might make.
 
-The docstring of each class states its fault; ``CAUGHT_BY`` names the test of the conformance suite
-that has to find the fault. The modules are named as those of ``kvferry.testing.contract``.
+The docstring of each class, or of a function that stands for a method, states its fault;
+``CAUGHT_BY`` names the test of the conformance suite that has to find the fault.
 """
 
 from importlib import import_module

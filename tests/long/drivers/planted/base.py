@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
@@ -76,6 +77,38 @@ class KnowsCancelled(Watched):
     def cancel(self, transfer: TransferId) -> None:
         super().cancel(transfer)
         self._cancelled.add(transfer)
+
+
+def replaces(
+    method: str, test: str, kind: type[LoopbackTransport] = LoopbackTransport
+) -> Callable[[Callable[..., Any]], type[LoopbackTransport]]:
+    """Plant a driver that has a function in place of a method, as ``caught_by``."""
+
+    def planted(function: Callable[..., Any]) -> type[LoopbackTransport]:
+        names = {method: function, "__module__": function.__module__, "__doc__": function.__doc__}
+        return caught_by(test)(type(function.__name__, (kind,), names))
+
+    return planted
+
+
+def alters_copies(test: str) -> Callable[[Callable[[Copies], Copies]], type[LoopbackTransport]]:
+    """Plant a driver that reads other copies than it is given."""
+
+    def planted(function: Callable[[Copies], Copies]) -> type[LoopbackTransport]:
+        @functools.wraps(function)
+        def copies(driver: LoopbackTransport, given: Copies) -> Copies:
+            return function(given)
+
+        return replaces("copies", test, AlteredTransfers)(copies)
+
+    return planted
+
+
+def alters_status(
+    test: str, kind: type[LoopbackTransport] = Watched
+) -> Callable[[Callable[..., Status]], type[LoopbackTransport]]:
+    """Plant a driver whose ``poll`` returns other statuses: the function is called with each."""
+    return replaces("seen", test, kind)
 
 
 def transfer_of(driver: LoopbackTransport, transfer: TransferId) -> LoopbackTransfer:

@@ -15,56 +15,35 @@ from tests.long.drivers.planted.base import (
     caught_by,
     connection_of,
     cut,
+    replaces,
     transfer_of,
 )
 
 
-@caught_by("test_a_bound_one_does_not_overtake_a_long_transfer")
-class NotifiesWhenTheTransferBegins(LoopbackTransport):
-    """A bound notification is sent when its transfer begins."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if notify is not None:
-            self.notify(peer, notify)
-        return super().read(peer, copies)
-
-
-@caught_by("test_a_bound_one_does_not_overtake_a_long_transfer")
-class NotifiesWithTheFirstPart(LoopbackTransport):
+@replaces("read", "test_a_bound_one_does_not_overtake_a_long_transfer")
+def notifies_with_the_first_part(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """A transfer is split in two, and its notification is sent with the first part."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        first = copies.segments[0].stop if copies.segments else 0
-        if notify is not None and 0 < first < len(copies):
-            super().read(peer, cut(copies, slice(first)), notify)
-            notify = None
-        return super().read(peer, copies, notify)
+    first = copies.segments[0].stop if copies.segments else 0
+    if notify is not None and 0 < first < len(copies):
+        LoopbackTransport.read(driver, peer, cut(copies, slice(first)), notify)
+        notify = None
+    return LoopbackTransport.read(driver, peer, copies, notify)
 
 
-@caught_by("test_a_bound_one_comes_with_every_transfer")
-class DropsNotificationOfEmptyTransfer(LoopbackTransport):
+@replaces("read", "test_a_bound_one_comes_with_every_transfer")
+def drops_notification_of_empty_transfer(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """The notification of a transfer without bytes is not sent."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().read(peer, copies, notify if copies.total else None)
+    return LoopbackTransport.read(driver, peer, copies, notify if copies.total else None)
 
 
-@caught_by("test_only_the_peer_that_is_named_gets_it")
-class NotifiesAllPeers(LoopbackTransport):
-    """Every peer gets every notification."""
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        connection_of(self, peer)
-        for other in self._peers:
-            super().notify(other, payload)
-
-
-@caught_by("test_each_arrives_once_in_order_and_says_from_whom")
-class ReversesNotifications(LoopbackTransport):
+@replaces("notifications", "test_each_arrives_once_in_order_and_says_from_whom")
+def reverses_notifications(driver: LoopbackTransport) -> list[Notification]:
     """``notifications`` returns the newest first."""
-
-    def notifications(self) -> list[Notification]:
-        return super().notifications()[::-1]
+    return LoopbackTransport.notifications(driver)[::-1]
 
 
 @caught_by("test_each_arrives_once_in_order_and_says_from_whom")
@@ -77,39 +56,27 @@ class DeliversNotificationsTwice(LoopbackTransport):
         return again + fresh
 
 
-@caught_by("test_each_arrives_once_in_order_and_says_from_whom")
-class NamesTheReceiverAsSender(LoopbackTransport):
+@replaces("notifications", "test_each_arrives_once_in_order_and_says_from_whom")
+def names_the_receiver_as_sender(driver: LoopbackTransport) -> list[Notification]:
     """The sender of a notification is named as the transport that received it."""
-
-    def notifications(self) -> list[Notification]:
-        return [replace(one, sender=self.name) for one in super().notifications()]
+    return [replace(one, sender=driver.name) for one in LoopbackTransport.notifications(driver)]
 
 
-@caught_by("test_from_1_byte_to_the_limit")
-class CutsPayloadsAtAZero(LoopbackTransport):
+@replaces("notifications", "test_from_1_byte_to_the_limit")
+def cuts_payloads_at_a_zero(driver: LoopbackTransport) -> list[Notification]:
     """A payload is taken for a C string."""
+    return [
+        replace(one, payload=one.payload.split(b"\0")[0])
+        for one in LoopbackTransport.notifications(driver)
+    ]
 
-    def notifications(self) -> list[Notification]:
-        return [
-            replace(one, payload=one.payload.split(b"\0")[0]) for one in super().notifications()
-        ]
 
-
-@caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
-class DropsEmptyNotifications(LoopbackTransport):
+@replaces("read", "test_other_lengths_are_refused_and_nothing_has_moved")
+def drops_empty_notifications(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """An empty notification is accepted and not sent."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().read(peer, copies, notify or None)
-
-
-@caught_by("test_from_1_byte_to_the_limit")
-class CutsTheLongestPayload(LoopbackTransport):
-    """A payload of the greatest length loses its last byte."""
-
-    def notifications(self) -> list[Notification]:
-        limit = self.capabilities.max_notification
-        return [replace(one, payload=one.payload[: limit - 1]) for one in super().notifications()]
+    return LoopbackTransport.read(driver, peer, copies, notify or None)
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
@@ -119,22 +86,14 @@ class ExceedsMaxNotification(OtherCapabilities):
     can: ClassVar = {"max_notification": 100}
 
 
-@caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
-class ChecksPayloadLast(LoopbackTransport):
+@replaces("read", "test_other_lengths_are_refused_and_nothing_has_moved")
+def checks_payload_last(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """A transfer whose notification is refused moves its bytes first."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if notify is not None:
-            super().read(peer, copies)
-        return super().read(peer, copies, notify)
-
-
-@caught_by("test_each_arrives_once_in_order_and_says_from_whom")
-class DeliversOnlyTheLastNotification(LoopbackTransport):
-    """Of several notifications that arrived, only the last is returned."""
-
-    def notifications(self) -> list[Notification]:
-        return super().notifications()[-1:]
+    if notify is not None:
+        LoopbackTransport.read(driver, peer, copies)
+    return LoopbackTransport.read(driver, peer, copies, notify)
 
 
 @caught_by("test_senders_are_told_apart")
@@ -148,18 +107,18 @@ class NamesTheFirstSender(LoopbackTransport):
         return [replace(one, sender=self._first) for one in found]
 
 
-@caught_by("test_only_the_peer_that_is_named_gets_it")
-class NotifiesTheNewestPeer(LoopbackTransport):
+@replaces("read", "test_only_the_peer_that_is_named_gets_it")
+def notifies_the_newest_peer(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
     """A bound notification is sent to the peer that was connected last."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        connection_of(self, peer)
-        newest = max(self._peers)
-        if notify is None or newest == peer:
-            return super().read(peer, copies, notify)
-        transfer = super().read(peer, copies)
-        self.notify(newest, notify)
-        return transfer
+    connection_of(driver, peer)
+    newest = max(driver._peers)
+    if notify is None or newest == peer:
+        return LoopbackTransport.read(driver, peer, copies, notify)
+    transfer = LoopbackTransport.read(driver, peer, copies)
+    driver.notify(newest, notify)
+    return transfer
 
 
 class BindsItself(LoopbackTransport):
@@ -222,12 +181,10 @@ class FailureSendsBoundNotification(BindsItself):
         return statuses
 
 
-@caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
-class NotifyWaitsForThePeer(LoopbackTransport):
+@replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
+def notify_waits_for_the_peer(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
     """``notify`` returns only when the socket of the peer has taken the notification."""
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        super().notify(peer, payload)
-        channel, until = self._peers[peer].channel, time.monotonic() + 3
-        while channel.waiting and time.monotonic() < until:
-            time.sleep(0.001)
+    LoopbackTransport.notify(driver, peer, payload)
+    channel, until = driver._peers[peer].channel, time.monotonic() + 3
+    while channel._queue and time.monotonic() < until:
+        time.sleep(0.001)

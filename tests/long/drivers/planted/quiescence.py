@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from kvferry.core.errors import (
@@ -22,18 +25,27 @@ from kvferry.core.errors import (
 from kvferry.core.transport import PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.peer_memory import OtherProcess
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.long.drivers.planted.base import (
+    DONE,
+    PENDING,
+    KnowsCancelled,
     OtherCapabilities,
     Watched,
+    alters_status,
     caught_by,
-    connection_of,
     cut,
+    replaces,
     transfer_of,
 )
 
 _LATE_SECONDS = 0.1
+
+
 _TIMES = 6
+
+
 _STAGED = b"staged" * 10
 
 
@@ -112,16 +124,6 @@ class LateBytes(Watched):
 
 
 @caught_by("test_quiet_after_a_cancel")
-class LandsAReadAfterCancel(LateBytes):
-    """A read that is FAILED by ``cancel`` still moves a copy."""
-
-    def cancel(self, transfer: TransferId) -> None:
-        if not transfer_of(self, transfer).final:
-            self.land_repeatedly(transfer)
-        super().cancel(transfer)
-
-
-@caught_by("test_quiet_after_a_cancel")
 class LandsOnlyWhatHadBegun(LateBytes):
     """A transfer that is cancelled at once is quiet; one that has moved bytes is not."""
 
@@ -132,28 +134,6 @@ class LandsOnlyWhatHadBegun(LateBytes):
         if job.position > job.limit * job.running:
             self.land_repeatedly(transfer)
         super().cancel(transfer)
-
-
-@caught_by("test_quiet_after_disconnect")
-class LandsAReadAfterDisconnect(LateBytes):
-    """``disconnect`` returns while a read goes on."""
-
-    def disconnect(self, peer: PeerId) -> None:
-        connection_of(self, peer)
-        self.land_unfinished(peer)
-        super().disconnect(peer)
-
-
-@caught_by("test_quiet_after_close")
-class LandsAReadAfterClose(LateBytes):
-    """The first ``close`` returns while a read goes on; the second waits for the threads."""
-
-    def close(self) -> None:
-        if self._peers:
-            self.land_unfinished()
-            LoopbackTransport.close(self)
-        else:
-            super().close()
 
 
 @caught_by("test_quiet_after_done")
@@ -212,3 +192,208 @@ class LandsAfterDisconnectOfFailing(OtherCapabilities, LateBytes):
         for transfer, batch in list(self._batches.items()):
             if batch.peer == peer:
                 self.land_repeatedly(transfer)
+
+
+_SHORT = 80
+
+
+_GIVES_UP_SECONDS = 20.0
+
+
+def process_of(transport: LoopbackTransport, peer: PeerId) -> int | None:
+    """Return the process of a peer."""
+    found = transport._peers.get(peer)
+    reach = None if found is None else found.memory
+    return reach.pid if isinstance(reach, OtherProcess) and is_stopped(reach.pid) else None
+
+
+def is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+class LandsWhenThePeerContinues(LateBytes):
+    """Base class: bytes that a stopped peer was asked for land when it continues."""
+
+    def land_repeatedly(self, transfer: TransferId) -> None:
+        batch = self._batches.pop(transfer, None)
+        pid = None if batch is None else process_of(self, batch.peer)
+        if batch is None or pid is None:
+            return
+
+        def late() -> None:
+            deadline = time.monotonic() + _GIVES_UP_SECONDS
+            while is_stopped(pid) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            batch.land()
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        self._landing.append(thread)
+
+
+@caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
+class CancelDoesNotWaitForThePeer(LandsWhenThePeerContinues):
+    """A cancelled read is FAILED before the peer has answered."""
+
+    def cancel(self, transfer: TransferId) -> None:
+        super().cancel(transfer)
+        self.land_repeatedly(transfer)
+
+
+@caught_by("test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing")
+class DisconnectTimeoutMeansFailed(LandsWhenThePeerContinues):
+    """``disconnect`` raises at its deadline, but its transfers are FAILED."""
+
+    def disconnect(self, peer: PeerId) -> None:
+        self.land_unfinished(peer)
+        stopped = process_of(self, peer)
+        super().disconnect(peer)
+        if stopped is not None:
+            raise TransportError("it has not answered in time")
+
+
+@caught_by("test_close_beside_a_stopped_peer_is_quiet_or_an_error")
+class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
+    """``close`` neither waits for bytes of a stopped peer nor raises."""
+
+    def close(self) -> None:
+        if self._closed:
+            super().close()  # the test's end: its memory must outlive the threads
+        else:
+            self.land_unfinished()
+            LoopbackTransport.close(self)
+
+
+@alters_status("test_a_stopped_peer_keeps_what_was_cancelled_in_use", KnowsCancelled)
+def deregisters_memory_of_cancelled_transfer(
+    driver: KnowsCancelled, transfer: TransferId, status: Status
+) -> Status:
+    """Memory of a transfer that fails until its peer continues can be deregistered."""
+    failing = transfer in driver._cancelled and process_of(driver, driver._transfers[transfer].peer)
+    if not failing or status.error is None:
+        return status
+    return Status(state=State.FAILING, error=status.error)
+
+
+@replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
+def short_notifications_overtake(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
+    """Queued short notifications overtake long ones."""
+    LoopbackTransport.notify(driver, peer, payload)
+    channel = driver._peers[peer].channel
+    with channel._lock:
+        waiting = channel._queue
+        if len(waiting) > 1 and len(waiting[-1]) < _SHORT < len(waiting[-2]):
+            waiting[-1], waiting[-2] = waiting[-2], waiting[-1]
+
+
+@replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
+def drops_notifications_when_the_queue_is_full(
+    driver: LoopbackTransport, peer: PeerId, payload: bytes
+) -> None:
+    """Notifications for which the queue has no room are dropped silently."""
+    with contextlib.suppress(TransportError):
+        LoopbackTransport.notify(driver, peer, payload)
+
+
+@replaces("read", "test_killed_before_a_transfer")
+def read_raises_for_a_lost_peer(
+    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+) -> TransferId:
+    """``read`` raises if the peer is gone."""
+    transfer = LoopbackTransport.read(driver, peer, copies, notify)
+    (status,) = LoopbackTransport.poll(driver, [transfer])
+    if status.error is not None:
+        raise status.error
+    return transfer
+
+
+@replaces("notify", "test_killed_before_a_transfer")
+def notify_raises_for_a_lost_peer(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
+    """``notify`` raises if the peer is gone."""
+    LoopbackTransport.notify(driver, peer, payload)
+    if driver._peers[peer].channel.lost:
+        raise TransportError("nobody hears this")
+
+
+@alters_status("test_killed_before_a_transfer")
+def failed_without_error(driver: Watched, transfer: TransferId, status: Status) -> Status:
+    """A failed transfer has no error."""
+    return replace(status, error=None)
+
+
+@alters_status("test_killed_during_a_transfer")
+def ignores_death(driver: Watched, transfer: TransferId, status: Status) -> Status:
+    """A transfer with a dead peer is PENDING for ever."""
+    return PENDING if status.state is State.FAILED else status
+
+
+@alters_status("test_killed_during_a_transfer")
+def death_means_done(driver: Watched, transfer: TransferId, status: Status) -> Status:
+    """A transfer with a dead peer is DONE."""
+    return DONE if status.state is State.FAILED else status
+
+
+@alters_status("test_killed_with_many_transfers_in_flight")
+def death_fails_only_one_transfer(driver: Watched, transfer: TransferId, status: Status) -> Status:
+    """Only the first transfer with a dead peer fails."""
+    others = [
+        one
+        for one, (_, _, job) in driver._transfers.items()
+        if isinstance(job, ChunkedTransfer) and job.stop and one < transfer
+    ]
+    return PENDING if others else status
+
+
+@caught_by("test_killed_during_a_transfer")
+class FailingForEver(Watched):
+    """A failing transfer never becomes FAILED, although quiescence is promised."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return replace(status, state=State.FAILING) if status.error is not None else status
+
+
+@caught_by("test_killed_during_a_transfer")
+class FailingAfterDisconnect(OtherCapabilities, FailingForEver):
+    """A failing transfer does not become FAILED after ``disconnect``, as promised."""
+
+    can: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
+
+
+@replaces("connect", "test_gone_and_back_is_another_peer")
+def mistakes_a_restarted_peer_for_the_former(driver: LoopbackTransport, address: bytes) -> PeerId:
+    """A restarted peer is taken for the former one."""
+    peer = LoopbackTransport.connect(driver, address)
+    first = min(driver._peers)
+    driver._peers[first] = driver._peers[peer]
+    return first
+
+
+@alters_status("test_killed_while_a_fork_lives_on")
+def detects_death_by_socket_only(driver: Watched, transfer: TransferId, status: Status) -> Status:
+    """Death is detected by the end of a socket, which a fork of the peer keeps open."""
+    peer = driver._peers.get(driver._transfers[transfer].peer)
+    if status.state is not State.FAILED or peer is None or peer.channel.lost:
+        return status
+    try:
+        peer.channel.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return PENDING
+    except OSError:
+        return status
+    return status
+
+
+@replaces("poll", "test_a_stopped_peer_ends_by_the_deadline")
+def poll_waits_for_the_peer(
+    driver: LoopbackTransport, transfers: Sequence[TransferId]
+) -> list[Status]:
+    """``poll`` waits for an answer of the peer."""
+    for peer in driver._peers.values():
+        if isinstance(peer.memory, OtherProcess) and transfers:
+            stat = Path(f"/proc/{peer.memory.pid}/stat").read_text()
+            if stat.rpartition(")")[2].split()[0] == "T":
+                time.sleep(0.1)
+    return LoopbackTransport.poll(driver, transfers)

@@ -1,0 +1,196 @@
+"""Registrations never overlap, and after the first failed transfer a second agent has them all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import DriverError, PeerLostError, TransportError
+from kvferry.core.memory import Region
+from kvferry.drivers.nixl import agents as module
+from kvferry.drivers.nixl.agent import TransferChunk
+from kvferry.drivers.nixl.agents import Agents
+from kvferry.drivers.nixl.library import NixlLibrary
+from kvferry.drivers.nixl.options import NixlOptions
+from kvferry.drivers.nixl.peer import NixlPeer
+from tests.drivers.nixl.fake_agent import FakeAgent
+
+LIBRARY = NixlLibrary(
+    package="fake", version="0", api=None, errors=(), lost=OSError, unknown=KeyError
+)
+CHUNK = TransferChunk(local=None, remote=None)
+
+
+class FakeAgents:
+    """The agents of a transport, and what its next agent refuses or raises."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[FakeAgent] = []
+        self.refused: set[Region] = set()
+        self.error: DriverError | None = None
+        monkeypatch.setattr(module, "Agent", self._make)
+        self.agents = Agents(LIBRARY, "ours", NixlOptions())
+        self.peer = NixlPeer(name="peer", itself=False, metadata=b"peer", keys=frozenset({1}))
+
+    def _make(self, library: NixlLibrary, name: str, options: NixlOptions) -> FakeAgent:
+        if self.error is not None:
+            raise self.error
+        self.made.append(FakeAgent(name))
+        self.made[-1].refused = set(self.refused)
+        return self.made[-1]
+
+    def register(self, *regions: Region) -> None:
+        for one in regions:
+            self.agents.register(one, ())
+
+    def fail(self) -> None:
+        """Let the first agent post no more, as after a failed transfer."""
+        self.made[0].must_not_post = True
+
+    def posting(self) -> FakeAgent:
+        """Return the agent in which a transfer is prepared now."""
+        agent = self.agents.prepare(self.peer, CHUNK).agent
+        assert isinstance(agent, FakeAgent)
+        return agent
+
+    def registered(self) -> list[list[Region]]:
+        return [list(agent.registered.values()) for agent in self.made]
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeAgents:
+    return FakeAgents(monkeypatch)
+
+
+def region(start: int, stop: int, kind: str = "cpu") -> Region:
+    return Region(address=1000 + start, nbytes=stop - start, kind=kind)
+
+
+WHOLE, PART, LARGER, OTHER = region(0, 100), region(10, 20), region(50, 150), region(200, 300)
+
+REGIONS = st.tuples(st.integers(0, 30), st.integers(1, 30), st.sampled_from(["cpu", "cuda"])).map(
+    lambda drawn: region(drawn[0], drawn[0] + drawn[1], drawn[2])
+)
+
+
+@given(st.lists(REGIONS, unique=True, max_size=12))
+def test_registrations_cover_all_regions_and_never_overlap(regions: list[Region]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fakes = FakeAgents(monkeypatch)
+        for index, one in enumerate(regions):
+            fakes.register(one)
+            _check(fakes, regions[: index + 1])
+        while regions:
+            fakes.agents.deregister(regions.pop(len(regions) // 2))
+            _check(fakes, regions)
+        assert fakes.registered() == [[]]
+
+
+def _check(fakes: FakeAgents, regions: list[Region]) -> None:
+    [registered] = fakes.registered()
+    for one in regions:
+        assert sum(whole.contains(one) for whole in registered) == 1
+    for whole in registered:
+        assert any(whole.contains(one) for one in regions)
+        for other in registered:
+            apart = whole.end <= other.address or other.end <= whole.address
+            assert apart or whole is other or whole.kind != other.kind
+
+
+def test_region_within_another_changes_no_key_and_one_registered_again_gets_another(
+    fakes: FakeAgents,
+) -> None:
+    """Peers see by the key that their old access rights are void."""
+    fakes.register(WHOLE)
+    [first] = [span.key for span in fakes.agents.spans]
+    fakes.agents.register(PART, {WHOLE})
+    fakes.agents.deregister(WHOLE)
+    assert [(span.key, span.users) for span in fakes.agents.spans] == [(first, {PART})]
+    fakes.agents.deregister(PART)
+    fakes.register(WHOLE)
+    assert [span.key for span in fakes.agents.spans] != [first]
+
+
+def test_registration_stays_when_it_is_in_use_or_its_extension_is_refused(
+    fakes: FakeAgents,
+) -> None:
+    fakes.register(WHOLE)
+    with pytest.raises(TransportError, match="register the larger region first"):
+        fakes.agents.register(LARGER, {WHOLE})
+    [before] = [span.key for span in fakes.agents.spans]
+    fakes.made[0].refused.add(region(0, 150))
+    with pytest.raises(TransportError, match="told to refuse"):
+        fakes.register(LARGER)
+    assert fakes.registered() == [[WHOLE]]
+    [span] = fakes.agents.spans
+    assert (span.users, span.key != before) == ({WHOLE}, True)
+    fakes.agents.deregister(WHOLE)
+    assert fakes.registered() == [[]]
+
+
+def test_second_agent_posts_after_a_failure_with_same_registrations_and_peers(
+    fakes: FakeAgents,
+) -> None:
+    fakes.register(WHOLE)
+    assert fakes.posting() is fakes.made[0]
+    fakes.fail()
+    assert [fakes.posting() for _ in range(3)] == [fakes.made[1]] * 3
+    assert fakes.made[1].name != "ours"
+    fakes.register(OTHER)
+    assert fakes.registered() == [[WHOLE, OTHER]] * 2
+    assert [agent.known for agent in fakes.made] == [[b"peer"]] * 2
+    itself = fakes.agents.prepare(NixlPeer(name="ours", itself=True), CHUNK)
+    assert itself.name == fakes.made[1].name
+    fakes.made[1].refused = {region(500, 600)}
+    with pytest.raises(TransportError, match="told to refuse"):
+        fakes.register(region(500, 600))
+    assert fakes.registered() == [[WHOLE, OTHER]] * 2
+    fakes.agents.deregister(OTHER)
+    assert fakes.registered() == [[WHOLE]] * 2
+    fakes.peer.remove_remote()
+    assert [agent.known for agent in fakes.made] == [[], []]
+    fakes.agents.close(quiet=True)
+    assert fakes.registered() == [[], []]
+    assert all(agent.closed for agent in fakes.made)
+
+
+def test_second_agent_loads_metadata_only_when_it_changed(fakes: FakeAgents) -> None:
+    fakes.fail()
+    for _ in range(2):
+        assert fakes.posting().known == [b"peer"]
+    fakes.peer.keys = frozenset({1, 2})
+    assert fakes.posting().known == [b"peer", b"peer"]
+    assert fakes.made[0].known == []
+
+
+def test_second_agent_is_not_made_for_a_lost_peer_or_without_enough_descriptors(
+    fakes: FakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.fail()
+    fakes.peer.lost = True
+    with pytest.raises(PeerLostError, match="connect again"):
+        fakes.posting()
+    fakes.peer.lost = False
+    with monkeypatch.context() as short:
+        short.setattr("resource.getrlimit", lambda _: (20, 20))
+        with pytest.raises(TransportError, match=r"of which -?\d+ of 20 are free: raise the limit"):
+            fakes.posting()
+    assert len(fakes.made) == 1
+    assert fakes.posting() is fakes.made[1]
+
+
+def test_failed_second_agent_is_closed_and_made_again_by_next_transfer(fakes: FakeAgents) -> None:
+    fakes.register(WHOLE, OTHER)
+    fakes.fail()
+    fakes.error = DriverError("too many open files")
+    with pytest.raises(TransportError, match="too many open files"):
+        fakes.posting()
+    fakes.error, fakes.refused = None, {OTHER}
+    with pytest.raises(TransportError, match="told to refuse"):
+        fakes.posting()
+    assert fakes.made[1].closed
+    assert not fakes.made[1].registered
+    fakes.refused = set()
+    assert fakes.posting() is fakes.made[2]
+    assert len(fakes.made[2].registered) == 2
