@@ -39,8 +39,8 @@ class EarlyRequest:
     request: Request
     room: RoomId
     producer: PeerKey
-    part: Part | None = None
-    """The newest part; ``None`` while the request is in prefill's queue."""
+    total: int | None = None
+    """How many tokens its ticket will cover; ``None`` while it is in prefill's queue."""
     blocks: int = 0
     """How many blocks its early load has; 0 if none has begun."""
 
@@ -51,8 +51,7 @@ class EarlyRequests:
     def __init__(self, follower: RoomFollower, *, checks: TicketChecks, blocks: int) -> None:
         self._follower = follower
         self._checks = checks
-        self._most_blocks = int(EARLY_SHARE * blocks)
-        self._blocks = 0
+        self._blocks_left = int(EARLY_SHARE * blocks)
         self._requests: dict[str, EarlyRequest] = {}
         self._rooms = Counter[RoomId]()
 
@@ -91,22 +90,32 @@ class EarlyRequests:
         if isinstance(news, KVFerryError):
             found = news
         elif news is not None and news.part:
-            found = self._read(early, news)
-        if isinstance(found, Part):
-            early.part = found
+            try:
+                found = self._read(early, news)
+            except TicketError as error:
+                found = error
         if isinstance(found, KVFerryError) or (found is not None and found.is_last):
             self.end(early)
         return found
 
-    def _read(self, early: EarlyRequest, news: RoomNews) -> Part | TicketError:
-        """Return a part that can be used, or why it is refused."""
-        secrets, prompt = self._checks.security.secrets, early.request.num_prompt_tokens
-        try:
-            part = read_part(news.part, secrets, is_last=news.is_last, prompt=prompt)
-            self._check_continues(early, part)
-            self._checks.check_part(early.request, part)
-        except TicketError as error:
-            return error
+    def _read(self, early: EarlyRequest, news: RoomNews) -> Part:
+        """Return a part that can be used, or raise ``TicketError``."""
+        secrets, prompt = self._checks.secrets, early.request.num_prompt_tokens
+        part = read_part(news.part, secrets, is_last=news.is_last, prompt=prompt)
+        if part.ticket.engine != early.producer.engine:
+            raise TicketError(
+                f"the side channel of engine {early.producer.engine!r} has a part of a ticket of "
+                f"engine {part.ticket.engine!r}",
+                reason=TicketReason.MISMATCH,
+            )
+        if early.total not in (None, part.total):
+            raise TicketError(
+                f"a part of the ticket is for {part.total} tokens; the one before was for "
+                f"{early.total}",
+                reason=TicketReason.MISMATCH,
+            )
+        self._checks.check_part(early.request, part)
+        early.total = part.total
         return replace(part, ticket=self._routed(early, part.ticket))
 
     def has_room(self, early: EarlyRequest, blocks: int) -> bool:
@@ -115,41 +124,25 @@ class EarlyRequests:
         Not if other requests name the same room, since only the last of them may end the hold.
         """
         is_alone = self._rooms[early.room] == 1 and not is_sample(early.request.request_id)
-        return is_alone and self._blocks + blocks <= self._most_blocks
+        return is_alone and blocks <= self._blocks_left
 
     def begin(self, early: EarlyRequest, blocks: int) -> None:
         """Record that a load of so many blocks begins before the ticket has come."""
         early.blocks = blocks
-        self._blocks += blocks
+        self._blocks_left -= blocks
 
     def end(self, early: EarlyRequest) -> None:
         """Follow a request's room no longer; ignored if it is not followed."""
         if self._requests.pop(early.request.request_id, None) is None:
             return
         self._follower.end(early.request.request_id)
-        self._blocks -= early.blocks
+        self._blocks_left += early.blocks
         self._rooms[early.room] -= 1
         if not self._rooms[early.room]:
             del self._rooms[early.room]
 
-    def _check_continues(self, early: EarlyRequest, part: Part) -> None:
-        """Refuse a part of another engine than the one that is followed, or for other tokens."""
-        if part.ticket.engine != early.producer.engine:
-            raise TicketError(
-                f"the side channel of engine {early.producer.engine!r} has a part of a ticket of "
-                f"engine {part.ticket.engine!r}",
-                reason=TicketReason.MISMATCH,
-            )
-        if early.part is not None and part.total != early.part.total:
-            raise TicketError(
-                f"a part of the ticket is for {part.total} tokens; the one before was for "
-                f"{early.part.total}",
-                reason=TicketReason.MISMATCH,
-            )
-
     def _routed(self, early: EarlyRequest, ticket: Ticket) -> Ticket:
         """Return a ticket that can also be asked for where the router says, unless it is signed."""
         address = early.producer.host, early.producer.port
-        is_signed = self._checks.security.secrets is not None
-        is_known = is_signed or address == (ticket.host, ticket.port)
+        is_known = self._checks.secrets is not None or address == (ticket.host, ticket.port)
         return replace(ticket, routed=None if is_known else address)

@@ -48,7 +48,7 @@ class Eligibility:
     Attributes:
         hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
         keeps_answers: Whether answers get tickets for the next turn of their conversation.
-        backoff: How many tokens at a prompt's end are left to the consumer (``prefill_backoff``).
+        backoff: How many tokens at a prompt's end are left to the consumer (``EngineFacts``).
         needs_exact_length: Whether the model has states or windows, which can be used only after
             exactly the tokens that they were computed for.
     """
@@ -112,7 +112,7 @@ class Eligibility:
         known: int = request.num_tokens
         if not self.needs_exact_length:
             # A multi-token predictor's pages of the last tokens were made from tokens that are not
-            # verified; whoever reads the ticket computes them itself (see ``prefill_backoff``).
+            # verified; whoever reads the ticket computes them itself (see ``EngineFacts.backoff``).
             return min(computed, known) - self.backoff
         if computed > known:
             raise NoTicketError(

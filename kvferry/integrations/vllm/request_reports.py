@@ -31,6 +31,7 @@ class HeldRequest:
     blocks: int  # that are held
     made: float  # when the ticket was made, in monotonic seconds
     is_conversation: bool = False  # whether it is an answer, held for the next turn
+    sample: tuple[str, bytes] = "", b""  # if others use its ticket: see ``Producer``
     headers: Headers = None
     ended: EndedHold | None = None  # how the hold ended on the ranks that have reported that
 

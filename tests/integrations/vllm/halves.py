@@ -5,25 +5,29 @@ Requests, blocks and configurations are stand-ins for vLLM's, which is not neede
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.rooms import RoomId
+from kvferry.core.lifecycle.rooms import RoomId, Rooms
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
 from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.engine_facts import EngineFacts
+from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.producer import Producer
+from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.side_channel import EngineSideChannel
-from kvferry.integrations.vllm.ticket_checks import TicketChecks
 
 SERVING = EngineSideChannel(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
 PREFILL = {"do_remote_decode": True}
@@ -83,16 +87,25 @@ def full(groups: int = 1) -> tuple[CacheGroup, ...]:
     return tuple(CacheGroup(index=index, tokens=16) for index in range(groups))
 
 
-def producer(tail: int = 0, groups: Sequence[CacheGroup] = full(), **settings: Any) -> Producer:
+def facts(groups: Sequence[CacheGroup] = full(), **settings: Any) -> EngineFacts:
+    """An engine; a setting is of the facts or of the configuration."""
+    names = {field.name for field in fields(Config)}
+    config = Config(**{name: settings.pop(name) for name in list(settings) if name in names})
     common: dict[str, Any] = {
+        "engine": "decode",
+        "blocks": 64,
+        "security": SecuritySettings(secrets=settings.pop("secrets", None)),
         "metrics": Metrics(driver="loopback"),
-        "slots": 64,
-        "lease": 30.0,
-        "computed": True,
-        "sizes": {"tp_size": 2, "pp_size": 3},
+        "reports": RequestReports(),
         "ticket_key": TICKET_KEY,
+        "sizes": {"tp_size": 2, "pp_size": 3},
     }
-    return Producer(groups, backoff=tail, **(common | settings))
+    return EngineFacts(groups=tuple(groups), config=config, **(common | settings))
+
+
+def producer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Producer:
+    rooms, clock = settings.pop("rooms", Rooms()), settings.pop("clock", time.monotonic)
+    return Producer(facts(groups, **settings), rooms=rooms, clock=clock)
 
 
 class Follower:
@@ -142,21 +155,9 @@ class Users:
 
 
 def consumer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Consumer:
-    checks: dict[str, Any] = {
-        "engine": "decode",
-        "may_load": True,
-        "verify_prompt": True,
-        "backoff": 0,
-        "needs_exact_length": any(group.needs_exact_length for group in groups),
-    }
-    known = TicketChecks.__dataclass_fields__
-    checks |= {name: settings.pop(name) for name in list(settings) if name in known}
-    common: dict[str, Any] = {
-        "metrics": Metrics(driver="loopback"),
-        "directory": Users(),
-        "follower": Follower(),
-    }
-    return Consumer(groups, checks=TicketChecks(**checks), **(common | settings))
+    fakes: dict[str, Any] = {"directory": Users(), "follower": Follower()}
+    fakes |= {name: settings.pop(name) for name in fakes if name in settings}
+    return Consumer(facts(groups, **settings), prefix_cache=PrefixCache(groups), **fakes)
 
 
 def blocks(*ids: int, cached: int = 0) -> Any:
@@ -221,7 +222,7 @@ class Passes:
         self.now = 100.0
         self.metrics = Metrics(driver="loopback")
         self.producer = made(metrics=self.metrics, clock=lambda: self.now)
-        self.producer.set_rank_count(ranks)
+        self.producer.set_ranks(ranks)
         self.holds: dict[str, Hold] = {}
 
     def hold(self, each: Any, block: int) -> None:

@@ -49,7 +49,9 @@ def answered(
 
 
 def producer(**settings: Any) -> Producer:
-    return halves.producer(**({"conversation_ttl": TTL} | settings))
+    return halves.producer(
+        **({"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": TTL} | settings)
+    )
 
 
 def finished(made: Producer, each: Any, ids: list[list[int]] | None = None) -> Any:
@@ -125,7 +127,7 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("settings", "each", "ids", "tokens", "digests"),
         [
-            ({"slots": 1024}, answered(512 * 16, 2, 512 * 16 + 1), None, 32, 256),
+            ({"blocks": 1024}, answered(512 * 16, 2, 512 * 16 + 1), None, 32, 256),
             ({"groups": TWO_SIZES}, answered(), [[1, 2, 3], [4, 5]], 48, 1),
             ({"groups": STATE}, answered(40, 9, 49), [[7]], 0, 0),
         ],
@@ -143,8 +145,8 @@ class TestAnswers:
         [
             ({"groups": STATE}, {"num_computed_tokens": 50}, "more was computed than its tokens"),
             ({}, {"prompt_embeds": object()}, "its prompt has embeddings"),
-            ({"max_held": 3}, {}, "it has 4 blocks, and 3 may be held"),
-            ({"slots": 0}, {}, "no slot was free"),
+            ({"max_held_fraction": 3 / 64}, {}, "it has 4 blocks, and 3 may be held"),
+            ({"blocks": 0}, {}, "no slot was free"),
             ({"adapter_content": unknown}, {}, "not known"),
         ],
     )
@@ -166,7 +168,7 @@ class TestAnswers:
 
     def test_states_are_not_held_where_drafts_are_computed(self) -> None:
         """A drafter, too, advances a state beyond the tokens that are verified."""
-        made = producer(tail=1, groups=STATE, computed=False)
+        made = producer(lookahead=2, groups=STATE, drafts=True)
         assert finished(made, answered(40, 9, 48), [[7]]) is None
 
     @pytest.mark.parametrize("end", list(HoldEnd))
@@ -251,7 +253,11 @@ class TestBlocksAreLacking:
 
 
 def consumer(**settings: Any) -> Consumer:
-    common: dict[str, Any] = {"engine": "prefill", "continues": True, "recompute_threshold": 16}
+    common: dict[str, Any] = {
+        "engine": "prefill",
+        "bidirectional_kv_xfer": True,
+        "kv_recompute_threshold": 16,
+    }
     return halves.consumer(**(common | settings))
 
 
@@ -339,7 +345,7 @@ class TestTurns:
             (spoken(request(80, None)), {}),
             (turn(80, {**conversation_ticket(), "do_remote_decode": None}), {}),
             (turn(80, {**conversation_ticket(), "do_remote_decode": False}), {}),
-            (turn(80), {"continues": False}),
+            (turn(80), {"bidirectional_kv_xfer": False}),
             (later(change={"abort_immediately": True}), {}),
             (turn(80, OF_A_PROMPT), {"engine": "another"}),
         ],
@@ -387,7 +393,7 @@ class TestTurns:
     @pytest.mark.parametrize(("threshold", "tokens"), [(0, 9), (9, 9), (10, 0)])
     def test_few_tokens_are_computed(self, threshold: int, tokens: int) -> None:
         """Then "done" is sent, since nobody else will load them."""
-        made = consumer(recompute_threshold=threshold)
+        made = consumer(kv_recompute_threshold=threshold)
         each = turn(80, conversation_ticket(57))
         assert loaded(made, each, 48) == tokens
         made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), tokens)
@@ -406,7 +412,7 @@ class TestTurns:
 
     def test_request_with_both_flags_is_no_turn(self) -> None:
         """It comes with the ticket of a prompt, which it needs, and is decoded elsewhere."""
-        made = consumer(engine="another", recompute_threshold=1000)
+        made = consumer(engine="another", kv_recompute_threshold=1000)
         params = halves.ticket() | {"do_remote_decode": True}
         assert loaded(made, turn(40, params)) == 40
         other = changed(turn(41, params, name="other"), 3)
@@ -431,7 +437,7 @@ class TestRefused:
         ("settings", "reason"),
         [
             ({"engine": "decode"}, "own"),
-            ({"may_load": False}, "role"),
+            ({"role": "kv_producer"}, "role"),
             (halves.SIGNS, "signature"),
             (halves.KEYS, "admission"),
             ({"adapter_content": unknown}, "adapter"),

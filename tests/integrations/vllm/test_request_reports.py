@@ -145,8 +145,8 @@ def test_a_hold_that_ended_is_counted_and_logged_once(
 def test_made_holds_are_those_that_ended_and_those_still_held(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    prefill = Prefill(max_held=12)
-    prefill.producer.set_rank_count(1)
+    prefill = Prefill(max_held_fraction=12 / 64)
+    prefill.producer.set_ranks(1)
     for name in ("evicted", "orphaned", "revoked", "read", "held"):
         prefill.hold(name)
     holds = dict(prefill.producer.drain().take_ons)

@@ -33,7 +33,7 @@ IDLE = SimpleNamespace(total_num_scheduled_tokens=0)
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
     """``scheduler``, ``metadata``, ``metrics`` and ``adapter_loads``."""
-    names = ("scheduler", "metadata", "metrics", "adapter_loads")
+    names = ("scheduler", "metadata", "metrics", "adapter_loads", "engine_facts")
     with without_vllm.modules(*names) as modules:
         yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
@@ -48,7 +48,7 @@ def configured(role: str = "kv_both", **extra: Any) -> Any:
 def make(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Builds halves of an engine with 100 blocks of 16 tokens, and closes them."""
     made: list[Any] = []
-    monkeypatch.setattr(vllm.scheduler, "cache_groups", lambda *_: full())
+    monkeypatch.setattr(vllm.engine_facts, "cache_groups", lambda *_: full())
 
     def build(*, drafts: bool = False, **settings: Any) -> Any:
         config = configured(**settings)

@@ -29,6 +29,7 @@ from tests.integrations.vllm.halves import (
     blocks,
     consumer,
     engine,
+    facts,
     full,
     producer,
     request,
@@ -49,7 +50,7 @@ def staged_producer(
     now = [0.0]
     made, host = producer(is_staged=True, clock=lambda: now[0], **settings), pages(count, now)
     host.ranks = ranks
-    made.set_host_pages(host)
+    made.set_ranks(1, host)
     return made, now
 
 
@@ -116,7 +117,7 @@ class TestProducer:
         assert not made.pending
 
     def test_slot_and_id_return_when_it_is_over(self, caplog: pytest.LogCaptureFixture) -> None:
-        made, _ = staged_producer(count=8, slots=1)
+        made, _ = staged_producer(count=8, blocks=1)
         assert prefill(made, "a", 1, 2, 3) is not None
         made.sends_finished(["a"])
         assert prefill(made, "b", 4, 5, 6) is None
@@ -169,7 +170,6 @@ class TestProducer:
     def test_silent_holds_go_when_requests_wait_for_host_pages(self) -> None:
         """And not when they wait for blocks, of which holds keep none."""
         made, _ = staged_producer(count=4)
-        made.set_rank_count(1)
         prefill(made, "a", 1, 2, 3)
         [copy] = made.drain().copies
         made.allocation_attempted(request(40, name="other"), 0)
@@ -263,35 +263,12 @@ def test_another_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_staged", "warning"),
-    [
-        (True, "ignored: max_held_fraction, since the cache is staged"),
-        (False, "ignored: staging_bytes and staging_timeout, since the cache is not"),
-    ],
-)
-def test_ignored_settings_are_warned_of(
-    caplog: pytest.LogCaptureFixture, is_staged: bool, warning: str
-) -> None:
-    own = transfer()
-    staging.warn_of_ignored_settings(own, is_staged=is_staged)
-    assert not caplog.records
-    own.kv_connector_extra_config = {
-        "max_held_fraction": 1.0,
-        "staging_bytes": 1 << 30,
-        "staging_timeout": 5.0,
-    }
-    staging.warn_of_ignored_settings(own, is_staged=is_staged)
-    [record] = caplog.records
-    assert warning in record.getMessage()
-
-
-@pytest.mark.parametrize(
     ("role", "holds", "loads"),
     [("kv_producer", 10, 0), ("kv_consumer", 0, 10), ("kv_both", 5, 5)],
 )
 def test_host_pages_are_for_holds_and_for_loads(role: str, holds: int, loads: int) -> None:
     """Ranks may have different numbers: their pages have different sizes."""
-    found = staging.host_pages([11, 12, staging.NO_LIMIT], transfer(role), Config())
+    found = staging.host_pages([11, 12, staging.NO_LIMIT], facts(role=role))
     assert [each.total for each in found] == [holds, loads]
     ids = [each.take(RequestId("r"), each.total) or () for each in found]
     assert sorted(ids[0] + ids[1]) == list(range(1, 11))
