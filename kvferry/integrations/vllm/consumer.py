@@ -29,7 +29,7 @@ from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, num_blocks
-from kvferry.integrations.vllm.early_requests import EarlyRequest, EarlyRequests
+from kvferry.integrations.vllm.early_requests import EarlyRequests
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.metric_definitions import (
     EARLY_LOADS,
@@ -80,35 +80,24 @@ class LoadMessages:
 class PullStage(enum.Enum):
     """How far a request is that comes with a ticket, or with the name of a room."""
 
-    FOLLOWED = enum.auto()
-    """Another engine is to make its ticket; it has no blocks."""
-    READY = enum.auto()
-    """Its ticket was accepted; it waits for blocks."""
-    REFUSED = enum.auto()
-    """Its ticket was refused, or will not come; it waits for blocks, and then fails."""
-    LOADING = enum.auto()
-    """It has blocks, and a load fills them."""
-    FAILING = enum.auto()
-    """It has blocks, and the workers report that they were not filled."""
-    UNUSED = enum.auto()
-    """It loads nothing, or has ended, and its ticket is given back when it comes."""
+    FOLLOWED = enum.auto()  # another engine is to make its ticket; it has no blocks
+    READY = enum.auto()  # its ticket was accepted; it waits for blocks
+    REFUSED = enum.auto()  # its ticket was refused, or will not come; it waits for blocks
+    LOADING = enum.auto()  # it has blocks, and a load fills them
+    FAILING = enum.auto()  # it has blocks, and the workers report that they were not filled
+    UNUSED = enum.auto()  # it loads nothing, or has ended; its ticket is given back when it comes
 
 
 WITHOUT_BLOCKS = (PullStage.FOLLOWED, PullStage.READY, PullStage.REFUSED)
-"""The stages in which a request waits for blocks."""
 
 
 class PullEnd(enum.Enum):
     """How it ended that a request has to do with a ticket."""
 
-    LOADED = enum.auto()
-    """All ranks have reported its load."""
-    FAILED = enum.auto()
-    """All ranks have reported its load, which failed on one."""
-    GIVEN_BACK = enum.auto()
-    """It loads nothing, and the producer may free the pages."""
-    DROPPED = enum.auto()
-    """It has no ticket to give back."""
+    LOADED = enum.auto()  # all ranks have reported its load
+    FAILED = enum.auto()  # all ranks have reported its load, which failed on one
+    GIVEN_BACK = enum.auto()  # it loads nothing, and the producer may free the pages
+    DROPPED = enum.auto()  # it has no ticket to give back
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -121,8 +110,6 @@ class _Pull:
     """Its ticket, or the newest part of it."""
     covered: int | None = None
     """How many tokens its ticket covers, or will cover; ``None`` if that is not known."""
-    early: EarlyRequest | None = None
-    """Its room, if it came without a ticket."""
     why: str = ""
     """Why its ticket was refused, or why it loads nothing."""
     loading: LoadingRequest | None = None
@@ -189,8 +176,8 @@ class Consumer:
             if self._checks.is_turn(request):
                 self._begin_turn(request)
             elif params.get("do_remote_prefill") and names_room(params):
-                early = self._early.follow(request)
-                pull = _Pull(request=request, stage=PullStage.FOLLOWED, early=early)
+                self._early.follow(request)
+                pull = _Pull(request=request, stage=PullStage.FOLLOWED)
                 self._pulls[pull.name] = pull
             elif params.get("do_remote_prefill"):
                 self._accept(request, self._checks.admit(request))
@@ -257,9 +244,9 @@ class Consumer:
 
     def _waits(self, pull: _Pull, whole: int, tokens: int) -> bool:
         """Return whether a request that could load so many tokens must wait, and gets no blocks."""
-        if pull.early is not None and pull.stage is PullStage.FOLLOWED:
+        if pull.stage is PullStage.FOLLOWED:
             blocks = num_blocks(self._groups, tokens)
-            return self._facts.is_staged or not self._early.has_room(pull.early, blocks)
+            return self._facts.is_staged or not self._early.has_room(pull.name, blocks)
         if pull.stage is not PullStage.READY:
             return False
         try:
@@ -275,14 +262,11 @@ class Consumer:
 
     def _take_news(self, request_id: str) -> None:
         """Act on what the engine that prefills a request has said since the last call."""
-        pull = self._pulls.get(request_id)
-        if pull is None or pull.early is None or request_id not in self._early:
-            return
-        news = self._early.take(pull.early)
+        news = self._early.take(request_id) if request_id in self._early else None
         if isinstance(news, Part):
-            self._take_part(pull, news)
+            self._take_part(self._pulls[request_id], news)
         elif news is not None:
-            self._give_up(pull, news)
+            self._give_up(self._pulls[request_id], news)
 
     def _take_part(self, pull: _Pull, part: Part) -> None:
         """Use a newer part of a request's ticket, or the ticket."""
@@ -351,8 +335,8 @@ class Consumer:
             self._fail(self._pulls[pull.name])
             return
         is_early = pull.stage is PullStage.FOLLOWED
-        if is_early and pull.early is not None:
-            self._early.begin(pull.early, num_blocks(self._groups, external))
+        if is_early:
+            self._early.begin(pull.name, num_blocks(self._groups, external))
         self._messages.loads.append(
             Load(
                 request=pull.name,
@@ -390,8 +374,7 @@ class Consumer:
 
     def _abort(self, pull: _Pull) -> None:
         """Have the workers end a load, which they report when no byte can land any more."""
-        if pull.early is not None:
-            self._early.end(pull.early)
+        self._early.end(pull.name)
         self._messages.aborted.append(pull.name)
 
     def weights_changed(self, request_id: str) -> bool:
@@ -462,8 +445,7 @@ class Consumer:
             self._release(name, pull.ticket, shared=self._order(name))
         self._users.over(name, loaded=outcome is PullEnd.LOADED)
         self._directory.end(name)
-        if pull.early is not None:
-            self._early.end(pull.early)
+        self._early.end(name)
         self._messages.parts.pop(name, None)
         self._pages.cancel(name)
         if outcome is not PullEnd.LOADED:
@@ -495,15 +477,12 @@ class Consumer:
             tokens = loading.record.first_tokens if is_loaded and loading.record else ()
             if tokens and self._prefix_cache.keep_out(loading.request_id, tokens):
                 self._first_tokens[loading.request_id] = tuple(tokens)
-        metrics, reports = self._facts.metrics, self._facts.reports
+        metrics = self._facts.metrics
+        metrics.add(LOADS if is_loaded else FAILED)
         if is_loaded:
-            metrics.add(LOADS)
             metrics.add(TOKENS, loading.tokens)
             metrics.add(EARLY_LOADS, int(loading.is_early))
-            reports.loaded(loading)
-        else:
-            metrics.add(FAILED)
-            reports.failed(loading)
+        self._facts.reports.load_ended(loading, is_loaded=is_loaded)
 
     def first_tokens(self, request_id: str) -> tuple[int, ...]:
         """Return, for each group, the first token that a request's load has written; () if all."""

@@ -33,7 +33,7 @@ They wait for prefill with their blocks. Further requests wait for their tickets
 
 
 @dataclass(slots=True, kw_only=True)
-class EarlyRequest:
+class _EarlyRequest:
     """A request whose room, of the engine ``producer``, is followed."""
 
     request: Request
@@ -52,7 +52,7 @@ class EarlyRequests:
         self._follower = follower
         self._checks = checks
         self._blocks_left = int(EARLY_SHARE * blocks)
-        self._requests: dict[str, EarlyRequest] = {}
+        self._requests: dict[str, _EarlyRequest] = {}
         self._rooms = Counter[RoomId]()
 
     def __len__(self) -> int:
@@ -70,35 +70,34 @@ class EarlyRequests:
         """Whether there is news of a request that ``take`` has not returned."""
         return self._follower.pending
 
-    def follow(self, request: Request) -> EarlyRequest:
+    def follow(self, request: Request) -> None:
         """Follow a request's room until ``end``, or raise ``TicketError``."""
         name, producer = self._checks.admit_room(request)
         room = room_id(name, whole_prompt_digest(request))
-        early = EarlyRequest(request=request, room=room, producer=producer)
+        early = _EarlyRequest(request=request, room=room, producer=producer)
         self._requests[request.request_id] = early
         self._rooms[room] += 1
         self._follower.follow(request.request_id, room, producer)
-        return early
 
-    def take(self, early: EarlyRequest) -> Part | KVFerryError | None:
+    def take(self, request_id: str) -> Part | KVFerryError | None:
         """Return the newest part of a request since the last call, or why none can be used.
 
         After the last part, and after an error, the request is not followed any more.
         """
-        news = self._follower.news(early.request.request_id)
+        news = self._follower.news(request_id)
         found: Part | KVFerryError | None = None
         if isinstance(news, KVFerryError):
             found = news
         elif news is not None and news.part:
             try:
-                found = self._read(early, news)
+                found = self._read(self._requests[request_id], news)
             except TicketError as error:
                 found = error
         if isinstance(found, KVFerryError) or (found is not None and found.is_last):
-            self.end(early)
+            self.end(request_id)
         return found
 
-    def _read(self, early: EarlyRequest, news: RoomNews) -> Part:
+    def _read(self, early: _EarlyRequest, news: RoomNews) -> Part:
         """Return a part that can be used, or raise ``TicketError``."""
         secrets, prompt = self._checks.secrets, early.request.num_prompt_tokens
         part = read_part(news.part, secrets, is_last=news.is_last, prompt=prompt)
@@ -118,30 +117,31 @@ class EarlyRequests:
         early.total = part.total
         return replace(part, ticket=self._routed(early, part.ticket))
 
-    def has_room(self, early: EarlyRequest, blocks: int) -> bool:
+    def has_room(self, request_id: str, blocks: int) -> bool:
         """Return whether a load of so many blocks may begin now, before the ticket has come.
 
         Not if other requests name the same room, since only the last of them may end the hold.
         """
-        is_alone = self._rooms[early.room] == 1 and not is_sample(early.request.request_id)
+        is_alone = self._rooms[self._requests[request_id].room] == 1 and not is_sample(request_id)
         return is_alone and blocks <= self._blocks_left
 
-    def begin(self, early: EarlyRequest, blocks: int) -> None:
+    def begin(self, request_id: str, blocks: int) -> None:
         """Record that a load of so many blocks begins before the ticket has come."""
-        early.blocks = blocks
+        self._requests[request_id].blocks = blocks
         self._blocks_left -= blocks
 
-    def end(self, early: EarlyRequest) -> None:
+    def end(self, request_id: str) -> None:
         """Follow a request's room no longer; ignored if it is not followed."""
-        if self._requests.pop(early.request.request_id, None) is None:
+        early = self._requests.pop(request_id, None)
+        if early is None:
             return
-        self._follower.end(early.request.request_id)
+        self._follower.end(request_id)
         self._blocks_left += early.blocks
         self._rooms[early.room] -= 1
         if not self._rooms[early.room]:
             del self._rooms[early.room]
 
-    def _routed(self, early: EarlyRequest, ticket: Ticket) -> Ticket:
+    def _routed(self, early: _EarlyRequest, ticket: Ticket) -> Ticket:
         """Return a ticket that can also be asked for where the router says, unless it is signed."""
         address = early.producer.host, early.producer.port
         is_known = self._checks.secrets is not None or address == (ticket.host, ticket.port)

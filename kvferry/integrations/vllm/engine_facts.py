@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
-from kvferry.integrations.vllm import staging, versions
 from kvferry.integrations.vllm import config as configuration
+from kvferry.integrations.vllm import staging, versions
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings, read_security_settings

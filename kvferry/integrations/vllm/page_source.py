@@ -69,19 +69,11 @@ class PageSource:
         return [[of[block] for block in ids] for ids in blocks], copy
 
     def _why_none(self, request_id: str, tokens: int) -> str:
-        host, count = self.host, most_pages(self._groups, tokens)
-        if host.has_taken(RequestId(request_id)):
-            return (
-                "its id is that of a request whose host pages are still in use: give requests ids "
-                "of their own"
-            )
-        if count > host.total:
-            return (
-                f"it may need {count} host pages, and there are {host.total}: raise staging_bytes"
-            )
         return (
-            f"it did not get {count} of {host.total} host pages within {host.patience:g} s "
-            "(staging_timeout): raise staging_bytes, or decode requests sooner"
+            f"it did not get the {most_pages(self._groups, tokens)} host pages that it may need, "
+            f"of {self.host.total}, within {self.host.patience:g} s (staging_timeout), or its id "
+            "is that of a request whose host pages are in use: raise staging_bytes, or decode "
+            "requests sooner"
         )
 
     def cancel(self, request_id: str) -> None:

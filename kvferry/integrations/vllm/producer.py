@@ -54,7 +54,6 @@ from kvferry.integrations.vllm.request_reports import HeldRequest
 from kvferry.integrations.vllm.ticket_params import TicketParams, room_name
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 

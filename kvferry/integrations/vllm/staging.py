@@ -127,14 +127,4 @@ def page_count(form: HostPageFormat, config: Config, *, pages: int, largest: int
             f"{form.page_bytes} bytes on this rank, and at least {1 + uses} are needed; set "
             f"{(1 + uses) * form.page_bytes} or more, or remove it"
         )
-    if count - 1 < uses * largest:
-        logger.warning(
-            "staging_bytes is %d: that is room for %d blocks%s, and a request of max_model_len "
-            "tokens may need %d; larger requests are not handed over; set %d or more for all",
-            config.staging_bytes,
-            (count - 1) // uses,
-            ", for holds and for loads each" if uses > 1 else "",
-            largest,
-            (1 + uses * largest) * form.page_bytes,
-        )
     return count

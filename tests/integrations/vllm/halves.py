@@ -12,9 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.core.errors import KVFerryError
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.lifecycle.rooms import RoomId, Rooms
-from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
@@ -32,6 +31,11 @@ from kvferry.integrations.vllm.side_channel import EngineSideChannel
 SERVING = EngineSideChannel(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
 PREFILL = {"do_remote_decode": True}
 TICKET_KEY = TicketKey()
+TTL = 480.0
+TALKS: dict[str, Any] = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": TTL}
+"""The settings of an engine whose answers are held for the next turn."""
+STATE = CacheGroup(index=0, tokens=1 << 20, is_state=True)
+WINDOW = CacheGroup(index=1, tokens=16, window=20)
 SECRETS = TicketSecrets.of(["the secret of both engines"])
 PEER, STRANGER = bytes([1]) * 32, bytes([2]) * 32
 KEYED = Access(own=generate(), peers=frozenset({PEER}))
@@ -211,49 +215,30 @@ def keyed(key: bytes) -> dict[str, Any]:
     return ticket(serving=replace(SERVING, key=key))
 
 
+def answered(
+    prompt: int = 32, generated: int = 9, computed: int | None = None, **settings: Any
+) -> Any:
+    """A request that was prefilled elsewhere and has generated tokens; the last has no KV."""
+    computed = prompt + generated - 1 if computed is None else computed
+    params = settings.pop("params", {"do_remote_prefill": True})
+    return spoken(request(prompt, dict(params), computed=computed, **settings), generated)
+
+
+def spoken(each: Any, generated: int = 0) -> Any:
+    """A request with ``all_token_ids``, of which some were generated."""
+    last = each.prompt_token_ids[-1]
+    each.all_token_ids = [*each._all_token_ids, *(last + 1 + i for i in range(generated))]
+    each.num_tokens = len(each.all_token_ids)
+    return each
+
+
+def host_pages(count: int, clock: Callable[[], float]) -> HostPages:
+    """So many host pages, from 1 on; requests wait for them for 10 seconds."""
+    return HostPages(range(1, count + 1), patience=10.0, clock=clock)
+
+
 SIGNS = {"security": SecuritySettings(secrets=SECRETS)}
 KEYS = {"security": SecuritySettings(access=KEYED)}
-
-
-class Passes:
-    """Scheduling passes of an engine whose requests have two blocks each, which are held."""
-
-    def __init__(self, ranks: int, made: Callable[..., Producer] = producer) -> None:
-        self.now = 100.0
-        self.metrics = Metrics(driver="loopback")
-        self.producer = made(metrics=self.metrics, clock=lambda: self.now)
-        self.producer.set_ranks(ranks)
-        self.holds: dict[str, Hold] = {}
-
-    def hold(self, each: Any, block: int) -> None:
-        self.producer.take_on(each)
-        assert self.producer.request_finished(each, [[block, block + 1]], SERVING)
-        [(name, self.holds[each.request_id])] = self.producer.drain().take_ons
-        assert name == each.request_id
-
-    def lack(self, tokens: int = 40, name: str = "new") -> bool:
-        """A pass in which a request gets no blocks; whether the ranks are asked."""
-        self.producer.allocation_attempted(request(tokens, name=name), 0)
-        return self.producer.relieve_block_pressure()
-
-    def answer(self, *reports: dict[str, float], engines: tuple[str, ...] = ()) -> None:
-        """Each rank says which requests are silent, and for how long."""
-        self.producer.silence_reported(
-            {
-                rank: [
-                    Silence(
-                        request=RequestId(name), hold=self.holds[name], age=age, engines=engines
-                    )
-                    for name, age in report.items()
-                ]
-                for rank, report in enumerate(reports)
-            }
-        )
-
-    def ended(self) -> list[str]:
-        """Whose holds the workers are to end."""
-        names = {hold: name for name, hold in self.holds.items()}
-        return [names[hold] for hold in self.producer.drain().ends]
 
 
 def engine(role: str = "kv_both", **changes: Any) -> Any:

@@ -28,7 +28,6 @@ from tests.integrations.vllm.halves import (
     Follower,
     blocks,
     consumer,
-    listed,
     producer,
     request,
 )
