@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
@@ -50,7 +50,7 @@ class EngineFacts:
     drafts: bool = False
     lookahead: int = 0
     caches_prefixes: bool = False
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
     ticket_key: TicketKey = field(default_factory=TicketKey)
     adapter_content: Callable[[Request], bytes | None] = lambda request: None
 
@@ -115,7 +115,7 @@ def engine_facts(
     )
 
 
-def _parallel_sizes(parallel: ParallelConfig) -> dict[str, int]:
+def _parallel_sizes(parallel: ParallelConfig) -> dict[str, Any]:
     return {
         "tp_size": parallel.tensor_parallel_size,
         "pp_size": parallel.pipeline_parallel_size,

@@ -75,7 +75,8 @@ class RequestReports:
         waited, read = record.waiting_and_reading
         logger.log(
             self._level,
-            "request %s (here %s): loaded %d tokens, %.1f MiB%s, from %s: waited %.1f ms, read in %.1f ms",
+            "request %s (here %s): loaded %d tokens, %.1f MiB%s, from %s: waited %.1f ms, read in "
+            "%.1f ms",
             on_one_line(ticket.request),
             on_one_line(request.request_id),
             request.tokens,

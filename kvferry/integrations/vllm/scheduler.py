@@ -74,7 +74,7 @@ class FerryScheduler:
             else None
         )
         # Requests whose ticket is checked once the content of their LoRA adapter is known.
-        self._unchecked: set[str] = set()
+        self._unchecked: dict[str, Request] = {}
         self._load_blocks = compat_029.LoadBlocks()
         self._failed_requests = compat_029.FailedRequests()
         self._rooms = Rooms()
@@ -175,7 +175,7 @@ class FerryScheduler:
         self._producer.on_new_request(request)
         if request.lora_request is not None and _is_transferred(request):
             self._adapters.follow(request)
-            self._unchecked.add(request.request_id)
+            self._unchecked[request.request_id] = request
         else:
             self._consumer.on_new_request(request)
 
@@ -188,11 +188,7 @@ class FerryScheduler:
         LoRA adapter is not known, while the request waits for the engine that prefills it, and
         while it waits for host pages.
         """
-        if request.request_id in self._unchecked and not self._adapters.waits(request):
-            self._unchecked.remove(request.request_id)
-            self._consumer.on_new_request(request)
-        is_unchecked = request.request_id in self._unchecked
-        waits = is_unchecked or self._producer.waits_for_host_pages(request)
+        waits = self._waits_for_adapter(request) or self._producer.waits_for_host_pages(request)
         tokens = None if waits else self._consumer.num_matched_tokens(request, num_computed_tokens)
         if tokens is None:
             return None, False
@@ -207,7 +203,7 @@ class FerryScheduler:
         Called when vLLM has allocated its blocks. Workers start the load, or the hold, in the next
         step.
         """
-        self._unchecked.discard(request.request_id)
+        self._unchecked.pop(request.request_id, None)
         self._producer.take_on(request)
         self._consumer.blocks_allocated(request, blocks, num_external_tokens)
         self._load_blocks.allocated(request.request_id, blocks, num_external_tokens)
@@ -216,6 +212,8 @@ class FerryScheduler:
         """Return the messages to the workers for this step."""
         ranks, self._unsent_ranks = self._unsent_ranks, ()
         self._producer.publish_parts(scheduler_output, self._serving)
+        for request in list(self._unchecked.values()):  # those, too, that vLLM does not ask about
+            self._waits_for_adapter(request)
         loads = self._consumer.drain()
         asks_silent = self._producer.relieve_block_pressure(
             request_waits=self._consumer.loaded_request_waits(scheduler_output)
@@ -266,7 +264,7 @@ class FerryScheduler:
             Whether vLLM must keep the blocks until the request is reported as sent, and the ticket
                 (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
         """
-        self._unchecked.discard(request.request_id)
+        self._unchecked.pop(request.request_id, None)
         first_tokens = self._consumer.first_tokens(request.request_id)
         self._consumer.request_finished(request)
         params = self._producer.request_finished(request, block_ids, self._serving, first_tokens)
@@ -311,6 +309,16 @@ class FerryScheduler:
         self._security_files.close()
         self._close_server()
         self._adapters.close()
+
+    def _waits_for_adapter(self, request: Request) -> bool:
+        """Return whether a ticket cannot be checked yet; if it can, check it."""
+        if request.request_id not in self._unchecked:
+            return False
+        if self._adapters.waits(request):
+            return True
+        del self._unchecked[request.request_id]
+        self._consumer.on_new_request(request)
+        return False
 
     def _doomed(self, output: KVConnectorOutput) -> list[str]:
         """Return the requests that would decode pages of other weights than their adapter's."""

@@ -239,7 +239,7 @@ class TestLoads:
         self, caplog: pytest.LogCaptureFixture, level: int, early: bool
     ) -> None:
         caplog.set_level(level, "kvferry.requests")
-        spans = Spans()
+        spans: Any = Spans()
         made = consumer(reports=RequestReports(log=level == logging.INFO, spans=spans))
         allocate(made, arrive(made, name="d", trace_headers=HEADERS))
         loading = made._pulls["d"].loading
@@ -263,7 +263,7 @@ class TestLoads:
     def test_a_load_that_failed_has_a_span_and_no_line_beside_its_warning(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        spans = Spans()
+        spans: Any = Spans()
         made = consumer(reports=RequestReports(log=True, spans=spans))
         allocate(made, arrive(made, name="d", trace_headers=HEADERS))
         made.loads_reported({"d": RECORD})

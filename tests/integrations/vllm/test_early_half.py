@@ -501,7 +501,7 @@ class TestConsumer:
         assert reason in decode.refusal("second")
 
     def test_side_channel_whose_key_is_not_admitted(self) -> None:
-        decode = Decoding(**KEYS)
+        decode = Decoding(security=KEYS["security"])
         decode.add(DECODE | {"remote_bootstrap_key": generate().public.hex()})
         assert not decode.follower.followed
 

@@ -45,8 +45,9 @@ OFFER = TicketParams(
 
 SALT = bytes(range(16))
 CHAIN = BlockDigests(tokens=16, salt=SALT, digests=chain(range(96), 16, SALT, None, {}))
-ANSWER = replace(OFFER, blocks=CHAIN, computed=False)
+ANSWER = replace(OFFER, blocks=CHAIN)
 """The ticket of a conversation."""
+BLOCKS = ANSWER.params()[KEY]["blocks"]
 
 HALF_A_PAIR = '"\\ud800"'
 NIXL_KEYS = {
@@ -191,7 +192,11 @@ STEERING_HERE = [
     ("port", 5601),
     ("ticket_key", "00" * 32),
     ("proof", "00" * 64),
-    ("blocks", {"tokens": 16, "salt": "00" * 16, "digests": ""}),
+    ("blocks", {**BLOCKS, "tokens": 8}),
+    ("blocks", {**BLOCKS, "salt": "00" * 16}),
+    ("blocks", {**BLOCKS, "digests": BLOCKS["digests"][:-32]}),
+    ("blocks", {**BLOCKS, "digests": "00" + BLOCKS["digests"][2:]}),
+    ("blocks", None),
     ("missing", [1]),
     ("part", True),
     ("total", 98),
@@ -203,7 +208,7 @@ STEERING_HERE = [
 @pytest.mark.parametrize(("key", "value"), [*STEERING, *STEERING_HERE])
 def test_what_steers_a_read_cannot_be_altered(key: str, value: object) -> None:
     with pytest.raises(TicketError, match="altered or made up"):
-        read_ticket(altered(OFFER.params(SECRETS), key, value), SECRETS)
+        read_ticket(altered(ANSWER.params(SECRETS), key, value), SECRETS)
 
 
 def test_everything_that_is_read_is_in_those_lists() -> None:
@@ -246,7 +251,7 @@ NOT_PROVED = ("remote_host", "remote_port", "signature", "part")
     [each for each in (*STEERING, *STEERING_HERE) if each[0] not in NOT_PROVED],
 )
 def test_what_steers_a_read_is_proved(key: str, value: object) -> None:
-    assert not is_proved(read_ticket(altered(OFFER.params(None, TICKET_KEY), key, value)))
+    assert not is_proved(read_ticket(altered(ANSWER.params(None, TICKET_KEY), key, value)))
 
 
 PART = replace(OFFER, tokens=64, total=96)
@@ -388,29 +393,6 @@ def test_the_digests_of_a_conversation_travel(secrets: TicketSecrets | None) -> 
     assert read_ticket(
         replace(ANSWER, blocks=none).params(secrets, TICKET_KEY), secrets
     ).blocks == (none)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tokens": 8},
-        {"salt": "00" * 16},
-        {"digests": CHAIN.digests[:-16].hex()},
-        {"digests": (CHAIN.digests[:-1] + b"?").hex()},
-    ],
-)
-def test_digests_cannot_be_altered(change: dict[str, object]) -> None:
-    params = ANSWER.params(SECRETS, TICKET_KEY)
-    params[KEY]["blocks"] |= change
-    with pytest.raises(TicketError, match="altered or made up"):
-        read_ticket(params, SECRETS)
-    proved = ANSWER.params(None, TICKET_KEY)
-    proved[KEY]["blocks"] |= change
-    assert not is_proved(read_ticket(proved))
-    del params[KEY]["blocks"], proved[KEY]["blocks"]
-    with pytest.raises(TicketError, match="altered or made up"):
-        read_ticket(params, SECRETS)
-    assert not is_proved(read_ticket(proved))
 
 
 @pytest.mark.parametrize(
