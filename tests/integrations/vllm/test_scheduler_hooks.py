@@ -25,6 +25,7 @@ from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.halves import (
     PREFILL,
+    Follower,
     answered,
     blocks,
     engine,
@@ -33,6 +34,7 @@ from tests.integrations.vllm.halves import (
     ticket,
 )
 from tests.integrations.vllm.test_adapter_files import write
+from tests.integrations.vllm.test_early_half import DECODE, computed, finished
 
 OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
 IDLE = SimpleNamespace(total_num_scheduled_tokens=0)
@@ -138,9 +140,9 @@ class Half:
         self.allocate(each, 21, 22, 23, external=40)
         return each
 
-    def adapted(self, path: str, params: Any, *, waits: bool = True) -> Any:
+    def adapted(self, path: str, params: Any, *, waits: bool = True, name: str = "r") -> Any:
         """Let a request with a LoRA adapter come, until the adapter's content is known."""
-        each = request(40, params)
+        each = request(40, params, name=name)
         each.lora_request = SimpleNamespace(lora_name="adapter", lora_int_id=1, lora_path=path)
         each.num_output_tokens = 0
         self.made.on_new_request(each)
@@ -432,6 +434,50 @@ class TestAdapters:
         assert half.finish(each) == (False, None)
         text = "its content was not known when the request began"
         assert (text in caplog.text) is not is_loading
+
+    def test_a_sample_that_is_over_leaves_the_hold_to_its_sibling(
+        self, half: Half, tmp_path: Path, prefill: Half
+    ) -> None:
+        """Also to one of which vLLM has not asked since the content is known."""
+        params, path = prefill.prefill_adapted(write(tmp_path)), str(tmp_path)
+        first, second = (
+            half.adapted(path, params, waits=False, name=f"{index}_r") for index in range(2)
+        )
+        half.hear(adapters=half.adapters(step=half.step().asks_adapters))
+        eventually(lambda: half.matched(first) == (40, True))
+        half.allocate(first, external=40)
+        half.finish(first)
+        half.hear(recving={"0_r"})
+        said = half.step().loads
+        half.finish(second)
+        said += half.step().loads
+        assert [(load.request, load.shared) for load in said if not load.reads] == [
+            ("1_r", True),
+            ("r", False),
+        ]
+
+    def test_an_id_that_is_used_again(self, half: Half, tmp_path: Path, prefill: Half) -> None:
+        """The first one's ticket is left to the lease."""
+        params, path = prefill.prefill_adapted(write(tmp_path)), str(tmp_path)
+        half.finish(half.adapted(path, params, waits=False))
+        half.allocate(half.adapted(path, params), external=40)
+        assert [load.reads for load in half.step().loads] == [True]
+
+    def test_a_ticket_that_comes_when_its_request_has_ended(
+        self, vllm: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The content is not known any more, so the lease ends the hold."""
+        follower = Follower()
+        monkeypatch.setattr(vllm.scheduler, "RoomFollower", lambda _: follower)
+        half = make()
+        each = half.adapted(write(tmp_path), DECODE, waits=False)
+        half.hear(adapters=half.adapters(step=half.step().asks_adapters))
+        eventually(lambda: half.step() and "r" in follower.followed)
+        half.finish(each)
+        follower.hear(finished(computed(40)).news())
+        step = half.step()
+        assert (step.prepare, step.loads, step.follows) == ([], [], False)
+        assert not half.made.has_pending_push_work()
 
     def test_a_request_of_this_engine_alone_does_not_wait(self, half: Half, tmp_path: Path) -> None:
         each = request(40)
