@@ -76,23 +76,16 @@ class Producer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config, groups = facts.config, facts.groups
-        keeps_answers = config.bidirectional_kv_xfer
-        if keeps_answers and facts.needs_exact_length and facts.drafts:
-            keeps_answers = False
+        self._facts = facts
+        self._metrics = facts.metrics
+        self._clock = clock
+        self._eligibility = Eligibility(facts)
+        if config.bidirectional_kv_xfer and not self._eligibility.keeps_answers:
             logger.warning(
                 "bidirectional_kv_xfer: answers get no tickets, because drafts take the states and "
                 "windows of this model past an answer's last token; start without "
                 "speculative_config"
             )
-        self._facts = facts
-        self._metrics = facts.metrics
-        self._clock = clock
-        self._eligibility = Eligibility(
-            hands_over=facts.hands_over,
-            keeps_answers=keeps_answers,
-            backoff=facts.backoff,
-            needs_exact_length=facts.needs_exact_length,
-        )
         # A digest covers whole blocks of every group. States and windows are used for all tokens of
         # a ticket or for none, so that models with these need no digests.
         self._digest_unit = math.lcm(*(group.tokens for group in groups if not group.is_state))
