@@ -47,6 +47,7 @@ SALT = bytes(range(16))
 CHAIN = BlockDigests(tokens=16, salt=SALT, digests=chain(range(96), 16, SALT, None, {}))
 ANSWER = replace(OFFER, blocks=CHAIN)
 """The ticket of a conversation."""
+NO_DIGESTS = replace(ANSWER, blocks=replace(CHAIN, digests=b""))
 BLOCKS = ANSWER.params()[KEY]["blocks"]
 
 HALF_A_PAIR = '"\\ud800"'
@@ -84,21 +85,17 @@ def sign(params: dict[str, Any]) -> None:
     params[KEY]["signature"] = SECRETS.sign(ticket._content(params, proven=False)).hex()
 
 
-def test_read_gives_what_was_offered() -> None:
-    assert read_ticket(json.loads(json.dumps(OFFER.params(SECRETS))), SECRETS) == Ticket(
-        engine="engine-1",
-        incarnation=(1 << 63) - 1,
-        request="r-1",
-        host="10.0.0.1",
-        port=5600,
-        hold=Hold(slot=7, generation=(1 << 63) - 2),
-        pages=((5, 4, 9),),
-        first_index=(2,),
-        tokens=96,
-        digest=bytes(range(16)),
-        computed=True,
-        tp_size=1,
-    )
+@pytest.mark.parametrize("offer", [OFFER, ANSWER, NO_DIGESTS], ids=["prompt", "answer", "state"])
+@pytest.mark.parametrize("secrets", [None, SECRETS], ids=["unsigned", "signed"])
+def test_read_gives_what_was_offered(offer: TicketParams, secrets: TicketSecrets | None) -> None:
+    got = read_ticket(travelled(offer.params(secrets, TICKET_KEY)), secrets)
+    assert is_proved(got)
+    assert got.ticket_key == TICKET_KEY.public
+    names = Ticket.__dataclass_fields__.keys() - {"routed", "proof"}
+    assert {name: getattr(got, name) for name in names} == {
+        name: getattr(offer, name) for name in names
+    }
+    assert got.routed is None
 
 
 def test_no_number_is_too_long_for_a_router() -> None:
@@ -232,14 +229,6 @@ def is_proved(ticket: Ticket) -> bool:
         check(ticket.proof, TICKET_KEY.public)
         return True
     return False
-
-
-@pytest.mark.parametrize("secrets", [None, SECRETS])
-def test_a_proved_ticket_says_what_another_does(secrets: TicketSecrets | None) -> None:
-    ticket = read_ticket(travelled(OFFER.params(secrets, TICKET_KEY)), secrets)
-    assert ticket.ticket_key == TICKET_KEY.public
-    assert is_proved(ticket)
-    assert replace(ticket, proof=None) == read_ticket(OFFER.params(SECRETS), SECRETS)
 
 
 NOT_PROVED = ("remote_host", "remote_port", "signature", "part")
@@ -384,31 +373,15 @@ def test_anything_else_is_refused_and_nothing_else_raised(
 # Of conversations.
 
 
-@pytest.mark.parametrize("secrets", [None, SECRETS])
-def test_the_digests_of_a_conversation_travel(secrets: TicketSecrets | None) -> None:
-    got = read_ticket(travelled(ANSWER.params(secrets, TICKET_KEY)), secrets)
-    assert got.blocks == CHAIN
-    assert is_proved(got)
-    none = replace(CHAIN, digests=b"")
-    assert read_ticket(
-        replace(ANSWER, blocks=none).params(secrets, TICKET_KEY), secrets
-    ).blocks == (none)
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         ({"tokens": 0}, "blocks of 0 tokens"),
-        ({"tokens": -1}, "blocks of -1 tokens"),
         ({"tokens": 1 << 63}, "blocks.tokens"),
         ({"tokens": 16.5}, "blocks.tokens"),
-        ({"tokens": 17}, "6 digests of blocks of 17 for 96 tokens"),
-        ({"salt": "00" * 15}, "a salt of 15 bytes"),
         ({"salt": "0"}, "blocks.salt"),
         ({"salt": None}, "blocks.salt"),
-        ({"digests": "00"}, "digests of 1 bytes"),
         ({"digests": "GG"}, "blocks.digests"),
-        ({"digests": "00" * 16 * 7}, "7 digests of blocks of 16 for 96 tokens"),
         ({"digests": "00" * 16 * (MAX_BLOCK_DIGESTS + 1)}, "blocks.digests"),
     ],
 )
