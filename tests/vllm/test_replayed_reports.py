@@ -21,9 +21,14 @@ from tests.integrations.vllm.test_scheduler_hooks import OUTPUT, RANKS, configur
 @pytest.fixture
 def vllm() -> Any:
     """Our modules with the classes of the installed vLLM."""
-    from kvferry.integrations.vllm import adapter_loads, metadata, scheduler
+    from kvferry.integrations.vllm import adapter_loads, engine_facts, metadata, scheduler
 
-    return SimpleNamespace(adapter_loads=adapter_loads, metadata=metadata, scheduler=scheduler)
+    return SimpleNamespace(
+        adapter_loads=adapter_loads,
+        engine_facts=engine_facts,
+        metadata=metadata,
+        scheduler=scheduler,
+    )
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ def half(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from kvferry.integrations.vllm.cache_groups import CacheGroup
 
     groups = (CacheGroup(index=0, tokens=16),)
-    monkeypatch.setattr(vllm.scheduler, "cache_groups", lambda *_: groups)
+    monkeypatch.setattr(vllm.engine_facts, "cache_groups", lambda *_: groups)
     made = vllm.scheduler.FerryScheduler(configured(), SimpleNamespace(num_blocks=100))
     serving(vllm, made, *RANKS)
     yield made

@@ -79,10 +79,6 @@ class HostPages:
         """Number of requests whose pages the workers use. Steps must go on while there are any."""
         return len(self._taken)
 
-    def has_taken(self, request: RequestId) -> bool:
-        """Return whether the workers use pages that a request of this id has taken."""
-        return request in self._taken
-
     @property
     def waiting(self) -> int:
         """Number of requests that wait for pages."""

@@ -87,7 +87,6 @@ class SchedulerHolds:
         """Page id to the number of tickets that hold it: common prefixes share pages."""
         self._firm_pages = Counter[int]()
         """The same, without the tickets of conversations."""
-        self._evicted: list[RequestId] = []
         self._oldest: dict[RequestId, None] = {}
         """Requests with a ticket that was not given up, the oldest first."""
         self._conversations: dict[RequestId, None] = {}
@@ -240,11 +239,6 @@ class SchedulerHolds:
         """Return whether a request has a ticket that was neither given up nor reported as sent."""
         return request in self._oldest
 
-    def take_evicted(self) -> list[RequestId]:
-        """Return, once, the requests whose holds ``max_pages`` has ended, without conversations."""
-        evicted, self._evicted = self._evicted, []
-        return evicted
-
     def revoke(self, request: RequestId) -> bool:
         """Give up a request's ticket; return whether it had one not given up before."""
         if request not in self._oldest:
@@ -331,8 +325,6 @@ class SchedulerHolds:
             candidates = chain(self._conversations, self._oldest)
             # The newest stays: it fits.
             oldest = next(request for request in candidates if request != newest)
-            if oldest not in self._conversations:
-                self._evicted.append(oldest)
             self._give_up(oldest, HoldEnd.EVICTED)
 
     def _give_up(self, request: RequestId, reason: HoldEnd) -> None:

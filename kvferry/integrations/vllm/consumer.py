@@ -27,9 +27,10 @@ from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.metrics import REFUSED, LoadRecord, Metrics
-from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup, num_blocks
-from kvferry.integrations.vllm.early_requests import EarlyRequest, EarlyRequests
+from kvferry.core.metrics import REFUSED, LoadRecord
+from kvferry.integrations.vllm.cache_groups import NO_PAGES, num_blocks
+from kvferry.integrations.vllm.early_requests import EarlyRequests
+from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.metric_definitions import (
     EARLY_LOADS,
     EDITED_HISTORIES,
@@ -40,24 +41,16 @@ from kvferry.integrations.vllm.metric_definitions import (
 from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.request_ids import is_sample
-from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
+from kvferry.integrations.vllm.request_reports import LoadingRequest
 from kvferry.integrations.vllm.ticket_checks import TicketChecks
 from kvferry.integrations.vllm.ticket_params import Part, names_room
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-MAX_ID_LOGGED = 256
-"""The most characters of a request's id in the log, where a ticket that was refused gives it."""
-
-ENDED_EARLY = "it ended before it had blocks"
-"""Why a request loads nothing, for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,35 +80,24 @@ class LoadMessages:
 class PullStage(enum.Enum):
     """How far a request is that comes with a ticket, or with the name of a room."""
 
-    FOLLOWED = enum.auto()
-    """Another engine is to make its ticket; it has no blocks."""
-    READY = enum.auto()
-    """Its ticket was accepted; it waits for blocks."""
-    REFUSED = enum.auto()
-    """Its ticket was refused, or will not come; it waits for blocks, and then fails."""
-    LOADING = enum.auto()
-    """It has blocks, and a load fills them."""
-    FAILING = enum.auto()
-    """It has blocks, and the workers report that they were not filled."""
-    UNUSED = enum.auto()
-    """It loads nothing, or has ended, and its ticket is given back when it comes."""
+    FOLLOWED = enum.auto()  # another engine is to make its ticket; it has no blocks
+    READY = enum.auto()  # its ticket was accepted; it waits for blocks
+    REFUSED = enum.auto()  # its ticket was refused, or will not come; it waits for blocks
+    LOADING = enum.auto()  # it has blocks, and a load fills them
+    FAILING = enum.auto()  # it has blocks, and the workers report that they were not filled
+    UNUSED = enum.auto()  # it loads nothing, or has ended; its ticket is given back when it comes
 
 
 WITHOUT_BLOCKS = (PullStage.FOLLOWED, PullStage.READY, PullStage.REFUSED)
-"""The stages in which a request waits for blocks."""
 
 
 class PullEnd(enum.Enum):
     """How it ended that a request has to do with a ticket."""
 
-    LOADED = enum.auto()
-    """All ranks have reported its load."""
-    FAILED = enum.auto()
-    """All ranks have reported its load, which failed on one."""
-    GIVEN_BACK = enum.auto()
-    """It loads nothing, and the producer may free the pages."""
-    DROPPED = enum.auto()
-    """It has no ticket to give back."""
+    LOADED = enum.auto()  # all ranks have reported its load
+    FAILED = enum.auto()  # all ranks have reported its load, which failed on one
+    GIVEN_BACK = enum.auto()  # it loads nothing, and the producer may free the pages
+    DROPPED = enum.auto()  # it has no ticket to give back
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -128,8 +110,6 @@ class _Pull:
     """Its ticket, or the newest part of it."""
     covered: int | None = None
     """How many tokens its ticket covers, or will cover; ``None`` if that is not known."""
-    early: EarlyRequest | None = None
-    """Its room, if it came without a ticket."""
     why: str = ""
     """Why its ticket was refused, or why it loads nothing."""
     loading: LoadingRequest | None = None
@@ -142,39 +122,26 @@ class _Pull:
 class Consumer:
     """Follow requests with a ticket from their arrival to the end of their load.
 
-    Args:
-        recompute_threshold: The least number of tokens that the next turn of a conversation loads;
-            fewer are computed.
-        directory: Asks the engines that made tickets what the workers need of them.
-        follower: Follows requests that are prefilled while they wait here.
-        blocks: How many blocks this engine has.
-        is_staged: Whether loads fill host pages (``set_host_pages``), from which blocks are copied.
-            No load begins before its ticket has come then.
+    ``directory`` asks the engines that made tickets what the workers need of them; ``follower``
+    follows requests that are prefilled while they wait here. Where the cache is staged, loads fill
+    ``host`` pages, from which blocks are copied, and no load begins before its ticket has come.
     """
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
+        facts: EngineFacts,
         *,
-        checks: TicketChecks,
-        metrics: Metrics,
-        recompute_threshold: int = 0,
-        reports: RequestReports | None = None,
         directory: Directory,
         follower: RoomFollower,
-        blocks: int = 0,
-        is_staged: bool = False,
-        prefix_cache: PrefixCache | None = None,
+        prefix_cache: PrefixCache,
     ) -> None:
-        self._groups = groups
-        self._checks = checks
-        self._metrics = metrics
-        self._recompute_threshold = recompute_threshold
-        self._reports = reports or RequestReports()
+        self._facts = facts
+        self._groups = facts.groups
+        self._checks = TicketChecks(facts)
         self._directory = directory
-        self._early = EarlyRequests(follower, checks=checks, blocks=blocks)
-        self._pages = PageSource(groups, is_staged=is_staged, use="loads")
-        self._prefix_cache = prefix_cache or PrefixCache(groups)
+        self._early = EarlyRequests(follower, checks=self._checks, blocks=facts.blocks)
+        self._pages = PageSource(facts.groups, is_staged=facts.is_staged, use="loads")
+        self._prefix_cache = prefix_cache
         self._users = HoldUsers()
         self._pulls: dict[str, _Pull] = {}
         self._messages = LoadMessages()
@@ -186,6 +153,10 @@ class Consumer:
         # Requests with a LoRA adapter that load, or have loaded, from another engine.
         self._adapted: dict[str, Request] = {}
 
+    def set_host_pages(self, host: HostPages) -> None:
+        """Set the host pages that loads fill; none is taken."""
+        self._pages.host = host
+
     # From a request's arrival to its blocks.
 
     def on_new_request(self, request: Request) -> None:
@@ -196,44 +167,33 @@ class Consumer:
         """
         # vLLM refuses some requests earlier, and drops the prompt against which the ticket has to
         # be checked. Releasing the hold could hurt another request; the lease ends it (ADR 7).
-        if not self.has_ticket(request) or request.abort_immediately:
+        if request.abort_immediately:
             return
         if (earlier := self._pulls.get(request.request_id)) is not None:  # it has ended
             self._end(earlier, PullEnd.DROPPED)
-        if self._checks.is_turn(request):
-            self._begin_turn(request)
-            return
+        params = request.kv_transfer_params or {}
         try:
-            if names_room(request.kv_transfer_params):
-                early = self._early.follow(request)
-                pull = _Pull(request=request, stage=PullStage.FOLLOWED, early=early)
+            if self._checks.is_turn(request):
+                self._begin_turn(request)
+            elif params.get("do_remote_prefill") and names_room(params):
+                self._early.follow(request)
+                pull = _Pull(request=request, stage=PullStage.FOLLOWED)
                 self._pulls[pull.name] = pull
-            else:
+            elif params.get("do_remote_prefill"):
                 self._accept(request, self._checks.admit(request))
         except TicketError as error:
             self._refuse(request, error)
 
-    def has_ticket(self, request: Request) -> bool:
-        """Return whether another engine has computed a part of a request, or is to do so."""
-        is_prefilled = (request.kv_transfer_params or {}).get("do_remote_prefill")
-        return bool(is_prefilled) or self._checks.is_turn(request)
-
     def _begin_turn(self, request: Request) -> None:
-        """Check the ticket of a conversation, without which the whole prompt is computed."""
-        try:
-            ticket, common = self._checks.admit_turn(request)
-        except TicketError as error:
-            what = "ticket of the last answer refused, so the whole prompt is computed"
-            _log_refusal(request, what, error.reason, str(error))
-            self._metrics.add(REFUSED, reason=error.reason.value)
-            return
+        """Use the ticket of a conversation as far as the prompt has its tokens."""
+        ticket, common = self._checks.admit_turn(request)
         if common < ticket.tokens:
-            self._metrics.add(EDITED_HISTORIES)
+            self._facts.metrics.add(EDITED_HISTORIES)
         if common:
             self._accept(request, replace(ticket, tokens=common, blocks=None))
         else:
             why = f"the prompt does not begin with its {ticket.tokens} tokens"
-            self._reports.nothing_loaded(request.request_id, ticket, why)
+            self._facts.reports.nothing_loaded(request.request_id, ticket, why)
 
     def _accept(self, request: Request, ticket: Ticket) -> _Pull:
         """Record that a request waits for blocks, to load from the hold of its ticket."""
@@ -244,20 +204,20 @@ class Consumer:
         self._directory.begin(pull.name, ticket)
         return pull
 
-    def _refuse(self, request: Request, error: TicketError) -> None:
-        """Log and count that a ticket is refused; the request's load will be reported as failed."""
-        _log_refusal(request, "ticket refused", error.reason, with_remedy(error))
-        self._fail_later(request, error)
-        self._metrics.add(REFUSED, reason=error.reason.value)
+    def _refuse(self, request: Request, error: KVFerryError) -> None:
+        """Log and count that a ticket is refused, or will not come.
 
-    def _fail_later(self, request: Request, error: KVFerryError) -> None:
-        pull = _Pull(request=request, stage=PullStage.REFUSED, why=str(error))
-        self._pulls[pull.name] = pull
-
-    def _refuse_host_pages(self, pull: _Pull, error: NoHostPagesError) -> None:
-        """Give back the ticket of a request for whose load there are too few host pages."""
-        self._end(pull, PullEnd.GIVEN_BACK, "it has no host pages")
-        self._refuse(pull.request, TicketError(str(error), reason=TicketReason.HOST_PAGES))
+        The request's load will be reported as failed. A turn of a conversation loads nothing.
+        """
+        is_turn = self._checks.is_turn(request)
+        if isinstance(error, TicketError):
+            self._facts.metrics.add(REFUSED, reason=error.reason.value)
+        else:
+            self._facts.metrics.add(FAILED)
+        _log_refusal(request, error, is_turn=is_turn)
+        if not is_turn:
+            pull = _Pull(request=request, stage=PullStage.REFUSED, why=str(error))
+            self._pulls[pull.name] = pull
 
     def num_matched_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many tokens of a request, beyond the ``computed`` ones, are to be loaded.
@@ -279,14 +239,14 @@ class Consumer:
         tokens = max(0, whole - computed)
         if tokens and self._waits(pull, whole, tokens):
             return None
-        is_few = self._checks.is_turn(request) and tokens < self._recompute_threshold
-        return 0 if is_few else tokens
+        least = self._facts.config.kv_recompute_threshold if self._checks.is_turn(request) else 0
+        return tokens if tokens >= least else 0
 
     def _waits(self, pull: _Pull, whole: int, tokens: int) -> bool:
         """Return whether a request that could load so many tokens must wait, and gets no blocks."""
-        if pull.early is not None and pull.stage is PullStage.FOLLOWED:
+        if pull.stage is PullStage.FOLLOWED:
             blocks = num_blocks(self._groups, tokens)
-            return self._pages.is_staged or not self._early.has_room(pull.early, blocks)
+            return self._facts.is_staged or not self._early.has_room(pull.name, blocks)
         if pull.stage is not PullStage.READY:
             return False
         try:
@@ -295,16 +255,18 @@ class Consumer:
             self._refuse_host_pages(pull, error)
             return False
 
+    def _refuse_host_pages(self, pull: _Pull, error: NoHostPagesError) -> None:
+        """Give back the ticket of a request for whose load there are too few host pages."""
+        self._end(pull, PullEnd.GIVEN_BACK, "it has no host pages")
+        self._refuse(pull.request, TicketError(str(error), reason=TicketReason.HOST_PAGES))
+
     def _take_news(self, request_id: str) -> None:
         """Act on what the engine that prefills a request has said since the last call."""
-        pull = self._pulls.get(request_id)
-        if pull is None or pull.early is None or request_id not in self._early:
-            return
-        news = self._early.take(pull.early)
+        news = self._early.take(request_id) if request_id in self._early else None
         if isinstance(news, Part):
-            self._take_part(pull, news)
+            self._take_part(self._pulls[request_id], news)
         elif news is not None:
-            self._give_up(pull, news)
+            self._give_up(self._pulls[request_id], news)
 
     def _take_part(self, pull: _Pull, part: Part) -> None:
         """Use a newer part of a request's ticket, or the ticket."""
@@ -324,19 +286,13 @@ class Consumer:
 
     def _give_up(self, pull: _Pull, error: KVFerryError) -> None:
         """Have a request fail whose ticket will not come, or whose part of it is refused."""
-        if pull.stage is PullStage.UNUSED:
-            self._end(pull, PullEnd.DROPPED)
-        elif pull.stage is PullStage.LOADING:
-            _log_no_ticket(pull, error)
+        if pull.stage is PullStage.LOADING:
+            _log_refusal(pull.request, error)
             self._abort(pull)
-        else:
-            self._end(pull, PullEnd.DROPPED)
-            if isinstance(error, TicketError):
-                self._refuse(pull.request, error)
-            else:
-                _log_no_ticket(pull, error)
-                self._metrics.add(FAILED)
-                self._fail_later(pull.request, error)
+            return
+        self._end(pull, PullEnd.DROPPED)
+        if pull.stage is not PullStage.UNUSED:
+            self._refuse(pull.request, error)
 
     # From a request's blocks to the end of its load.
 
@@ -346,24 +302,24 @@ class Consumer:
         If the ticket was refused, the failure of the load is queued instead.
         """
         pull = self._pulls.get(request.request_id)
-        needs_none = "it needs none, or too few tokens"
-        if pull is None:
+        if pull is None or pull.stage not in WITHOUT_BLOCKS:
             return
-        if pull.stage is PullStage.REFUSED:
-            if external:
-                self._fail(pull)
-            else:
-                self._end(pull, PullEnd.DROPPED)
-        elif (
-            pull.stage in (PullStage.FOLLOWED, PullStage.READY)
-            and external
-            and pull.ticket is not None
-        ):
+        if not external:
+            self._load_nothing(pull, "it needs none, or too few tokens")
+        elif pull.stage is PullStage.REFUSED:
+            self._fail(pull)
+        elif pull.ticket is not None:
             self._begin_load(pull, pull.ticket, blocks, external)
-        elif pull.stage is PullStage.READY:
-            self._end(pull, PullEnd.GIVEN_BACK, needs_none)
-        elif pull.stage is PullStage.FOLLOWED:
-            pull.stage, pull.why = PullStage.UNUSED, needs_none
+
+    def _load_nothing(self, pull: _Pull, why: str) -> None:
+        """Give back the ticket of a request that needs none, now or when it has come."""
+        if pull.stage is PullStage.READY:
+            self._end(pull, PullEnd.GIVEN_BACK, why)
+        elif pull.stage is PullStage.REFUSED:
+            self._end(pull, PullEnd.DROPPED)
+        else:
+            pull.stage, pull.why = PullStage.UNUSED, pull.why or why
+            self._directory.end(pull.name)
 
     def _begin_load(
         self, pull: _Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int
@@ -379,8 +335,8 @@ class Consumer:
             self._fail(self._pulls[pull.name])
             return
         is_early = pull.stage is PullStage.FOLLOWED
-        if is_early and pull.early is not None:
-            self._early.begin(pull.early, num_blocks(self._groups, external))
+        if is_early:
+            self._early.begin(pull.name, num_blocks(self._groups, external))
         self._messages.loads.append(
             Load(
                 request=pull.name,
@@ -418,9 +374,7 @@ class Consumer:
 
     def _abort(self, pull: _Pull) -> None:
         """Have the workers end a load, which they report when no byte can land any more."""
-        if pull.early is not None:
-            self._early.end(pull.early)
-        self._messages.parts.pop(pull.name, None)
+        self._early.end(pull.name)
         self._messages.aborted.append(pull.name)
 
     def weights_changed(self, request_id: str) -> bool:
@@ -439,12 +393,11 @@ class Consumer:
                 "weights from a new path"
             )
             self._end(pull, PullEnd.GIVEN_BACK, why)
-            if not self._checks.is_turn(pull.request):
-                self._refuse(pull.request, TicketError(why, reason=TicketReason.ADAPTER))
+            self._refuse(pull.request, TicketError(why, reason=TicketReason.ADAPTER))
         request = self._adapted.get(request_id)
         if request is None or request.num_output_tokens:
             return False
-        self._metrics.add(REFUSED, reason=TicketReason.ADAPTER.value)
+        self._facts.metrics.add(REFUSED, reason=TicketReason.ADAPTER.value)
         return True
 
     def request_finished(self, request: Request) -> None:
@@ -455,17 +408,12 @@ class Consumer:
         pull = self._pulls.get(request.request_id)
         if pull is None:
             return
-        if pull.stage in (PullStage.LOADING, PullStage.FAILING):
-            self._abort(pull)
-            if pull.loading is not None:
-                pull.loading.is_aborted = True
-        elif pull.stage is PullStage.READY:
-            self._end(pull, PullEnd.GIVEN_BACK, ENDED_EARLY)
-        elif pull.stage is PullStage.REFUSED:
-            self._end(pull, PullEnd.DROPPED)
-        else:
-            pull.stage, pull.why = PullStage.UNUSED, pull.why or ENDED_EARLY
-            self._directory.end(pull.name)
+        if pull.stage not in (PullStage.LOADING, PullStage.FAILING):
+            self._load_nothing(pull, "it ended before it had blocks")
+            return
+        self._abort(pull)
+        if pull.loading is not None:
+            pull.loading.is_aborted = True
 
     def loads_reported(self, records: Mapping[str, LoadRecord]) -> None:
         """Record the figures of loads that have ended on some ranks, for ``loads_finished``."""
@@ -493,12 +441,11 @@ class Consumer:
         """End a request's pull, and tell everybody who knows of it; the only way out."""
         name = pull.name
         if outcome is PullEnd.GIVEN_BACK and pull.ticket is not None:
-            self._reports.nothing_loaded(name, pull.ticket, why)
+            self._facts.reports.nothing_loaded(name, pull.ticket, why)
             self._release(name, pull.ticket, shared=self._order(name))
         self._users.over(name, loaded=outcome is PullEnd.LOADED)
         self._directory.end(name)
-        if pull.early is not None:
-            self._early.end(pull.early)
+        self._early.end(name)
         self._messages.parts.pop(name, None)
         self._pages.cancel(name)
         if outcome is not PullEnd.LOADED:
@@ -530,14 +477,12 @@ class Consumer:
             tokens = loading.record.first_tokens if is_loaded and loading.record else ()
             if tokens and self._prefix_cache.keep_out(loading.request_id, tokens):
                 self._first_tokens[loading.request_id] = tuple(tokens)
+        metrics = self._facts.metrics
+        metrics.add(LOADS if is_loaded else FAILED)
         if is_loaded:
-            self._metrics.add(LOADS)
-            self._metrics.add(TOKENS, loading.tokens)
-            self._metrics.add(EARLY_LOADS, int(loading.is_early))
-            self._reports.loaded(loading)
-        else:
-            self._metrics.add(FAILED)
-            self._reports.failed(loading)
+            metrics.add(TOKENS, loading.tokens)
+            metrics.add(EARLY_LOADS, int(loading.is_early))
+        self._facts.reports.load_ended(loading, is_loaded=is_loaded)
 
     def first_tokens(self, request_id: str) -> tuple[int, ...]:
         """Return, for each group, the first token that a request's load has written; () if all."""
@@ -582,45 +527,31 @@ class Consumer:
         """Whether requests wait for what the engines that prefill them say."""
         return bool(self._early)
 
-    def follows_request(self, request_id: str) -> bool:
-        """Return whether a request, which may have ended, waits for the engine that prefills it."""
-        return request_id in self._early
-
-    def set_host_pages(self, host: HostPages) -> None:
-        """Set the host pages that loads fill, where the cache is staged; none is taken."""
-        self._pages.host = host
-
     def update_metrics(self) -> None:
         """Set the metrics of the host pages, where the cache is staged."""
-        self._pages.update_metrics(self._metrics)
+        self._pages.update_metrics(self._facts.metrics)
 
 
-def _log_refusal(request: Request, what: str, reason: TicketReason, why: str) -> None:
-    """Log that a request's ticket was refused, with the cause and what made the ticket."""
+def _log_refusal(request: Request, error: KVFerryError, *, is_turn: bool = False) -> None:
+    """Log that a request's ticket is refused or does not come, and who made it, or was to."""
+    if is_turn:
+        what = "ticket of the last answer refused, so the whole prompt is computed"
+    elif isinstance(error, TicketError):
+        what = "ticket refused"
+    else:
+        what = "the engine that prefills it made no ticket"
     params = request.kv_transfer_params or {}
     logger.warning(
         "request %s: %s: %s (stage ticket, cause %s, of engine %s, request %s)",
         on_one_line(request.request_id),
         what,
-        why,
-        reason,
-        _named(params.get("remote_engine_id"), 64),
-        _named(params.get("remote_request_id"), MAX_ID_LOGGED),
+        on_one_line(str(error)) if is_turn else with_remedy(error),
+        error.reason if isinstance(error, TicketError) else error.cause,
+        _named(params.get("remote_engine_id")),
+        _named(params.get("remote_request_id")),
     )
 
 
-def _log_no_ticket(pull: _Pull, error: KVFerryError) -> None:
-    """Log that a request fails because its ticket does not come, or a part of it is refused."""
-    logger.warning(
-        "request %s: the engine that prefills it made no ticket that can be used: %s (stage early, "
-        "cause %s, of engine %s)",
-        on_one_line(pull.name),
-        with_remedy(error),
-        error.cause,
-        on_one_line(pull.early.producer.engine, 64) if pull.early is not None else "",
-    )
-
-
-def _named(value: object, limit: int) -> str:
+def _named(value: object) -> str:
     """Return a client's text for the log, or the type of any other value, which may be large."""
-    return on_one_line(value, limit) if isinstance(value, str) else f"({type(value).__name__})"
+    return on_one_line(value, 256) if isinstance(value, str) else f"({type(value).__name__})"

@@ -33,14 +33,14 @@ They wait for prefill with their blocks. Further requests wait for their tickets
 
 
 @dataclass(slots=True, kw_only=True)
-class EarlyRequest:
+class _EarlyRequest:
     """A request whose room, of the engine ``producer``, is followed."""
 
     request: Request
     room: RoomId
     producer: PeerKey
-    part: Part | None = None
-    """The newest part; ``None`` while the request is in prefill's queue."""
+    total: int | None = None
+    """How many tokens its ticket will cover; ``None`` while it is in prefill's queue."""
     blocks: int = 0
     """How many blocks its early load has; 0 if none has begun."""
 
@@ -51,9 +51,8 @@ class EarlyRequests:
     def __init__(self, follower: RoomFollower, *, checks: TicketChecks, blocks: int) -> None:
         self._follower = follower
         self._checks = checks
-        self._most_blocks = int(EARLY_SHARE * blocks)
-        self._blocks = 0
-        self._requests: dict[str, EarlyRequest] = {}
+        self._blocks_left = int(EARLY_SHARE * blocks)
+        self._requests: dict[str, _EarlyRequest] = {}
         self._rooms = Counter[RoomId]()
 
     def __len__(self) -> int:
@@ -71,85 +70,79 @@ class EarlyRequests:
         """Whether there is news of a request that ``take`` has not returned."""
         return self._follower.pending
 
-    def follow(self, request: Request) -> EarlyRequest:
+    def follow(self, request: Request) -> None:
         """Follow a request's room until ``end``, or raise ``TicketError``."""
         name, producer = self._checks.admit_room(request)
         room = room_id(name, whole_prompt_digest(request))
-        early = EarlyRequest(request=request, room=room, producer=producer)
+        early = _EarlyRequest(request=request, room=room, producer=producer)
         self._requests[request.request_id] = early
         self._rooms[room] += 1
         self._follower.follow(request.request_id, room, producer)
-        return early
 
-    def take(self, early: EarlyRequest) -> Part | KVFerryError | None:
+    def take(self, request_id: str) -> Part | KVFerryError | None:
         """Return the newest part of a request since the last call, or why none can be used.
 
         After the last part, and after an error, the request is not followed any more.
         """
-        news = self._follower.news(early.request.request_id)
+        news = self._follower.news(request_id)
         found: Part | KVFerryError | None = None
         if isinstance(news, KVFerryError):
             found = news
         elif news is not None and news.part:
-            found = self._read(early, news)
-        if isinstance(found, Part):
-            early.part = found
+            try:
+                found = self._read(self._requests[request_id], news)
+            except TicketError as error:
+                found = error
         if isinstance(found, KVFerryError) or (found is not None and found.is_last):
-            self.end(early)
+            self.end(request_id)
         return found
 
-    def _read(self, early: EarlyRequest, news: RoomNews) -> Part | TicketError:
-        """Return a part that can be used, or why it is refused."""
-        secrets, prompt = self._checks.security.secrets, early.request.num_prompt_tokens
-        try:
-            part = read_part(news.part, secrets, is_last=news.is_last, prompt=prompt)
-            self._check_continues(early, part)
-            self._checks.check_part(early.request, part)
-        except TicketError as error:
-            return error
-        return replace(part, ticket=self._routed(early, part.ticket))
-
-    def has_room(self, early: EarlyRequest, blocks: int) -> bool:
-        """Return whether a load of so many blocks may begin now, before the ticket has come.
-
-        Not if other requests name the same room, since only the last of them may end the hold.
-        """
-        is_alone = self._rooms[early.room] == 1 and not is_sample(early.request.request_id)
-        return is_alone and self._blocks + blocks <= self._most_blocks
-
-    def begin(self, early: EarlyRequest, blocks: int) -> None:
-        """Record that a load of so many blocks begins before the ticket has come."""
-        early.blocks = blocks
-        self._blocks += blocks
-
-    def end(self, early: EarlyRequest) -> None:
-        """Follow a request's room no longer; ignored if it is not followed."""
-        if self._requests.pop(early.request.request_id, None) is None:
-            return
-        self._follower.end(early.request.request_id)
-        self._blocks -= early.blocks
-        self._rooms[early.room] -= 1
-        if not self._rooms[early.room]:
-            del self._rooms[early.room]
-
-    def _check_continues(self, early: EarlyRequest, part: Part) -> None:
-        """Refuse a part of another engine than the one that is followed, or for other tokens."""
+    def _read(self, early: _EarlyRequest, news: RoomNews) -> Part:
+        """Return a part that can be used, or raise ``TicketError``."""
+        secrets, prompt = self._checks.secrets, early.request.num_prompt_tokens
+        part = read_part(news.part, secrets, is_last=news.is_last, prompt=prompt)
         if part.ticket.engine != early.producer.engine:
             raise TicketError(
                 f"the side channel of engine {early.producer.engine!r} has a part of a ticket of "
                 f"engine {part.ticket.engine!r}",
                 reason=TicketReason.MISMATCH,
             )
-        if early.part is not None and part.total != early.part.total:
+        if early.total not in (None, part.total):
             raise TicketError(
                 f"a part of the ticket is for {part.total} tokens; the one before was for "
-                f"{early.part.total}",
+                f"{early.total}",
                 reason=TicketReason.MISMATCH,
             )
+        self._checks.check_part(early.request, part)
+        early.total = part.total
+        return replace(part, ticket=self._routed(early, part.ticket))
 
-    def _routed(self, early: EarlyRequest, ticket: Ticket) -> Ticket:
+    def has_room(self, request_id: str, blocks: int) -> bool:
+        """Return whether a load of so many blocks may begin now, before the ticket has come.
+
+        Not if other requests name the same room, since only the last of them may end the hold.
+        """
+        is_alone = self._rooms[self._requests[request_id].room] == 1 and not is_sample(request_id)
+        return is_alone and blocks <= self._blocks_left
+
+    def begin(self, request_id: str, blocks: int) -> None:
+        """Record that a load of so many blocks begins before the ticket has come."""
+        self._requests[request_id].blocks = blocks
+        self._blocks_left -= blocks
+
+    def end(self, request_id: str) -> None:
+        """Follow a request's room no longer; ignored if it is not followed."""
+        early = self._requests.pop(request_id, None)
+        if early is None:
+            return
+        self._follower.end(request_id)
+        self._blocks_left += early.blocks
+        self._rooms[early.room] -= 1
+        if not self._rooms[early.room]:
+            del self._rooms[early.room]
+
+    def _routed(self, early: _EarlyRequest, ticket: Ticket) -> Ticket:
         """Return a ticket that can also be asked for where the router says, unless it is signed."""
         address = early.producer.host, early.producer.port
-        is_signed = self._checks.security.secrets is not None
-        is_known = is_signed or address == (ticket.host, ticket.port)
+        is_known = self._checks.secrets is not None or address == (ticket.host, ticket.port)
         return replace(ticket, routed=None if is_known else address)

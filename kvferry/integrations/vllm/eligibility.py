@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import KVFerryError
+from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.metric_definitions import NoTicket
 from kvferry.integrations.vllm.prompts import cuts_media, has_chain
 from kvferry.integrations.vllm.request_ids import prompt_index
@@ -41,26 +42,24 @@ class NoTicketError(KVFerryError):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Eligibility:
-    """Decide which requests of an engine get a ticket.
+    """Decide which requests of an engine get a ticket."""
 
-    Attributes:
-        hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
-        keeps_answers: Whether answers get tickets for the next turn of their conversation.
-        backoff: How many tokens at a prompt's end are left to the consumer (``prefill_backoff``).
-        needs_exact_length: Whether the model has states or windows, which can be used only after
-            exactly the tokens that they were computed for.
-    """
+    facts: EngineFacts
 
-    hands_over: bool
-    keeps_answers: bool
-    backoff: int
-    needs_exact_length: bool
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether answers get tickets for the next turn of their conversation.
+
+        Drafts take states and windows past an answer's last token.
+        """
+        are_spoiled = self.facts.needs_exact_length and self.facts.drafts
+        return self.facts.config.bidirectional_kv_xfer and not are_spoiled
 
     def is_handed_over(self, request: Request) -> bool:
         """Return whether a request is prefilled here for another engine, which gets its ticket."""
-        is_asked = self.hands_over and _asks_for_remote_decode(request)
+        is_asked = self.facts.hands_over and _asks_for_remote_decode(request)
         return is_asked and not prompt_index(request.request_id)
 
     def is_answer(self, request: Request) -> bool:
@@ -73,7 +72,7 @@ class Eligibility:
         """Raise ``NoTicketError`` for a request that can get none, whatever becomes of it."""
         if not _asks_for_remote_decode(request):
             return
-        if not self.hands_over:
+        if not self.facts.hands_over:
             raise NoTicketError(
                 'this engine\'s kv_role is "kv_consumer", so no other engine would come for its '
                 'pages, and they are not held: set "kv_producer" or "kv_both", or let the router '
@@ -90,7 +89,7 @@ class Eligibility:
 
     def truncates(self, request: Request) -> bool:
         """Return whether a prompt is to lose its last ``backoff`` tokens before it is computed."""
-        return self._must_be_truncated(request) and not cuts_media(request, self.backoff)
+        return self._must_be_truncated(request) and not cuts_media(request, self.facts.backoff)
 
     def tokens(self, request: Request) -> int:
         """Return how many tokens an ended request's ticket covers, or raise ``NoTicketError``."""
@@ -110,10 +109,10 @@ class Eligibility:
         # slot word says that pages are complete only when the device has finished that step.
         computed: int = request.num_computed_tokens
         known: int = request.num_tokens
-        if not self.needs_exact_length:
+        if not self.facts.needs_exact_length:
             # A multi-token predictor's pages of the last tokens were made from tokens that are not
-            # verified; whoever reads the ticket computes them itself (see ``prefill_backoff``).
-            return min(computed, known) - self.backoff
+            # verified; whoever reads the ticket computes them itself (see ``EngineFacts.backoff``).
+            return min(computed, known) - self.facts.backoff
         if computed > known:
             raise NoTicketError(
                 "more was computed than its tokens, so its states and windows are past them"
@@ -121,22 +120,23 @@ class Eligibility:
         return computed
 
     def _prompt_tokens(self, request: Request) -> int:
+        exact, backoff = self.facts.needs_exact_length, self.facts.backoff
         tokens: int = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if self._must_be_truncated(request) and cuts_media(request, self.backoff):
+        if self._must_be_truncated(request) and cuts_media(request, backoff):
             raise NoTicketError(
-                f"its prompt ends with an image, and with this model the last {self.backoff} "
+                f"its prompt ends with an image, and with this model the last {backoff} "
                 "tokens are left to decode: an image cannot be computed in two parts, so decode "
                 "computes the whole prompt; end prompts with text, as chat templates do",
                 NoTicket.CUT_MEDIA,
             )
-        if self.needs_exact_length and request.num_computed_tokens != tokens:
+        if exact and request.num_computed_tokens != tokens:
             raise NoTicketError(
                 f"{request.num_computed_tokens} tokens were computed, and the states and windows "
                 f"of its prompt of {request.num_prompt_tokens} are gone: prefill with max_tokens 1",
                 NoTicket.WENT_ON,
             )
-        was_scored = request.skip_reading_prefix_cache and request.num_prompt_tokens > self.backoff
-        if self.needs_exact_length and was_scored:
+        was_scored = request.skip_reading_prefix_cache and request.num_prompt_tokens > backoff
+        if exact and was_scored:
             raise NoTicketError(
                 f"it asked for prompt_logprobs, so all {tokens} tokens were computed, and the "
                 "states and windows that decode starts from are gone: ask for them on decode, "
@@ -149,7 +149,7 @@ class Eligibility:
         """Return whether a prompt has to be truncated and was not truncated before."""
         if (request.kv_transfer_params or {}).get(TRUNCATED) or request.skip_reading_prefix_cache:
             return False
-        return bool(self.backoff) and request.num_prompt_tokens > self.backoff
+        return bool(self.facts.backoff) and request.num_prompt_tokens > self.facts.backoff
 
 
 def _asks_for_remote_decode(request: Request) -> bool:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -20,10 +19,11 @@ if TYPE_CHECKING:
 
 RESET = "reset_prefix_cache"
 OUTPUT = "update_from_output"
+DOOMED = "_kvferry_doomed"
+"""The attribute of an engine's block pool with what returns the requests that must fail.
 
-# By the engine's blocks: returns the requests that must fail, by what workers report of a step.
-_DOOMED = WeakKeyDictionary[Any, Callable[["KVConnectorOutput"], Collection[str]]]()
-_WRAPPED = WeakSet[Any]()  # ``OUTPUT`` of classes of schedulers
+Of a scheduler, a hook learns only the class, and several engines may live in one process.
+"""
 
 
 def before_reset(pool: BlockPool, end_holds: Callable[[], bool]) -> None:
@@ -56,22 +56,22 @@ def before_output(
         pool: The engine's blocks.
         doomed: Called with the workers' merged reports of each step.
     """
-    _DOOMED[pool] = doomed
+    setattr(pool, DOOMED, doomed)
     original = getattr(scheduler, OUTPUT)
-    if original in _WRAPPED:
+    if hasattr(original, DOOMED):
         return
 
     @functools.wraps(original)
     def update_from_output(
         self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        find = _DOOMED.get(self.kv_cache_manager.block_pool)
+        find = getattr(self.kv_cache_manager.block_pool, DOOMED, None)
         report = model_runner_output.kv_connector_output
         names = set(find(report)) if find is not None and report is not None else set[str]()
         update = functools.partial(original, self, scheduler_output, model_runner_output)
         return _fail(self, names, update) if names else update()
 
-    _WRAPPED.add(update_from_output)
+    setattr(update_from_output, DOOMED, True)
     setattr(scheduler, OUTPUT, update_from_output)
 
 

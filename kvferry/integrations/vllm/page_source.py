@@ -6,8 +6,7 @@ Otherwise vLLM gives requests their blocks and takes them back, and there is not
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.core.errors import KVFerryError
@@ -19,9 +18,6 @@ from kvferry.core.metrics import HOST_PAGE_WAITS, HOST_PAGES, HOST_PAGES_USED, M
 
 if TYPE_CHECKING:
     from kvferry.integrations.vllm.cache_groups import CacheGroup
-
-COPY_SECONDS = 1.0
-"""For how long after its ticket a request's blocks count as soon free, where they are copied."""
 
 Ids = TypeVar("Ids", bound=Iterable[int])
 """Ids of the pages of a cache group."""
@@ -37,21 +33,13 @@ class PageSource:
     If it is staged, ``host`` is set before the first request. ``use`` is a label of metrics.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        *,
-        is_staged: bool,
-        use: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], *, is_staged: bool, use: str) -> None:
         self.is_staged = is_staged
         self.host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
         self._groups = groups
         self._use = use
-        self._clock = clock
-        # When the blocks of each request began to be copied.
-        self._copying: dict[str, float] = {}
+        # The requests whose blocks are being copied.
+        self._copying: set[str] = set()
 
     def waits(self, request_id: str, tokens: int) -> bool:
         """Return whether a request must wait for host pages; ``NoHostPagesError`` without any."""
@@ -75,25 +63,17 @@ class PageSource:
         pages = self.host.take(RequestId(request_id), len(filled))
         if pages is None:
             raise NoHostPagesError(self._why_none(request_id, tokens))
-        self._copying[request_id] = self._clock()
+        self._copying.add(request_id)
         of = dict(zip(filled, pages, strict=True)) | {HOLE: HOLE}
         copy = PageCopy(blocks=tuple(filled), pages=pages)
         return [[of[block] for block in ids] for ids in blocks], copy
 
     def _why_none(self, request_id: str, tokens: int) -> str:
-        host, count = self.host, most_pages(self._groups, tokens)
-        if host.has_taken(RequestId(request_id)):
-            return (
-                "its id is that of a request whose host pages are still in use: give requests ids "
-                "of their own"
-            )
-        if count > host.total:
-            return (
-                f"it may need {count} host pages, and there are {host.total}: raise staging_bytes"
-            )
         return (
-            f"it did not get {count} of {host.total} host pages within {host.patience:g} s "
-            "(staging_timeout): raise staging_bytes, or decode requests sooner"
+            f"it did not get the {most_pages(self._groups, tokens)} host pages that it may need, "
+            f"of {self.host.total}, within {self.host.patience:g} s (staging_timeout), or its id "
+            "is that of a request whose host pages are in use: raise staging_bytes, or decode "
+            "requests sooner"
         )
 
     def cancel(self, request_id: str) -> None:
@@ -102,15 +82,14 @@ class PageSource:
 
     def give_back(self, request_id: str) -> None:
         """Free the pages that ``place`` has returned. No byte may move to or from them any more."""
-        self._copying.pop(request_id, None)
+        self._copying.discard(request_id)
         self.host.give_back(RequestId(request_id))
 
     def sent(self, request_ids: Iterable[str]) -> Iterable[str]:
         """Take the requests whose blocks are free; return those whose hold is over with that."""
         if not self.is_staged:
             return request_ids
-        for request_id in request_ids:
-            self._copying.pop(request_id, None)
+        self._copying.difference_update(request_ids)
         return ()
 
     def over(self, reports: Mapping[int, Sequence[str]]) -> Iterable[str]:
@@ -128,8 +107,7 @@ class PageSource:
     @property
     def frees_blocks_soon(self) -> bool:
         """Whether the blocks of a ticket are being copied, and will be free when that is done."""
-        now = self._clock()
-        return any(now < begun + COPY_SECONDS for begun in self._copying.values())
+        return bool(self._copying)
 
     @property
     def pending(self) -> bool:

@@ -18,6 +18,7 @@ import math
 import secrets as randomness
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,11 @@ from kvferry.core.lifecycle.prompt_digest import SALT_BYTES, BlockDigests, diges
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
-from kvferry.core.metrics import Metric, Metrics
-from kvferry.core.security import TicketKey, TicketSecrets
+from kvferry.core.metrics import Metric
 from kvferry.integrations.vllm.adapter_files import AdapterError
-from kvferry.integrations.vllm.cache_groups import CacheGroup, num_blocks
+from kvferry.integrations.vllm.cache_groups import num_blocks
 from kvferry.integrations.vllm.eligibility import TRUNCATED, Eligibility, NoTicketError
+from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.metric_definitions import (
     CONVERSATION_HOLDS,
     CONVERSATION_PAGES,
@@ -49,11 +50,10 @@ from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.prompt_parts import PromptParts
 from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
 from kvferry.integrations.vllm.request_ids import is_sample, without_sample
-from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
+from kvferry.integrations.vllm.request_reports import HeldRequest
 from kvferry.integrations.vllm.ticket_params import TicketParams, room_name
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -61,109 +61,63 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOGGED_ONCE = frozenset({NoTicket.ROLE, NoTicket.CUT_MEDIA, NoTicket.LIST})
-"""The reasons of which only the first is logged, because every further request would log the same.
-
-The router's settings, the prompts' template or what clients ask for are the cause.
-"""
-
-MAX_ENGINES_LOGGED = 4
-"""How many engines one log line names."""
-
 
 class Producer:
     """Hold the blocks of requests that other engines decode, and make their tickets.
 
-    Args:
-        slots: How many requests can be held at once; the engine's number of blocks.
-        lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
-        conversation_ttl: Seconds for which an answer's pages are held until the next turn claims
-            them; ``None`` if answers get no tickets.
-        backoff: See ``prefill_backoff``.
-        computed: Whether nothing writes to a request's pages after its last token was sampled.
-        sizes: The engine's parallelism, as attributes of ``TicketParams``.
-        max_held: How many blocks may be held at once.
-        hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
-        adapter_content: See ``Adapters.content``.
-        rooms: Where parts of tickets are published; ``lookahead``: see ``PromptParts``.
-        is_staged: Whether tickets name host pages (``set_host_pages``). No parts are published.
+    Parts of tickets are published in ``rooms``.
     """
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
+        facts: EngineFacts,
         *,
-        metrics: Metrics,
-        slots: int,
-        lease: float,
-        conversation_ttl: float | None = None,
-        backoff: int,
-        computed: bool,
-        sizes: Mapping[str, Any],
-        max_held: int | None = None,
-        secrets: TicketSecrets | None = None,
-        hands_over: bool = True,
+        rooms: Rooms,
         clock: Callable[[], float] = time.monotonic,
-        ticket_key: TicketKey | None = None,
-        adapter_content: Callable[[Request], bytes | None] = lambda request: None,
-        reports: RequestReports | None = None,
-        rooms: Rooms | None = None,
-        lookahead: int = 0,
-        is_staged: bool = False,
     ) -> None:
-        needs_exact_length = any(group.needs_exact_length for group in groups)
-        if conversation_ttl is not None and needs_exact_length and not computed:
-            conversation_ttl = None
+        config, groups = facts.config, facts.groups
+        self._facts = facts
+        self._metrics = facts.metrics
+        self._clock = clock
+        self._eligibility = Eligibility(facts)
+        if config.bidirectional_kv_xfer and not self._eligibility.keeps_answers:
             logger.warning(
                 "bidirectional_kv_xfer: answers get no tickets, because drafts take the states and "
                 "windows of this model past an answer's last token; start without "
                 "speculative_config"
             )
-        self._eligibility = Eligibility(
-            hands_over=hands_over,
-            keeps_answers=conversation_ttl is not None,
-            backoff=backoff,
-            needs_exact_length=needs_exact_length,
-        )
-        self._groups = groups
-        self._metrics = metrics
-        self._lease = lease
-        self._conversation_ttl = conversation_ttl
         # A digest covers whole blocks of every group. States and windows are used for all tokens of
         # a ticket or for none, so that models with these need no digests.
         self._digest_unit = math.lcm(*(group.tokens for group in groups if not group.is_state))
-        self._computed = computed
-        self._sizes = sizes
-        self._secrets = secrets
-        self._ticket_key = ticket_key
-        self._adapter_content = adapter_content
-        self._clock = clock
-        self._reports = reports or RequestReports()
-        self._logged_reasons: set[NoTicket] = set()
-        self._pages = PageSource(groups, is_staged=is_staged, use="holds", clock=clock)
-        self._max_held = None if is_staged else max_held
-        self._may_hold = max(slots if self._max_held is None else self._max_held, 1)
-        self._holds = SchedulerHolds(slots, max_pages=self._max_held)
-        self._parts = PromptParts(
-            groups,
-            holds=self._holds,
-            rooms=Rooms() if rooms is None else rooms,
-            lookahead=lookahead,
+        self._pages = PageSource(groups, is_staged=facts.is_staged, use="holds")
+        self._max_held = int(config.max_held_fraction * facts.blocks)
+        self._may_hold = max(self._max_held, 1)
+        self._holds = SchedulerHolds(
+            facts.blocks, max_pages=None if facts.is_staged else self._max_held
         )
+        self._parts = PromptParts(facts, holds=self._holds, rooms=rooms)
         # Requests with a ticket that not all workers have reported as sent.
         self._held: dict[str, HeldRequest] = {}
-        # Of several samples of a prompt, by the id that they share: the one whose pages are held,
-        # the prompt's digest, and the ticket. vLLM answers with the ticket of the sample that ends
+        # Of several samples of a prompt, by the id that they share and the prompt's digest: the one
+        # whose pages are held, and its ticket. vLLM answers with the ticket of the sample that ends
         # last, so all have this one.
-        self._sample_tickets: dict[str, tuple[str, bytes, dict[str, Any]]] = {}
+        self._samples: dict[tuple[str, bytes], tuple[str, dict[str, Any]]] = {}
         # How often each request was preempted before it got the blocks that it has.
         self._preemptions: dict[str, int] = {}
-        self._pressure = BlockPressure(slots)
+        self._pressure = BlockPressure(facts.blocks)
         # Requests to which vLLM gave no blocks in this scheduling pass: how many blocks each needs.
         self._blocks_needed: dict[str, int] = {}
         self._running_request_waits = False
         # Those of the last pass. vLLM may pass over a request once for other reasons than blocks.
         self._waited_before: set[str] = set()
+
+    def set_ranks(self, count: int, host: HostPages | None = None) -> None:
+        """Set how many ranks published a layout, and the host pages if the cache is staged."""
+        self._pressure.ranks = count
+        if host is not None:
+            self._pages.host = host
+            self._may_hold = max(host.total, 1)
+            self._pressure = BlockPressure(host.total, count)
 
     def on_new_request(self, request: Request) -> None:
         """Truncate a prompt that is prefilled for another engine; open the room that it names.
@@ -179,7 +133,7 @@ class Producer:
             return
         self._parts.open(request)
         if self._eligibility.truncates(request):
-            truncate_prompt(request, self._eligibility.backoff)
+            truncate_prompt(request, self._facts.backoff)
             # Several samples of one prompt may share one dictionary, so it is replaced.
             request.kv_transfer_params = {**(request.kv_transfer_params or {}), TRUNCATED: True}
 
@@ -189,7 +143,7 @@ class Producer:
         Not for ever: then it gets no ticket. vLLM lets a request with prompt_logprobs begin
         whatever this returns; it keeps its turn for host pages meanwhile.
         """
-        if not self._pages.is_staged or not self._eligibility.is_handed_over(request):
+        if not self._eligibility.is_handed_over(request):
             return False
         try:
             return self._pages.waits(request.request_id, request.num_prompt_tokens)
@@ -202,6 +156,7 @@ class Producer:
         Also again: after a load for blocks that it has already, and after a preemption, when it
         gets a new hold, as its pages are others.
         """
+        self._blocks_needed.pop(request.request_id, None)
         rules = self._eligibility
         if not rules.is_handed_over(request) and not rules.is_answer(request):
             return
@@ -241,18 +196,18 @@ class Producer:
         serving: EngineSideChannel,
         first_tokens: Sequence[int],
     ) -> dict[str, Any]:
-        request_id = RequestId(request.request_id)
+        groups, request_id = self._facts.groups, request.request_id
         tokens = self._eligibility.tokens(request)
         is_answer = self._eligibility.is_answer(request)
         digest, blocks = self._digests(request, tokens)
+        sample = without_sample(request_id), digest
         has_room = room_name(request.kv_transfer_params or {}) is not None  # of its own
         shares = is_sample(request_id) and not is_answer and not has_room
-        if shares and (shared := self._sample_ticket(request_id, digest)) is not None:
+        if shares and (shared := self._sample_ticket(sample)) is not None:
             return shared
-        lists = [group.producer_pages(block_ids[group.index], tokens) for group in self._groups]
-        hold, pages = self._hold(request, tokens, block_ids, [ids for _, ids in lists])
-        logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
+        lists = [group.producer_pages(block_ids[group.index], tokens) for group in groups]
         firsts = tuple(first for first, _ in lists)
+        hold, pages = self._hold(request, tokens, block_ids, [ids for _, ids in lists])
         ticket = self._params(
             serving,
             request=request_id,
@@ -264,40 +219,42 @@ class Producer:
             # A ticket with an adapter may be revoked until the next step begins, so nobody may read
             # before that. With asynchronous scheduling, a step that is under way writes the KV of
             # an answer's last token. Host pages are filled later still.
-            computed=self._computed
-            and request.lora_request is None
-            and not (is_answer or self._pages.is_staged),
+            computed=not (
+                self._facts.drafts
+                or request.lora_request is not None
+                or is_answer
+                or self._facts.is_staged
+            ),
             blocks=blocks,
             missing=tuple(
                 group.missing_tokens(first, token)
-                for group, first, token in zip(self._groups, firsts, first_tokens, strict=False)
+                for group, first, token in zip(groups, firsts, first_tokens, strict=False)
             ),
         )
         if shares:
-            self._sample_tickets[without_sample(request_id)] = request_id, digest, ticket
+            self._samples[sample] = request_id, ticket
+            self._held[request_id].sample = sample
         return ticket
 
-    def _sample_ticket(self, request_id: str, digest: bytes) -> dict[str, Any] | None:
+    def _sample_ticket(self, sample: tuple[str, bytes]) -> dict[str, Any] | None:
         """Return the ticket of another sample of a prompt, unless its lease is half over."""
-        found = self._sample_tickets.get(without_sample(request_id))
-        if found is None or found[1] != digest:
+        name, ticket = self._samples.get(sample, ("", None))
+        held = self._held.get(name)
+        if held is None or held.ended is not None or not self._holds.has_ticket(RequestId(name)):
             return None
-        sample, _, ticket = found
-        held = self._held.get(sample)
-        if held is None or held.ended is not None or not self._holds.has_ticket(RequestId(sample)):
-            return None
-        return ticket if self._clock() < held.made + self._lease / 2 else None
+        is_fresh = self._clock() < held.made + self._facts.config.kv_lease_duration / 2
+        return ticket if is_fresh else None
 
     def _digests(self, request: Request, tokens: int) -> tuple[bytes, BlockDigests | None]:
         """Return the digest of a ticket's tokens, and for an answer one for each block of them."""
         try:
-            adapter = self._adapter_content(request)
+            adapter = self._facts.adapter_content(request)
         except AdapterError as exc:
             raise NoTicketError(str(exc), NoTicket.ADAPTER) from exc
         blocks = None
         if self._eligibility.is_answer(request):
             every = digest_block(tokens, self._digest_unit)
-            covered = 0 if self._eligibility.needs_exact_length else tokens
+            covered = 0 if self._facts.needs_exact_length else tokens
             salt = randomness.token_bytes(SALT_BYTES)
             blocks = block_digests(request, covered, every, salt, adapter)
         return prompt_digest(request, tokens, adapter), blocks
@@ -329,8 +286,9 @@ class Producer:
                 f"it has {len(held)} blocks, and with those held for prompts that would be more "
                 f"than {self._max_held}, which may be held: set a larger max_held_fraction"
             )
-        ttl = self._conversation_ttl if is_answer else None
-        hold = self._holds.ticket(request_id, self._lease, held, ttl=ttl, copy=copy)
+        config = self._facts.config
+        ttl = config.decoder_kv_blocks_ttl if is_answer else None
+        hold = self._holds.ticket(request_id, config.kv_lease_duration, held, ttl=ttl, copy=copy)
         if hold is None:
             self._pages.give_back(request_id)
             raise NoTicketError(
@@ -355,41 +313,28 @@ class Producer:
 
     def _params(self, serving: EngineSideChannel, **facts: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return a ticket, or a part of one, with these attributes of ``TicketParams``."""
-        return TicketParams(
-            engine=serving.engine,
-            incarnation=serving.incarnation,
-            host=serving.host,
-            port=serving.port,
-            key=serving.key,
-            **self._sizes,
-            **facts,
-        ).params(self._secrets, self._ticket_key)
+        ticket = TicketParams(**asdict(serving), **self._facts.sizes, **facts)
+        return ticket.params(self._facts.security.secrets, self._facts.ticket_key)
 
     def publish_parts(self, scheduler_output: SchedulerOutput, serving: EngineSideChannel) -> None:
         """Publish what the last step has computed; to be called once for each, before ``drain``."""
-        # Host pages have nothing of a prompt before its end.
-        if not self._pages.is_staged:
-            self._parts.next_step(scheduler_output, partial(self._params, serving, computed=False))
+        self._parts.next_step(scheduler_output, partial(self._params, serving, computed=False))
 
     def _no_ticket(self, request: Request, error: NoTicketError) -> None:
         """Count and log that a request gets no ticket, unless nobody wanted one."""
         if not error.why:
             return
-        is_answer, reason = self._eligibility.is_answer(request), error.reason
+        is_answer = self._eligibility.is_answer(request)
         self._metrics.add(_holds_metric(is_answer), outcome=HOLD_REFUSED)
-        if is_answer or reason is None:
-            self._reports.answer_not_held(request.request_id, error.why)
+        if is_answer or error.reason is None:
+            self._facts.reports.answer_not_held(request.request_id, error.why)
             return
-        self._metrics.add(NO_TICKETS, reason=reason.value)
-        if reason in LOGGED_ONCE & self._logged_reasons:
-            return
-        self._logged_reasons.add(reason)
+        self._metrics.add(NO_TICKETS, reason=error.reason.value)
         logger.warning(
-            "request %s: no ticket is made (stage prefill, cause %s): %s%s",
+            "request %s: no ticket is made (stage prefill, cause %s): %s",
             on_one_line(request.request_id),
-            reason,
+            error.reason,
             error.why,
-            "; said once" if reason in LOGGED_ONCE else "",
         )
 
     def revoke(self, request_ids: Sequence[str]) -> None:
@@ -419,26 +364,30 @@ class Producer:
         self._end(self._pages.over(over))
 
     def _end(self, request_ids: Iterable[str]) -> None:
-        """Free the hold's slot of requests, and report how their holds ended."""
-        for request_id in request_ids:
-            given_up = self._holds.sent(RequestId(request_id))
-            if (held := self._held.pop(request_id, None)) is not None:
-                self._report_ended(held, given_up)
-            name = without_sample(request_id)
-            if name in self._sample_tickets and self._sample_tickets[name][0] == request_id:
-                del self._sample_tickets[name]
-
-    def _report_ended(self, held: HeldRequest, given_up: HoldEnd | None) -> None:
-        """Count and log how the hold of a request ended; ``given_up``: why its ticket was.
+        """Free the hold's slot of requests; count and log how their holds ended.
 
         If no rank has reported that, the pages were read: ranks may leave out this usual end.
         """
-        found = held.ended.end if held.ended is not None else None
-        end = given_up or found or HoldEnd.READ
-        self._parts.hold_ended(held.request_id, used=end in (HoldEnd.READ, HoldEnd.ABANDONED))
-        metric = _holds_metric(held.is_conversation)
-        self._metrics.add(metric, outcome=end.value)
-        self._reports.hold_ended(held, end, self._clock() - held.made)
+        for request_id in request_ids:
+            given_up = self._holds.sent(RequestId(request_id))
+            held = self._held.pop(request_id, None)
+            if held is None:
+                continue
+            found = held.ended.end if held.ended is not None else None
+            end = given_up or found or HoldEnd.READ
+            self._parts.hold_ended(request_id, used=end in (HoldEnd.READ, HoldEnd.ABANDONED))
+            self._metrics.add(_holds_metric(held.is_conversation), outcome=end.value)
+            self._facts.reports.hold_ended(held, end, self._clock() - held.made)
+            if self._samples.get(held.sample, ("",))[0] == request_id:
+                del self._samples[held.sample]
+            if end is HoldEnd.EVICTED and not held.is_conversation:
+                logger.warning(
+                    "request %s: its ticket was given up before it was used (stage held, cause "
+                    "evicted): more than %s blocks were held for other engines; decode requests "
+                    "sooner, or set a larger max_held_fraction",
+                    on_one_line(request_id),
+                    self._max_held,
+                )
 
     def reset(self) -> bool:
         """End every hold that a ticket names; workers then report the requests as sent.
@@ -450,21 +399,13 @@ class Producer:
         return self._holds.is_ending
 
     def update_metrics(self) -> None:
-        """Set the metrics of held blocks, and log the holds evicted since the last call."""
+        """Set the metrics of held blocks and host pages."""
         self._pages.update_metrics(self._metrics)
         self._metrics.set(HELD, self._holds.held_pages)
         reclaimable = self._holds.reclaimable_pages
-        if self._conversation_ttl is not None:
+        if self._eligibility.keeps_answers:
             self._metrics.set(CONVERSATION_PAGES, reclaimable)
         self._metrics.set(HELD_FRACTION, (self._holds.held_pages - reclaimable) / self._may_hold)
-        for request_id in self._holds.take_evicted():
-            logger.warning(
-                "request %s: its ticket was given up before it was used (stage held, cause "
-                "evicted): more than %s blocks were held for other engines; decode requests "
-                "sooner, or set a larger max_held_fraction",
-                on_one_line(request_id),
-                self._max_held,
-            )
 
     def drain(self) -> HoldOrders:
         """Return the queued orders to workers: which holds to begin, make readable or end."""
@@ -475,31 +416,16 @@ class Producer:
         """Whether host pages are held, so that ranks have to report when they are over."""
         return self._pages.pending
 
-    def set_host_pages(self, host: HostPages) -> None:
-        """Set the host pages for requests that are prefilled here, where the cache is staged."""
-        self._pages.host = host
-        self._may_hold = max(host.total, 1)
-        self._pressure = BlockPressure(host.total, host.ranks)
-
     # The methods below free held blocks when requests of this engine wait for blocks.
 
-    def set_rank_count(self, ranks: int) -> None:
-        """Set how many ranks report silent holds: those that published a layout."""
-        self._pressure.ranks = ranks
-
     def allocation_attempted(self, request: Request, computed: int) -> None:
-        """Record that vLLM tries to allocate blocks: if it can, ``blocks_allocated`` follows."""
-        needed = num_blocks(self._groups, request.num_tokens - computed)
+        """Record that vLLM tries to allocate blocks: if it can, ``take_on`` follows."""
+        needed = num_blocks(self._facts.groups, request.num_tokens - computed)
         self._blocks_needed[request.request_id] = needed
-
-    def blocks_allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """Record that vLLM allocated blocks for a request, and all blocks that it has."""
-        self._blocks_needed.pop(request.request_id, None)
-        self._parts.place(request, blocks)
 
     def has_pending_block_frees(self) -> bool:
         """End holds of conversations for a running request; return whether any are ending."""
-        if self._pages.is_staged:
+        if self._facts.is_staged:
             return self._pages.frees_blocks_soon
         self._running_request_waits = True
         if not self._holds.is_ending:
@@ -530,7 +456,7 @@ class Producer:
             self._holds.reclaim(self._pressure.enough(needed))
         if self._holds.conversations or self._holds.is_reclaiming:
             return False  # holds of prompts go only when none of conversations is left
-        self._report_given_up(self._holds.give_up(silent, self._pressure.enough(needed)))
+        _log_orphaned(self._holds.give_up(silent, self._pressure.enough(needed)))
         return self._pressure.ask(self._clock(), held=self._holds.ticketed)
 
     def silence_reported(self, reports: Mapping[int, Sequence[Silence]]) -> None:
@@ -538,32 +464,20 @@ class Producer:
         if reports:
             self._pressure.answered(reports)
 
-    def _report_given_up(self, holds: Sequence[Silence]) -> None:
-        """Log the silent holds that were given up because requests waited for blocks."""
-        if not holds:
-            return
+
+def _log_orphaned(holds: Sequence[Silence]) -> None:
+    """Log the silent holds that were given up because requests waited for blocks."""
+    if holds:
         engines = sorted({engine for each in holds for engine in each.engines})
         logger.warning(
             "the pages of %d requests were given back before anybody read them, since other "
-            "requests wait for blocks (stage held, cause orphaned): %s, and gave no sign of life "
-            "for %.1f to %.1f s; restart decode, or if it lives, look whether it reaches this "
-            "engine, and hand it its tickets sooner",
+            "requests wait for blocks (stage held, cause orphaned): %s gave no sign of life for "
+            "%.1f s; restart decode, or if it lives, look whether it reaches this engine, and hand "
+            "it its tickets sooner",
             len(holds),
-            _describe_claims(holds, engines),
+            on_one_line(f"engine {', '.join(engines)}", 256) if engines else "decode",
             min(each.age for each in holds),
-            max(each.age for each in holds),
         )
-
-
-def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
-    """Return which engines claimed holds by their renewals, and for how many nobody did."""
-    unclaimed = sum(not each.engines for each in holds)
-    names = ", ".join(on_one_line(engine, 64) for engine in engines[:MAX_ENGINES_LOGGED])
-    left = len(engines) - MAX_ENGINES_LOGGED
-    more = f" and {left} more" if left > 0 else ""
-    claimed = f"{len(holds) - unclaimed} were claimed by engine {names}{more}"
-    nobody = f"nobody had come for {unclaimed}"
-    return ", ".join(([claimed] if engines else []) + ([nobody] if unclaimed else []))
 
 
 def _holds_metric(is_answer: bool) -> Metric:

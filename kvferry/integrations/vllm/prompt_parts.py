@@ -8,19 +8,18 @@ the pages of full attention. The last part is the ticket. See docs/protocol.md, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prompts import has_chain, prompt_digest, whole_prompt_digest
 from kvferry.integrations.vllm.ticket_params import encode_part, room_name
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -35,30 +34,20 @@ class _Prompt:
     """The ids of its blocks in each group that is transferred."""
     due: int = 0
     """How many tokens are computed when the last step is over that computes any of them."""
-    is_placed: bool = False
-    """Whether ``pages`` has the blocks of the step that is being scheduled already."""
 
 
 class PromptParts:
-    """Open the rooms of requests, publish parts of their tickets, and then the tickets.
+    """Open the rooms of requests, publish parts of their tickets, and then the tickets."""
 
-    ``lookahead`` is how many tokens behind a chunk are written by drafts, and again by the next
-    chunk: as many before its end are left to the next part.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        *,
-        holds: SchedulerHolds,
-        rooms: Rooms,
-        lookahead: int = 0,
-    ) -> None:
-        self._groups = groups
-        self._has_full_attention = any(not group.needs_exact_length for group in groups)
+    def __init__(self, facts: EngineFacts, *, holds: SchedulerHolds, rooms: Rooms) -> None:
+        self._groups = facts.groups
+        self._lookahead = facts.lookahead
+        # Host pages have nothing of a prompt before its end.
+        self._publishes = not facts.is_staged and not all(
+            group.needs_exact_length for group in facts.groups
+        )
         self._holds = holds
         self._rooms = rooms
-        self._lookahead = lookahead
         self._prompts: dict[str, _Prompt] = {}
         # Those of which the last step computed a chunk.
         self._computed: list[str] = []
@@ -83,15 +72,6 @@ class PromptParts:
         room = None if name is None else room_id(name, whole_prompt_digest(request))
         return room if room is not None and self._rooms.open(room) else None
 
-    def place(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """Record all blocks of a request that gets blocks for the first time, or again."""
-        prompt = self._prompts.get(request.request_id)
-        if prompt is not None:
-            prompt.pages = [
-                [block.block_id for block in blocks.blocks[group.index]] for group in self._groups
-            ]
-            prompt.due, prompt.is_placed = 0, True
-
     def next_step(
         self, scheduler_output: SchedulerOutput, params: Callable[..., Mapping[str, Any]]
     ) -> None:
@@ -101,7 +81,7 @@ class PromptParts:
         watermarks of the parts. ``params`` returns ``kv_transfer_params`` with the attributes of
         ``TicketParams`` that belong to a part.
         """
-        if not self._prompts:
+        if not self._prompts or not self._publishes:
             return
         self._add_blocks(scheduler_output)
         computed, self._computed = self._computed, []
@@ -139,16 +119,19 @@ class PromptParts:
                 self._rooms.forget(room)
 
     def _add_blocks(self, scheduler_output: SchedulerOutput) -> None:
-        """Record the blocks that requests get in addition in this step."""
+        """Record the blocks of requests that begin in this step, begin again, or get more."""
+        placed = {each.req_id: each.block_ids for each in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            prompt = self._prompts.get(request_id)
-            if prompt is not None and added is not None and not prompt.is_placed:
+            if request_id in cached.resumed_req_ids and added is not None:
+                placed[request_id] = added
+            elif (prompt := self._prompts.get(request_id)) is not None and added is not None:
                 for group, pages in zip(self._groups, prompt.pages, strict=True):
                     pages.extend(added[group.index])
-        for request_id in scheduler_output.num_scheduled_tokens:
-            if (prompt := self._prompts.get(request_id)) is not None:
-                prompt.is_placed = False
+        for request_id in self._prompts.keys() & placed.keys():
+            prompt, lists = self._prompts[request_id], placed[request_id]
+            prompt.pages = [[*lists[group.index]] for group in self._groups]
+            prompt.due = 0  # another request of this step may be computing what is cached of it
 
     def _publish(self, prompt: _Prompt, params: Callable[..., Mapping[str, Any]]) -> None:
         """Order the watermark of what the last step has computed of a prompt, and publish it."""
@@ -158,7 +141,7 @@ class PromptParts:
         if was_preempted or not 0 < tokens < request.num_prompt_tokens:
             return
         # A ticket with an adapter may be revoked. A digest of embeddings for each part is slow.
-        if not self._has_full_attention or request.lora_request or not has_chain(request):
+        if request.lora_request or not has_chain(request):
             return
         hold = self._holds.mark(RequestId(request.request_id), tokens)
         if hold is None:

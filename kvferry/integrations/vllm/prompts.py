@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core.lifecycle.prompt_digest import DIGEST_BYTES, BlockDigests, chain, digest
-from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.cache_groups import CacheGroup
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
     from kvferry.core.lifecycle.ticket import Ticket
@@ -136,19 +132,6 @@ def _embeddings(request: Request, tokens: int) -> bytes | None:
     state = hashlib.blake2b(f"{rows.dtype} {tuple(rows.shape)}".encode(), digest_size=DIGEST_BYTES)
     state.update(rows.flatten().view(dtype=torch.uint8).numpy())
     return state.digest()
-
-
-def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> int:
-    """Return how many tokens at a prompt's end the producer leaves for the consumer to compute.
-
-    The consumer always computes the last token itself. A recurrent state cannot be rewound, so the
-    state that is handed over must end before the last token. A sliding window must end there, too:
-    pages that have fallen out of the window are freed and cannot be handed over. A multi-token
-    predictor's whole lookahead must stay with the engine that verifies its drafts (as in
-    ``_prefill_backoff`` of vLLM's ``nixl/base_scheduler.py``).
-    """
-    lookahead = versions.prefill_lookahead(vllm_config)
-    return max(int(any(group.needs_exact_length for group in groups)), lookahead - 1)
 
 
 def truncate_prompt(request: Request, tail: int) -> None:

@@ -6,14 +6,14 @@ The incarnation is a random number that an engine draws anew each time it starts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.messages import Coordinates
 from kvferry.integrations.vllm.caches.pages import ShardPosition
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +77,3 @@ def shared_incarnation() -> Incarnation:
         if group.world_size > 1:
             incarnation = group.broadcast_object(incarnation, src=0)
     return incarnation
-
-
-def parallel_sizes(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return an engine's numbers of parallel ranks, by attributes of ``TicketParams``."""
-    return {
-        "tp_size": parallel.tensor_parallel_size,
-        "pp_size": parallel.pipeline_parallel_size,
-        "dcp_size": parallel.decode_context_parallel_size,
-    }

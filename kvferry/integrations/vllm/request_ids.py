@@ -12,8 +12,6 @@ import re
 SAMPLE = re.compile(r"^[0-9]+_")
 """The prefix of the ids of several samples of one prompt."""
 
-_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-
 # Four digits at most, so neither a suffix nor the end of a UUID. Clients choose ID, not the rest.
 _LATER_PROMPT = re.compile(r"(?:[0-9]+_)?cmpl-.*-([1-9][0-9]{0,3})(?:-[0-9a-f]{8})?")
 
@@ -26,11 +24,6 @@ def is_sample(request_id: str) -> bool:
 def without_sample(request_id: str) -> str:
     """Return the id that all samples of a prompt share."""
     return SAMPLE.sub("", request_id)
-
-
-def without_suffix(request_id: str) -> str:
-    """Return a request's id without what vLLM has appended at random."""
-    return _SUFFIX.sub("", request_id)
 
 
 def prompt_index(request_id: str) -> int:

@@ -15,7 +15,6 @@ from kvferry.core.error_causes import on_one_line
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import MAX_NAME, LoadRecord
-from kvferry.integrations.vllm.request_ids import without_suffix
 from kvferry.integrations.vllm.tracing import Headers, RequestSpans
 
 logger = logging.getLogger("kvferry.requests")
@@ -31,6 +30,7 @@ class HeldRequest:
     blocks: int  # that are held
     made: float  # when the ticket was made, in monotonic seconds
     is_conversation: bool = False  # whether it is an answer, held for the next turn
+    sample: tuple[str, bytes] = "", b""  # if others use its ticket: see ``Producer``
     headers: Headers = None
     ended: EndedHold | None = None  # how the hold ended on the ranks that have reported that
 
@@ -56,16 +56,29 @@ class RequestReports:
         self._level = logging.INFO if log else logging.DEBUG
         self._spans = spans
 
-    def loaded(self, request: LoadingRequest) -> None:
-        """Report a load that succeeded. Without figures of a rank, nothing is reported."""
+    def load_ended(self, request: LoadingRequest, *, is_loaded: bool) -> None:
+        """Report a load. The ranks have logged it if it failed, so only a span is made.
+
+        Without figures of a rank, nothing is reported of one that succeeded.
+        """
         record, ticket = request.record, request.ticket
-        if record is None:
+        attributes: dict[str, str | int] = {
+            "request": request.request_id,
+            "prefill_request": ticket.request,
+            "prefill_engine": ticket.engine,
+            "tokens": request.tokens,
+        }
+        if not is_loaded and self._spans is not None:
+            self._spans.failed(request.headers, request.begun, **attributes)
+        if not is_loaded or record is None:
             return
         waited, read = record.waiting_and_reading
         logger.log(
             self._level,
-            "request %s: loaded %d tokens, %.1f MiB%s, from %s: waited %.1f ms, read in %.1f ms",
-            _describe_ids(request.request_id, ticket),
+            "request %s (here %s): loaded %d tokens, %.1f MiB%s, from %s: waited %.1f ms, read in "
+            "%.1f ms",
+            on_one_line(ticket.request),
+            on_one_line(request.request_id),
             request.tokens,
             record.nbytes / (1 << 20),
             f" ({record.early_nbytes / (1 << 20):.1f} early)" if request.is_early else "",
@@ -74,22 +87,16 @@ class RequestReports:
             read * 1e3,
         )
         if self._spans is not None:
-            attributes = _describe_load(request) | {"bytes": record.nbytes}
-            if request.is_early:
-                attributes["early_bytes"] = record.early_nbytes
-            self._spans.loaded(request.headers, record, **attributes)
-
-    def failed(self, request: LoadingRequest) -> None:
-        """Report a load that failed. The ranks have logged it, so only a span is made."""
-        if self._spans is not None:
-            self._spans.failed(request.headers, request.begun, **_describe_load(request))
+            early = {"early_bytes": record.early_nbytes} if request.is_early else {}
+            self._spans.loaded(request.headers, record, **attributes, bytes=record.nbytes, **early)
 
     def nothing_loaded(self, request_id: str, ticket: Ticket, why: str) -> None:
         """Report a request that gave its ticket back without a load, and why."""
         logger.log(
             self._level,
-            "request %s: loaded nothing from %s: %s",
-            _describe_ids(request_id, ticket),
+            "request %s (here %s): loaded nothing from %s: %s",
+            on_one_line(ticket.request),
+            on_one_line(request_id),
             on_one_line(ticket.engine, MAX_NAME),
             why,
         )
@@ -104,19 +111,18 @@ class RequestReports:
         )
 
     def hold_ended(self, request: HeldRequest, end: HoldEnd, seconds: float) -> None:
-        """Report that blocks are no longer held; for an evicted prompt, a warning does."""
+        """Report that blocks are no longer held."""
         reader = request.ended.engine if request.ended is not None else ""
-        if end is not HoldEnd.EVICTED or request.is_conversation:
-            logger.log(
-                self._level,
-                "request %s: %d tokens, %d blocks, %s%s after %.2f s",
-                on_one_line(request.request_id),
-                request.tokens,
-                request.blocks,
-                end.value,
-                f" by {on_one_line(reader, MAX_NAME)}" if reader else "",
-                seconds,
-            )
+        logger.log(
+            self._level,
+            "request %s: %d tokens, %d blocks, %s%s after %.2f s",
+            on_one_line(request.request_id),
+            request.tokens,
+            request.blocks,
+            end.value,
+            f" by {on_one_line(reader, MAX_NAME)}" if reader else "",
+            seconds,
+        )
         if self._spans is not None:
             self._spans.held(
                 request.headers,
@@ -126,25 +132,6 @@ class RequestReports:
                 blocks=request.blocks,
                 outcome=end.value,
             )
-
-
-def _describe_load(request: LoadingRequest) -> dict[str, str | int]:
-    """Return the attributes of the span of a load, whether or not it succeeded."""
-    return {
-        "request": request.request_id,
-        "prefill_request": request.ticket.request,
-        "prefill_engine": request.ticket.engine,
-        "tokens": request.tokens,
-    }
-
-
-def _describe_ids(request_id: str, ticket: Ticket) -> str:
-    """Return a request's id on prefill, and that here unless they differ by vLLM's suffix only.
-
-    A router that sends both engines one ``X-Request-Id`` gives both ids a common part.
-    """
-    there, here = on_one_line(ticket.request), on_one_line(request_id)
-    return there if without_suffix(there) == without_suffix(here) else f"{there} (here {here})"
 
 
 def is_followed(*, log: bool) -> bool:

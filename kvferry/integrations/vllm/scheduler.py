@@ -8,41 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.directory import Directory, RoomFollower
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.lifecycle.rooms import Rooms
-from kvferry.core.metrics import Metrics
-from kvferry.core.security import TicketKey
 from kvferry.core.side_channel import HandshakeServer
-from kvferry.integrations.vllm import compat_029, missing_hooks, staging, versions
-from kvferry.integrations.vllm import config as configuration
+from kvferry.integrations.vllm import compat_029, missing_hooks, staging
 from kvferry.integrations.vllm.adapters import Adapters, lora_settings
-from kvferry.integrations.vllm.cache_groups import cache_groups
 from kvferry.integrations.vllm.compatibility import endpoint_options
 from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.engine_facts import engine_facts
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.prompts import prefill_backoff
-from kvferry.integrations.vllm.rank_position import parallel_sizes
-from kvferry.integrations.vllm.request_reports import RequestReports
-from kvferry.integrations.vllm.security import (
-    read_security_settings,
-    warn_of_open_access,
-    watch_security_files,
-)
-from kvferry.integrations.vllm.side_channel import (
-    EngineSideChannel,
-    report_loopback,
-    serve,
-)
-from kvferry.integrations.vllm.ticket_checks import TicketChecks
-from kvferry.integrations.vllm.tracing import RequestSpans, is_traced
+from kvferry.integrations.vllm.security import warn_of_open_access, watch_security_files
+from kvferry.integrations.vllm.side_channel import EngineSideChannel, loopback_risk, serve
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,100 +62,47 @@ class FerryScheduler:
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        self._config = configuration.engine_config(vllm_config)
-        self._security = read_security_settings(self._config)
-        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self._ticket_key = TicketKey()  # one per incarnation
-        groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
-        backoff = prefill_backoff(vllm_config, groups)
-        self._metrics = Metrics(driver=self._config.driver)
         self._adapters = Adapters(
             prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             settings=lora_settings(vllm_config.lora_config),
         )
+        self._facts = facts = engine_facts(vllm_config, kv_cache_config, self._adapters.content)
+        config, access = facts.config, facts.security.access
         self._scheduler_class = (
             vllm_config.scheduler_config.get_scheduler_cls()
-            if vllm_config.lora_config is not None and transfer.is_kv_consumer
+            if vllm_config.lora_config is not None and facts.may_load
             else None
         )
-        # Requests whose ticket is checked once the content of their LoRA adapter is known, with the
-        # consumer's hooks that were called meanwhile.
-        self._unchecked: dict[str, tuple[Request, list[Callable[[], None]]]] = {}
-        # Requests that have ended, and for whose ticket the content is needed still.
-        self._ended_adapted: set[str] = set()
+        # Requests whose ticket is checked once the content of their LoRA adapter is known.
+        self._unchecked: dict[str, Request] = {}
         self._load_blocks = compat_029.LoadBlocks()
         self._failed_requests = compat_029.FailedRequests()
-        reports = RequestReports(
-            log=self._config.log_requests,
-            spans=RequestSpans() if is_traced(vllm_config) else None,
-        )
         self._rooms = Rooms()
-        self._transfer = transfer
-        is_staged = staging.is_staged(transfer, self._config, vllm_config.device_config.device_type)
-        staging.warn_of_ignored_settings(transfer, is_staged=is_staged)
-        self._producer = Producer(
-            groups,
-            metrics=self._metrics,
-            slots=kv_cache_config.num_blocks,
-            lease=self._config.kv_lease_duration,
-            conversation_ttl=(
-                self._config.decoder_kv_blocks_ttl if self._config.bidirectional_kv_xfer else None
-            ),
-            backoff=backoff,
-            computed=vllm_config.speculative_config is None,
-            sizes=parallel_sizes(parallel),
-            max_held=int(self._config.max_held_fraction * kv_cache_config.num_blocks),
-            secrets=self._security.secrets,
-            hands_over=transfer.is_kv_producer,
-            ticket_key=self._ticket_key,
-            adapter_content=self._adapters.content,
-            reports=reports,
-            rooms=self._rooms,
-            lookahead=versions.prefill_lookahead(vllm_config),
-            is_staged=is_staged,
-        )
-        options = endpoint_options(self._config, self._security.access)
+        self._producer = Producer(facts, rooms=self._rooms)
+        options = endpoint_options(config, access)
         self._directory = Directory(options)
         self._follower = RoomFollower(options)
-        caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._prefix_cache = PrefixCache(
-            groups, is_used=transfer.is_kv_consumer and caches_prefixes
+            facts.groups, is_used=facts.may_load and facts.caches_prefixes
         )
         self._consumer = Consumer(
-            groups,
-            checks=TicketChecks(
-                engine=transfer.engine_id,
-                may_load=transfer.is_kv_consumer,
-                continues=self._config.bidirectional_kv_xfer,
-                verify_prompt=self._config.verify_prompt,
-                backoff=backoff,
-                needs_exact_length=any(group.needs_exact_length for group in groups),
-                security=self._security,
-                adapter_content=self._adapters.content,
-                lora_enabled=vllm_config.lora_config is not None,
-            ),
-            metrics=self._metrics,
-            recompute_threshold=self._config.kv_recompute_threshold,
-            reports=reports,
+            facts,
             directory=self._directory,
             follower=self._follower,
-            blocks=kv_cache_config.num_blocks,
-            is_staged=is_staged,
             prefix_cache=self._prefix_cache,
         )
         self._serving = EngineSideChannel(
-            engine=transfer.engine_id,
+            engine=facts.engine,
             incarnation=random_incarnation(),
-            host=self._config.side_channel_host,
-            key=self._security.access.public,
+            host=config.side_channel_host,
+            key=access.public,
         )
-        warn_of_open_access(self._security, self._config.side_channel_host)
-        if transfer.is_kv_producer:
-            chosen = "side_channel_host" in transfer.kv_connector_extra_config
-            report_loopback(self._config, chosen=chosen)
-        self._security_files = watch_security_files(
-            self._config, self._security, who="scheduler half"
-        )
+        warn_of_open_access(facts.security, config.side_channel_host)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        risk = loopback_risk(config, chosen="side_channel_host" in extra)
+        if facts.hands_over and risk:
+            logger.warning("%s", risk)
+        self._security_files = watch_security_files(config, facts.security, who="scheduler half")
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0
@@ -221,36 +151,33 @@ class FerryScheduler:
             return
         self._close_server()
         self._published = self._unsent_ranks = published
-        self._producer.set_rank_count(len(handshakes))
+        holds = None
         if counts := [each.host_pages for each in handshakes if each.host_pages]:
-            holds, loads = staging.host_pages(counts, self._transfer, self._config)
+            holds, loads = staging.host_pages(counts, self._facts)
             holds.ranks = len(handshakes)
-            self._producer.set_host_pages(holds)
             self._consumer.set_host_pages(loads)
+        self._producer.set_ranks(len(handshakes), holds)
         self._serving, self._server = serve(
-            self._unsent_ranks,
-            self._config,
-            self._security.access,
-            self._current_problems,
-            ticket_key=self._ticket_key.public,
+            published,
+            self._facts,
+            problems=self._current_problems,
             rooms=self._rooms,
-            role=self._transfer.kv_role,
             library=handshakes[0].library,
-            signs=self._security.secrets is not None,
         )
 
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request that was prefilled elsewhere, or truncate a prompt.
 
-        A prompt loses the tokens that the other engine must compute itself (``prefill_backoff``).
-        The ticket of a request with a LoRA adapter is checked once the adapter's content is known.
+        A prompt loses the tokens that the other engine must compute itself. The ticket of a request
+        with a LoRA adapter is checked once the adapter's content is known. If it gets blocks or
+        ends before, its ticket is not used, and the lease ends the hold.
         """
         self._producer.on_new_request(request)
-        self._forget_adapted(request.request_id)  # an earlier request with this id
-        if _is_transferred(request) and request.lora_request is not None:
+        if request.lora_request is not None and _is_transferred(request):
             self._adapters.follow(request)
-            self._unchecked[request.request_id] = request, []
-        self._call_consumer(request, partial(self._consumer.on_new_request, request))
+            self._unchecked[request.request_id] = request
+        else:
+            self._consumer.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -276,36 +203,26 @@ class FerryScheduler:
         Called when vLLM has allocated its blocks. Workers start the load, or the hold, in the next
         step.
         """
-        self._producer.blocks_allocated(request, blocks)
+        self._unchecked.pop(request.request_id, None)
         self._producer.take_on(request)
-        self._call_consumer(
-            request,
-            partial(self._consumer.blocks_allocated, request, blocks, num_external_tokens),
-        )
+        self._consumer.blocks_allocated(request, blocks, num_external_tokens)
         self._load_blocks.allocated(request.request_id, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return the messages to the workers for this step."""
         ranks, self._unsent_ranks = self._unsent_ranks, ()
         self._producer.publish_parts(scheduler_output, self._serving)
-        # Of requests that have ended or loaded nothing, too: the producer then hears "done".
-        for request, _ in list(self._unchecked.values()):
+        for request in list(self._unchecked.values()):  # those, too, that vLLM does not ask about
             self._waits_for_adapter(request)
         loads = self._consumer.drain()
-        for request_id in list(self._ended_adapted):
-            if not self._needs_adapter(request_id):
-                self._forget_adapted(request_id)
-        loaded_request_waits = self._consumer.loaded_request_waits(scheduler_output)
-        asks_silent = self._producer.relieve_block_pressure(request_waits=loaded_request_waits)
+        asks_silent = self._producer.relieve_block_pressure(
+            request_waits=self._consumer.loaded_request_waits(scheduler_output)
+        )
         return StepMetadata(
+            **{name: getattr(loads, name) for name in loads.__dataclass_fields__},
             ranks=ranks,
-            ticket_key=self._ticket_key.public if ranks else b"",
+            ticket_key=self._facts.ticket_key.public if ranks else b"",
             orders=self._producer.drain(),
-            prepare=loads.prepare,
-            loads=loads.loads,
-            parts=loads.parts,
-            refused=loads.refused,
-            aborted=loads.aborted,
             producers=self._directory.take(),
             asks_silent=asks_silent,
             asks_adapters=self._adapters.next_step(),
@@ -347,18 +264,13 @@ class FerryScheduler:
             Whether vLLM must keep the blocks until the request is reported as sent, and the ticket
                 (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
         """
-        if not self._consumer.has_ticket(request):
-            self._unchecked.pop(request.request_id, None)
+        self._unchecked.pop(request.request_id, None)
         first_tokens = self._consumer.first_tokens(request.request_id)
-        self._call_consumer(request, partial(self._consumer.request_finished, request))
+        self._consumer.request_finished(request)
         params = self._producer.request_finished(request, block_ids, self._serving, first_tokens)
-        is_held = params is not None and self._producer.holds(request.request_id)
-        has_adapter = request.lora_request is not None
-        if has_adapter and params is None and self._needs_adapter(request.request_id):
-            self._ended_adapted.add(request.request_id)
-        else:  # at once, so that the ticket is revoked if its last step loaded other files
-            self._adapters.end(request.request_id)
-        return is_held, params
+        # At once, so that the ticket is revoked if its last step loaded other files.
+        self._adapters.end(request.request_id)
+        return params is not None and self._producer.holds(request.request_id), params
 
     def has_pending_block_frees(self) -> bool:
         """Return whether held blocks will be free soon, so that vLLM need not preempt a request."""
@@ -368,14 +280,12 @@ class FerryScheduler:
         """Return whether vLLM must run a step even if there is no token to compute.
 
         That is while messages about loads are to be sent to the workers, while engines are asked
-        for what the workers need, while host pages are held, and while the ticket of a request that
-        has ended cannot be checked yet. And for a while after a worker reported a problem: messages
-        come and problems are reported only in steps.
+        for what the workers need, and while host pages are held. And for a while after a worker
+        reported a problem: messages come and problems are reported only in steps.
         """
         has_messages = self._consumer.pending or self._directory.pending or self._producer.pending
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
-        has_new_problems = changed_lately and any(self._problems.values())
-        return has_messages or bool(self._ended_adapted) or has_new_problems
+        return has_messages or (changed_lately and any(self._problems.values()))
 
     def reset_cache(self) -> bool:
         """End every hold that a ticket names, so that vLLM can reset its prefix cache.
@@ -389,7 +299,7 @@ class FerryScheduler:
         """Return the scheduler half's metrics since the last call; ``None`` if there are none."""
         self._producer.update_metrics()
         self._consumer.update_metrics()
-        data = self._metrics.take()
+        data = self._facts.metrics.take()
         return FerryStats(data=data) if data else None
 
     def shutdown(self) -> None:
@@ -400,23 +310,14 @@ class FerryScheduler:
         self._close_server()
         self._adapters.close()
 
-    # What these have in common.
-
-    def _call_consumer(self, request: Request, hook: Callable[[], None]) -> None:
-        """Call a hook of the consumer, at once or when the request's ticket can be checked."""
-        if request.request_id in self._unchecked:
-            self._unchecked[request.request_id][1].append(hook)
-        else:
-            hook()
-
     def _waits_for_adapter(self, request: Request) -> bool:
-        """Return whether a ticket cannot be checked yet; if it can, call the hooks that waited."""
+        """Return whether a ticket cannot be checked yet; if it can, check it."""
         if request.request_id not in self._unchecked:
             return False
         if self._adapters.waits(request):
             return True
-        for hook in self._unchecked.pop(request.request_id)[1]:
-            hook()
+        del self._unchecked[request.request_id]
+        self._consumer.on_new_request(request)
         return False
 
     def _doomed(self, output: KVConnectorOutput) -> list[str]:
@@ -430,17 +331,6 @@ class FerryScheduler:
             for request_id in self._adapters.contradicted(report.adapters)
             if self._consumer.weights_changed(request_id)
         ]
-
-    def _needs_adapter(self, request_id: str) -> bool:
-        """Return whether the ticket of a request with a LoRA adapter has yet to be checked."""
-        return request_id in self._unchecked or self._consumer.follows_request(request_id)
-
-    def _forget_adapted(self, request_id: str) -> None:
-        """Follow the adapter of a request that has ended no longer; its ticket is not used."""
-        if request_id in self._ended_adapted:
-            self._unchecked.pop(request_id, None)
-            self._ended_adapted.discard(request_id)
-            self._adapters.end(request_id)
 
     def _current_problems(self) -> list[str]:
         """Return the ranks' problems, as text. The side channel's thread calls this."""

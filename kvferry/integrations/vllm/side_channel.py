@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvferry.core.lifecycle.rooms import Rooms
-from kvferry.core.security import NEARBY, Access
-from kvferry.core.side_channel import EngineInfo, HandshakeServer, engine_info
+from kvferry.core.side_channel import HandshakeServer, engine_info
 from kvferry.core.side_channel.sockets import is_loopback_host, own_address
 from kvferry.integrations.vllm.config import DEFAULT_DRIVER, Config
+
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.engine_facts import EngineFacts
 
 logger = logging.getLogger(__name__)
 
@@ -34,49 +37,26 @@ def loopback_risk(config: Config, *, chosen: bool) -> str | None:
     host = config.side_channel_host
     if chosen or config.driver == DEFAULT_DRIVER or not is_loopback_host(host):
         return None
+    address = own_address() or "an address at which they reach this one"
     return (
-        f"{_only_this_host(host)}. For decode engines on other hosts, set side_channel_host to "
-        f"{_reachable_host()}; if all engines run on this host, set it to {host}"
+        f"the side channel listens at {host}: only engines on this host can load from this one. "
+        f"For decode engines on other hosts, set side_channel_host to {address}; if all engines "
+        f"run on this host, set it to {host}"
     )
-
-
-def report_loopback(config: Config, *, chosen: bool) -> None:
-    """Log that other hosts cannot load from this engine: as a warning if it is a risk."""
-    if risk := loopback_risk(config, chosen=chosen):
-        logger.warning("%s", risk)
-    elif is_loopback_host(config.side_channel_host):
-        logger.info("%s", _only_this_host(config.side_channel_host))
-
-
-def _only_this_host(host: str) -> str:
-    return f"the side channel listens at {host}: only engines on this host can load from this one"
-
-
-def _reachable_host() -> str:
-    """Return as text which address to set, so that other hosts reach the side channel."""
-    address = own_address()
-    if address is None:
-        return "an address at which they reach this host (it has no route to other hosts now)"
-    return f"{address}, the address of this host on its route to other hosts"
 
 
 def serve(
     ranks: tuple[bytes, ...],
-    config: Config,
-    access: Access = NEARBY,
-    problems: Callable[[], Sequence[str]] = tuple,
+    facts: EngineFacts,
     *,
-    ticket_key: bytes = b"",
-    rooms: Rooms | None = None,
-    role: str,
+    problems: Callable[[], Sequence[str]],
+    rooms: Rooms,
     library: str = "",
-    signs: bool = False,
 ) -> tuple[EngineSideChannel, HandshakeServer]:
     """Open the side channel and serve the encoded payloads of this engine's ranks, in rank order.
 
-    ``problems`` is called from the server's thread. ``ticket_key`` is the public key with which
-    peers verify this engine's tickets; ``rooms`` are what decode engines may follow. The others are
-    for the log line.
+    ``problems`` is called from the server's thread. ``rooms`` are what decode engines may follow;
+    ``library`` is for the log.
 
     Returns:
         The address for tickets, and the server, which the caller closes.
@@ -84,7 +64,7 @@ def serve(
     Raises:
         HandshakeError: The address cannot be bound; names the setting to change.
     """
-    info = engine_info(ranks)
+    info, config, access = engine_info(ranks), facts.config, facts.security.access
     server = HandshakeServer(
         ranks,
         engine=info.engine,
@@ -93,21 +73,28 @@ def serve(
         port=config.side_channel_port,
         access=access,
         problems=problems,
-        ticket_key=ticket_key,
+        ticket_key=facts.ticket_key.public,
         rooms=rooms,
     )
+    layout = info.ranks[0].layout
     logger.info(
         "KVFerryConnector serves engine %s as %s: driver %s%s, side channel %s at %s port %d, "
-        "tickets %s, %s",
+        "tickets %s, memory %s, %d rank(s), layout %d fields in %s",
         info.engine,
-        role,
+        facts.role,
         info.ranks[0].driver,
         f" ({library})" if library else "",
         "encrypted" if access.own is not None else "not encrypted",
         server.host,
         server.port,
-        "signed" if signs else "not signed",
-        _summary(info),
+        "signed" if facts.security.secrets is not None else "not signed",
+        "+".join(sorted({region.kind for region in layout.regions})),
+        len(info.ranks),
+        len(layout.fields),
+        " and ".join(
+            f"{group.kind} of {layout.pages(i)} blocks of {group.block_tokens} tokens"
+            for i, group in enumerate(layout.groups)
+        ),
     )
     serving = EngineSideChannel(
         engine=info.engine,
@@ -117,17 +104,3 @@ def serve(
         key=access.public,
     )
     return serving, server
-
-
-def _summary(info: EngineInfo) -> str:
-    """Return an engine's memory, ranks and layout as text, for the log."""
-    layout = info.ranks[0].layout
-    kinds = sorted({region.kind for region in layout.regions})
-    groups = [
-        f"{group.kind} of {layout.pages(i)} blocks of {group.block_tokens} tokens"
-        for i, group in enumerate(layout.groups)
-    ]
-    return (
-        f"memory {'+'.join(kinds)}, {len(info.ranks)} rank(s), layout {len(layout.fields)} fields "
-        f"in {' and '.join(groups)}"
-    )

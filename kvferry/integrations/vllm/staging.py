@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig
 
+    from kvferry.integrations.vllm.engine_facts import EngineFacts
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_BYTES = 4 << 30
@@ -55,18 +57,6 @@ def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
             "way of host memory"
         )
     return config.staging or configured != device
-
-
-def warn_of_ignored_settings(transfer: KVTransferConfig, *, is_staged: bool) -> None:
-    """Log at start which settings were set and have no effect."""
-    if is_staged:
-        keys = ["max_held_fraction"]
-        why = "the cache is staged, and its host pages (staging_bytes) limit what is held"
-    else:
-        keys = ["staging_bytes", "staging_timeout"]
-        why = "the cache is not staged; set kv_buffer_device 'cpu' to stage that of an accelerator"
-    if ignored := [key for key in keys if key in transfer.kv_connector_extra_config]:
-        logger.warning("ignored: %s, since %s", " and ".join(ignored), why)
 
 
 def stage(
@@ -104,9 +94,7 @@ def stage(
     return StagedCache(layout=form.layout(pool.region, count), pool=pool, pages=count)
 
 
-def host_pages(
-    ranks: Iterable[int], transfer: KVTransferConfig, config: Config
-) -> tuple[HostPages, HostPages]:
+def host_pages(ranks: Iterable[int], facts: EngineFacts) -> tuple[HostPages, HostPages]:
     """Return the host pages of an engine: those for holds, and those for loads.
 
     An engine that both prefills for others and loads has half of them for each: if they shared
@@ -114,14 +102,14 @@ def host_pages(
     each rank has, the hole included.
     """
     pages = min((pages for pages in ranks if pages < NO_LIMIT), default=HOLE + 1)
-    if not transfer.is_kv_consumer:
+    if not facts.may_load:
         ends = pages
-    elif not transfer.is_kv_producer:
+    elif not facts.hands_over:
         ends = HOLE + 1
     else:
         ends = (HOLE + 1 + pages) // 2
     both = range(HOLE + 1, ends), range(ends, pages)
-    holds, loads = (HostPages(ids, patience=config.staging_timeout) for ids in both)
+    holds, loads = (HostPages(ids, patience=facts.config.staging_timeout) for ids in both)
     return holds, loads
 
 
@@ -138,15 +126,5 @@ def page_count(form: HostPageFormat, config: Config, *, pages: int, largest: int
             f"staging_bytes is {config.staging_bytes}: a host page of this model has "
             f"{form.page_bytes} bytes on this rank, and at least {1 + uses} are needed; set "
             f"{(1 + uses) * form.page_bytes} or more, or remove it"
-        )
-    if count - 1 < uses * largest:
-        logger.warning(
-            "staging_bytes is %d: that is room for %d blocks%s, and a request of max_model_len "
-            "tokens may need %d; larger requests are not handed over; set %d or more for all",
-            config.staging_bytes,
-            (count - 1) // uses,
-            ", for holds and for loads each" if uses > 1 else "",
-            largest,
-            (1 + uses * largest) * form.page_bytes,
         )
     return count

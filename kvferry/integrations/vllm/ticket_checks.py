@@ -6,52 +6,39 @@ ranks check the ticket's proof and slot word when they read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import HandshakeError, TicketError, TicketReason
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.security import TicketSecrets
 from kvferry.integrations.vllm.adapter_files import AdapterError
+from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_ids import prompt_index
-from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.ticket_params import KEY, Part, read_room, read_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TicketChecks:
-    """Check the tickets of requests, and parts of them.
+    """Check the tickets of requests, and parts of them, for an engine."""
 
-    Attributes:
-        may_load: Whether the engine's ``kv_role`` lets it load; only then does vLLM free blocks in
-            an order that is safe for loads.
-        continues: Whether the next turn of a conversation loads from the engine that answered.
-        backoff: See ``prefill_backoff``.
-        needs_exact_length: Whether the model has states or windows.
-        adapter_content: See ``Adapters.content``.
-        lora_enabled: Whether the engine accepts requests with LoRA adapters.
-    """
+    facts: EngineFacts
 
-    engine: str
-    may_load: bool
-    continues: bool = False
-    verify_prompt: bool
-    backoff: int
-    needs_exact_length: bool
-    security: SecuritySettings = SecuritySettings()  # noqa: RUF009 - frozen
-    adapter_content: Callable[[Request], bytes | None] = lambda request: None
-    lora_enabled: bool = False
+    @property
+    def secrets(self) -> TicketSecrets | None:
+        """One of these must have signed a ticket; ``None`` if it must not be signed."""
+        return self.facts.security.secrets
 
     def is_turn(self, request: Request) -> bool:
         """Return whether a request that is prefilled here comes with the last answer's ticket."""
         params = request.kv_transfer_params or {}
         is_prefill = params.get("do_remote_decode") and not params.get("do_remote_prefill")
         has_ticket = KEY in params or params.get("remote_block_ids")
-        return self.continues and bool(is_prefill and has_ticket)
+        return self.facts.config.bidirectional_kv_xfer and bool(is_prefill and has_ticket)
 
     def admit(self, request: Request) -> Ticket:
         """Return the ticket in a request's params, or refuse it.
@@ -61,7 +48,7 @@ class TicketChecks:
         another prompt or number of tokens.
         """
         ticket = self._admit_maker(request)
-        if self.verify_prompt:
+        if self.facts.config.verify_prompt:
             self._check_prompt(request, ticket)
         self._check_tokens(request, ticket.tokens)
         return ticket
@@ -74,7 +61,7 @@ class TicketChecks:
         """
         ticket = self._admit_maker(request)
         common = common_tokens(request, ticket, self._adapter(request))
-        is_useless = self.needs_exact_length and common != ticket.tokens
+        is_useless = self.facts.needs_exact_length and common != ticket.tokens
         return ticket, 0 if is_useless else common
 
     def admit_room(self, request: Request) -> tuple[str, PeerKey]:
@@ -91,12 +78,7 @@ class TicketChecks:
         over a part, and an older build has one ticket for all requests with one ``transfer_id``.
         """
         self._check_maker(part.ticket.engine, part.ticket.key)
-        self._check_prompt(
-            request,
-            part.ticket,
-            hint=", or its transfer_id was used for another request within the last minute, which "
-            "an engine of an older kvferry cannot tell from this one: let the router use each once",
-        )
+        self._check_prompt(request, part.ticket)
         self._check_tokens(request, part.total)
 
     def tokens_to_have(self, request: Request, covered: int | None) -> int:
@@ -104,24 +86,25 @@ class TicketChecks:
         if self.is_turn(request):  # prefilled here, so its prompt is truncated already
             total: int = request.num_prompt_tokens
         else:
-            total = handed_over_tokens(request, self.backoff)
+            total = handed_over_tokens(request, self.facts.backoff)
         if covered is not None:
             total = min(total, covered)
         # The last token is computed here, from the states before it. A prompt too short to be
         # truncated was computed whole, so its states are past that token and cannot be used.
-        return 0 if self.needs_exact_length and total >= request.num_prompt_tokens else total
+        is_past = self.facts.needs_exact_length and total >= request.num_prompt_tokens
+        return 0 if is_past else total
 
     def _admit_maker(self, request: Request) -> Ticket:
         """Return the ticket in a request's params if the engine that made it is admitted."""
         self._check_may_load()
         ticket = read_ticket(
-            request.kv_transfer_params, self.security.secrets, prompt=request.num_prompt_tokens
+            request.kv_transfer_params, self.secrets, prompt=request.num_prompt_tokens
         )
         self._check_maker(ticket.engine, ticket.key)
         return ticket
 
     def _check_may_load(self) -> None:
-        if not self.may_load:
+        if not self.facts.may_load:
             raise TicketError(
                 'this engine\'s kv_role is "kv_producer", so it may not load: set "kv_consumer" or '
                 '"kv_both"',
@@ -131,15 +114,15 @@ class TicketChecks:
     def _check_maker(self, engine: str, key: bytes) -> None:
         """Refuse a ticket of this very engine, or of one to which it may not connect."""
         try:
-            self.security.access.check_server(key)
+            self.facts.security.access.check_server(key)
         except HandshakeError as exc:
             raise TicketError(f"engine {engine!r}: {exc}", reason=TicketReason.ADMISSION) from exc
-        if engine == self.engine:
+        if engine == self.facts.engine:
             raise TicketError(
-                f"it was made by this very engine, {self.engine!r}", reason=TicketReason.OWN
+                f"it was made by this very engine, {engine!r}", reason=TicketReason.OWN
             )
 
-    def _check_prompt(self, request: Request, ticket: Ticket, hint: str = "") -> None:
+    def _check_prompt(self, request: Request, ticket: Ticket) -> None:
         """Refuse a ticket that was made for another prompt, or with another LoRA adapter."""
         if prompt_digest(request, ticket.tokens, self._adapter(request)) == ticket.digest:
             return
@@ -151,17 +134,17 @@ class TicketChecks:
                 "'recompute'",
                 reason=TicketReason.LIST,
             )
-        hints = f"{_media_hint(request)}{self._adapter_hint(request)}{hint}"
         raise TicketError(
-            f"it was made for another prompt than this one of {request.num_prompt_tokens} "
-            f"tokens{hints} (producer's request {ticket.request!r}, {ticket.tokens} tokens)",
+            f"it was made for another prompt than this one of {request.num_prompt_tokens} tokens, "
+            "or with other media or another LoRA adapter (producer's request "
+            f"{ticket.request!r}, {ticket.tokens} tokens)",
             reason=TicketReason.PROMPT,
         )
 
     def _check_tokens(self, request: Request, tokens: int) -> None:
         """Refuse a ticket for another number of tokens than the engine needs, if that matters."""
-        expected = handed_over_tokens(request, self.backoff)
-        matters = self.needs_exact_length and not request.skip_reading_prefix_cache
+        expected = handed_over_tokens(request, self.facts.backoff)
+        matters = self.facts.needs_exact_length and not request.skip_reading_prefix_cache
         if matters and tokens != expected:
             raise TicketError(
                 f"its states and windows are those after {tokens} tokens, and this engine needs "
@@ -172,21 +155,6 @@ class TicketChecks:
     def _adapter(self, request: Request) -> bytes | None:
         """Return the content of a request's LoRA adapter."""
         try:
-            return self.adapter_content(request)
+            return self.facts.adapter_content(request)
         except AdapterError as exc:
             raise TicketError(str(exc), reason=TicketReason.ADAPTER) from exc
-
-    def _adapter_hint(self, request: Request) -> str:
-        """Return how LoRA adapters may be the reason for another digest; empty without LoRA."""
-        if (lora := request.lora_request) is not None:
-            return f", or with other weights than adapter {lora.lora_name[:64]!r} has here"
-        if self.lora_enabled:
-            return ", or with a LoRA adapter, while this request has none"
-        return ""
-
-
-def _media_hint(request: Request) -> str:
-    """Return how media may be the reason for another digest; empty for a prompt of text."""
-    if not request.mm_features:
-        return ""
-    return ", or for other media (vLLM up to 0.30 identifies media otherwise than later versions)"

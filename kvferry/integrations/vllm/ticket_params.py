@@ -125,32 +125,8 @@ class TicketParams(TicketFields):
         Those of a conversation's ticket, which has ``blocks``, ask for the next turn's prefill.
         They are signed with ``secrets``, and proven with ``ticket_key``, if there are any.
         """
-        params = {
-            "do_remote_prefill": self.blocks is None,
-            "do_remote_decode": self.blocks is not None,
-            "remote_block_ids": [list(ids) for ids in self.pages],
-            "remote_engine_id": self.engine,
-            "remote_request_id": self.request,
-            "remote_host": self.host,
-            "remote_port": self.port,
-            "tp_size": self.tp_size,
-            "dcp_size": self.dcp_size,
-            "pp_size": self.pp_size,
-            "remote_num_tokens": self.tokens,
-            "remote_blocks_expiry_time": None,
-            "transfer_mode": "pull",
-            KEY: msgspec.to_builtins(self._own(ticket_key)),
-        }
-        if ticket_key is not None:
-            params[KEY][PROOF] = ticket_key.sign(_proven_content(params)).hex()
-        if secrets is not None:
-            params[KEY][SIGNATURE] = secrets.sign(_signed_content(params)).hex()
-        return params
-
-    def _own(self, ticket_key: TicketKey | None) -> _FerryParams:
-        """Return what is under ``kvferry``, without proof and signature."""
-        blocks = self.blocks
-        return _FerryParams(
+        is_proven, blocks = ticket_key is not None, self.blocks
+        own = _FerryParams(
             version=VERSION,
             incarnation=f"{self.incarnation:016x}",
             slot=self.hold.slot,
@@ -168,10 +144,31 @@ class TicketParams(TicketFields):
             missing=list(self.missing) if any(self.missing) else [],
             part=bool(self.total),
             total=self.total,
-            host=self.host if ticket_key is not None else "",
-            port=self.port if ticket_key is not None else 0,
+            host=self.host if is_proven else "",
+            port=self.port if is_proven else 0,
             ticket_key=ticket_key.public.hex() if ticket_key is not None else "",
         )
+        params = {
+            "do_remote_prefill": blocks is None,
+            "do_remote_decode": blocks is not None,
+            "remote_block_ids": [list(ids) for ids in self.pages],
+            "remote_engine_id": self.engine,
+            "remote_request_id": self.request,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": self.tp_size,
+            "dcp_size": self.dcp_size,
+            "pp_size": self.pp_size,
+            "remote_num_tokens": self.tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            KEY: msgspec.to_builtins(own),
+        }
+        if ticket_key is not None:
+            params[KEY][PROOF] = ticket_key.sign(_content(params, proven=True)).hex()
+        if secrets is not None:
+            params[KEY][SIGNATURE] = secrets.sign(_content(params, proven=False)).hex()
+        return params
 
 
 def read_ticket(
@@ -264,9 +261,22 @@ def _read(
         )
     _check_lengths(params.get("remote_block_ids"), prompt)
     nixl = _convert(dict(params), _NixlParams, "kv_transfer_params")
-    _check_signature(params, bytes.fromhex(ferry.signature), secrets)
-    proof = _proof(ferry, params)
-    if proof is None and secrets is None:
+    signature, proof = bytes.fromhex(ferry.signature), None
+    if secrets is not None:
+        secrets.check(_content(params, proven=False), signature)
+    elif signature:
+        raise TicketError(
+            "the ticket is signed, and this engine has no ticket_secrets to check it with: give it "
+            "those of the ticket's engine",
+            reason=TicketReason.SIGNATURE,
+        )
+    if ferry.ticket_key or ferry.proof:
+        proof = Proof(
+            key=bytes.fromhex(ferry.ticket_key),
+            content=content_of(_content(params, proven=True)),
+            signature=bytes.fromhex(ferry.proof),
+        )
+    elif secrets is None:
         # Otherwise any listener could pass for an engine of an older build and, with tickets of
         # its own, have any page of an honest engine read.
         raise TicketError(
@@ -274,8 +284,11 @@ def _read(
             "or give both engines ticket_secrets",
             reason=TicketReason.PROOF,
         )
-    host, port, routed = _addresses(ferry, nixl, signed=secrets is not None)
-    blocks = ferry.blocks
+    blocks, routed = ferry.blocks, None
+    host, port = given = nixl.remote_host, nixl.remote_port
+    if ferry.host:  # as the producer wrote it; what the router says is tried if it is not signed
+        host, port = ferry.host, ferry.port
+        routed = given if secrets is None and given != (host, port) else None
     return ferry, Ticket(
         engine=nixl.remote_engine_id,
         incarnation=_number(ferry.incarnation),
@@ -340,28 +353,6 @@ def _address(text: str) -> tuple[str, int]:
     return host, port
 
 
-def _addresses(
-    ferry: _FerryParams, nixl: _NixlParams, *, signed: bool
-) -> tuple[str, int, tuple[str, int] | None]:
-    """Return host and port of the side channel, and those to try if nobody answers there."""
-    routed = nixl.remote_host, nixl.remote_port
-    if not ferry.host:
-        return *routed, None
-    published = ferry.host, ferry.port
-    return *published, None if signed or routed == published else routed
-
-
-def _proof(ferry: _FerryParams, params: Mapping[str, Any]) -> Proof | None:
-    """Return the proof that a ticket carries, or ``None`` if it has none."""
-    if not ferry.ticket_key and not ferry.proof:
-        return None
-    return Proof(
-        key=bytes.fromhex(ferry.ticket_key),
-        content=content_of(_proven_content(params)),
-        signature=bytes.fromhex(ferry.proof),
-    )
-
-
 def _check_lengths(lists: object, prompt: int) -> None:
     """Refuse ``remote_block_ids`` longer than the prompt, before anything looks at every page."""
     for ids in lists if isinstance(lists, list | tuple) else ():
@@ -372,38 +363,20 @@ def _check_lengths(lists: object, prompt: int) -> None:
             )
 
 
-def _check_signature(
-    params: Mapping[str, Any], signature: bytes, secrets: TicketSecrets | None
-) -> None:
-    """Refuse a ticket whose signature is missing, wrong or not expected."""
-    if secrets is not None:
-        secrets.check(_signed_content(params), signature)
-    elif signature:
-        raise TicketError(
-            "the ticket is signed, and this engine has no ticket_secrets to check it with: give it "
-            "those of the ticket's engine",
-            reason=TicketReason.SIGNATURE,
-        )
-
-
-def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of the params that a signature covers.
+def _content(params: Mapping[str, Any], *, proven: bool) -> dict[str, Any]:
+    """Return the part of the params that a proof covers, or that a signature does.
 
     That is every key of ``_NixlParams`` and everything under ``kvferry``, also keys of newer
     versions; but not what routers may change: all other keys, and, if the producer's own address is
-    under ``kvferry``, ``remote_host`` and ``remote_port``.
+    under ``kvferry``, ``remote_host`` and ``remote_port``. A signature covers the proof, too.
     """
     content = {name: params[name] for name in _NixlParams.__struct_fields__}
-    own = {name: value for name, value in params[KEY].items() if name != SIGNATURE}
-    if own.get("host"):
+    excluded = (SIGNATURE, PROOF) if proven else (SIGNATURE,)
+    own = {name: value for name, value in params[KEY].items() if name not in excluded}
+    if proven:
+        content = {name: value for name, value in content.items() if name not in ROUTED}
+    elif own.get("host"):
         content.update(zip(ROUTED, (own["host"], own.get("port")), strict=True))
-    return {**content, KEY: own}
-
-
-def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a proof covers: what a signature does, but itself and what routers rewrite."""
-    content = {name: params[name] for name in _NixlParams.__struct_fields__ if name not in ROUTED}
-    own = {name: params[KEY][name] for name in params[KEY] if name not in (SIGNATURE, PROOF)}
     return {**content, KEY: own}
 
 

@@ -124,7 +124,7 @@ def test_the_oldest_tickets_are_evicted_when_too_many_pages_are_held(four: Sched
     assert four.sent(A) is HoldEnd.EVICTED
     ticket(four, "d", 7, 8, 9, 10)
     assert four.drain().ends == (older, newest)
-    assert (four.take_evicted(), four.take_evicted()) == (["a", "b", "c"], [])
+    assert [four.sent(RequestId(each)) for each in "bc"] == [HoldEnd.EVICTED] * 2
 
 
 def test_a_revoked_ticket_ends_its_hold_in_the_same_orders(four: SchedulerHolds) -> None:
@@ -134,7 +134,7 @@ def test_a_revoked_ticket_ends_its_hold_in_the_same_orders(four: SchedulerHolds)
     assert [four.revoke(each) for each in (A, A, B)] == [True, False, False]
     orders = four.drain()
     assert (orders.ready, orders.ends) == (((hold, LEASE),), (hold,))
-    assert (four.held_pages, four.held, four.take_evicted()) == (0, 1, [])
+    assert (four.held_pages, four.held) == (0, 1)
     assert four.sent(A) is HoldEnd.REVOKED
     assert four.held == 0
 
@@ -155,7 +155,7 @@ def test_pages_that_several_requests_share_count_once(four: SchedulerHolds) -> N
     for number in range(7):
         assert four.sent(RequestId(f"r{number}")) is None
     ticket(four, "other", 4, 5)
-    assert four.take_evicted() == ["r7"]
+    assert four.sent(RequestId("r7")) is HoldEnd.EVICTED
 
 
 def test_a_request_with_more_pages_than_the_limit_gets_no_ticket(four: SchedulerHolds) -> None:
@@ -210,7 +210,7 @@ def test_a_conversation_makes_no_ticket_of_a_prompt_go(four: SchedulerHolds) -> 
     assert SchedulerHolds(4).has_room(frozenset(range(99)))
     ticket(four, "third prompt", 8)
     assert four.drain().ends == (firm,)
-    assert four.take_evicted() == ["prompt"]
+    assert four.sent(RequestId("prompt")) is HoldEnd.EVICTED
 
 
 def test_as_many_answers_are_reclaimed_as_needed_the_oldest_first(six: SchedulerHolds) -> None:
@@ -222,7 +222,6 @@ def test_as_many_answers_are_reclaimed_as_needed_the_oldest_first(six: Scheduler
     assert six.is_reclaiming
     assert (six.held_pages, six.ticketed) == (2, 1)
     assert (six.reclaim(99), six.reclaim(1)) == (1, 0)
-    assert six.take_evicted() == []
     assert {six.sent(each) for each in (A, B, C)} == {HoldEnd.RECLAIMED}
     assert not six.is_reclaiming
 
@@ -253,7 +252,6 @@ def test_holds_that_a_reset_ended_are_not_evicted(four: SchedulerHolds) -> None:
     four.reset()
     assert four.drain().ends == holds
     ticket(four, "c", 5, 6)
-    assert four.take_evicted() == []
     assert not four.drain().ends
     assert four.sent(A) is HoldEnd.REVOKED
 
@@ -306,7 +304,6 @@ def test_as_many_silent_holds_are_given_up_as_needed(eight: SchedulerHolds) -> N
     assert eight.give_up(silent, 3) == silent[:2]
     assert eight.drain().ends == tuple(each.hold for each in silent[:2])
     assert (eight.held_pages, eight.ticketed, eight.held) == (12, 6, 8)
-    assert eight.take_evicted() == []
     assert eight.sent(silent[2].request) is None
     assert eight.sent(silent[0].request) is HoldEnd.ORPHANED
     assert eight.is_ending

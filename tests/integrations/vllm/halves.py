@@ -5,29 +5,37 @@ Requests, blocks and configurations are stand-ins for vLLM's, which is not neede
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 from kvferry.core.errors import KVFerryError
-from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.rooms import RoomId
-from kvferry.core.lifecycle.silent_holds import Silence
+from kvferry.core.lifecycle.host_pages import HostPages
+from kvferry.core.lifecycle.rooms import RoomId, Rooms
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
 from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.engine_facts import EngineFacts
+from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.producer import Producer
+from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.side_channel import EngineSideChannel
-from kvferry.integrations.vllm.ticket_checks import TicketChecks
 
 SERVING = EngineSideChannel(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
 PREFILL = {"do_remote_decode": True}
 TICKET_KEY = TicketKey()
+TTL = 480.0
+TALKS: dict[str, Any] = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": TTL}
+"""The settings of an engine whose answers are held for the next turn."""
+STATE = CacheGroup(index=0, tokens=1 << 20, is_state=True)
+WINDOW = CacheGroup(index=1, tokens=16, window=20)
 SECRETS = TicketSecrets.of(["the secret of both engines"])
 PEER, STRANGER = bytes([1]) * 32, bytes([2]) * 32
 KEYED = Access(own=generate(), peers=frozenset({PEER}))
@@ -83,16 +91,25 @@ def full(groups: int = 1) -> tuple[CacheGroup, ...]:
     return tuple(CacheGroup(index=index, tokens=16) for index in range(groups))
 
 
-def producer(tail: int = 0, groups: Sequence[CacheGroup] = full(), **settings: Any) -> Producer:
+def facts(groups: Sequence[CacheGroup] = full(), **settings: Any) -> EngineFacts:
+    """An engine; a setting is of the facts or of the configuration."""
+    names = {field.name for field in fields(Config)}
+    config = Config(**{name: settings.pop(name) for name in list(settings) if name in names})
     common: dict[str, Any] = {
+        "engine": "decode",
+        "blocks": 64,
+        "security": SecuritySettings(secrets=settings.pop("secrets", None)),
         "metrics": Metrics(driver="loopback"),
-        "slots": 64,
-        "lease": 30.0,
-        "computed": True,
-        "sizes": {"tp_size": 2, "pp_size": 3},
+        "reports": RequestReports(),
         "ticket_key": TICKET_KEY,
+        "sizes": {"tp_size": 2, "pp_size": 3},
     }
-    return Producer(groups, backoff=tail, **(common | settings))
+    return EngineFacts(groups=tuple(groups), config=config, **(common | settings))
+
+
+def producer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Producer:
+    rooms, clock = settings.pop("rooms", Rooms()), settings.pop("clock", time.monotonic)
+    return Producer(facts(groups, **settings), rooms=rooms, clock=clock)
 
 
 class Follower:
@@ -142,21 +159,9 @@ class Users:
 
 
 def consumer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Consumer:
-    checks: dict[str, Any] = {
-        "engine": "decode",
-        "may_load": True,
-        "verify_prompt": True,
-        "backoff": 0,
-        "needs_exact_length": any(group.needs_exact_length for group in groups),
-    }
-    known = TicketChecks.__dataclass_fields__
-    checks |= {name: settings.pop(name) for name in list(settings) if name in known}
-    common: dict[str, Any] = {
-        "metrics": Metrics(driver="loopback"),
-        "directory": Users(),
-        "follower": Follower(),
-    }
-    return Consumer(groups, checks=TicketChecks(**checks), **(common | settings))
+    fakes: dict[str, Any] = {"directory": Users(), "follower": Follower()}
+    fakes |= {name: settings.pop(name) for name in fakes if name in settings}
+    return Consumer(facts(groups, **settings), prefix_cache=PrefixCache(groups), **fakes)
 
 
 def blocks(*ids: int, cached: int = 0) -> Any:
@@ -210,49 +215,30 @@ def keyed(key: bytes) -> dict[str, Any]:
     return ticket(serving=replace(SERVING, key=key))
 
 
+def answered(
+    prompt: int = 32, generated: int = 9, computed: int | None = None, **settings: Any
+) -> Any:
+    """A request that was prefilled elsewhere and has generated tokens; the last has no KV."""
+    computed = prompt + generated - 1 if computed is None else computed
+    params = settings.pop("params", {"do_remote_prefill": True})
+    return spoken(request(prompt, dict(params), computed=computed, **settings), generated)
+
+
+def spoken(each: Any, generated: int = 0) -> Any:
+    """A request with ``all_token_ids``, of which some were generated."""
+    last = each.prompt_token_ids[-1]
+    each.all_token_ids = [*each._all_token_ids, *(last + 1 + i for i in range(generated))]
+    each.num_tokens = len(each.all_token_ids)
+    return each
+
+
+def host_pages(count: int, clock: Callable[[], float]) -> HostPages:
+    """So many host pages, from 1 on; requests wait for them for 10 seconds."""
+    return HostPages(range(1, count + 1), patience=10.0, clock=clock)
+
+
 SIGNS = {"security": SecuritySettings(secrets=SECRETS)}
 KEYS = {"security": SecuritySettings(access=KEYED)}
-
-
-class Passes:
-    """Scheduling passes of an engine whose requests have two blocks each, which are held."""
-
-    def __init__(self, ranks: int, made: Callable[..., Producer] = producer) -> None:
-        self.now = 100.0
-        self.metrics = Metrics(driver="loopback")
-        self.producer = made(metrics=self.metrics, clock=lambda: self.now)
-        self.producer.set_rank_count(ranks)
-        self.holds: dict[str, Hold] = {}
-
-    def hold(self, each: Any, block: int) -> None:
-        self.producer.take_on(each)
-        assert self.producer.request_finished(each, [[block, block + 1]], SERVING)
-        [(name, self.holds[each.request_id])] = self.producer.drain().take_ons
-        assert name == each.request_id
-
-    def lack(self, tokens: int = 40, name: str = "new") -> bool:
-        """A pass in which a request gets no blocks; whether the ranks are asked."""
-        self.producer.allocation_attempted(request(tokens, name=name), 0)
-        return self.producer.relieve_block_pressure()
-
-    def answer(self, *reports: dict[str, float], engines: tuple[str, ...] = ()) -> None:
-        """Each rank says which requests are silent, and for how long."""
-        self.producer.silence_reported(
-            {
-                rank: [
-                    Silence(
-                        request=RequestId(name), hold=self.holds[name], age=age, engines=engines
-                    )
-                    for name, age in report.items()
-                ]
-                for rank, report in enumerate(reports)
-            }
-        )
-
-    def ended(self) -> list[str]:
-        """Whose holds the workers are to end."""
-        names = {hold: name for name, hold in self.holds.items()}
-        return [names[hold] for hold in self.producer.drain().ends]
 
 
 def engine(role: str = "kv_both", **changes: Any) -> Any:

@@ -116,34 +116,6 @@ def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
     assert not vllm.halves.worker.return_value.close.called
 
 
-def test_results_are_taken_before_a_drafter_runs(vllm: Any) -> None:
-    """Runner V2 of vLLM 0.33 (``post_forward``, ``finalize_step``): what ends a step comes last.
-
-    A drafter that fails leaves a step unended; the next one begins and reports all the same.
-    """
-    connector = made(vllm, Role.WORKER)
-    connector.register_kv_caches({"layer": "cache"})
-    half = vllm.halves.worker.return_value
-    half.results.side_effect = [
-        without_vllm.Results(finished_sending={"a"}),
-        without_vllm.Results(finished_recving={"b"}),
-    ]
-    steps = [vllm.metadata.StepMetadata(aborted=(name,)) for name in "ab"]
-    found = []
-    for step, drafter_fails in zip(steps, (True, False), strict=True):
-        connector.bind_connector_metadata(step)
-        connector.start_load_kv(None)
-        found.append(connector.get_transfer_results(set()))
-        connector.build_connector_worker_meta()
-        if not drafter_fails:
-            connector.wait_for_save()
-            connector.clear_connector_metadata()
-    assert [each.finished_sending | each.finished_recving for each in found] == [{"a"}, {"b"}]
-    of_a_step = [call.results(), call.take_report()]
-    assert half.mock_calls == [each for step in steps for each in (call.apply(step), *of_a_step)]
-    assert connector.bound is None
-
-
 def test_a_worker_with_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     log = vllm.connector.LoadLog()
     monkeypatch.setattr(vllm.connector, "observe_loads", lambda config: log)
@@ -247,10 +219,3 @@ def test_import_loads_neither_vllm_nor_torch() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert output.stdout == b"set()\n"
-
-
-def test_unknown_name_in_the_package() -> None:
-    import kvferry.integrations.vllm as package
-
-    with pytest.raises(AttributeError, match="Connector2"):
-        package.KVFerryConnector2  # noqa: B018  # type: ignore[attr-defined]

@@ -9,18 +9,17 @@ import pytest
 
 from kvferry.integrations.vllm.eligibility import TRUNCATED, Eligibility, NoTicketError
 from kvferry.integrations.vllm.metric_definitions import NoTicket
-from tests.integrations.vllm.halves import image, request
+from tests.integrations.vllm.halves import STATE, TALKS, facts, image, request
 
 PROMPT = {"do_remote_decode": True}
 ANSWER = {"do_remote_prefill": True}
-EXACT = {"needs_exact_length": True, "backoff": 1}
+EXACT = {"groups": (STATE,)}
 AT_THE_END = {"mm_features": [image(3), image(30, length=9)]}
 SCORED = {"skip_reading_prefix_cache": True}
 
 
-def rules(**changes: Any) -> Eligibility:
-    usual = {"hands_over": True, "keeps_answers": True, "backoff": 0, "needs_exact_length": False}
-    return Eligibility(**(usual | changes))
+def rules(backoff: int = 0, **settings: Any) -> Eligibility:
+    return Eligibility(facts(lookahead=backoff + 1, **(TALKS | settings)))
 
 
 def ended(params: dict[str, Any] | None, **changes: Any) -> Any:
@@ -48,9 +47,9 @@ def found(request: Any, rules: Eligibility) -> int | str | NoTicket:
         (PROMPT, {"num_computed_tokens": 43}, EXACT, NoTicket.WENT_ON),
         (PROMPT, {"num_computed_tokens": 0}, {}, ""),
         (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, {}, ""),
-        (PROMPT, {}, {"hands_over": False}, ""),
+        (PROMPT, {}, {"role": "kv_consumer"}, ""),
         (PROMPT, SCORED, EXACT, NoTicket.SCORED),
-        (PROMPT, SCORED, {"needs_exact_length": True, "backoff": 40}, 40),
+        (PROMPT, SCORED, EXACT | {"backoff": 40}, 40),
         (PROMPT, SCORED, {"backoff": 2}, 40),
         (PROMPT, AT_THE_END, {"backoff": 2}, NoTicket.CUT_MEDIA),
         (PROMPT, AT_THE_END, {"backoff": 1}, 40),
@@ -58,7 +57,7 @@ def found(request: Any, rules: Eligibility) -> int | str | NoTicket:
         (PROMPT | {TRUNCATED: True}, AT_THE_END, {"backoff": 2}, 40),
         (None, {}, {}, ""),
         (PROMPT | ANSWER, {}, {}, 40),
-        (ANSWER, {}, {"keeps_answers": False}, ""),
+        (ANSWER, {}, {"bidirectional_kv_xfer": False}, ""),
         (ANSWER, {}, {}, 48),
         (ANSWER, {"num_computed_tokens": 40}, {}, 40),  # one was generated, and not computed
         (ANSWER, {"num_computed_tokens": 49}, {}, 49),  # a step under way computes the last one
@@ -111,19 +110,19 @@ def test_prompts_that_are_truncated(changes: dict[str, Any], backoff: int, trunc
 
 
 @pytest.mark.parametrize(
-    ("params", "changes", "hands_over", "reason"),
+    ("params", "changes", "role", "reason"),
     [
-        (PROMPT, {}, True, None),
-        (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, True, NoTicket.LIST),
-        (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, False, NoTicket.ROLE),
-        (ANSWER, {}, False, None),
-        (None, {}, False, None),
+        (PROMPT, {}, "kv_producer", None),
+        (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, "kv_both", NoTicket.LIST),
+        (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, "kv_consumer", NoTicket.ROLE),
+        (ANSWER, {}, "kv_consumer", None),
+        (None, {}, "kv_consumer", None),
     ],
 )
 def test_what_is_refused_at_once(
-    params: Any, changes: dict[str, Any], hands_over: bool, reason: NoTicket | None
+    params: Any, changes: dict[str, Any], role: str, reason: NoTicket | None
 ) -> None:
-    each, checked = ended(params, **changes), rules(hands_over=hands_over)
+    each, checked = ended(params, **changes), rules(role=role)
     if reason is None:
         checked.check_arrival(each)
     else:

@@ -11,11 +11,10 @@ from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.prompts import (
     handed_over_tokens,
-    prefill_backoff,
     prompt_digest,
     truncate_prompt,
 )
-from tests.integrations.vllm.halves import image, request
+from tests.integrations.vllm.halves import facts, image, request
 
 FULL = CacheGroup(index=0, tokens=16)
 WINDOW = CacheGroup(index=1, tokens=16, window=32)
@@ -104,8 +103,7 @@ def test_embeddings() -> None:
     ],
 )
 def test_what_is_left_to_decode(groups: list[CacheGroup], lookahead: int, left: int) -> None:
-    config: Any = SimpleNamespace(num_prefill_lookahead_tokens=lookahead)
-    assert prefill_backoff(config, groups) == left
+    assert facts(groups, lookahead=lookahead).backoff == left
 
 
 @pytest.mark.parametrize(

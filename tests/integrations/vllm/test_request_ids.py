@@ -11,7 +11,6 @@ from kvferry.integrations.vllm.request_ids import (
     is_sample,
     prompt_index,
     without_sample,
-    without_suffix,
 )
 
 ROUTER = "___prefill_addr_127.0.0.1:8100___decode_addr_127.0.0.1:8200_" + "0123456789abcdef" * 2
@@ -48,5 +47,3 @@ def test_samples_and_suffixes() -> None:
         assert not is_sample(other)
     assert without_sample("10_cmpl-0_a-0-89b15765") == "cmpl-0_a-0-89b15765"
     assert without_sample("cmpl-0_a-0-89b15765") == "cmpl-0_a-0-89b15765"
-    assert without_suffix("cmpl-a-0-89b15765") == "cmpl-a-0"
-    assert without_suffix("cmpl-a-0") == "cmpl-a-0"

@@ -45,8 +45,10 @@ OFFER = TicketParams(
 
 SALT = bytes(range(16))
 CHAIN = BlockDigests(tokens=16, salt=SALT, digests=chain(range(96), 16, SALT, None, {}))
-ANSWER = replace(OFFER, blocks=CHAIN, computed=False)
+ANSWER = replace(OFFER, blocks=CHAIN)
 """The ticket of a conversation."""
+NO_DIGESTS = replace(ANSWER, blocks=replace(CHAIN, digests=b""))
+BLOCKS = ANSWER.params()[KEY]["blocks"]
 
 HALF_A_PAIR = '"\\ud800"'
 NIXL_KEYS = {
@@ -80,24 +82,20 @@ def altered(params: dict[str, Any], key: str, value: object) -> dict[str, Any]:
 
 
 def sign(params: dict[str, Any]) -> None:
-    params[KEY]["signature"] = SECRETS.sign(ticket._signed_content(params)).hex()
+    params[KEY]["signature"] = SECRETS.sign(ticket._content(params, proven=False)).hex()
 
 
-def test_read_gives_what_was_offered() -> None:
-    assert read_ticket(json.loads(json.dumps(OFFER.params(SECRETS))), SECRETS) == Ticket(
-        engine="engine-1",
-        incarnation=(1 << 63) - 1,
-        request="r-1",
-        host="10.0.0.1",
-        port=5600,
-        hold=Hold(slot=7, generation=(1 << 63) - 2),
-        pages=((5, 4, 9),),
-        first_index=(2,),
-        tokens=96,
-        digest=bytes(range(16)),
-        computed=True,
-        tp_size=1,
-    )
+@pytest.mark.parametrize("offer", [OFFER, ANSWER, NO_DIGESTS], ids=["prompt", "answer", "state"])
+@pytest.mark.parametrize("secrets", [None, SECRETS], ids=["unsigned", "signed"])
+def test_read_gives_what_was_offered(offer: TicketParams, secrets: TicketSecrets | None) -> None:
+    got = read_ticket(travelled(offer.params(secrets, TICKET_KEY)), secrets)
+    assert is_proved(got)
+    assert got.ticket_key == TICKET_KEY.public
+    names = Ticket.__dataclass_fields__.keys() - {"routed", "proof"}
+    assert {name: getattr(got, name) for name in names} == {
+        name: getattr(offer, name) for name in names
+    }
+    assert got.routed is None
 
 
 def test_no_number_is_too_long_for_a_router() -> None:
@@ -191,7 +189,11 @@ STEERING_HERE = [
     ("port", 5601),
     ("ticket_key", "00" * 32),
     ("proof", "00" * 64),
-    ("blocks", {"tokens": 16, "salt": "00" * 16, "digests": ""}),
+    ("blocks", {**BLOCKS, "tokens": 8}),
+    ("blocks", {**BLOCKS, "salt": "00" * 16}),
+    ("blocks", {**BLOCKS, "digests": BLOCKS["digests"][:-32]}),
+    ("blocks", {**BLOCKS, "digests": "00" + BLOCKS["digests"][2:]}),
+    ("blocks", None),
     ("missing", [1]),
     ("part", True),
     ("total", 98),
@@ -203,7 +205,7 @@ STEERING_HERE = [
 @pytest.mark.parametrize(("key", "value"), [*STEERING, *STEERING_HERE])
 def test_what_steers_a_read_cannot_be_altered(key: str, value: object) -> None:
     with pytest.raises(TicketError, match="altered or made up"):
-        read_ticket(altered(OFFER.params(SECRETS), key, value), SECRETS)
+        read_ticket(altered(ANSWER.params(SECRETS), key, value), SECRETS)
 
 
 def test_everything_that_is_read_is_in_those_lists() -> None:
@@ -229,14 +231,6 @@ def is_proved(ticket: Ticket) -> bool:
     return False
 
 
-@pytest.mark.parametrize("secrets", [None, SECRETS])
-def test_a_proved_ticket_says_what_another_does(secrets: TicketSecrets | None) -> None:
-    ticket = read_ticket(travelled(OFFER.params(secrets, TICKET_KEY)), secrets)
-    assert ticket.ticket_key == TICKET_KEY.public
-    assert is_proved(ticket)
-    assert replace(ticket, proof=None) == read_ticket(OFFER.params(SECRETS), SECRETS)
-
-
 NOT_PROVED = ("remote_host", "remote_port", "signature", "part")
 """A router may rewrite the first two."""
 
@@ -246,7 +240,7 @@ NOT_PROVED = ("remote_host", "remote_port", "signature", "part")
     [each for each in (*STEERING, *STEERING_HERE) if each[0] not in NOT_PROVED],
 )
 def test_what_steers_a_read_is_proved(key: str, value: object) -> None:
-    assert not is_proved(read_ticket(altered(OFFER.params(None, TICKET_KEY), key, value)))
+    assert not is_proved(read_ticket(altered(ANSWER.params(None, TICKET_KEY), key, value)))
 
 
 PART = replace(OFFER, tokens=64, total=96)
@@ -379,54 +373,15 @@ def test_anything_else_is_refused_and_nothing_else_raised(
 # Of conversations.
 
 
-@pytest.mark.parametrize("secrets", [None, SECRETS])
-def test_the_digests_of_a_conversation_travel(secrets: TicketSecrets | None) -> None:
-    got = read_ticket(travelled(ANSWER.params(secrets, TICKET_KEY)), secrets)
-    assert got.blocks == CHAIN
-    assert is_proved(got)
-    none = replace(CHAIN, digests=b"")
-    assert read_ticket(
-        replace(ANSWER, blocks=none).params(secrets, TICKET_KEY), secrets
-    ).blocks == (none)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tokens": 8},
-        {"salt": "00" * 16},
-        {"digests": CHAIN.digests[:-16].hex()},
-        {"digests": (CHAIN.digests[:-1] + b"?").hex()},
-    ],
-)
-def test_digests_cannot_be_altered(change: dict[str, object]) -> None:
-    params = ANSWER.params(SECRETS, TICKET_KEY)
-    params[KEY]["blocks"] |= change
-    with pytest.raises(TicketError, match="altered or made up"):
-        read_ticket(params, SECRETS)
-    proved = ANSWER.params(None, TICKET_KEY)
-    proved[KEY]["blocks"] |= change
-    assert not is_proved(read_ticket(proved))
-    del params[KEY]["blocks"], proved[KEY]["blocks"]
-    with pytest.raises(TicketError, match="altered or made up"):
-        read_ticket(params, SECRETS)
-    assert not is_proved(read_ticket(proved))
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         ({"tokens": 0}, "blocks of 0 tokens"),
-        ({"tokens": -1}, "blocks of -1 tokens"),
         ({"tokens": 1 << 63}, "blocks.tokens"),
         ({"tokens": 16.5}, "blocks.tokens"),
-        ({"tokens": 17}, "6 digests of blocks of 17 for 96 tokens"),
-        ({"salt": "00" * 15}, "a salt of 15 bytes"),
         ({"salt": "0"}, "blocks.salt"),
         ({"salt": None}, "blocks.salt"),
-        ({"digests": "00"}, "digests of 1 bytes"),
         ({"digests": "GG"}, "blocks.digests"),
-        ({"digests": "00" * 16 * 7}, "7 digests of blocks of 16 for 96 tokens"),
         ({"digests": "00" * 16 * (MAX_BLOCK_DIGESTS + 1)}, "blocks.digests"),
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.layout import HOLE
+from kvferry.integrations.vllm.ticket_checks import TicketChecks
 from tests.vllm.geometry.engine_of_ranks import POISON, Shape
 from tests.vllm.geometry.model import Layer, attention, compressed, hybrid, latents, recurrent
 from tests.vllm.geometry.scheduled import PREFILL, Server, serving, wait
@@ -216,7 +217,8 @@ def test_a_transfer_id_that_is_used_again(steps: int, verifies: bool) -> None:
     """Each request gets its own pages, though prefill still has the first one, or its ticket."""
     with engines(TWO, Shape(), Shape()) as (prefill, decode):
         half = decode.scheduler.connector._scheduler
-        checks = replace(half._consumer._checks, verify_prompt=verifies)
+        config = replace(half._facts.config, verify_prompt=verifies)
+        checks = TicketChecks(replace(half._facts, config=config))
         half._consumer._checks = half._consumer._early._checks = checks
         first, second = (Legs(prefill, decode, family, 150, "again") for family in range(2))
         first.begin_prefill()

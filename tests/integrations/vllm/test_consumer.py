@@ -1,0 +1,543 @@
+"""The tickets with which requests come, and their loads. Needs no vLLM."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.core.lifecycle.page_copy import PageCopy
+from kvferry.core.metrics import LoadRecord, Metrics
+from kvferry.core.security import TicketKey
+from kvferry.core.security.ticket_proof import check
+from kvferry.integrations.vllm.adapter_files import AdapterError
+from kvferry.integrations.vllm.consumer import Consumer, LoadMessages
+from kvferry.integrations.vllm.request_reports import RequestReports
+from kvferry.integrations.vllm.ticket_params import KEY
+from tests.integrations.vllm.halves import (
+    KEYS,
+    PEER,
+    PREFILL,
+    SECRETS,
+    SERVING,
+    SIGNS,
+    STATE,
+    STRANGER,
+    TALKS,
+    TICKET_KEY,
+    WINDOW,
+    answered,
+    arrive,
+    blocks,
+    consumer,
+    finish,
+    full,
+    host_pages,
+    image,
+    keyed,
+    listed,
+    producer,
+    request,
+    spoken,
+    step,
+    ticket,
+)
+
+TICKET, SIGNED = ticket(), ticket(secrets=SECRETS)
+OTHER_TOKENS = {"prompt_token_ids": [*range(39), 99]}
+OTHER = "it was made for another prompt than this one of 40 tokens, or with other media"
+RECORD = LoadRecord(
+    request="d",
+    engine="prefill",
+    reads=True,
+    tokens=40,
+    copies=3,
+    nbytes=4 << 20,
+    seconds=0.0204,
+    wait_seconds=0.0002,
+    handshake_seconds=0.003,
+    check_seconds=0.0053,
+)
+
+
+def unknown(request: Any) -> bytes | None:
+    raise AdapterError("not known")
+
+
+def allocate(made: Consumer, *requests: Any, external: int = 40) -> LoadMessages:
+    """Give requests blocks of which nothing is cached; the messages of the step."""
+    for one in requests:
+        made.blocks_allocated(one, blocks(21, 22, 23, 24, 25), external)
+    return made.drain()
+
+
+def counted(made: Consumer) -> dict[str, Any]:
+    """What was counted; each metric has one label besides the driver, or none."""
+    return {name: data["loopback"] for name, data in (made._facts.metrics.take() or {}).items()}
+
+
+class TestTickets:
+    def test_load_of_what_is_not_cached_here(self) -> None:
+        made = consumer()
+        each = arrive(made)
+        assert made.num_matched_tokens(each, 16) == made.num_matched_tokens(each, 16) == 24
+        made.blocks_allocated(each, blocks(21, 22, 23, cached=1), 24)
+        messages = made.drain()
+        [load] = messages.loads
+        assert load.ranges == ((16, 40),)
+        assert (load.local[0].ids.tolist(), load.local[0].first_index) == ([22, 23], 1)
+        assert (load.report, load.shared) == (True, False)
+        assert [prepared.tokens for prepared in messages.prepare] == [40]
+
+    def test_state_past_the_last_token_is_not_loaded(self) -> None:
+        """Prefill leaves two tokens out, and of a prompt of two it cannot."""
+        each = request(2, dict(PREFILL))
+        there = producer((STATE,), lookahead=3)
+        there.on_new_request(each)
+        params = finish(there, each, 7)
+        assert params["remote_num_tokens"] == 2
+        made = consumer((STATE,), lookahead=3)
+        each = arrive(made, params, 2)
+        assert made.num_matched_tokens(each, 0) == 0
+        [load] = allocate(made, each, external=0).loads
+        assert (load.reads, load.report) == (False, False)
+
+    @pytest.mark.parametrize(
+        ("scored", "refused"), [(False, ["tokens"]), (True, [])], ids=["plain", "prompt_logprobs"]
+    )
+    def test_states_are_those_after_the_tokens_that_are_needed(
+        self, scored: bool, refused: list[str]
+    ) -> None:
+        """A request that vLLM computes whole needs no state, so its ticket is given back."""
+        made = consumer((STATE,), lookahead=3)
+        each = arrive(made, skip_reading_prefix_cache=scored)
+        assert list(counted(made).get("refused_tickets", {})) == refused
+        allocate(made, each, external=0)
+        assert made._pulls == {}
+
+    @pytest.mark.parametrize(
+        ("settings", "params", "change", "reason", "words"),
+        [
+            ({"role": "kv_producer"}, TICKET, {}, "role", "kv_role is"),
+            ({"engine": "prefill"}, TICKET, {}, "own", "it was made by this very engine"),
+            (SIGNS, TICKET, {}, "signature", "not signed"),
+            ({}, SIGNED, {}, "signature", "no ticket_secrets to check it with"),
+            (SIGNS, SIGNED | {"remote_block_ids": [[9, 2, 3]]}, {}, "signature", "altered"),
+            (KEYS, TICKET, {}, "admission", "its tickets name no key, and this engine has keys"),
+            ({}, keyed(PEER), {}, "admission", "its side channel is encrypted, and this engine"),
+            (KEYS, keyed(STRANGER), {}, "admission", f"its key is {STRANGER.hex()}, which is not"),
+            ({}, TICKET, OTHER_TOKENS, "prompt", OTHER),
+            (SIGNS, SIGNED, OTHER_TOKENS, "prompt", OTHER),
+            ({}, TICKET, {"cache_salt": "salt"}, "prompt", OTHER),
+            ({}, TICKET, {"mm_features": [image(3)]}, "prompt", OTHER),
+            ({"adapter_content": unknown}, TICKET, {}, "adapter", "not known"),
+            (
+                {},
+                TICKET,
+                OTHER_TOKENS | {"request_id": "cmpl-a-1-89b15765"},
+                "list",
+                "this is prompt 2 of it: vLLM answers",
+            ),
+        ],
+    )
+    def test_refused(
+        self,
+        settings: dict[str, Any],
+        params: dict[str, Any],
+        change: dict[str, Any],
+        reason: str,
+        words: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """Nothing is raised, asked for or read; vLLM waits for a load that fails."""
+        made = consumer(**settings)
+        each = arrive(made, params, **change)
+        assert f"request {each.request_id}: ticket refused: " in caplog.text
+        assert f"cause {reason}, of engine prefill, request r)" in caplog.text
+        assert words in caplog.text
+        assert made.num_matched_tokens(each, 16) == 24
+        messages = allocate(made, each, external=24)
+        assert (messages.prepare, messages.loads) == ([], [])
+        [(_, why)] = messages.refused
+        assert words in why
+        assert counted(made) == {"refused_tickets": {reason: 1}}
+
+    @pytest.mark.parametrize(
+        ("settings", "params", "change"),
+        [
+            (SIGNS, SIGNED, {}),
+            (KEYS, keyed(PEER), {}),
+            ({}, TICKET, {"request_id": "cmpl-a-1-89b15765"}),
+            ({"verify_prompt": False}, TICKET, OTHER_TOKENS),
+        ],
+        ids=["signed", "listed", "a prompt of a list that is equal", "not verified"],
+    )
+    def test_accepted(self, settings: Any, params: Any, change: Any) -> None:
+        made = consumer(**settings)
+        arrive(made, params, **change)
+        assert len(made.drain().prepare) == 1
+
+    def test_text_of_a_client_s_other_values_is_not_made_for_the_log(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It could be large, and the scheduler would wait for it."""
+        params = {"do_remote_prefill": True, "remote_request_id": [7], "remote_engine_id": "a\nb"}
+        arrive(consumer(), params)
+        assert caplog.messages[0].endswith("of engine a b, request (list))")
+
+
+class TestLoads:
+    def test_loads_are_counted_once(self) -> None:
+        made = consumer()
+        allocate(made, *(arrive(made, name=name) for name in ("good", "bad")))
+        made.loads_finished(["good", "bad", "another connector's"], failed={"bad"})
+        assert counted(made) == {"loads": 1, "tokens": 40, "failed_loads": 1}
+        assert counted(made) == {}
+
+    def test_request_that_was_loaded_and_is_not_computed_waits_for_blocks(self) -> None:
+        """If another request is computed meanwhile, the loaded one may wait for its turn only."""
+        made = consumer()
+        names = "waits", "aborted", "ends"
+        requests = [arrive(made, tokens=48, name=name) for name in names]
+        allocate(made, *requests)
+        made.request_finished(requests[1])
+        assert not made.loaded_request_waits(step())
+        made.loads_finished(names)
+        assert not made.loaded_request_waits(step(another=1))
+        assert made.loaded_request_waits(step())
+        made.request_finished(requests[2])
+        assert made.loaded_request_waits(step())
+        assert not made.loaded_request_waits(step(waits=8))
+        assert not made.loaded_request_waits(step())
+
+    def test_first_tokens_of_pages_that_are_not_whole(self) -> None:
+        """They are known until the request ends."""
+        groups = *full(), WINDOW
+        there, prefilled = producer(groups), request(40, dict(PREFILL), computed=39)
+        there.on_new_request(prefilled)
+        there.take_on(prefilled)
+        params = there.request_finished(prefilled, [[1, 2, 3], [0, 2, 3]], SERVING)
+        made = consumer(groups)
+        each = arrive(made, params)
+        given = SimpleNamespace(blocks=[listed(1, 2, 3), listed(0, 5, 6)])
+        made.blocks_allocated(each, given, 39)
+        for token in (37, 35):
+            record = replace(RECORD, first_tokens=(0, token))
+            made.loads_reported({"r": record, "another": record})
+        made.loads_finished(["r"])
+        assert made.first_tokens("r") == (0, 37)
+        made.request_finished(each)
+        assert made.first_tokens("r") == ()
+
+    @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+    @pytest.mark.parametrize("early", [False, True])
+    def test_a_load_is_logged_with_what_it_waited(
+        self, caplog: pytest.LogCaptureFixture, level: int, early: bool
+    ) -> None:
+        caplog.set_level(level, "kvferry.requests")
+        spans: Any = Spans()
+        made = consumer(reports=RequestReports(log=level == logging.INFO, spans=spans))
+        allocate(made, arrive(made, name="d", trace_headers=HEADERS))
+        loading = made._pulls["d"].loading
+        assert loading is not None
+        loading.is_early = early
+        for _ in range(2):  # another rank, in a later step
+            made.loads_reported({"d": replace(RECORD, early_nbytes=3 << 20)})
+        for _ in range(2):
+            made.loads_finished(["d"])
+        some = " (6.0 early)" if early else ""
+        assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+            (
+                level,
+                f"request r (here d): loaded 40 tokens, 8.0 MiB{some}, from prefill: waited "
+                "8.5 ms, read in 12.1 ms",
+            )
+        ]
+        attributes = OF_A_LOAD | {"bytes": 8 << 20} | ({"early_bytes": 6 << 20} if early else {})
+        assert spans.made == [("load", HEADERS, attributes)]
+
+    def test_a_load_that_failed_has_a_span_and_no_line_beside_its_warning(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        spans: Any = Spans()
+        made = consumer(reports=RequestReports(log=True, spans=spans))
+        allocate(made, arrive(made, name="d", trace_headers=HEADERS))
+        made.loads_reported({"d": RECORD})
+        made.loads_finished(["d"], failed=["d"])
+        assert caplog.records == []
+        assert spans.made == [("failed", HEADERS, OF_A_LOAD)]
+
+    def test_a_request_that_loads_nothing_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "kvferry.requests")
+        made = consumer(reports=RequestReports(log=True))
+        cached, gone = (arrive(made, name=name) for name in ("cached", "gone"))
+        allocate(made, cached, external=0)
+        made.request_finished(gone)
+        assert [each.split(" (here ")[1] for each in caplog.messages] == [
+            "cached): loaded nothing from prefill: it needs none, or too few tokens",
+            "gone): loaded nothing from prefill: it ended before it had blocks",
+        ]
+
+
+HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+OF_A_LOAD = {"request": "d", "prefill_request": "r", "prefill_engine": "prefill", "tokens": 40}
+
+
+class Spans:
+    """Records what ``RequestSpans`` is asked for."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def loaded(self, headers: Any, record: LoadRecord, **attributes: Any) -> None:
+        self.made.append(("load", headers, attributes))
+
+    def failed(self, headers: Any, begun: float, **attributes: Any) -> None:
+        self.made.append(("failed", headers, attributes))
+
+
+FULL = full()
+DECODE = replace(SERVING, engine="decode", incarnation=6, host="10.0.0.2", port=5700)
+
+
+def conversation_ticket(
+    tokens: int = 64, groups: Any = FULL, change: Any = None, **settings: Any
+) -> dict[str, Any]:
+    """The params of an answer whose ticket covers some tokens, all in sequence from 0."""
+    each = answered(tokens - 9, 10, tokens)
+    vars(each).update(change or {})
+    made = producer(groups, **TALKS, **settings)
+    made.take_on(each)
+    ids = [list(range(1, 1 + -(-tokens // 16)))]
+    params: dict[str, Any] = json.loads(json.dumps(made.request_finished(each, ids, DECODE)))
+    return params
+
+
+def talker(groups: Any = FULL, **settings: Any) -> Consumer:
+    common: dict[str, Any] = {"engine": "prefill", "kv_recompute_threshold": 16}
+    return consumer(groups, **(TALKS | common | settings))
+
+
+def turn(
+    prompt: int = 80, params: Any = None, *, edited: int | None = None, change: Any = None
+) -> Any:
+    """The next turn of a conversation, with another token at a position."""
+    each = spoken(request(prompt, conversation_ticket() if params is None else params))
+    if edited is not None:
+        for ids in (each.prompt_token_ids, each._all_token_ids, each.all_token_ids):
+            ids[edited] += 1000
+    vars(each).update(change or {})
+    return each
+
+
+def pictured(*where: tuple[int, int], edited: int = 63) -> Any:
+    """A turn with images, and with another token near the end of what is common."""
+    images = {"mm_features": [image(*each) for each in where]}
+    return turn(80, conversation_ticket(change=images), edited=edited, change=images)
+
+
+def loaded(made: Consumer, each: Any, computed: int = 0) -> int | None:
+    """How many tokens a turn is to load, as asked twice."""
+    made.on_new_request(each)
+    tokens = made.num_matched_tokens(each, computed)
+    assert made.num_matched_tokens(each, computed) == tokens
+    return tokens
+
+
+LORA = {"lora_request": SimpleNamespace(lora_name="sql")}
+WEIGHTS: dict[str, Any] = {"adapter_content": lambda each: b"weights"}
+OTHERS: dict[str, Any] = {"adapter_content": lambda each: b"others"}
+WITH_LORA = turn(80, conversation_ticket(change=LORA, **WEIGHTS), change=LORA)
+
+
+class TestTurns:
+    """Requests that go on with a conversation, on the engine that prefills."""
+
+    @pytest.mark.parametrize(
+        ("tokens", "each", "settings"),
+        [
+            (57, turn(57, conversation_ticket(57)), {}),
+            (48, turn(50), {}),  # a shortened history
+            # Up to the last block before a changed token.
+            (48, turn(edited=63), {}),
+            (48, turn(edited=48), {}),
+            (32, turn(edited=47), {}),
+            (64, turn(edited=79), {}),
+            (16, turn(edited=20), {"verify_prompt": False}),
+            (0, turn(edited=60), {"groups": (STATE,)}),
+            # No image is cut; without its second, the first of two would be.
+            (32, pictured((40, 20)), {}),
+            (48, pictured((40, 8)), {}),
+            (48, pictured((48, 4)), {}),
+            (16, pictured((20, 15), (34, 20)), {}),
+            # Nothing is common with another prompt.
+            (0, turn(change={"cache_salt": "another"}), {}),
+            (0, turn(change={"mm_features": [image(3)]}), {}),
+            (0, turn(change={"prompt_embeds": object()}), {}),
+            (0, turn(change=LORA), {}),
+            (64, WITH_LORA, WEIGHTS),
+            (0, WITH_LORA, OTHERS),
+        ],
+    )
+    def test_what_is_common_is_loaded(
+        self, tokens: int, each: Any, settings: dict[str, Any]
+    ) -> None:
+        assert loaded(talker(**settings), each) == tokens
+
+    @pytest.mark.parametrize(
+        ("each", "settings"),
+        [
+            (turn(80, PREFILL), {}),  # without a ticket
+            (turn(80, {}), {}),
+            (turn(80, conversation_ticket() | {"do_remote_decode": False}), {}),
+            (turn(80), {"bidirectional_kv_xfer": False}),
+            (turn(change={"abort_immediately": True}), {}),
+            (turn(80, ticket() | PREFILL | {"do_remote_prefill": False}), {"engine": "another"}),
+        ],
+    )
+    def test_nothing_is_loaded(self, each: Any, settings: dict[str, Any]) -> None:
+        made = talker(**settings)
+        assert loaded(made, each) == 0
+        assert not made.pending
+
+    def test_other_weights_are_loaded_for_its_adapter(self) -> None:
+        """All is computed, with the new weights."""
+        made = talker()
+        each = turn()
+        assert loaded(made, each) == 64
+        assert not made.weights_changed("r")
+        assert made.num_matched_tokens(each, 0) == 0
+        messages = made.drain()
+        assert [load.reads for load in messages.loads] == [False]
+        assert messages.refused == []
+
+    def test_edited_history_is_counted_and_computed(self, caplog: pytest.LogCaptureFixture) -> None:
+        made = talker(reports=RequestReports(log=True))
+        each = turn(edited=3)
+        with caplog.at_level(logging.INFO):
+            assert loaded(made, each) == 0
+        assert "the prompt does not begin with its 64 tokens" in caplog.text
+        assert allocate(made, each, external=0).loads == []
+        assert counted(made) == {"edited_histories": 1}
+
+    @pytest.mark.parametrize(("threshold", "tokens"), [(0, 9), (9, 9), (10, 0)])
+    def test_few_tokens_are_computed(self, threshold: int, tokens: int) -> None:
+        """Then "done" is sent, since nobody else will load them."""
+        made = talker(kv_recompute_threshold=threshold)
+        each = turn(80, conversation_ticket(57))
+        assert loaded(made, each, 48) == tokens
+        [load] = allocate(made, each, external=tokens).loads
+        assert (load.reads, load.report) == (bool(tokens), bool(tokens))
+        assert (load.ticket.tokens, load.ticket.computed) == (57, False)
+
+    @pytest.mark.parametrize(("prompt", "tokens"), [(80, 57), (57, 0), (56, 0)])
+    def test_states_are_loaded_whole_or_not_at_all(self, prompt: int, tokens: int) -> None:
+        """The last token of a prompt is computed here."""
+        params = conversation_ticket(57, (STATE,))
+        assert loaded(talker((STATE,)), turn(prompt, params)) == tokens
+
+    def test_request_with_both_flags_is_no_turn(self) -> None:
+        """It comes with the ticket of a prompt, which it needs, and is decoded elsewhere."""
+        made = talker(engine="another", kv_recompute_threshold=1000)
+        params = ticket() | {"do_remote_decode": True}
+        assert loaded(made, turn(40, params)) == 40
+        made = talker(engine="another")
+        made.on_new_request(other := turn(41, params, edited=3))
+        assert allocate(made, other).refused
+
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [
+            ({"engine": "decode"}, "own"),
+            ({"role": "kv_producer"}, "role"),
+            (SIGNS, "signature"),
+            (KEYS, "admission"),
+            ({"adapter_content": unknown}, "adapter"),
+        ],
+        ids=["own", "role", "signature", "admission", "adapter"],
+    )
+    def test_refused_ticket_is_computed_and_nothing_fails(
+        self, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        made = talker(**settings)
+        each = turn()
+        assert loaded(made, each) == 0
+        assert allocate(made, each, external=0) == LoadMessages()
+        made.request_finished(each)
+        assert made.drain() == LoadMessages()
+        assert "the whole prompt is computed" in caplog.text
+        assert f"cause {reason}, of engine decode" in caplog.text
+        assert counted(made) == {"refused_tickets": {reason: 1}}
+
+    def test_forged_digests_and_foreign_keys_are_found_by_the_proof(self) -> None:
+        """The scheduler half cannot know, so the ranks check the proof before they read."""
+        forged = conversation_ticket()
+        forged[KEY]["blocks"] = conversation_ticket()[KEY]["blocks"]
+        for params, words in (
+            (forged, "altered"),
+            (conversation_ticket(ticket_key=TicketKey()), "key"),
+        ):
+            made = talker()
+            each = turn(80, params)
+            assert loaded(made, each) == 64
+            [load] = allocate(made, each, external=64).loads
+            with pytest.raises(Exception, match=words):
+                check(load.ticket.proof, TICKET_KEY.public)
+
+
+class TestStaged:
+    """Loads into host pages: of four, the first of two requests has got three."""
+
+    @pytest.fixture
+    def now(self) -> list[float]:
+        return [0.0]
+
+    @pytest.fixture
+    def made(self, now: list[float]) -> Consumer:
+        made = consumer(is_staged=True, metrics=Metrics(driver="loopback"))
+        made.set_host_pages(host_pages(4, lambda: now[0]))
+        for name in ("first", "second"):
+            self.requests[name] = arrive(made, name=name)
+        assert made.num_matched_tokens(self.requests["first"], 0) == 40
+        return made
+
+    @pytest.fixture(autouse=True)
+    def requests_by_name(self) -> None:
+        self.requests: dict[str, Any] = {}
+
+    @pytest.mark.parametrize("cached", [0, 1])
+    def test_load_fills_host_pages_for_the_blocks_that_are_not_cached(
+        self, made: Consumer, cached: int
+    ) -> None:
+        made.blocks_allocated(
+            self.requests["first"], blocks(21, 5, 17, cached=cached), 40 - 16 * cached
+        )
+        [load] = made.drain().loads
+        [pages] = load.local
+        assert load.copy == PageCopy(blocks=(21, 5, 17)[cached:], pages=tuple(pages.ids))
+        assert pages.first_index == cached
+
+    def test_a_wait_ends_as_a_refused_ticket(self, made: Consumer, now: list[float]) -> None:
+        """Prefill is told that nobody will come."""
+        late = self.requests["second"]
+        assert made.num_matched_tokens(late, 0) is None
+        now[0] = 10.0
+        assert made.num_matched_tokens(late, 0) == 40
+        messages = allocate(made, late)
+        assert [request for request, _ in messages.refused] == ["second"]
+        [release] = messages.loads
+        assert (release.request, release.report, release.copy) == ("second", False, None)
+        assert counted(made)["refused_tickets"] == {"host_pages": 1}
+
+    def test_more_blocks_than_reserved_fail_the_load(self, made: Consumer) -> None:
+        """vLLM may give a request more than its tokens need."""
+        messages = allocate(made, self.requests["first"])
+        assert [request for request, _ in messages.refused] == ["first"]
+        [release] = messages.loads
+        assert not release.report
+        made.loads_finished(["first"], ["first"])
+        assert made.num_matched_tokens(self.requests["second"], 0) == 40
