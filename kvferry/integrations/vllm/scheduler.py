@@ -32,9 +32,9 @@ from kvferry.integrations.vllm.prompts import prefill_backoff
 from kvferry.integrations.vllm.rank_position import parallel_sizes
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.security import (
+    SecurityFiles,
     read_security_settings,
     warn_of_open_access,
-    watch_security_files,
 )
 from kvferry.integrations.vllm.side_channel import (
     EngineSideChannel,
@@ -170,9 +170,7 @@ class FerryScheduler:
         if transfer.is_kv_producer:
             chosen = "side_channel_host" in transfer.kv_connector_extra_config
             report_loopback(self._config, chosen=chosen)
-        self._security_files = watch_security_files(
-            self._config, self._security, who="scheduler half"
-        )
+        self._security_files = SecurityFiles(self._config, self._security, who="scheduler half")
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0
