@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.security import Access, Networks, TicketSecrets, generate
+from kvferry.core.security import Access, Networks, PeerKeys, TicketSecrets, generate
+from kvferry.integrations.vllm import security
 from kvferry.integrations.vllm.config import ConfigError, parse
 from kvferry.integrations.vllm.security import (
     SecurityFiles,
@@ -295,6 +296,43 @@ def test_a_mounted_secret_of_kubernetes_is_read_again(tmp_path: Path) -> None:
         (tmp_path / "..data.newer").symlink_to("2")
         (tmp_path / "..data.newer").rename(tmp_path / "..data")
         eventually(lambda: signs_with(settings, [NEW, SECRET]))
+
+
+def test_what_one_reading_finds_is_not_used_and_an_error_does_not_end_the_thread(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    half, other, last = ({generate().public} for _ in range(3))
+    found = iter([half, other, half, MemoryError("for this test"), half, other])
+    used: list[set[bytes]] = []
+
+    def read(listed: object, name: str) -> set[bytes]:
+        keys = next(found, last)
+        if isinstance(keys, MemoryError):
+            raise keys
+        return keys
+
+    monkeypatch.setattr(security, "listed_keys", read)
+    monkeypatch.setattr(PeerKeys, "replace", lambda _, keys: used.append(keys))
+    with files.watched():
+        eventually(lambda: bool(used))
+    assert used[0] == last
+    assert "rank 5: a key or secret could not be read again" in caplog.text
+
+
+def test_a_reading_that_hangs_does_not_hold_up_the_end_of_the_engine(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def read(listed: object, name: str) -> frozenset[bytes]:
+        hangs.set()
+        assert goes_on.wait(60.0)
+        return frozenset({PEER.public})
+
+    monkeypatch.setattr(security, "listed_keys", read)
+    with files.watched():
+        assert hangs.wait(60.0)
+    goes_on.set()
 
 
 def test_the_environment_is_not_watched() -> None:
