@@ -113,7 +113,7 @@ def test_all_problems_are_listed_at_once(checked: Checker) -> None:
         "unknown field `thread`",
         "ticket_secrets: file:/missing/t1 cannot be read (No such file",
         "curve_secret_key: file:/missing/own cannot be read (No such file",
-        "curve_peers: file:/missing/peers cannot be read (No such file",
+        "line 1 of curve_peers is no public key",
         "'prefill' in allowed_peers is no network",
         "Set side_channel_host to an address of this host",
     )

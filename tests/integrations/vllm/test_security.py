@@ -302,7 +302,7 @@ def test_what_one_reading_finds_is_not_used_and_an_error_does_not_end_the_thread
     files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     half, other, last = ({generate().public} for _ in range(3))
-    found = iter([half, other, half, MemoryError("for this test"), half, other])
+    found = iter([half, other, half, MemoryError("for this test"), other, half])
     used: list[set[bytes]] = []
 
     def read(listed: object, name: str) -> set[bytes]:
