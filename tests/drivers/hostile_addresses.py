@@ -284,13 +284,13 @@ def honest_peer(side: str) -> Iterator[Callable[[], bytes]]:
     """Yield a function that returns the valid address of a peer, replaced when its process ends."""
     driver = side.removesuffix("-server")
     made: list[Process] = []
+    addresses: list[bytes] = []
 
     def address() -> bytes:
         if not made or made[-1].process.poll() is not None:
             made.append(Process(FACTORIES[driver], {}, "cpu", 1 << 16))
-            made[-1].right = made[-1].address()  # type: ignore[attr-defined]
-        right: bytes = made[-1].right  # type: ignore[attr-defined]
-        return right
+            addresses.append(made[-1].address())
+        return addresses[-1]
 
     try:
         address()

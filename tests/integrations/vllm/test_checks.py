@@ -5,14 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import sys
-import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm import checks, plugin
+from kvferry.integrations.vllm import plugin
 from kvferry.integrations.vllm.checks import (
     check_engine,
     check_groups,
@@ -233,8 +232,7 @@ def test_engines_of_this_host(changes: dict[str, object], indices: list[int]) ->
     assert list(engines_here(parallel(**changes))) == indices
 
 
-def test_port_of_each_engine_of_this_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "ENDING_SECONDS", 0.0)
+def test_port_of_each_engine_of_this_host_is_tried() -> None:
     with socket.create_server((OWN_HOST, 0)) as taken:
         port = taken.getsockname()[1]
         for first, count in ((port, 1), (port - 2, 3)):
@@ -246,22 +244,6 @@ def test_port_of_each_engine_of_this_host_is_tried(monkeypatch: pytest.MonkeyPat
                     )
                 )
     check_launch(launched(ferry(side_channel_host=OWN_HOST, side_channel_port=port)))
-
-
-def test_port_of_an_engine_that_ends_is_waited_for(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = socket.create_server((OWN_HOST, 0))
-    port = taken.getsockname()[1]
-
-    def end(seconds: float) -> None:
-        assert seconds < 60.0
-        taken.close()
-
-    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=end))
-    transfer = ferry(side_channel_host=OWN_HOST, side_channel_port=port, drain_timeout=60)
-    check_launch(launched(transfer))
-    assert f"port {port} is in use: waiting" in caplog.text
 
 
 @pytest.mark.parametrize(
