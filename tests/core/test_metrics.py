@@ -63,13 +63,6 @@ def values(metric: Metric, data: Data) -> dict[tuple[str, ...], Any]:
     return dict(flat(metric, data))
 
 
-def test_metric_names_are_unique_and_labels_known() -> None:
-    assert len(BY_NAME) == len(FIGURES)
-    known = {"driver", "rank", "peer", "path", "stage", "cause", "reason", "direction"}
-    assert {label for metric in FIGURES for label in metric.labels} == known
-    assert all(metric.labels[0] == "driver" for metric in FIGURES)
-
-
 def test_take_returns_none_if_nothing_changed() -> None:
     metrics = new_metrics()
     assert metrics.take() is None

@@ -191,21 +191,6 @@ def test_rate_is_the_share_of_faulty_calls() -> None:
     assert [named.fault(call) for call in (2, 3)] == [Fault.DROP, Fault.DIE]
 
 
-def test_every_faulty_transfer_is_right_or_fails(make: Make) -> None:
-    pair = make(Schedule(seed=5, rate=0.5))
-    outcomes = set()
-    for _ in range(60):
-        pair.mine[:] = 0
-        transfer = begin(pair, None)
-        state = states(pair, transfer, 5)[-1]
-        assert state.final
-        outcomes.add(state)
-        if state is DONE:
-            assert moved(pair) == [True, True]
-        pair.reader.forget(transfer)
-    assert outcomes == {DONE, FAILED}
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -247,17 +232,3 @@ def test_paced_read_that_is_given_up_ends_at_once(paced: FaultyPair, how: str) -
     else:
         paced.reader.disconnect(paced.peer)
     assert states(paced, transfer, 1)[0].final
-
-
-@pytest.mark.parametrize(
-    ("fault", "meanwhile", "end"),
-    [(Fault.DELAY, P, DONE), (Fault.FAIL, FAILED, FAILED), (Fault.LIE, P, DONE)],
-)
-def test_paced_read_may_have_a_fault(
-    make: Make, clock: Clock, fault: Fault, meanwhile: State, end: State
-) -> None:
-    pair = make(Schedule(at={0: fault}), bytes_per_second=2 * HALF, clock=clock)
-    transfer = begin(pair)
-    assert until(lambda: states(pair, transfer, 9)[-1] is meanwhile)
-    clock.seconds += 1.1
-    assert states(pair, transfer, 9)[-1] is end

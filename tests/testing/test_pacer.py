@@ -24,19 +24,6 @@ def test_small_read_ends_soon_beside_a_large_one() -> None:
     assert not pacer.is_under_way(1)
 
 
-def test_ended_read_leaves_its_share_to_others() -> None:
-    clock = Clock()
-    pacer = ReadPacer(RATE, clock)
-    pacer.begin(1, 1000)
-    pacer.begin(2, 1000)
-    clock.seconds += 1
-    pacer.end(2)
-    pacer.end(2)
-    assert not pacer.is_under_way(2)
-    clock.seconds += 0.51
-    assert not pacer.is_under_way(1)
-
-
 @given(
     reads=st.lists(st.tuples(st.floats(0, 2), st.integers(0, 5000)), min_size=1, max_size=8),
     looks=st.lists(st.floats(0.001, 1), max_size=20),
