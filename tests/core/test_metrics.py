@@ -63,15 +63,6 @@ def values(metric: Metric, data: Data) -> dict[tuple[str, ...], Any]:
     return dict(flat(metric, data))
 
 
-def test_take_returns_none_if_nothing_changed() -> None:
-    metrics = new_metrics()
-    assert metrics.take() is None
-    metrics.add(BYTES, 0, peer="p", path="")
-    metrics.set(PEERS_UP, 0)
-    metrics.count_load(record(reads=False))
-    assert metrics.take() is None
-
-
 def test_each_change_is_taken_once() -> None:
     metrics = new_metrics()
     metrics.add(BYTES, 5, peer="p", path="a")

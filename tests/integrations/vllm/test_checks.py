@@ -329,8 +329,3 @@ def test_plugin_checks_what_vllm_made_of_it(engine_args: type[EngineArgs]) -> No
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         arguments.create_engine_config(usage_context="api")
     assert arguments.asked == ["api"]
-
-
-@pytest.mark.parametrize("transfer", [None, Transfer(kv_connector="NixlConnector"), ferry()])
-def test_plugin_returns_what_vllm_made(engine_args: type[EngineArgs], transfer: object) -> None:
-    assert engine_args(transfer).create_engine_config().kv_transfer_config is transfer
