@@ -13,6 +13,7 @@ from kvferry.core.errors import ConnectError, PeerLostError, TransportUsageError
 from kvferry.core.transport import Quiescence, State, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
+from kvferry.testing.faulty import ReadPacer
 from tests.drivers.pairs import Pair, paired, received, until
 
 HALF = 1024
@@ -232,3 +233,37 @@ def test_paced_read_that_is_given_up_ends_at_once(paced: FaultyPair, how: str) -
     else:
         paced.reader.disconnect(paced.peer)
     assert states(paced, transfer, 1)[0].final
+
+
+def test_small_read_ends_soon_beside_a_large_one() -> None:
+    clock = Clock()
+    pacer = ReadPacer(1000.0, clock)
+    pacer.begin(1, 1000)
+    pacer.begin(2, 10)
+    clock.seconds += 0.021
+    assert (pacer.is_under_way(1), pacer.is_under_way(2)) == (True, False)
+    clock.seconds += 0.98
+    assert pacer.is_under_way(1)
+    clock.seconds += 0.01
+    assert not pacer.is_under_way(1)
+
+
+@given(
+    reads=st.lists(st.tuples(st.floats(0, 2), st.integers(0, 5000)), min_size=1, max_size=8),
+    looks=st.lists(st.floats(0.001, 1), max_size=20),
+)
+def test_the_last_read_ends_when_all_bytes_had_their_time(
+    reads: list[tuple[float, int]], looks: list[float]
+) -> None:
+    clock = Clock()
+    pacer = ReadPacer(1000.0, clock)
+    end = clock.seconds
+    for number, (pause, nbytes) in enumerate(reads):
+        clock.seconds += pause
+        end = max(end, clock.seconds) + nbytes / 1000.0
+        pacer.begin(number, nbytes)
+    for pause in looks:
+        clock.seconds += pause
+        busy = any(pacer.is_under_way(number) for number in range(len(reads)))
+        if abs(clock.seconds - end) > 1e-6:
+            assert busy == (clock.seconds < end)

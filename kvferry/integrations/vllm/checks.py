@@ -85,17 +85,13 @@ def check_transfer(transfer: object, here: bool = True) -> Iterator[str]:
         yield from (setting_problems if here else configuration.problems)(extra_of(own))
 
 
-def launches_here(settings: object) -> bool:
+def launches_here(parallel: ParallelConfig) -> bool:
     """Return whether a launch starts engines or workers on this host, as far as is known before.
 
     ``False`` for a front end whose engines are all elsewhere, and with Ray, which places them.
-    ``settings`` is vLLM's ``EngineArgs`` or ``ParallelConfig``.
     """
-    placed_by = (
-        getattr(settings, "data_parallel_backend", None),
-        getattr(settings, "distributed_executor_backend", None),
-    )
-    return "ray" not in placed_by and getattr(settings, "data_parallel_size_local", None) != 0
+    placed_by = parallel.data_parallel_backend, parallel.distributed_executor_backend
+    return "ray" not in placed_by and parallel.data_parallel_size_local != 0
 
 
 @_refusing()

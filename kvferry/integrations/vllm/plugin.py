@@ -53,10 +53,6 @@ def _check_launches(engine_args: type[EngineArgs] | None) -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: object, **kwargs: object) -> VllmConfig:
-        if own_transfers(self.kv_transfer_config):
-            from kvferry.integrations.vllm.checks import check_transfer, launches_here
-
-            check_transfer(self.kv_transfer_config, launches_here(self))
         vllm_config = original(self, *args, **kwargs)
         if own_transfers(vllm_config.kv_transfer_config):
             from kvferry.integrations.vllm.checks import check_launch

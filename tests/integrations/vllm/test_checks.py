@@ -317,13 +317,6 @@ def engine_args(monkeypatch: pytest.MonkeyPatch) -> type[EngineArgs]:
     return Patched
 
 
-def test_plugin_checks_before_vllm_looks_at_the_model(engine_args: type[EngineArgs]) -> None:
-    arguments = engine_args(ferry(drvier=1))
-    with pytest.raises(ConfigError, match="did you mean 'driver'"):
-        arguments.create_engine_config()
-    assert arguments.asked == []
-
-
 def test_plugin_checks_what_vllm_made_of_it(engine_args: type[EngineArgs]) -> None:
     arguments = engine_args(ferry(), enable_sleep_mode=True)
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
