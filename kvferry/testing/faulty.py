@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import random
 import threading
 import time
@@ -189,7 +190,7 @@ class FaultyTransport(Transport):
         self._quiescence = quiescence or inner.capabilities.quiescence
         self._name = inner.name
         self._capabilities = replace(inner.capabilities, quiescence=self._quiescence)
-        self._pacer = None if bytes_per_second is None else ReadPacer(bytes_per_second, clock)
+        self._pacer = ReadPacer(bytes_per_second or math.inf, clock)
         self._calls = itertools.count()
         self._ids = itertools.count(1)
         self._transfers: dict[TransferId, _Transfer] = {}
@@ -263,7 +264,7 @@ class FaultyTransport(Transport):
         for transfer in list(self._transfers.values()):  # others may begin meanwhile
             if transfer.peer == peer:
                 transfer.polls = 0
-                self._end_pacing(transfer)
+                self._pacer.end(transfer.number)
                 self._update(transfer, count=False, disconnected=True)
 
     def notifications(self) -> list[Notification]:
@@ -279,7 +280,7 @@ class FaultyTransport(Transport):
     def cancel(self, transfer: TransferId) -> None:
         """Cancel the transfer in the wrapped transport, unless that has died."""
         record = self._record(transfer)
-        self._end_pacing(record)
+        self._pacer.end(record.number)
         if self._alive():
             self._inner.cancel(record.inner)
 
@@ -353,8 +354,7 @@ class FaultyTransport(Transport):
         else:
             error = PeerLostError(f"{self._name} has died")
             transfer.status = Status(state=State.FAILED, error=error)
-        if self._pacer is not None:
-            self._pacer.begin(transfer.number, copies.total)
+        self._pacer.begin(transfer.number, copies.total)
         self._transfers[transfer.number] = transfer
         return transfer.number
 
@@ -377,18 +377,9 @@ class FaultyTransport(Transport):
                 transfer.status = Status(state=State.FAILED, error=_injected(transfer.fault))
             case _:
                 transfer.status = status
-        if transfer.status.state is State.DONE and self._is_paced(transfer):
+        if transfer.status.state is State.DONE and self._pacer.is_under_way(transfer.number):
             transfer.status = _PENDING
         elif transfer.status.state.final:
-            self._end_pacing(transfer)
-
-    def _is_paced(self, transfer: _Transfer) -> bool:
-        """Return whether a transfer is a read that has to stay PENDING to keep to the rate."""
-        return self._pacer is not None and self._pacer.is_under_way(transfer.number)
-
-    def _end_pacing(self, transfer: _Transfer) -> None:
-        """Take a transfer out of what shares the rate: it may end now, or has ended."""
-        if self._pacer is not None:
             self._pacer.end(transfer.number)
 
     def _next_fault(self) -> Fault | None:

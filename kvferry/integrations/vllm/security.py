@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -168,7 +168,6 @@ class _WatchedSetting:
     """A setting whose files are read again. Used by the watcher's thread only."""
 
     name: str
-    places: Sequence[str]
     read: Callable[[], object]  # raises ``SecretError`` for what cannot be used
     use: Callable[[Any], str]  # returns what to log, empty if the value is in use already
     seen: object = None
@@ -196,9 +195,8 @@ class _WatchedSetting:
 class SecurityFiles:
     """Read files of keys and secrets again, every ``seconds``, and use what they contain.
 
-    The peers' keys and the ticket secrets are replaced in ``security``. A change of the engine's
-    own key is only logged: it takes effect with a restart. A worker uses the peers' keys only.
-    ``who`` is the part of the engine that reads, for log lines.
+    The peers' keys and the ticket secrets are replaced in ``security``; a worker uses the peers'
+    keys only. ``who`` is the part of the engine that reads, for log lines.
 
     Files may be on a network file system, so a reading may hang: only a thread of its own waits for
     them. Without files, no thread is started.
@@ -219,32 +217,13 @@ class SecurityFiles:
         self._seconds = seconds
         self._closed = threading.Event()
         settings = [
-            _WatchedSetting(
-                name="curve_peers",
-                places=config.curve_peers,
-                read=self._read_peers,
-                use=self._use_peers,
-            )
+            ("curve_peers", config.curve_peers, self._read_peers, self._use_peers),
+            ("ticket_secrets", config.ticket_secrets, self._read_secrets, self._use_secrets),
         ]
-        if not is_worker:
-            settings += [
-                _WatchedSetting(
-                    name="ticket_secrets",
-                    places=config.ticket_secrets,
-                    read=self._read_secrets,
-                    use=self._use_secrets,
-                ),
-                _WatchedSetting(
-                    name="curve_secret_key",
-                    places=(config.curve_secret_key,),
-                    read=self._read_own_key,
-                    use=lambda key: "",
-                ),
-            ]
         self._watched = [
-            setting
-            for setting in settings
-            if any(place.startswith(FILE) for place in setting.places)
+            _WatchedSetting(name=name, read=read, use=use)
+            for name, places, read, use in settings[: 1 if is_worker else 2]
+            if any(place.startswith(FILE) for place in places)
         ]
         if self._watched:
             threading.Thread(target=self._run, name="kvferry-secrets", daemon=True).start()
@@ -287,14 +266,3 @@ class SecurityFiles:
         signer = "the same one as" if newer.secrets[0] == used.secrets[0] else "another one than"
         used.replace(newer)
         return f"{len(newer.secrets)} secret(s), and tickets are signed with {signer} before"
-
-    def _read_own_key(self) -> KeyPair | None:
-        """Raise ``SecretError`` if the file of this engine's own key has another key."""
-        own = self._security.access.own
-        pair, secret = _own_key(self._config) or (None, None)
-        if secret is not None and own is not None and pair != own:
-            raise SecretError(
-                f"{secret.source} has another key, which takes effect when this engine is "
-                f"restarted; until then its public key is {own.public.hex()}"
-            )
-        return pair

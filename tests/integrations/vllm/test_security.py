@@ -231,7 +231,6 @@ def test_keys_of_peers_are_added_and_removed(
         ("tickets", NEW, 0o640, "is open to others than its owner: chmod 600 it"),
         ("peers", f"{OTHER.public.hex()}\n{PEER.public.hex()[:30]}", 0o600, "line 2 of file:"),
         ("peers", "# none\n", 0o600, "admits nobody: list the public keys"),
-        ("own", OTHER.secret.hex(), 0o600, "has another key, which takes effect when this engine"),
     ],
     ids=[  # without the keys, which are random: xdist wants the same ids in all its processes
         "a short secret",
@@ -239,7 +238,6 @@ def test_keys_of_peers_are_added_and_removed(
         "an open file",
         "half a key",
         "no key",
-        "another own key",
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_and_the_values_stay(
