@@ -216,7 +216,7 @@ class SecurityFiles:
         self._who = who
         self._seconds = seconds
         self._closed = threading.Event()
-        settings = [
+        settings: list[tuple[str, Sequence[str], Callable[[], object], Callable[[Any], str]]] = [
             ("curve_peers", config.curve_peers, self._read_peers, self._use_peers),
             ("ticket_secrets", config.ticket_secrets, self._read_secrets, self._use_secrets),
         ]

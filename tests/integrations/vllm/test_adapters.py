@@ -135,8 +135,8 @@ def test_how_the_engine_applies_adapters_is_content(engine: Engine) -> None:
     assert len(contents) == 5
     assert content(engine.path) in contents
     one, other = (SimpleNamespace(target_modules=each) for each in (["a", "b"], ["b", "a", "a"]))
-    assert lora_settings(one) == lora_settings(other)  # type: ignore[arg-type]
-    assert lora_settings(None) == lora_settings(SimpleNamespace()) == b""  # type: ignore[arg-type]
+    assert lora_settings(one) == lora_settings(other)
+    assert lora_settings(None) == lora_settings(SimpleNamespace()) == b""
 
 
 def test_the_load_of_an_adapter_that_may_be_forgotten_hands_nothing_over(

@@ -268,7 +268,7 @@ def test_what_one_reading_finds_is_not_used_and_an_error_does_not_end_the_thread
     found = iter([half, other, half, MemoryError("for this test"), other, half])
     used: list[set[bytes]] = []
 
-    def read(listed: object, name: str) -> set[bytes]:
+    def read(listed: object, name: str) -> object:
         keys = next(found, last)
         if isinstance(keys, MemoryError):
             raise keys
