@@ -113,6 +113,8 @@ def test_a_failed_load_is_counted(
 ) -> None:
     """Its bytes are not counted; an engine that was not reached is not named."""
     metrics = new_metrics()
+    metrics.count_load(record(reads=False))
+    assert metrics.take() is None
     metrics.count_load(record(**changes))
     data = metrics.take()
     assert data is not None

@@ -201,10 +201,25 @@ def test_silence_is_told_once_when_it_is_asked_for(
 
 def test_what_several_ranks_say_of_one_request_is_put_together(half: Any) -> None:
     slow = record("a", nbytes=300, seconds=2.0, transfer_seconds=1.5)
-    first = half.RankReport(loads={"a": record("a"), "b": record("b")}, ended={})
-    second = half.RankReport(loads={"a": slow}, ended={"c": ended("c", HoldEnd.READ, "decode")})
+    first = half.RankReport(
+        loads={"a": record("a"), "b": record("b")},
+        problems={0: ("ill",)},
+        silent={0: (SILENCE,)},
+        failed=frozenset({"a"}),
+        over={0: ("r",)},
+    )
+    second = half.RankReport(
+        loads={"a": slow},
+        ended={"c": ended("c", HoldEnd.READ, "decode")},
+        problems={1: ()},
+        silent={1: ()},
+        failed=frozenset({"b"}),
+        over={1: ("r",)},
+    )
     third = half.RankReport(ended={"c": ended("c", HoldEnd.EXPIRED)})
-    both = first.aggregate(second).aggregate(third)
+    both = first.aggregate(second).aggregate(third).aggregate(object())
+    assert (both.problems, both.silent) == ({0: ("ill",), 1: ()}, {0: (SILENCE,), 1: ()})
+    assert (both.failed, both.over) == ({"a", "b"}, {0: ("r",), 1: ("r",)})
     assert both.loads == {
         "a": record("a", nbytes=400, copies=4, seconds=2.0, transfer_seconds=1.5),
         "b": record("b"),
@@ -215,8 +230,11 @@ def test_what_several_ranks_say_of_one_request_is_put_together(half: Any) -> Non
 def test_it_publishes_its_payload_and_drains_when_it_ends(half: Any, endpoint: MagicMock) -> None:
     worker = half.FerryWorker(endpoint, lambda: None, drain=3.0)
     assert wire.decode_payload(worker.handshake.payload) == endpoint.payload
+    endpoint.take_figures.side_effect = [None, {"pulls": {"loopback": 1}}]
+    assert worker.take_stats() is None
+    assert worker.take_stats().data == {"pulls": {"loopback": 1}}
     worker.close()
-    assert endpoint.method_calls == [call.close(3.0)]
+    assert endpoint.method_calls[2:] == [call.close(3.0)]
 
 
 @pytest.mark.parametrize(
