@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +41,6 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies
-from kvferry.testing.pacer import ReadPacer
 
 
 class Fault(enum.Enum):
@@ -94,6 +95,55 @@ class Schedule:
         return chance.choice(self.faults) if chance.random() < self.rate else None
 
 
+class ReadPacer:
+    """Decide when reads may end, so that all of them together keep to a rate.
+
+    Reads that are under way at the same time get equal shares of the rate. So a small read ends
+    soon beside a large one, as on a network. All methods may be called from any thread.
+    """
+
+    def __init__(
+        self, bytes_per_second: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._time = clock()
+        self._share = 0.0  # bytes that a read which never ends would have been given
+        self._ends: dict[int, float] = {}  # for each read under way, the share at which it ends
+
+    def begin(self, read: int, nbytes: int) -> None:
+        """Count a read as under way from now on."""
+        with self._lock:
+            self._advance()
+            self._ends[read] = self._share + nbytes
+
+    def is_under_way(self, read: int) -> bool:
+        """Return whether a read that has begun may not end yet."""
+        with self._lock:
+            self._advance()
+            return read in self._ends
+
+    def end(self, read: int) -> None:
+        """End a read at once, whatever is left of it; the others share the rate."""
+        with self._lock:
+            self._advance()
+            self._ends.pop(read, None)
+
+    def _advance(self) -> None:
+        """Give the reads under way their shares of the time since the last call."""
+        now = self._clock()
+        while self._ends:
+            first = min(self._ends, key=self._ends.__getitem__)
+            each = self._rate / len(self._ends)
+            ended = self._time + (self._ends[first] - self._share) / each
+            if ended > now:
+                self._share += (now - self._time) * each
+                break
+            self._share, self._time = self._ends.pop(first), ended
+        self._time = now
+
+
 _PENDING = Status(state=State.PENDING)
 
 
@@ -140,7 +190,7 @@ class FaultyTransport(Transport):
         self._quiescence = quiescence or inner.capabilities.quiescence
         self._name = inner.name
         self._capabilities = replace(inner.capabilities, quiescence=self._quiescence)
-        self._pacer = None if bytes_per_second is None else ReadPacer(bytes_per_second, clock)
+        self._pacer = ReadPacer(bytes_per_second or math.inf, clock)
         self._calls = itertools.count()
         self._ids = itertools.count(1)
         self._transfers: dict[TransferId, _Transfer] = {}
@@ -214,7 +264,7 @@ class FaultyTransport(Transport):
         for transfer in list(self._transfers.values()):  # others may begin meanwhile
             if transfer.peer == peer:
                 transfer.polls = 0
-                self._end_pacing(transfer)
+                self._pacer.end(transfer.number)
                 self._update(transfer, count=False, disconnected=True)
 
     def notifications(self) -> list[Notification]:
@@ -230,7 +280,7 @@ class FaultyTransport(Transport):
     def cancel(self, transfer: TransferId) -> None:
         """Cancel the transfer in the wrapped transport, unless that has died."""
         record = self._record(transfer)
-        self._end_pacing(record)
+        self._pacer.end(record.number)
         if self._alive():
             self._inner.cancel(record.inner)
 
@@ -304,8 +354,7 @@ class FaultyTransport(Transport):
         else:
             error = PeerLostError(f"{self._name} has died")
             transfer.status = Status(state=State.FAILED, error=error)
-        if self._pacer is not None:
-            self._pacer.begin(transfer.number, copies.total)
+        self._pacer.begin(transfer.number, copies.total)
         self._transfers[transfer.number] = transfer
         return transfer.number
 
@@ -328,18 +377,9 @@ class FaultyTransport(Transport):
                 transfer.status = Status(state=State.FAILED, error=_injected(transfer.fault))
             case _:
                 transfer.status = status
-        if transfer.status.state is State.DONE and self._is_paced(transfer):
+        if transfer.status.state is State.DONE and self._pacer.is_under_way(transfer.number):
             transfer.status = _PENDING
         elif transfer.status.state.final:
-            self._end_pacing(transfer)
-
-    def _is_paced(self, transfer: _Transfer) -> bool:
-        """Return whether a transfer is a read that has to stay PENDING to keep to the rate."""
-        return self._pacer is not None and self._pacer.is_under_way(transfer.number)
-
-    def _end_pacing(self, transfer: _Transfer) -> None:
-        """Take a transfer out of what shares the rate: it may end now, or has ended."""
-        if self._pacer is not None:
             self._pacer.end(transfer.number)
 
     def _next_fault(self) -> Fault | None:

@@ -22,10 +22,11 @@ from kvferry.core.errors import KVFerryError, TransportUsageError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification, PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import Copies
-from kvferry.testing.memory import Bytes, allocate, imported, make_transport, pattern
+from kvferry.testing.memory import Buffer, Bytes, allocate, imported, make_transport, pattern
 
 _TURN_SECONDS = 0.002
 """Seconds between two polls of a transport without ``background_progress``."""
+_SLEEP_SECONDS = 0.0005
 _STAY_SECONDS = 300
 """Seconds after which a forked child ends by itself, if the test has not killed it."""
 
@@ -42,54 +43,80 @@ class PeerSetup:
     seed: int
 
 
-class PeerServer:
+class LocalPeer:
+    """A peer of the transport under test in this process: a transport and a registered buffer.
+
+    Args:
+        transport: The peer's transport; perhaps the transport under test itself.
+        buffer: The peer's memory, which gets the content.
+        turn: Called while the peer waits, to poll transports that need calls to make progress.
+        patience: How many seconds to wait for notifications by default.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        buffer: Buffer,
+        content: Bytes,
+        turn: Callable[[], object],
+        patience: float = 20.0,
+    ) -> None:
+        self.transport, self.buffer, self.region = transport, buffer, buffer.region
+        self.name = transport.name
+        self._turn, self._patience = turn, patience
+        buffer.put(content)
+        transport.register(buffer.region)
+
+    def address(self) -> bytes:
+        """Return the address of the peer's transport."""
+        return self.transport.address()
+
+    def get(self) -> Bytes:
+        """Return all bytes of the buffer, as the peer's own process sees them."""
+        return self.buffer.get()
+
+    def put(self, data: Bytes) -> None:
+        """Overwrite the first bytes of the buffer."""
+        self.buffer.put(data)
+
+    def register(self, region: Region) -> None:
+        """Register memory of the peer's process with the peer's transport."""
+        self.transport.register(region)
+
+    def deregister(self, region: Region) -> None:
+        """Deregister memory from the peer's transport."""
+        self.transport.deregister(region)
+
+    def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
+        """Wait for ``count`` notifications, and return those that have arrived, maybe more.
+
+        There are fewer if the time is up.
+        """
+        found: list[Notification] = []
+        deadline = time.monotonic() + (self._patience if seconds is None else seconds)
+        while len(found) < count and time.monotonic() < deadline:
+            self._turn()
+            found += self.transport.notifications()
+            time.sleep(_SLEEP_SECONDS)
+        return found
+
+
+class PeerServer(LocalPeer):
     """Execute commands of the parent process. Each public method is a command."""
 
     def __init__(self, setup: PeerSetup) -> None:
-        self.buffer = allocate(setup.memory, setup.nbytes)
         self._content = pattern(setup.nbytes, setup.seed)
-        self.buffer.put(self._content)
-        self.transport = make_transport(setup.factory, setup.options, setup.memory)
-        self.transport.register(self.buffer.region)
-        self.region = self.buffer.region
-
-    def address(self) -> bytes:
-        """Return the transport's address."""
-        return self.transport.address()
+        transport = make_transport(setup.factory, setup.options, setup.memory)
+        buffer = allocate(setup.memory, setup.nbytes)
+        super().__init__(transport, buffer, self._content, self.turn)
 
     def reset(self) -> None:
         """Restore the buffer's initial content, and drop the notifications that have arrived."""
-        self.buffer.put(self._content)
+        self.put(self._content)
         self.turn()
         while self.transport.notifications():
             time.sleep(_TURN_SECONDS)
             self.turn()
-
-    def get(self) -> bytes:
-        """Return all bytes of the buffer."""
-        return self.buffer.get().tobytes()
-
-    def put(self, data: Bytes) -> None:
-        """Overwrite the first bytes of the buffer with ``data``."""
-        self.buffer.put(data)
-
-    def register(self, region: Region) -> None:
-        """Register memory with the transport."""
-        self.transport.register(region)
-
-    def deregister(self, region: Region) -> None:
-        """Deregister memory from the transport."""
-        self.transport.deregister(region)
-
-    def notifications(self, count: int, seconds: float) -> list[Notification]:
-        """Wait for notifications, and return those that have arrived."""
-        found: list[Notification] = []
-        deadline = time.monotonic() + seconds
-        while len(found) < count and time.monotonic() < deadline:
-            self.turn()
-            found += self.transport.notifications()
-            time.sleep(0.0005)
-        return found
 
     def connect(self, address: bytes) -> PeerId:
         """Connect the transport to an address, and return the peer's id."""
@@ -108,7 +135,7 @@ class PeerServer:
             (status,) = self.transport.poll([transfer])
             if status.state is not State.PENDING or time.monotonic() > deadline:
                 return status
-            time.sleep(0.0005)
+            time.sleep(_SLEEP_SECONDS)
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
         """Fork, call every method of the transport in the child, and return what was wrong.

@@ -10,17 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, Self
-
-import numpy as np
+from typing import Any, Self
 
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification, PeerId, Status
 from kvferry.core.transport.copies import Copies
-from kvferry.testing.memory import Bytes, pattern
-from kvferry.testing.peer_process import PeerSetup
+from kvferry.testing.memory import pattern
+from kvferry.testing.peer_process import LocalPeer, PeerSetup
 
 _START_SECONDS = 60.0
 _TURN_SECONDS = 0.002
@@ -28,43 +27,11 @@ _KILL_SECONDS = 0.1
 _MAIN = "from kvferry.testing.peer_process import main; main()"
 
 
-class TransportPeer(Protocol):
-    """A peer of the transport under test: a transport with one registered buffer."""
-
-    @property
-    def name(self) -> str:
-        """The name of the peer's transport."""
-
-    @property
-    def region(self) -> Region:
-        """The whole buffer of the peer, as a region."""
-
-    def address(self) -> bytes:
-        """Return the address of the peer's transport."""
-
-    def get(self) -> Bytes:
-        """Return all bytes of the peer's buffer, as the peer's own process sees them."""
-
-    def put(self, data: Bytes) -> None:
-        """Overwrite the first bytes of the peer's buffer with ``data``."""
-
-    def register(self, region: Region) -> None:
-        """Register memory with the peer's transport."""
-
-    def deregister(self, region: Region) -> None:
-        """Deregister memory from the peer's transport."""
-
-    def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
-        """Wait for ``count`` notifications, and return those that have arrived, maybe more.
-
-        There are fewer if the time is up: by default ``ContractSettings.patience``.
-        """
-
-
 class Process:
     """A peer in a process of its own.
 
-    Most methods send a command to that process and wait for its answer.
+    It has the methods of ``LocalPeer`` and of its ``PeerServer``: each sends a command to that
+    process, and waits for the answer.
 
     Args:
         factory: What makes the peer's transport with ``options``, as ``package.module:name``.
@@ -170,45 +137,15 @@ class Process:
         """Send SIGCONT, so that a stopped process continues."""
         self.process.send_signal(signal.SIGCONT)
 
-    def address(self) -> bytes:
-        """Return the peer's address."""
-        address: bytes = self.ask("address")
-        return address
-
-    def reset(self) -> None:
-        """Restore the buffer's initial content, and drop the notifications that have arrived."""
-        self.ask("reset")
-
-    def get(self) -> Bytes:
-        """Return all bytes of the buffer."""
-        return np.frombuffer(self.ask("get"), np.uint8)
-
-    def put(self, data: Bytes) -> None:
-        """Overwrite the first bytes of the buffer with ``data``."""
-        self.ask("put", data)
-
-    def register(self, region: Region) -> None:
-        """Register memory of the peer's process with the peer's transport."""
-        self.ask("register", region)
-
-    def deregister(self, region: Region) -> None:
-        """Deregister memory from the peer's transport."""
-        self.ask("deregister", region)
+    # The methods of a ``PeerServer``, whose subclasses have further ones.
+    def __getattr__(self, command: str) -> Callable[..., Any]:
+        return partial(self.ask, command)
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
-        """Wait for notifications, and return them; see ``TransportPeer.notifications``."""
+        """Wait for notifications, and return them; see ``LocalPeer.notifications``."""
         limit = self.patience if seconds is None else seconds
         found: list[Notification] = self.ask("notifications", count, limit)
         return found
-
-    def connect(self, address: bytes) -> PeerId:
-        """Let this peer's transport connect to an address, and return the new peer's id there."""
-        peer: PeerId = self.ask("connect", address)
-        return peer
-
-    def notify(self, peer: PeerId, payloads: Sequence[bytes]) -> None:
-        """Let this peer's transport send notifications."""
-        self.ask("notify", peer, list(payloads))
 
     def begin(self, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
         """Let this peer's transport start a read; call ``ended`` to wait for its status."""
@@ -222,20 +159,6 @@ class Process:
         """Return the status of ``begin``'s transfer: PENDING only if its ``seconds`` are over."""
         status: Status = self._answer("read", 60.0)
         return status
-
-    def fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        """Execute ``PeerServer.fork``: return a line for each rule that the transport broke."""
-        wrong: list[str] = self.ask("fork", peer, copies)
-        return wrong
-
-    def fork_and_stay(self) -> int:
-        """Let this peer's process fork a child that only waits to be killed; return its pid."""
-        child: int = self.ask("fork_and_stay")
-        return child
-
-    def close(self) -> None:
-        """Let the peer close its transport; the process continues."""
-        self.ask("close")
 
     # The answers are what the methods of ``PeerServer`` return, so their types differ.
     def ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
@@ -271,6 +194,10 @@ class Process:
                 return False
             self.meanwhile()
         return True
+
+
+TransportPeer = LocalPeer | Process
+"""A peer of the transport under test: a transport with one registered buffer."""
 
 
 class Spares:

@@ -69,13 +69,6 @@ def test_a_ticket_can_be_sent_as_json(prefill: Engine, decode: Engine) -> None:
     assert prefill.results(timeout=20.0).sent == {"theirs"}
 
 
-def test_an_engine_prefills_and_decodes_at_the_same_time(prefill: Engine, decode: Engine) -> None:
-    forth, back = computed(prefill, "one", [1, 2]), computed(decode, "two", [1, 2])
-    decode.begin_load("one here", forth, PROMPT, [3, 4])
-    prefill.begin_load("two here", back, PROMPT, [3, 4])
-    assert received(decode).failed == received(prefill).failed == {}
-
-
 def test_no_more_requests_are_held_than_there_are_pages(prefill: Engine) -> None:
     taken_on = [prefill.begin_prefill(f"{n}") for n in range(SHAPE.pages + 1)]
     assert taken_on == [True] * SHAPE.pages + [False]

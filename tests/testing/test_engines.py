@@ -46,20 +46,6 @@ def test_engine_with_keys_and_proofs_hands_over() -> None:
         assert decode.wrong_bytes([2], 4) == 0
 
 
-def test_request_is_computed_and_finished_only_once() -> None:
-    with ModelFreeEngine("prefill") as prefill:
-        prefill.serve("p-1", [1], 4)
-        with pytest.raises(ValueError, match="'p-1' was not taken on, or has its ticket already"):
-            prefill.finish("p-1", [1], 4)
-        with pytest.raises(ValueError, match="no hold is free for 'p-1', or it was taken on"):
-            prefill.compute("p-1", [1], 4)
-
-
-def test_outcome_of_a_request_that_is_not_loaded_times_out() -> None:
-    with ModelFreeEngine("decode") as decode, pytest.raises(TimeoutError, match=r"in 0\.01 s"):
-        decode.outcome("d-1", seconds=0.01)
-
-
 def test_all_values_of_a_model_differ() -> None:
     shape = CacheShape(layers=64, model_heads=8, dim=32, dtype="int64")
     values = [

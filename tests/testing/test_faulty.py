@@ -13,6 +13,7 @@ from kvferry.core.errors import ConnectError, PeerLostError, TransportUsageError
 from kvferry.core.transport import Quiescence, State, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
+from kvferry.testing.faulty import ReadPacer
 from tests.drivers.pairs import Pair, paired, received, until
 
 HALF = 1024
@@ -53,10 +54,6 @@ def pair(request: pytest.FixtureRequest, make: Make) -> FaultyPair:
     return make(Schedule(at={0: request.param}, polls=3))
 
 
-def with_fault(fault: Fault) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("pair", [fault], indirect=True)
-
-
 def begin(pair: FaultyPair, notify: bytes | None = b"done") -> TransferId:
     """Begin to read both halves."""
     return pair.read(HALVES, notify)
@@ -75,42 +72,35 @@ def moved(pair: FaultyPair) -> list[bool]:
 P, D, DONE, FAILED = State.PENDING, State.FAILING, State.DONE, State.FAILED
 
 
-@with_fault(Fault.DELAY)
-def test_delayed_transfer_ends_as_usual(pair: FaultyPair) -> None:
+@pytest.mark.parametrize(
+    ("pair", "seen", "halves", "arrives"),
+    [
+        (Fault.DELAY, [P, P, P, DONE, DONE], [True, True], True),
+        (Fault.FAIL, [FAILED, FAILED], [False, False], False),
+        (Fault.TRUNCATE, [FAILED, FAILED], [True, False], False),
+        (Fault.DOOM, [D, D, D, FAILED, FAILED], [True, True], False),
+        (Fault.DROP, [DONE, DONE], [True, True], False),
+        (Fault.LIE, [DONE, DONE], [True, False], True),
+    ],
+    indirect=["pair"],
+)
+def test_fault_of_a_transfer(
+    pair: FaultyPair, seen: list[State], halves: list[bool], arrives: bool
+) -> None:
     transfer = begin(pair)
-    with pytest.raises(TransportUsageError, match="not final"):
-        pair.reader.forget(transfer)
-    with pytest.raises(TransportUsageError, match="still uses"):
-        pair.reader.deregister(pair.local)
-    assert states(pair, transfer, 5) == [P, P, P, DONE, DONE]
-    assert moved(pair) == [True, True]
-    assert received(pair.other, 1) == [b"done"]
+    if seen[0] in (P, D):
+        with pytest.raises(TransportUsageError, match="not final"):
+            pair.reader.forget(transfer)
+        with pytest.raises(TransportUsageError, match="still uses"):
+            pair.reader.deregister(pair.local)
+    assert states(pair, transfer, len(seen)) == seen
+    assert moved(pair) == halves
+    pair.reader.notify(pair.peer, b"next")
+    wanted = [b"done", b"next"] if arrives else [b"next"]
+    assert received(pair.other, len(wanted)) == wanted
     pair.reader.forget(transfer)
-    pair.reader.deregister(pair.local)
-
-
-@with_fault(Fault.FAIL)
-def test_failed_transfer_moves_nothing(pair: FaultyPair) -> None:
-    assert states(pair, begin(pair), 2) == [FAILED, FAILED]
-    assert moved(pair) == [False, False]
-    assert pair.other.notifications() == []
     assert states(pair, begin(pair), 1) == [DONE]
-
-
-@with_fault(Fault.TRUNCATE)
-def test_truncated_transfer_moves_half_of_the_copies_and_fails(pair: FaultyPair) -> None:
-    status = pair.status(begin(pair))
-    assert status.state is FAILED
-    assert str(status.error) == "injected: truncate"
-    assert moved(pair) == [True, False]
-    assert pair.other.notifications() == []
-
-
-@with_fault(Fault.DOOM)
-def test_failing_transfer_fails_after_some_polls(pair: FaultyPair) -> None:
-    transfer = begin(pair)
-    assert states(pair, transfer, 5) == [D, D, D, FAILED, FAILED]
-    assert pair.other.notifications() == []
+    pair.reader.deregister(pair.local)
 
 
 def test_failing_transfer_fails_after_disconnect(make: Make) -> None:
@@ -122,22 +112,7 @@ def test_failing_transfer_fails_after_disconnect(make: Make) -> None:
     assert states(pair, transfer, 1) == [FAILED]
 
 
-@with_fault(Fault.DROP)
-def test_dropped_notification_does_not_arrive(pair: FaultyPair) -> None:
-    assert states(pair, begin(pair), 1) == [DONE]
-    assert moved(pair) == [True, True]
-    pair.reader.notify(pair.peer, b"next")
-    assert received(pair.other, 1) == [b"next"]
-
-
-@with_fault(Fault.LIE)
-def test_lie_reports_done_with_half_of_the_bytes(pair: FaultyPair) -> None:
-    assert states(pair, begin(pair), 1) == [DONE]
-    assert moved(pair) == [True, False]
-    assert received(pair.other, 1) == [b"done"]
-
-
-@with_fault(Fault.DIE)
+@pytest.mark.parametrize("pair", [Fault.DIE], indirect=True)
 def test_dead_transport_is_lost_to_both_sides(pair: FaultyPair) -> None:
     address = pair.reader.address()
     transfer = begin(pair)
@@ -191,21 +166,6 @@ def test_rate_is_the_share_of_faulty_calls() -> None:
     assert [named.fault(call) for call in (2, 3)] == [Fault.DROP, Fault.DIE]
 
 
-def test_every_faulty_transfer_is_right_or_fails(make: Make) -> None:
-    pair = make(Schedule(seed=5, rate=0.5))
-    outcomes = set()
-    for _ in range(60):
-        pair.mine[:] = 0
-        transfer = begin(pair, None)
-        state = states(pair, transfer, 5)[-1]
-        assert state.final
-        outcomes.add(state)
-        if state is DONE:
-            assert moved(pair) == [True, True]
-        pair.reader.forget(transfer)
-    assert outcomes == {DONE, FAILED}
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -234,30 +194,43 @@ def test_paced_read_ends_when_its_bytes_have_had_their_time(
     assert states(paced, transfer, 1) == [P]
     clock.seconds += 0.02
     assert states(paced, transfer, 1) == [DONE]
-    paced.reader.forget(transfer)
-    paced.reader.deregister(paced.local)
+    given_up = [begin(paced), begin(paced)]
+    assert settled(paced, given_up[1]) is P
+    paced.reader.cancel(given_up[0])
+    assert states(paced, given_up[0], 1)[0].final
+    paced.reader.disconnect(paced.peer)
+    assert states(paced, given_up[1], 1)[0].final
 
 
-@pytest.mark.parametrize("how", ["cancel", "disconnect"])
-def test_paced_read_that_is_given_up_ends_at_once(paced: FaultyPair, how: str) -> None:
-    transfer = begin(paced)
-    assert settled(paced, transfer) is P
-    if how == "cancel":
-        paced.reader.cancel(transfer)
-    else:
-        paced.reader.disconnect(paced.peer)
-    assert states(paced, transfer, 1)[0].final
+def test_small_read_ends_soon_beside_a_large_one() -> None:
+    clock = Clock()
+    pacer = ReadPacer(1000.0, clock)
+    pacer.begin(1, 1000)
+    pacer.begin(2, 10)
+    clock.seconds += 0.021
+    assert (pacer.is_under_way(1), pacer.is_under_way(2)) == (True, False)
+    clock.seconds += 0.98
+    assert pacer.is_under_way(1)
+    clock.seconds += 0.01
+    assert not pacer.is_under_way(1)
 
 
-@pytest.mark.parametrize(
-    ("fault", "meanwhile", "end"),
-    [(Fault.DELAY, P, DONE), (Fault.FAIL, FAILED, FAILED), (Fault.LIE, P, DONE)],
+@given(
+    reads=st.lists(st.tuples(st.floats(0, 2), st.integers(0, 5000)), min_size=1, max_size=8),
+    looks=st.lists(st.floats(0.001, 1), max_size=20),
 )
-def test_paced_read_may_have_a_fault(
-    make: Make, clock: Clock, fault: Fault, meanwhile: State, end: State
+def test_the_last_read_ends_when_all_bytes_had_their_time(
+    reads: list[tuple[float, int]], looks: list[float]
 ) -> None:
-    pair = make(Schedule(at={0: fault}), bytes_per_second=2 * HALF, clock=clock)
-    transfer = begin(pair)
-    assert until(lambda: states(pair, transfer, 9)[-1] is meanwhile)
-    clock.seconds += 1.1
-    assert states(pair, transfer, 9)[-1] is end
+    clock = Clock()
+    pacer = ReadPacer(1000.0, clock)
+    end = clock.seconds
+    for number, (pause, nbytes) in enumerate(reads):
+        clock.seconds += pause
+        end = max(end, clock.seconds) + nbytes / 1000.0
+        pacer.begin(number, nbytes)
+    for pause in looks:
+        clock.seconds += pause
+        busy = any(pacer.is_under_way(number) for number in range(len(reads)))
+        if abs(clock.seconds - end) > 1e-6:
+            assert busy == (clock.seconds < end)

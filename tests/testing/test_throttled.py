@@ -41,11 +41,6 @@ def test_driver_by_name_keeps_to_its_rate() -> None:
         assert {state() for _ in range(20)} == {State.PENDING}
 
 
-def test_without_a_rate_it_is_the_other_driver() -> None:
-    with reading(driver="loopback") as state:
-        assert until(lambda: state() is State.DONE)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.core.transport import PeerId, TransferId
-from kvferry.testing.contract.workbench import ContractSettings, LocalPeer, Workbench
+from kvferry.testing.contract.workbench import ContractSettings, Workbench
+from kvferry.testing.peer_process import LocalPeer
 
 
 class Impatient(ContractSettings):

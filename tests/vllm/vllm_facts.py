@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvferry.integrations.vllm.caches.pages import LayerFacts, Page, ShardPosition
+from kvferry.integrations.vllm.caches.pages import LayerFacts, Page, ShardPosition, without_memory
 from kvferry.integrations.vllm.caches.state_pages import state_fields
 
 BLOCKS, LAYERS, HEADS, TOKENS, HEAD = 5, 3, 2, 16, 8
@@ -101,10 +101,7 @@ def state_fields_of(backend: str, groups: int, kernel: int, spec: MambaSpec, tp:
         facts=LayerFacts(backend=backend, groups=groups, kernel=kernel),
         spec=spec,
         position=ShardPosition(tp=tp - 1, tp_size=tp),
-        shape=(1, 1, size),
-        strides=(size, size, 1),
-        dtype="int8",
-        itemsize=1,
+        block=without_memory((1, 1, size), torch.int8),
         pages=BLOCKS,
         page_stride=size,
         kernels=1,

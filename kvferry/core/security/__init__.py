@@ -6,20 +6,13 @@ standard library, msgspec, ZMQ (for key pairs) and ``cryptography`` (for proofs)
 
 from kvferry.core.security.access import NEARBY, OPEN, Access, Networks
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, PeerKeys, generate, public_keys
-from kvferry.core.security.secret_sources import FILE, Secret, is_source, listed_keys, read_secret
-from kvferry.core.security.source_watcher import (
-    LOOK_SECONDS,
-    Reading,
-    SourceWatcher,
-    WatchedSetting,
-)
+from kvferry.core.security.secret_sources import FILE, Secret, listed_keys, read_secret
 from kvferry.core.security.ticket_hmac import TicketSecrets
 from kvferry.core.security.ticket_proof import Proof, TicketKey
 
 __all__ = [
     "FILE",
     "KEY_BYTES",
-    "LOOK_SECONDS",
     "NEARBY",
     "OPEN",
     "Access",
@@ -27,14 +20,10 @@ __all__ = [
     "Networks",
     "PeerKeys",
     "Proof",
-    "Reading",
     "Secret",
-    "SourceWatcher",
     "TicketKey",
     "TicketSecrets",
-    "WatchedSetting",
     "generate",
-    "is_source",
     "listed_keys",
     "public_keys",
     "read_secret",

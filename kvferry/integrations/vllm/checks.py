@@ -8,11 +8,9 @@ ranks may run on other hosts. ``kvferry check-config`` runs those that need no m
 from __future__ import annotations
 
 import copy
-import errno
 import functools
 import logging
 import multiprocessing
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -31,10 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
-
-ENDING_SECONDS = 3.0
-"""How long an engine that was stopped may take to end, beyond its ``drain_timeout``. Its successor
-waits so long for the port of the side channel."""
 
 TICKET_CONNECTORS = frozenset(
     {
@@ -91,17 +85,13 @@ def check_transfer(transfer: object, here: bool = True) -> Iterator[str]:
         yield from (setting_problems if here else configuration.problems)(extra_of(own))
 
 
-def launches_here(settings: object) -> bool:
+def launches_here(parallel: ParallelConfig) -> bool:
     """Return whether a launch starts engines or workers on this host, as far as is known before.
 
     ``False`` for a front end whose engines are all elsewhere, and with Ray, which places them.
-    ``settings`` is vLLM's ``EngineArgs`` or ``ParallelConfig``.
     """
-    placed_by = (
-        getattr(settings, "data_parallel_backend", None),
-        getattr(settings, "distributed_executor_backend", None),
-    )
-    return "ray" not in placed_by and getattr(settings, "data_parallel_size_local", None) != 0
+    placed_by = parallel.data_parallel_backend, parallel.distributed_executor_backend
+    return "ray" not in placed_by and parallel.data_parallel_size_local != 0
 
 
 @_refusing()
@@ -115,9 +105,7 @@ def check_launch(vllm_config: VllmConfig) -> Iterator[str]:
             engine.kv_transfer_config = type(transfer)(**own)
         check_engine(engine)
         check_siblings(engine.kv_transfer_config, transfer)
-        config = configuration.parse(extra_of(own))
-        wait = config.drain_timeout + ENDING_SECONDS
-        yield from address_problems(config, engines_here(parallel), wait=wait)
+        yield from address_problems(configuration.parse(extra_of(own)), engines_here(parallel))
 
 
 def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
@@ -135,35 +123,18 @@ def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
     yield from examine_security_settings(config)[1]
 
 
-def address_problems(config: Config, indices: Iterable[int], *, wait: float = 0.0) -> Iterator[str]:
+def address_problems(config: Config, indices: Iterable[int]) -> Iterator[str]:
     """Yield why side channels could not listen on this host.
 
     Each of the data-parallel ``indices`` of the engines here is added to the configured port,
-    unless that is 0. Waits up to ``wait`` seconds in total for ports that are in use.
+    unless that is 0.
     """
-    deadline = time.monotonic() + wait
     for index in indices:
         try:
             port = configuration.with_index(config, index).side_channel_port
-            _wait_for_address(config.side_channel_host, port, deadline)
+            check_address(config.side_channel_host, port)
         except (ConfigError, HandshakeError) as exc:
             yield str(exc)
-
-
-def _wait_for_address(host: str, port: int, deadline: float) -> None:
-    """Return when an address can be bound; raise ``HandshakeError`` if it cannot in time."""
-    told = False
-    while True:
-        try:
-            return check_address(host, port)
-        except HandshakeError as exc:
-            in_use = isinstance(exc.__cause__, OSError) and exc.__cause__.errno == errno.EADDRINUSE
-            if not in_use or time.monotonic() >= deadline:
-                raise
-        if not told:
-            told = True
-            logger.warning("%s port %d is in use: waiting for an engine that ends", host, port)
-        time.sleep(0.1)
 
 
 def engines_here(parallel: ParallelConfig) -> range:

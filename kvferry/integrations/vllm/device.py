@@ -142,8 +142,7 @@ def make_transport(
     ``memory`` has the kinds of memory in which the caches are (``Region.kind``).
 
     Raises:
-        ConfigError: The driver cannot reach one of the kinds of memory; names the installed drivers
-            that can.
+        ConfigError: The driver cannot reach one of the kinds of memory.
         DriverError: The driver cannot be used.
     """
     transport = registry.create(config.driver, config.driver_options, enter=enter)
@@ -151,16 +150,10 @@ def make_transport(
     if not missing:
         return transport
     transport.close()
-    able = [
-        report.info.name
-        for report in map(registry.describe, registry.installed())
-        if report.capabilities is not None and report.capabilities.memory.issuperset(missing)
-    ]
     raise ConfigError(
         f"driver {config.driver!r} cannot reach {', '.join(missing)} memory, where this engine's "
         "cache is: set kv_buffer_device 'cpu', which hands pages over by way of host memory, or "
-        "driver to one that can; of the installed ones: "
-        f"{', '.join(able) or 'none; kvferry drivers lists them, and why one does not work'}"
+        "driver to one that can ('kvferry drivers' shows what each can reach)"
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import TYPE_CHECKING
 
-from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm import dynamo
 from kvferry.integrations.vllm.transfer_config import MODULE, NAME, own_transfers
 
@@ -21,20 +21,12 @@ _CHECKED = "_kvferry_checks"
 def register() -> None:
     """Register ``KVFerryConnector`` with vLLM and Dynamo, and have launches checked.
 
-    vLLM calls this in each process, also repeatedly. Raises ``KVFerryError`` if another connector
-    has this name.
+    vLLM calls this in each process, also repeatedly.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    try:
+    with contextlib.suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
-    except ValueError as exc:
-        registered = KVConnectorFactory.get_connector_class_by_name(NAME)
-        if not registered.__module__.startswith(MODULE):
-            raise KVFerryError(
-                f"vLLM has a connector {NAME!r} already, from {registered.__module__}: uninstall "
-                f"its package, or set kv_connector_module_path to {MODULE!r}"
-            ) from exc
     dynamo.register(NAME)
     _check_launches(getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None))
 
@@ -53,10 +45,6 @@ def _check_launches(engine_args: type[EngineArgs] | None) -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: object, **kwargs: object) -> VllmConfig:
-        if own_transfers(self.kv_transfer_config):
-            from kvferry.integrations.vllm.checks import check_transfer, launches_here
-
-            check_transfer(self.kv_transfer_config, launches_here(self))
         vllm_config = original(self, *args, **kwargs)
         if own_transfers(vllm_config.kv_transfer_config):
             from kvferry.integrations.vllm.checks import check_launch

@@ -24,7 +24,7 @@ from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMe
 from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.security import warn_of_open_access, watch_security_files
+from kvferry.integrations.vllm.security import SecurityFiles, warn_of_open_access
 from kvferry.integrations.vllm.side_channel import EngineSideChannel, loopback_risk, serve
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class FerryScheduler:
         risk = loopback_risk(config, chosen="side_channel_host" in extra)
         if facts.hands_over and risk:
             logger.warning("%s", risk)
-        self._security_files = watch_security_files(config, facts.security, who="scheduler half")
+        self._security_files = SecurityFiles(config, facts.security, who="scheduler half")
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0

@@ -6,28 +6,22 @@ Also warns at start if access is open.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.core.errors import HandshakeError, SecretError
 from kvferry.core.security import (
     FILE,
-    LOOK_SECONDS,
     NEARBY,
     Access,
     KeyPair,
     Networks,
     PeerKeys,
-    Reading,
     Secret,
-    SourceWatcher,
     TicketSecrets,
-    WatchedSetting,
-    is_source,
     listed_keys,
     read_secret,
 )
@@ -38,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_LOGGED_KEYS = 4
-"""How many added or removed keys one log line names."""
+LOOK_SECONDS = 2.0
+"""Time between two readings of the files; as two must agree, a change takes effect within twice
+this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +51,8 @@ def read_security_settings(config: Config) -> SecuritySettings:
 
     Raises:
         ConfigError: A key or secret cannot be read or is malformed, or only one of
-            ``curve_secret_key`` and ``curve_peers`` is set. The message names every problem, and
-            never shows a secret.
+            ``curve_secret_key`` and ``curve_peers`` is set. The message names each setting that is
+            wrong, and never shows a secret.
     """
     settings, problems = examine_security_settings(config)
     if problems:
@@ -66,140 +61,53 @@ def read_security_settings(config: Config) -> SecuritySettings:
 
 
 def examine_security_settings(config: Config) -> tuple[SecuritySettings, list[str]]:
-    """Return the usable settings, and a text for each problem, which shows no secret."""
+    """Return the usable settings, and a text for each setting that is wrong, without secrets."""
     problems: list[str] = []
 
-    @contextmanager
-    def noting(setting: str) -> Iterator[None]:
+    def examined(setting: str, read: Callable[[], T], otherwise: T) -> T:
         try:
-            yield
+            return read()
         except SecretError as exc:
             problems.append(f"kv_connector_extra_config: {setting}{exc}")
+            return otherwise
 
-    own: list[Secret] = []
-    pair: KeyPair | None = None
-    if config.curve_secret_key:
-        with noting("curve_secret_key: "):
-            own.append(read_secret(config.curve_secret_key))
-            pair = KeyPair.of(own[0].text, own[0].source)
-    # The keys in ``curve_peers`` itself are one list, and each place of more keys is another.
-    groups = [[text for text in config.curve_peers if not is_source(text)]]
-    groups += [[text] for text in config.curve_peers if is_source(text)]
-    peers = frozenset[bytes]()
-    for group in groups:
-        with noting("curve_peers: "):
-            peers |= listed_keys(group, "curve_peers")
-    access, secrets = NEARBY, None
-    with noting(""):
-        networks = _networks(config)
-        if not problems:
-            access = Access(own=pair, peers=PeerKeys(peers), networks=networks)
-    tickets: list[Secret] = []
-    for place in config.ticket_secrets:
-        with noting("ticket_secrets: "):
-            tickets.append(read_secret(place))
-    if tickets and len(tickets) == len(config.ticket_secrets):
-        with noting("ticket_secrets: "):
-            secrets = TicketSecrets.of([each.text for each in tickets])
-    settings = SecuritySettings(access=access, secrets=secrets, exposed=_exposed([*tickets, *own]))
-    return settings, problems
+    own = examined("curve_secret_key: ", lambda: _own_key(config), None)
+    peers = examined("curve_peers: ", lambda: listed_keys(config.curve_peers, "curve_peers"), None)
+    networks = examined("", lambda: _networks(config), None)
+    access = NEARBY
+    if not problems:
+        pair = own[0] if own else None
+        keys = PeerKeys(peers or ())
+        access = examined("", lambda: Access(own=pair, peers=keys, networks=networks), NEARBY)
+    tickets = examined("ticket_secrets: ", lambda: _ticket_secrets(config), None)
+    read = [*(tickets[1] if tickets else ()), *(own[1:] if own else ())]
+    secrets = tickets[0] if tickets else None
+    return SecuritySettings(access=access, secrets=secrets, exposed=_exposed(read)), problems
 
 
-def watch_security_files(
-    config: Config,
-    security: SecuritySettings,
-    *,
-    who: str,
-    is_worker: bool = False,
-    seconds: float = LOOK_SECONDS,
-) -> SourceWatcher:
-    """Read files of keys and secrets again while the engine runs, and use what they contain.
-
-    The peers' keys and the ticket secrets are replaced in ``security``. A change of the engine's
-    own key is only logged: it takes effect with a restart. A worker uses the peers' keys only.
-    ``who`` is the part of the engine that reads, for log lines; ``seconds`` pass between two
-    readings. The caller closes the thread that is returned.
-    """
-    own, peers, secrets = security.access.own, security.access.peers, security.secrets
-    watched: list[WatchedSetting[Any]] = []
-
-    def watch(
-        name: str,
-        places: Iterable[str],
-        used: Reading[T],
-        read: Callable[[], Reading[T]],
-        use: Callable[[T], str],
-    ) -> None:
-        if any(place.startswith(FILE) for place in places):
-            watched.append(WatchedSetting(name, used, read=read, use=use))
-
-    if isinstance(peers, PeerKeys):
-
-        def read_peers() -> Reading[AbstractSet[bytes]]:
-            keys = listed_keys(config.curve_peers, "curve_peers")
-            return Reading(Access(own=own, peers=keys).peers)
-
-        before: Reading[AbstractSet[bytes]] = Reading(frozenset(peers))
-        watch("curve_peers", config.curve_peers, before, read_peers, partial(_use_peers, peers))
-    if secrets is not None and not is_worker:
-        places = config.ticket_secrets
-        used = Reading(secrets.secrets, frozenset(security.exposed))
-        read_again = partial(_read_ticket_secrets, places)
-        watch("ticket_secrets", places, used, read_again, partial(_use_secrets, secrets))
-    if own is not None and not is_worker:
-        place = config.curve_secret_key
-        same = partial(_refuse_another_key, place, own)
-        watch("curve_secret_key", [place], Reading(own), same, lambda key: "")
-    return SourceWatcher(watched, who=who, seconds=seconds)
+def _own_key(config: Config) -> tuple[KeyPair, Secret] | None:
+    if not config.curve_secret_key:
+        return None
+    secret = read_secret(config.curve_secret_key)
+    return KeyPair.of(secret.text, secret.source), secret
 
 
-def _use_peers(peers: PeerKeys, keys: AbstractSet[bytes]) -> str:
-    """Replace the keys in use; return what to log."""
-    before = frozenset(peers)
-    peers.replace(keys)
-    changes = [("added", keys - before), ("removed", before - keys)]
-    named = [f", {what} {_listed(those)}" for what, those in changes if those]
-    return f"{_count(keys, 'key')}{''.join(named)}"
+def _ticket_secrets(config: Config) -> tuple[TicketSecrets, list[Secret]] | None:
+    read = [read_secret(place) for place in config.ticket_secrets]
+    return (TicketSecrets.of([each.text for each in read]), read) if read else None
 
 
-def _read_ticket_secrets(places: Iterable[str]) -> Reading[tuple[bytes, ...]]:
-    found = [read_secret(place) for place in places]
-    texts = TicketSecrets.of([each.text for each in found]).secrets
-    return Reading(texts, frozenset(_exposed(found)))
-
-
-def _use_secrets(secrets: TicketSecrets, newer: tuple[bytes, ...]) -> str:
-    """Replace the secrets in use; return what to log."""
-    same = newer[0] == secrets.secrets[0]
-    secrets.replace(TicketSecrets(newer))
-    signs = "the same one as before" if same else "another one than before"
-    return f"{_count(newer, 'secret')}, and tickets are signed with {signs}"
-
-
-def _refuse_another_key(place: str, own: KeyPair) -> Reading[KeyPair]:
-    """Raise ``SecretError`` if the file of this engine's own key has another key."""
-    found = read_secret(place)
-    if KeyPair.of(found.text, found.source) != own:
-        raise SecretError(
-            f"{found.source} has another key, which takes effect when this engine is "
-            f"restarted; until then its public key is {own.public.hex()}"
-        )
-    return Reading(own)
+def _networks(config: Config) -> Networks | None:
+    """Return the networks in which peers are accepted, or ``None`` for any."""
+    if isinstance(config.allowed_peers, str):
+        return None
+    if config.allowed_peers is None:
+        return Networks.nearby()
+    return Networks.of(config.allowed_peers)
 
 
 def _exposed(secrets: Iterable[Secret]) -> tuple[str, ...]:
     return tuple(secret.exposed for secret in secrets if secret.exposed)
-
-
-def _count(values: Collection[object], word: str) -> str:
-    return f"{len(values)} {word}{'' if len(values) == 1 else 's'}"
-
-
-def _listed(keys: AbstractSet[bytes]) -> str:
-    """Return public keys as text for a log line; of many, the first."""
-    named = ", ".join(sorted(key.hex() for key in keys)[:MAX_LOGGED_KEYS])
-    more = len(keys) - MAX_LOGGED_KEYS
-    return f"{named} and {more} more" if more > 0 else named
 
 
 def open_access_risks(security: SecuritySettings, host: str) -> Iterator[str]:
@@ -252,10 +160,109 @@ def warn_of_open_access(security: SecuritySettings, host: str) -> None:
         logger.warning("%s", risk)
 
 
-def _networks(config: Config) -> Networks | None:
-    """Return the networks in which peers are accepted, or ``None`` for any."""
-    if isinstance(config.allowed_peers, str):
-        return None
-    if config.allowed_peers is None:
-        return Networks.nearby()
-    return Networks.of(config.allowed_peers)
+# Files that change while the engine runs.
+
+
+@dataclass(slots=True, kw_only=True)
+class _WatchedSetting:
+    """A setting whose files are read again. Used by the watcher's thread only."""
+
+    name: str
+    read: Callable[[], object]  # raises ``SecretError`` for what cannot be used
+    use: Callable[[Any], str]  # returns what to log, empty if the value is in use already
+    seen: object = None
+    decided: object = None
+
+    def look(self, who: str) -> None:
+        """Read the files, and use or refuse what two readings in a row have found.
+
+        A file may be read while it is being written.
+        """
+        try:
+            found = self.read()
+        except SecretError as exc:
+            found = str(exc)
+        previous, self.seen = self.seen, found
+        if found != previous or found == self.decided:
+            return
+        self.decided = found
+        if isinstance(found, str):
+            logger.warning("%s: %s stays as it was: %s", who, self.name, found)
+        elif change := self.use(found):
+            logger.info("%s: %s was read again: %s", who, self.name, change)
+
+
+class SecurityFiles:
+    """Read files of keys and secrets again, every ``seconds``, and use what they contain.
+
+    The peers' keys and the ticket secrets are replaced in ``security``; a worker uses the peers'
+    keys only. ``who`` is the part of the engine that reads, for log lines.
+
+    Files may be on a network file system, so a reading may hang: only a thread of its own waits for
+    them. Without files, no thread is started.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        security: SecuritySettings,
+        *,
+        who: str,
+        is_worker: bool = False,
+        seconds: float = LOOK_SECONDS,
+    ) -> None:
+        self._config = config
+        self._security = security
+        self._who = who
+        self._seconds = seconds
+        self._closed = threading.Event()
+        settings: list[tuple[str, Sequence[str], Callable[[], object], Callable[[Any], str]]] = [
+            ("curve_peers", config.curve_peers, self._read_peers, self._use_peers),
+            ("ticket_secrets", config.ticket_secrets, self._read_secrets, self._use_secrets),
+        ]
+        self._watched = [
+            _WatchedSetting(name=name, read=read, use=use)
+            for name, places, read, use in settings[: 1 if is_worker else 2]
+            if any(place.startswith(FILE) for place in places)
+        ]
+        if self._watched:
+            threading.Thread(target=self._run, name="kvferry-secrets", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop, without waiting for a reading that has begun. May be called twice."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._seconds):
+            for setting in self._watched:
+                try:
+                    setting.look(self._who)
+                except Exception:
+                    # The next change has to be noticed, whatever happened to this one.
+                    logger.exception("%s: a key or secret could not be read again", self._who)
+
+    def _read_peers(self) -> AbstractSet[bytes]:
+        keys = listed_keys(self._config.curve_peers, "curve_peers")
+        return Access(own=self._security.access.own, peers=keys).peers
+
+    def _use_peers(self, keys: AbstractSet[bytes]) -> str:
+        peers = self._security.access.peers
+        if keys == peers or not isinstance(peers, PeerKeys):
+            return ""
+        peers.replace(keys)
+        return f"{len(keys)} key(s)"
+
+    def _read_secrets(self) -> TicketSecrets | None:
+        secrets, read = _ticket_secrets(self._config) or (None, [])
+        # Files that were open from the beginning were logged then, and still count.
+        if newly_exposed := set(_exposed(read)).difference(self._security.exposed):
+            raise SecretError("; ".join(sorted(newly_exposed)))
+        return secrets
+
+    def _use_secrets(self, newer: TicketSecrets) -> str:
+        used = self._security.secrets
+        if used is None or newer == used:
+            return ""
+        signer = "the same one as" if newer.secrets[0] == used.secrets[0] else "another one than"
+        used.replace(newer)
+        return f"{len(newer.secrets)} secret(s), and tickets are signed with {signer} before"

@@ -20,7 +20,6 @@ from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.metrics import LoadRecord
-from kvferry.core.security import SourceWatcher
 from kvferry.integrations.vllm import checks, compat_029, staging
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
@@ -40,7 +39,7 @@ from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.page_source import most_pages
 from kvferry.integrations.vllm.rank_position import current_rank_position, shared_incarnation
 from kvferry.integrations.vllm.request_reports import is_followed
-from kvferry.integrations.vllm.security import read_security_settings, watch_security_files
+from kvferry.integrations.vllm.security import SecurityFiles, read_security_settings
 from kvferry.integrations.vllm.staging import StagedCache
 from kvferry.integrations.vllm.tracing import is_traced
 
@@ -95,7 +94,7 @@ class FerryWorker:
         endpoint: Endpoint,
         mark_work: Callable[[], Callable[[], bool] | None],
         drain: float = 0.0,
-        security_files: SourceWatcher | None = None,
+        security_files: SecurityFiles | None = None,
         *,
         follows: bool = False,
         staged: StagedCache | None = None,
@@ -355,9 +354,7 @@ def start_worker(
         enter=enter,
         copies=staged.pool if staged is not None else None,
     )
-    files = watch_security_files(
-        config, security, who=f"rank {endpoint.payload.rank}", is_worker=True
-    )
+    files = SecurityFiles(config, security, who=f"rank {endpoint.payload.rank}", is_worker=True)
     follows = is_followed(log=config.log_requests) or is_traced(vllm_config)
     return FerryWorker(
         endpoint,

@@ -28,6 +28,7 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.memory import Buffer, Bytes, allocate, make_transport, pattern
+from kvferry.testing.peer_process import LocalPeer
 from kvferry.testing.peers import Process, Spares, TransportPeer
 
 MIB = 1 << 20
@@ -106,12 +107,12 @@ class ContractSettings:
         if request.param == "other process":
             process: Process = request.getfixturevalue("shared")
             return process
-        return lab.neighbour() if request.param == "neighbour" else LocalPeer(lab, lab.transport)
+        return lab.neighbour() if request.param == "neighbour" else lab.local_peer(lab.transport)
 
     @pytest.fixture
     def everywhere(self, lab: Workbench, shared: Process) -> list[TransportPeer]:
         """A list with one peer of each kind that the fixture ``remote`` has."""
-        return [LocalPeer(lab, lab.transport), lab.neighbour(), shared]
+        return [lab.local_peer(lab.transport), lab.neighbour(), shared]
 
 
 Content = tuple[Buffer | TransportPeer, Bytes]
@@ -166,7 +167,12 @@ class Workbench:
 
     def neighbour(self, seed: int = 1) -> LocalPeer:
         """Return another transport of this process with a buffer of 1 MiB, filled by the seed."""
-        return LocalPeer(self, self.make(), seed)
+        return self.local_peer(self.make(), seed)
+
+    def local_peer(self, transport: Transport, seed: int = 1) -> LocalPeer:
+        """Return a peer of 1 MiB, filled by the seed, whose transport is one of this test."""
+        buffer, patience = self.buffer(MIB), self.settings.patience
+        return LocalPeer(transport, buffer, pattern(MIB, seed), self.turn, patience)
 
     def connect(self, remote: TransportPeer | Transport) -> PeerId:
         """Connect the transport under test to a peer."""
@@ -436,53 +442,6 @@ class Workbench:
     def fresh(self, nbytes: int = MIB) -> Bytes:
         """Return ``nbytes`` bytes of a pattern that this test has not used yet."""
         return pattern(nbytes, next(self._seeds))
-
-
-@dataclass(slots=True, eq=False)
-class LocalPeer:
-    """A ``TransportPeer`` in this process, with 1 MiB; perhaps the transport under test itself."""
-
-    lab: Workbench
-    transport: Transport
-    seed: int = 1
-    buffer: Buffer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.buffer = self.lab.buffer(MIB, self.transport)
-        self.buffer.put(pattern(MIB, self.seed))
-
-    @property
-    def name(self) -> str:
-        return self.transport.name
-
-    @property
-    def region(self) -> Region:
-        return self.buffer.region
-
-    def address(self) -> bytes:
-        return self.transport.address()
-
-    def get(self) -> Bytes:
-        return self.buffer.get()
-
-    def put(self, data: Bytes) -> None:
-        self.buffer.put(data)
-
-    def register(self, region: Region) -> None:
-        self.transport.register(region)
-
-    def deregister(self, region: Region) -> None:
-        self.transport.deregister(region)
-
-    def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
-        found: list[Notification] = []
-
-        def enough() -> bool:
-            found.extend(self.transport.notifications())
-            return len(found) >= count
-
-        self.lab.until(enough, seconds)
-        return found
 
 
 class OtherThread(threading.Thread):

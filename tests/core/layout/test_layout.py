@@ -189,13 +189,6 @@ def test_a_region_outside_the_address_space_is_refused(bounds: tuple[int, int]) 
         Region(address=bounds[0], nbytes=bounds[1])
 
 
-def test_a_region_contains_addresses_within_its_bounds() -> None:
-    region = Region(address=100, nbytes=10)
-    assert region.contains(Region(address=102, nbytes=8))
-    assert not region.contains(Region(address=102, nbytes=9))
-    assert not region.contains(Region(address=102, nbytes=8, kind="cuda"))
-
-
 def test_region_of_an_array_is_its_memory() -> None:
     array = np.zeros((4, 6), dtype=np.float32)
     assert region_of(array) == Region(address=array.ctypes.data, nbytes=96)

@@ -42,16 +42,11 @@ def test_the_folder_does_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"weights": b"Weights"}, {"weights": b"weights "}, {"config": '{"r": 8}'}]
+    "changes",
+    [{"weights": b"Weights"}, {"config": '{"r": 8}'}, {"weights": b"eights", "config": "{}w"}],
 )
 def test_each_file_matters(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert content(write(tmp_path / "one")) != content(write(tmp_path / "other", **changes))
-
-
-def test_bytes_belong_to_one_file(tmp_path: Path) -> None:
-    first = write(tmp_path / "first", weights=b"bc", config="a")
-    second = write(tmp_path / "second", weights=b"c", config="ab")
-    assert content(first) != content(second)
 
 
 def test_the_file_that_vllm_reads_counts(tmp_path: Path) -> None:
@@ -136,12 +131,6 @@ def test_files_are_hashed_once_for_a_version(
     write(tmp_path, weights=b"others")
     assert contents.known(path) is None
     assert contents.read(path)[1] != first
-
-
-def test_a_content_that_another_process_found(tmp_path: Path) -> None:
-    path, contents = write(tmp_path), AdapterContents()
-    contents.learn(path, adapter_version(path), b"found")
-    assert contents.known(path) == b"found"
 
 
 def test_two_folders_with_equal_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,308 +14,281 @@ from typing import Any
 
 import pytest
 
+from kvferry.integrations.vllm import adapters as module
 from kvferry.integrations.vllm.adapter_files import AdapterContents, AdapterError
 from kvferry.integrations.vllm.adapter_loads import UNKNOWN, AdapterLoad, AdapterReport
 from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters, lora_settings
 from tests.engines.steps import eventually
 from tests.integrations.vllm.test_adapter_files import content, write
 
-Make = Callable[..., Adapters]
+NOT_LOADED = "not those that the engine loaded"
+CACHED = r"blocks of those .* from a new path"
+CHANGED = "loaded other files for it while it computed"
+
+
+class Engine:
+    """The adapters of an engine, and an adapter ``path`` beside one with other weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = write(folder / "adapter")
+        self.other = write(folder / "other", weights=b"others")
+        self.made: list[Adapters] = []
+        self.start()
+
+    def start(self, *, prefix_caching: bool = True, **settings: Any) -> None:
+        self.adapters = Adapters(prefix_caching=prefix_caching, **settings)
+        self.made.append(self.adapters)
+
+    def change(self) -> None:
+        """Replace the weights at ``path``."""
+        write(Path(self.path), weights=b"others")
+
+    def request(self, name: str = "r", number: int = 1, path: str = "", **more: Any) -> Any:
+        path = path or self.path
+        lora = SimpleNamespace(lora_name="adapter", lora_int_id=number, lora_path=path, **more)
+        return SimpleNamespace(request_id=name, lora_request=lora)
+
+    def load(
+        self, path: str = "", number: int = 1, rank: int = 0, read: bytes | None = None
+    ) -> AdapterLoad:
+        """A load of the files that are there now, unless told otherwise."""
+        version, now = AdapterContents().read(path or self.path)
+        return AdapterLoad(
+            rank=rank,
+            adapter=number,
+            name="adapter",
+            path=path or self.path,
+            version=version,
+            content=now if read is None else read,
+        )
+
+    def tell(self, *loads: AdapterLoad, step: int = 0) -> list[str]:
+        return self.adapters.reported(AdapterReport(loads=loads, step=step))
+
+    def settle(self, *loads: AdapterLoad, **request: Any) -> Any:
+        """Follow a request until it waits no longer; the workers answer with these loads."""
+        each = self.request(**request)
+        self.adapters.follow(each)
+        self.tell(*loads, step=self.adapters.next_step())
+        eventually(lambda: not self.adapters.waits(each))
+        return each
+
+    def check(self, request: Any, refusal: str = "") -> None:
+        """Expect the content of the files that are there now, or a refusal."""
+        if not refusal:
+            assert self.adapters.content(request) == content(request.lora_request.lora_path)
+            return
+        with pytest.raises(AdapterError, match=f"'adapter': .*{refusal}"):
+            self.adapters.content(request)
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    """Makes the adapters of an engine."""
-    made: list[Adapters] = []
-
-    def build(*, prefix_caching: bool = True, **settings: Any) -> Adapters:
-        made.append(Adapters(prefix_caching=prefix_caching, **settings))
-        return made[-1]
-
-    yield build
-    for each in made:
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(tmp_path)
+    yield made
+    for each in made.made:
         each.close()
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return write(tmp_path / "adapter")
+def test_a_request_without_an_adapter(engine: Engine) -> None:
+    request: Any = SimpleNamespace(request_id="r", lora_request=None)
+    engine.adapters.follow(request)
+    assert not engine.adapters.waits(request)
+    assert engine.adapters.content(request) is None
+    assert engine.adapters.next_step() == 0
 
 
-def asks(path: str, name: str = "r", number: int = 1, **more: Any) -> Any:
-    """A request with an adapter."""
-    lora = SimpleNamespace(lora_name="adapter", lora_int_id=number, lora_path=path, **more)
-    return SimpleNamespace(request_id=name, lora_request=lora)
+def test_a_request_waits_for_the_hash_and_for_a_step_that_was_built_after_it_came(
+    engine: Engine,
+) -> None:
+    adapters, first, second = engine.adapters, engine.request("first"), engine.request("second")
+    adapters.follow(first)
+    engine.check(first, "its content was not known when the request began")
+    early = adapters.next_step()
+    assert early > 0
+    adapters.follow(second)
+    eventually(lambda: not adapters._is_hashing(engine.path))
+    assert adapters.waits(first)
+    engine.tell(step=early)
+    assert not adapters.waits(first)
+    assert adapters.waits(second)
+    engine.check(first)
+    engine.tell(step=adapters.next_step())
+    assert not adapters.waits(second)
+    assert adapters.next_step() == 0
 
 
-def load(path: str, number: int = 1, rank: int = 0, read: bytes | None = None) -> AdapterLoad:
-    """A load of the files that are there now, unless told otherwise."""
-    version, now = AdapterContents().read(path)
-    return AdapterLoad(
-        rank=rank,
-        adapter=number,
-        name="adapter",
-        path=path,
-        version=version,
-        content=now if read is None else read,
-    )
+def test_a_known_adapter_asks_nobody(engine: Engine) -> None:
+    engine.settle(engine.load(), name="first")
+    engine.adapters.follow(later := engine.request("later"))
+    assert not engine.adapters.waits(later)
+    engine.check(later)
 
 
-def tell(adapters: Adapters, *loads: AdapterLoad, step: int = 0) -> list[str]:
-    return adapters.reported(AdapterReport(loads=loads, step=step))
+def test_how_the_engine_applies_adapters_is_content(engine: Engine) -> None:
+    """Settings with vLLM's defaults add nothing, also in a vLLM that lacks them."""
+    contents = {engine.adapters.content(engine.settle(is_3d_lora_weight=True))}
+    for modules, shared in ((None, False), (["q_proj"], False), ([], False), (None, True)):
+        config: Any = SimpleNamespace(target_modules=modules, enable_moe_shared_loras=shared)
+        engine.start(settings=lora_settings(config))
+        contents.add(engine.adapters.content(engine.settle()))
+    assert len(contents) == 5
+    assert content(engine.path) in contents
+    one, other = (SimpleNamespace(target_modules=each) for each in (["a", "b"], ["b", "a", "a"]))
+    assert lora_settings(one) == lora_settings(other)
+    assert lora_settings(None) == lora_settings(SimpleNamespace()) == b""
 
 
-def settle(adapters: Adapters, request: Any, *loads: AdapterLoad) -> Any:
-    """Follow a request until it waits no longer; the workers answer with these loads."""
-    adapters.follow(request)
-    tell(adapters, *loads, step=adapters.next_step())
-    eventually(lambda: not adapters.waits(request))
+def test_the_load_of_an_adapter_that_may_be_forgotten_hands_nothing_over(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
+    engine.start()
+    engine.tell(*(engine.load(number=number) for number in (1, 2)))
+    engine.adapters.follow(engine.request("used"))  # so the load of the second one is forgotten
+    engine.tell(engine.load(number=3))
+    for number, refusal in ((1, ""), (2, "forgotten .* unload"), (3, ""), (4, "")):
+        engine.check(engine.settle(name=str(number), number=number), refusal)
+    engine.check(engine.settle(engine.load(number=2), name="again", number=2))
+
+
+def loaded_later(engine: Engine) -> Any:
+    engine.settle(engine.load(), name="first")
+    engine.change()
+    return engine.settle(name="second")
+
+
+def loaded_again(engine: Engine) -> Any:
+    loaded_later(engine)
+    return engine.settle(engine.load(), name="third")
+
+
+def replaced_by_equal_ones(engine: Engine) -> Any:
+    engine.settle(engine.load(), name="first")
+    write(Path(engine.path))
+    return engine.settle(name="second")
+
+
+def changed_after_the_hash(engine: Engine) -> Any:
+    request = engine.settle(engine.load())
+    engine.change()
     return request
 
 
-def refuses(adapters: Adapters, request: Any, words: str) -> None:
-    with pytest.raises(AdapterError, match=words):
-        adapters.content(request)
+def changed_during_the_load(engine: Engine) -> Any:
+    return engine.settle(engine.load(read=UNKNOWN))
 
 
-def test_a_request_without_an_adapter(make: Make) -> None:
-    adapters, request = make(), SimpleNamespace(request_id="r", lora_request=None)
-    adapters.follow(request)
-    assert not adapters.waits(request)
-    assert adapters.content(request) is None
-    assert adapters.next_step() == 0
+def gone(engine: Engine) -> Any:
+    return engine.settle(path=f"{engine.path}/gone")
 
 
-def test_a_request_waits_for_the_hash_and_for_the_workers(make: Make, path: str) -> None:
-    adapters, request = make(), asks(path)
-    adapters.follow(request)
-    refuses(adapters, request, "'adapter': its content was not known when the request began")
-    step = adapters.next_step()
-    assert step > 0
-    eventually(lambda: not adapters._is_hashing(path))
-    assert adapters.waits(request)
-    tell(adapters, step=step)
-    assert not adapters.waits(request)
-    assert adapters.content(request) == content(path)
-    assert adapters.next_step() == 0
+def number_of_another_adapter(engine: Engine) -> Any:
+    engine.settle(engine.load(), name="first")
+    return engine.settle(name="second", path=engine.other)
 
 
-def test_an_answer_to_an_earlier_step_is_none(make: Make, path: str) -> None:
-    """It does not tell of what was loaded after that step."""
-    adapters, first, second = make(), asks(path, "first"), asks(path, "second")
-    adapters.follow(first)
-    early = adapters.next_step()
-    adapters.follow(second)
-    tell(adapters, step=early)
-    eventually(lambda: not adapters.waits(first))
-    assert adapters.waits(second)
-    tell(adapters, step=adapters.next_step())
-    assert not adapters.waits(second)
+def other_files_on_a_rank(engine: Engine) -> Any:
+    engine.settle(engine.load(), name="first")
+    engine.change()
+    return engine.settle(engine.load(rank=1), name="second")
 
 
-def test_a_known_adapter_asks_nobody(make: Make, path: str) -> None:
-    adapters = make()
-    settle(adapters, asks(path, "first"), load(path))
-    adapters.follow(later := asks(path, "later"))
-    assert not adapters.waits(later)
-    assert adapters.content(later) == content(path)
+def another_load_meanwhile(engine: Engine) -> Any:
+    """The path and its files did not change."""
+    request = engine.settle(engine.load())
+    engine.tell(engine.load(engine.other))
+    engine.tell(engine.load())
+    return request
 
 
-def test_how_experts_are_packed_is_content(make: Make, path: str) -> None:
-    adapters = make()
-    plain, packed = asks(path, "plain"), asks(path, "packed", is_3d_lora_weight=True)
-    for request in (plain, packed):
-        settle(adapters, request)
-    assert adapters.content(plain) != adapters.content(packed)
+def replaced_and_loaded_meanwhile(engine: Engine) -> Any:
+    """It may have begun with the weights that were loaded before."""
+    request = loaded_later(engine)
+    engine.tell(engine.load())
+    return request
 
 
-def test_how_the_engine_applies_adapters_is_content(make: Make, path: str) -> None:
-    """Settings with vLLM's defaults add nothing, also in a vLLM that lacks them."""
-    contents = {}
-    for modules, shared in ((None, False), (["q_proj"], False), ([], False), (None, True)):
-        config: Any = SimpleNamespace(target_modules=modules, enable_moe_shared_loras=shared)
-        adapters = make(settings=lora_settings(config))
-        settle(adapters, request := asks(path))
-        contents[adapters.content(request)] = modules, shared
-    assert len(contents) == 4
-    assert contents[content(path)] == (None, False)
-    older: Any = SimpleNamespace()
-    assert lora_settings(None) == lora_settings(older) == b""
+def after_one_with_two_weights(engine: Engine) -> Any:
+    """vLLM cached its blocks under the path."""
+    another_load_meanwhile(engine)
+    return engine.settle(name="later")
 
 
-def test_the_order_of_target_modules_does_not_matter() -> None:
-    one: Any = SimpleNamespace(target_modules=["q_proj", "v_proj"])
-    other: Any = SimpleNamespace(target_modules=["v_proj", "q_proj", "v_proj"])
-    assert lora_settings(one) == lora_settings(other) != b""
+def after_one_that_ended_with_two_weights(engine: Engine) -> Any:
+    engine.adapters.content(engine.settle(engine.load()))
+    engine.adapters.end("r")
+    engine.tell(engine.load(engine.other))
+    engine.tell(engine.load())
+    return engine.settle(name="later")
 
 
-def test_loads_that_were_forgotten(
-    make: Make, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def copies_elsewhere(engine: Engine) -> Any:
+    """The content counts, wherever it was read."""
+    copy = write(Path(f"{engine.path}-copy"))
+    return engine.settle(replace(engine.load(copy), path=engine.path))
+
+
+@pytest.mark.parametrize(
+    ("way", "refusal", "with_prefix_caching"),
+    [
+        (loaded_later, NOT_LOADED, NOT_LOADED),
+        (loaded_again, "", CACHED),
+        (replaced_by_equal_ones, "", ""),
+        (changed_after_the_hash, "changed after they were hashed", None),
+        (changed_during_the_load, NOT_LOADED, NOT_LOADED),
+        (gone, "its files .* cannot be read", None),
+        (number_of_another_adapter, NOT_LOADED, NOT_LOADED),
+        (other_files_on_a_rank, NOT_LOADED, NOT_LOADED),
+        (another_load_meanwhile, CHANGED, CHANGED),
+        (replaced_and_loaded_meanwhile, CHANGED, CHANGED),
+        (after_one_with_two_weights, "", CACHED),
+        (after_one_that_ended_with_two_weights, "", CACHED),
+        (copies_elsewhere, "", ""),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_what_the_engine_computes_with_has_to_be_the_current_files(
+    engine: Engine,
+    way: Callable[[Engine], Any],
+    refusal: str,
+    with_prefix_caching: str | None,
 ) -> None:
-    """An adapter without a known load is refused, unless its number is above all forgotten ones."""
-    monkeypatch.setattr("kvferry.integrations.vllm.adapters.MAX_ADAPTERS", 2)
-    adapters = make()
-    settle(adapters, asks(path, "first"), *(load(path, number) for number in (1, 2)))
-    adapters.follow(asks(path, "used"))  # so the load of the second adapter is forgotten
-    tell(adapters, load(path, 3))
-    for number, known in ((1, True), (2, False), (3, True), (4, True)):
-        settle(adapters, request := asks(path, str(number), number=number))
-        if known:
-            assert adapters.content(request) == content(path)
-        else:
-            refuses(adapters, request, "forgotten the load of this one: unload")
-    assert adapters.content(
-        settle(adapters, asks(path, "again", number=2), load(path, 2))
-    ) == content(path)
-
-
-@pytest.mark.parametrize("prefix_caching", [False, True])
-def test_files_that_changed_after_they_were_loaded(
-    make: Make, path: str, prefix_caching: bool
-) -> None:
-    """Loaded again they count, but not where blocks of the old weights may be cached."""
-    adapters = make(prefix_caching=prefix_caching)
-    settle(adapters, asks(path, "first"), load(path))
-    write(Path(path), weights=b"others")
-    refuses(adapters, settle(adapters, asks(path, "second")), "not those that the engine loaded")
-    settle(adapters, request := asks(path, "third"), load(path))
-    if prefix_caching:
-        refuses(adapters, request, r"blocks of those .* from a new path")
-    else:
-        assert adapters.content(request) == content(path)
-
-
-def test_files_that_were_replaced_by_equal_ones(make: Make, path: str) -> None:
-    adapters = make()
-    settle(adapters, asks(path, "first"), load(path))
-    write(Path(path))
-    assert adapters.content(settle(adapters, asks(path, "second"))) == content(path)
-
-
-def test_files_that_change_after_they_were_hashed(make: Make, path: str) -> None:
-    adapters = make()
-    settle(adapters, request := asks(path), load(path))
-    write(Path(path), weights=b"others")
-    refuses(adapters, request, r"'adapter': .* changed after they were hashed")
-
-
-def test_files_that_changed_while_they_were_loaded(make: Make, path: str) -> None:
-    adapters = make()
-    refuses(
-        adapters,
-        settle(adapters, asks(path), load(path, read=UNKNOWN)),
-        "not those that the engine loaded",
-    )
-
-
-def test_a_path_that_is_gone(make: Make, tmp_path: Path) -> None:
-    adapters = make()
-    refuses(
-        adapters,
-        settle(adapters, asks(str(tmp_path / "gone"))),
-        r"'adapter': its files .* cannot be read",
-    )
-
-
-def test_one_number_for_two_adapters(make: Make, path: str, tmp_path: Path) -> None:
-    """vLLM computes with whichever it loaded first."""
-    adapters, other = make(), write(tmp_path / "other", weights=b"others")
-    settle(adapters, asks(path, "first"), load(path))
-    refuses(adapters, settle(adapters, asks(other, "second")), "not those that the engine loaded")
-
-
-def test_ranks_that_loaded_different_files(make: Make, path: str) -> None:
-    adapters, old = make(prefix_caching=False), load(path, rank=0)
-    settle(adapters, asks(path, "first"), old)
-    write(Path(path), weights=b"others")
-    refuses(
-        adapters,
-        settle(adapters, asks(path, "second"), load(path, rank=1)),
-        "not those that the engine loaded",
-    )
-
-
-def test_another_load_during_a_request(make: Make, path: str, tmp_path: Path) -> None:
-    """The request was computed with two weights; the path and its files did not change."""
-    adapters, other = make(), write(tmp_path / "other", weights=b"others")
-    settle(adapters, request := asks(path), load(path))
-    tell(adapters, load(other))
-    tell(adapters, load(path))
-    refuses(adapters, request, "loaded other files for it while it computed")
+    """With prefix caching, neither may blocks of other weights be cached under the path."""
+    if with_prefix_caching is not None:
+        engine.check(way(engine), with_prefix_caching)
+        write(Path(engine.path))
+    engine.start(prefix_caching=False)
+    engine.check(way(engine), refusal)
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_load_in_the_last_step_of_a_request(
-    make: Make, path: str, tmp_path: Path, same: bool, caplog: pytest.LogCaptureFixture
+    engine: Engine, same: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM tells of it after the ticket was made, so the ticket is given up if they differ."""
-    adapters, other = make(), write(tmp_path / "other", weights=b"others")
-    settle(adapters, request := asks(path))
-    adapters.content(request)
-    adapters.end("r")
-    assert tell(adapters, load(path if same else other)) == ([] if same else ["r"])
+    engine.check(engine.settle())
+    engine.adapters.end("r")
+    load = engine.load() if same else engine.load(engine.other)
+    assert engine.tell(load) == ([] if same else ["r"])
     assert ("loaded with other weights" in caplog.text) == (not same)
-    assert tell(adapters, load(other)) == []
+    assert engine.tell(engine.load(engine.other)) == []
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_ticket_for_other_content_than_was_loaded(
-    make: Make, path: str, tmp_path: Path, number: int
-) -> None:
+def test_a_ticket_for_other_content_than_was_loaded(engine: Engine, number: int) -> None:
     """vLLM is told of it before it uses what the step has computed; nothing is remembered yet."""
-    adapters, other = make(), write(tmp_path / "other", weights=b"others")
-    settle(adapters, asks(path, "without a ticket"), load(path))
-    settle(adapters, request := asks(path))
-    adapters.content(request)
-    said = AdapterReport(loads=(load(path), load(other, number)))
-    assert adapters.contradicted(said) == (["r"] if number == 1 else [])
-    assert adapters.contradicted(AdapterReport(loads=(load(path),))) == []
-    adapters.end("r")
-    assert adapters.contradicted(said) == []
-
-
-def test_files_that_were_replaced_and_loaded_during_a_request(make: Make, path: str) -> None:
-    """The request may have begun with the weights that were loaded before."""
-    adapters = make(prefix_caching=False)
-    settle(adapters, asks(path, "first"), load(path))
-    write(Path(path), weights=b"others")
-    settle(adapters, request := asks(path))
-    tell(adapters, load(path))
-    refuses(adapters, request, "loaded other files for it while it computed")
-
-
-def test_a_worker_with_copies_of_the_files(make: Make, path: str, tmp_path: Path) -> None:
-    """The content counts, wherever it was read."""
-    adapters, copy = make(), write(tmp_path / "copy")
-    settle(adapters, request := asks(path), replace(load(copy), path=path))
-    assert adapters.content(request) == content(path)
-
-
-@pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("ended", [False, True])
-def test_blocks_of_a_request_with_two_weights(
-    make: Make, path: str, tmp_path: Path, prefix_caching: bool, ended: bool
-) -> None:
-    """vLLM caches them under the request's path, also if the right weights are loaded again."""
-    adapters = make(prefix_caching=prefix_caching)
-    other = write(tmp_path / "other", weights=b"others")
-    settle(adapters, request := asks(path), load(path))
-    if ended:
-        adapters.content(request)
-        adapters.end("r")
-    tell(adapters, load(other))
-    tell(adapters, load(path))
-    settle(adapters, later := asks(path, "later"))
-    if prefix_caching:
-        refuses(adapters, later, "blocks of those in its prefix cache")
-    else:
-        assert adapters.content(later) == content(path)
+    engine.settle(engine.load(), name="without a ticket")
+    engine.check(engine.settle())
+    said = AdapterReport(loads=(engine.load(), engine.load(engine.other, number)))
+    assert engine.adapters.contradicted(said) == (["r"] if number == 1 else [])
+    assert engine.adapters.contradicted(AdapterReport(loads=(engine.load(),))) == []
+    engine.adapters.end("r")
+    assert engine.adapters.contradicted(said) == []
 
 
 @pytest.mark.parametrize("hashing", [True, False])
-def test_waiting_has_an_end(
-    make: Make, path: str, hashing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_has_an_end(engine: Engine, hashing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashing does not hold up the caller."""
     now, gate, read = [0.0], threading.Event(), AdapterContents.read
 
@@ -324,36 +297,31 @@ def test_waiting_has_an_end(
         return read(contents, path)
 
     monkeypatch.setattr(AdapterContents, "read", wait)
-    adapters = make(clock=lambda: now[0])
-    adapters.follow(request := asks(path))
+    engine.start(clock=lambda: now[0])
+    engine.adapters.follow(request := engine.request())
     if not hashing:
         gate.set()
-        eventually(lambda: not adapters._is_hashing(path))
-    assert adapters.waits(request)
+        eventually(lambda: not engine.adapters._is_hashing(engine.path))
+    assert engine.adapters.waits(request)
     now[0] = WAIT_SECONDS
-    assert not adapters.waits(request)
+    assert not engine.adapters.waits(request)
     reason = "files were not hashed" if hashing else "workers did not report it"
-    with pytest.raises(AdapterError, match=f"{reason} within 30 s"):
-        adapters.content(request)
+    engine.check(request, f"{reason} within 30 s")
     gate.set()
 
 
-def test_files_that_could_not_be_hashed(
-    make: Make, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_could_not_be_hashed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but the requests with this adapter suffers, whatever the error."""
-    adapters = make()
     with monkeypatch.context() as patched:
         patched.setattr("kvferry.integrations.vllm.adapter_files.hashlib", None)
-        settle(adapters, request := asks(path))
-    refuses(adapters, request, "'adapter': 'NoneType' object has no attribute 'blake2b'")
-    assert adapters.content(settle(adapters, asks(path, "later"))) == content(path)
+        request = engine.settle()
+    engine.check(request, "'NoneType' object has no attribute 'blake2b'")
+    engine.check(engine.settle(name="later"))
 
 
-def test_a_request_that_ends_while_it_waits(make: Make, path: str) -> None:
-    adapters = make()
-    adapters.follow(request := asks(path))
-    adapters.end("r")
-    assert adapters.next_step() == 0
-    assert not adapters.waits(request)
-    assert tell(adapters, load(path)) == []
+def test_a_request_that_ends_while_it_waits(engine: Engine) -> None:
+    engine.adapters.follow(request := engine.request())
+    engine.adapters.end("r")
+    assert engine.adapters.next_step() == 0
+    assert not engine.adapters.waits(request)
+    assert engine.tell(engine.load()) == []

@@ -47,11 +47,6 @@ def block(block_id: int, *, cached: bool = False) -> Any:
     return SimpleNamespace(block_id=block_id, block_hash=hashed, is_null=block_id == 0)
 
 
-def test_results_are_of_the_class_that_vllm_has(later: Any) -> None:
-    made = later.transfer_results(sent={"s"}, received={"r"}, failed=set())
-    assert made == without_vllm.Results(finished_sending={"s"}, finished_recving={"r"})
-
-
 def test_results_without_such_a_class(oldest: Any) -> None:
     made = oldest.transfer_results(sent={"s"}, received={"r"}, failed={"r"})
     assert (made.finished_sending, made.finished_recving, made.failed_recving) == (
@@ -110,22 +105,6 @@ def test_an_engine_that_cannot_be_told_of_failed_loads_does_not_load(
         check_failure_reports(consumer, groups(full, full, window))
     with pytest.raises(ConfigError, match=r"sliding windows or states: .*failed"):
         check_failure_reports(consumer, groups(window))
-
-
-def test_hisparse() -> None:
-    def engine(**attention: Any) -> Any:
-        return SimpleNamespace(attention_config=SimpleNamespace(**attention))
-
-    assert not compat_029.uses_hisparse(engine())
-    assert not compat_029.uses_hisparse(engine(hisparse_config=None))
-    assert compat_029.uses_hisparse(engine(hisparse_config=object()))
-
-
-def test_pages_in_host_memory() -> None:
-    older: Any = SimpleNamespace()
-    newer: Any = SimpleNamespace(host_resident=True)
-    assert not compat_029.is_host_resident(older)
-    assert compat_029.is_host_resident(newer)
 
 
 def test_drafters_with_a_cache() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -67,130 +66,78 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def table() -> dict[str, object]:
-    """Dynamo's table of connectors, in this process."""
-    found: dict[str, object] = sys.modules[dynamo.MODULE].KV_CONNECTOR_PROTOCOLS
-    return found
+def test_another_module_of_this_name_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dynamo.register(NAME)
+    (tmp_path / "dynamo.py").write_text("raise RuntimeError('a script of the user')")
+    monkeypatch.syspath_prepend(tmp_path)
+    dynamo.register(NAME)
+    assert not loaded()
+    assert not caplog.records
 
 
-class TestAnotherDynamo:
-    def test_not_installed(self, caplog: pytest.LogCaptureFixture) -> None:
-        dynamo.register(NAME)
-        assert not loaded()
-        assert not caplog.records
-
-    def test_another_module_of_this_name_is_not_imported(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        (tmp_path / "dynamo.py").write_text("raise RuntimeError('a script of the user')")
-        monkeypatch.syspath_prepend(tmp_path)
-        dynamo.register(NAME)
-        assert not loaded()
-        assert not caplog.records
-
-    def test_installed_without_its_vllm_workers(
-        self, install: Install, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """ai-dynamo-runtime has the package dynamo, but not dynamo.vllm."""
-        install(**{"llm/__init__": ""})
-        dynamo.register(NAME)
-        assert not caplog.records
-
-    def test_a_table_with_nixl_connector(
-        self,
-        install: Install,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        """The plugin that vLLM loads, often twice, adds the connector."""
-        factory = SimpleNamespace(register_connector=lambda *_: None)
-        name = "vllm.distributed.kv_transfer.kv_connector.factory"
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(KVConnectorFactory=factory))
-        text = "KV_CONNECTOR_PROTOCOLS = {'NixlConnector': 'by a ticket', 'Other': 'otherwise'}"
-        install(**{"vllm/__init__": "", "vllm/kv_connector_protocols": text})
-        for _ in range(2):
-            plugin.register()
-            assert table() == {
-                "NixlConnector": "by a ticket",
-                "Other": "otherwise",
-                NAME: "by a ticket",
-            }
-        assert not caplog.records
-
-    def test_dynamo_s_own_entry_remains(self, install: Install) -> None:
-        text = f"KV_CONNECTOR_PROTOCOLS = {{'NixlConnector': 1, {NAME!r}: 2}}"
-        install(**{"vllm/__init__": "", "vllm/kv_connector_protocols": text})
-        dynamo.register(NAME)
-        assert table()[NAME] == 2
-
-    @pytest.mark.parametrize(
-        ("modules", "cause"),
-        [
-            ({}, "ModuleNotFoundError: No module named 'dynamo.vllm.kv_connector_protocols'"),
-            ({"vllm/kv_connector_protocols": ""}, "AttributeError: "),
-            ({"vllm/kv_connector_protocols": "KV_CONNECTOR_PROTOCOLS = {}"}, "KeyError: "),
-            ({"vllm/kv_connector_protocols": "KV_CONNECTOR_PROTOCOLS = ()"}, "AttributeError: "),
-            ({"vllm/kv_connector_protocols": "import no_such_module"}, "ModuleNotFoundError: "),
-            ({"vllm/kv_connector_protocols": "from os import nothing"}, "ImportError: "),
-            ({"vllm/kv_connector_protocols": "KV_CONNECTOR_PROTOCOLS = 1 / 0"}, "ZeroDivisionErr"),
-        ],
-        ids=["no module", "no table", "no NixlConnector", "no dict", "dependency", "import", "any"],
-    )
-    def test_another_version(
-        self,
-        modules: dict[str, str],
-        cause: str,
-        install: Install,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        install(**{"vllm/__init__": ""}, **modules)
-        dynamo.register(NAME)
-        (record,) = caplog.records
-        assert record.levelno == logging.WARNING
-        message = record.getMessage()
-        assert "Dynamo 9.9.9" in message
-        assert "Use Dynamo 1.6.1" in message
-        assert cause in message
-
-    def test_engine_core_and_workers_say_nothing(
-        self,
-        install: Install,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        """They are children of the process in which Dynamo runs, which has logged the warning."""
-        install(**{"vllm/__init__": ""})
-        monkeypatch.setattr(multiprocessing, "parent_process", object)
-        dynamo.register(NAME)
-        assert not caplog.records
+def test_without_its_vllm_workers(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    """ai-dynamo-runtime has the package dynamo, but not dynamo.vllm."""
+    install(**{"llm/__init__": ""})
+    dynamo.register(NAME)
+    assert not caplog.records
 
 
-class TestDynamosOwnFiles:
-    def test_a_request_is_handed_over_with_a_ticket(
-        self, wheel: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.syspath_prepend(wheel)
-        dynamo.register(NAME)
-        transfer = SimpleNamespace(kv_connector=NAME)
-        make = sys.modules[dynamo.MODULE].make_kv_connector_protocol
-        protocol = make(SimpleNamespace(kv_transfer_config=transfer))
-        assert protocol.prefill_request_kv_transfer_params() == PREFILL
-        ticket = {"remote_engine_id": "engine", "kvferry": {"version": 1}}
-        answer = SimpleNamespace(kv_transfer_params=ticket)
-        assert protocol.decode_request_kv_transfer_params(answer) == ticket
+def test_the_plugin_adds_the_connector(
+    install: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM often loads it twice; an entry of Dynamo's own would remain likewise."""
+    factory = SimpleNamespace(register_connector=lambda *_: None)
+    name = "vllm.distributed.kv_transfer.kv_connector.factory"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(KVConnectorFactory=factory))
+    text = "KV_CONNECTOR_PROTOCOLS = {'NixlConnector': 'by a ticket', 'Other': 'otherwise'}"
+    install(**{"vllm/__init__": "", "vllm/kv_connector_protocols": text})
+    for connector in ("by a ticket", "Dynamo's own"):
+        plugin.register()
+        table = sys.modules[dynamo.MODULE].KV_CONNECTOR_PROTOCOLS
+        assert table == {"NixlConnector": "by a ticket", "Other": "otherwise", NAME: connector}
+        table[NAME] = "Dynamo's own"
+    assert not caplog.records
 
-    def test_nothing_else_of_dynamo_is_imported(self, wheel: Path) -> None:
-        """Its other modules import vLLM, and would do so while vLLM loads its plugins."""
-        code = f"""
-import logging, sys
-from kvferry.integrations.vllm import dynamo
-sys.path.insert(0, {str(wheel)!r})
-before = set(sys.modules)
-dynamo.register("KVFerryConnector")
-imported = {{name for name in set(sys.modules) - before if name not in sys.stdlib_module_names}}
-print(*sorted(imported - {{"dynamo.vllm._version"}}))
-"""
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-        )
-        assert run.stdout.split() == ["dynamo", "dynamo.vllm", dynamo.MODULE]
+
+@pytest.mark.parametrize(
+    ("modules", "cause"),
+    [
+        ({}, "ModuleNotFoundError: No module named 'dynamo.vllm.kv_connector_protocols'"),
+        ({"vllm/kv_connector_protocols": "KV_CONNECTOR_PROTOCOLS = {}"}, "KeyError: "),
+        ({"vllm/kv_connector_protocols": "KV_CONNECTOR_PROTOCOLS = 1 / 0"}, "ZeroDivisionErr"),
+    ],
+)
+def test_another_version_is_named_by_the_process_that_was_started(
+    modules: dict[str, str],
+    cause: str,
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    install(**{"vllm/__init__": ""}, **modules)
+    dynamo.register(NAME)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for words in ("Dynamo 9.9.9", "Use Dynamo 1.6.1", cause):
+        assert words in record.getMessage()
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    dynamo.register(NAME)
+    assert len(caplog.records) == 1
+
+
+def test_dynamos_own_files_hand_a_request_over_with_a_ticket(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else of it is imported: its other modules import vLLM, which loads its plugins."""
+    monkeypatch.syspath_prepend(wheel)
+    dynamo.register(NAME)
+    assert loaded() - {"dynamo.vllm._version"} == {"dynamo", "dynamo.vllm", dynamo.MODULE}
+    transfer = SimpleNamespace(kv_connector=NAME)
+    make = sys.modules[dynamo.MODULE].make_kv_connector_protocol
+    protocol = make(SimpleNamespace(kv_transfer_config=transfer))
+    assert protocol.prefill_request_kv_transfer_params() == PREFILL
+    ticket = {"remote_engine_id": "engine", "kvferry": {"version": 1}}
+    answer = SimpleNamespace(kv_transfer_params=ticket)
+    assert protocol.decode_request_kv_transfer_params(answer) == ticket

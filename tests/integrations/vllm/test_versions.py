@@ -58,19 +58,6 @@ def test_a_version_outside_the_window_is_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("config", "returned"),
-    [
-        ({"aux_output_config": SimpleNamespace(enabled=True)}, True),
-        ({"aux_output_config": SimpleNamespace(enabled=False)}, False),
-        ({"model_config": SimpleNamespace(enable_return_routed_experts=True)}, True),
-        ({"model_config": SimpleNamespace(enable_return_routed_experts=False)}, False),
-    ],
-)
-def test_routed_experts(config: dict[str, Any], returned: bool) -> None:
-    assert versions.returns_routed_experts(SimpleNamespace(**config)) is returned
-
-
-@pytest.mark.parametrize(
     ("eagle", "multi_module", "expected"), [(False, False, 0), (True, False, 1), (True, True, 3)]
 )
 def test_prefill_lookahead(eagle: bool, multi_module: bool, expected: int) -> None:
@@ -84,35 +71,18 @@ def test_prefill_lookahead(eagle: bool, multi_module: bool, expected: int) -> No
     assert versions.prefill_lookahead(newer) == 5
 
 
-def test_specs_that_say_how_they_are_divided() -> None:
-    def spec(**attributes: Any) -> Any:
-        return SimpleNamespace(**attributes)
-
+def test_tokens_are_divided_as_the_spec_says_or_else_those_of_full_attention() -> None:
     class FullAttentionSpec:
         num_kv_heads = 1
 
     class MLAAttentionSpec(FullAttentionSpec):
         pass
 
-    class SlidingWindowSpec:
-        pass
-
-    mla: Any = MLAAttentionSpec()
-    sliding: Any = SlidingWindowSpec()
-    assert versions.is_context_sharded(mla)
-    assert versions.is_context_sharded(spec(kv_cache_specs={"a": mla, "b": sliding}))
-    assert not versions.is_context_sharded(sliding)
-    assert not versions.is_context_sharded(spec(kv_cache_specs={"a": sliding}))
-    assert versions.is_context_sharded(spec(dcp_sharded=True))
-    assert not versions.is_context_sharded(spec(dcp_sharded=False))
-    assert versions.is_whole_on_each_rank(spec())
-    assert versions.is_whole_on_each_rank(spec(num_kv_heads=1, max_tp_shards=1))
-    assert not versions.is_whole_on_each_rank(spec(num_kv_heads=1, max_tp_shards=None))
-    assert not versions.is_whole_on_each_rank(spec(num_kv_heads=1))
-    assert versions.is_whole_on_each_rank(mla)
-    assert not versions.interleaves_values(spec())
-    assert not versions.interleaves_values(spec(impl=spec(_use_interleaved_v_cache=False)))
-    assert versions.interleaves_values(spec(impl=spec(_use_interleaved_v_cache=True)))
+    specs: list[Any] = [MLAAttentionSpec(), SimpleNamespace(), SimpleNamespace(dcp_sharded=True)]
+    specs += [SimpleNamespace(kv_cache_specs={"a": each, "b": specs[1]}) for each in specs[:2]]
+    specs.append(SimpleNamespace(dcp_sharded=False))
+    found = [versions.is_context_sharded(spec) for spec in specs]
+    assert found == [True, False, True, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -158,15 +158,6 @@ def test_loads_with_pages_that_others_would_keep_and_that_lack_tokens_fail(
     assert results.failed_recving == {"split"}
 
 
-def test_figures_are_passed_on_if_there_are_any(half: Any, endpoint: MagicMock) -> None:
-    worker = half.FerryWorker(endpoint, lambda: None)
-    endpoint.take_figures.return_value = None
-    assert worker.take_stats() is None
-    figures = {"pulls": {"loopback": 1}}
-    endpoint.take_figures.return_value = figures
-    assert worker.take_stats().data is figures
-
-
 def test_health_is_told_when_it_changes(half: Any, endpoint: MagicMock) -> None:
     worker = half.FerryWorker(endpoint, lambda: None)
     assert worker.take_report() is None
@@ -208,27 +199,27 @@ def test_silence_is_told_once_when_it_is_asked_for(
     assert worker.take_report() is None
 
 
-def test_reports_of_ranks_are_put_together(half: Any) -> None:
-    first = half.RankReport(
-        problems={0: ("ill",)}, silent={0: (SILENCE,)}, failed=frozenset({"a"}), over={0: ("r",)}
-    )
-    second = half.RankReport(
-        problems={1: ()}, silent={1: ()}, failed=frozenset({"b"}), over={1: ("r",)}
-    )
-    both = first.aggregate(second)
-    assert both.problems == {0: ("ill",), 1: ()}
-    assert both.silent == {0: (SILENCE,), 1: ()}
-    assert both.failed == {"a", "b"}
-    assert both.over == {0: ("r",), 1: ("r",)}
-    assert first.aggregate(object()) is first
-
-
 def test_what_several_ranks_say_of_one_request_is_put_together(half: Any) -> None:
     slow = record("a", nbytes=300, seconds=2.0, transfer_seconds=1.5)
-    first = half.RankReport(loads={"a": record("a"), "b": record("b")}, ended={})
-    second = half.RankReport(loads={"a": slow}, ended={"c": ended("c", HoldEnd.READ, "decode")})
+    first = half.RankReport(
+        loads={"a": record("a"), "b": record("b")},
+        problems={0: ("ill",)},
+        silent={0: (SILENCE,)},
+        failed=frozenset({"a"}),
+        over={0: ("r",)},
+    )
+    second = half.RankReport(
+        loads={"a": slow},
+        ended={"c": ended("c", HoldEnd.READ, "decode")},
+        problems={1: ()},
+        silent={1: ()},
+        failed=frozenset({"b"}),
+        over={1: ("r",)},
+    )
     third = half.RankReport(ended={"c": ended("c", HoldEnd.EXPIRED)})
-    both = first.aggregate(second).aggregate(third)
+    both = first.aggregate(second).aggregate(third).aggregate(object())
+    assert (both.problems, both.silent) == ({0: ("ill",), 1: ()}, {0: (SILENCE,), 1: ()})
+    assert (both.failed, both.over) == ({"a", "b"}, {0: ("r",), 1: ("r",)})
     assert both.loads == {
         "a": record("a", nbytes=400, copies=4, seconds=2.0, transfer_seconds=1.5),
         "b": record("b"),
@@ -239,73 +230,58 @@ def test_what_several_ranks_say_of_one_request_is_put_together(half: Any) -> Non
 def test_it_publishes_its_payload_and_drains_when_it_ends(half: Any, endpoint: MagicMock) -> None:
     worker = half.FerryWorker(endpoint, lambda: None, drain=3.0)
     assert wire.decode_payload(worker.handshake.payload) == endpoint.payload
+    endpoint.take_figures.side_effect = [None, {"pulls": {"loopback": 1}}]
+    assert worker.take_stats() is None
+    assert worker.take_stats().data == {"pulls": {"loopback": 1}}
     worker.close()
-    assert endpoint.method_calls == [call.close(3.0)]
+    assert endpoint.method_calls[2:] == [call.close(3.0)]
 
 
 @pytest.mark.parametrize(
-    ("idle", "pending", "problems", "held", "waits"),
+    ("step", "state", "after", "least", "most"),
     [
-        (True, 1, (), 0, True),
-        (True, 0, ("it burns",), 0, True),
-        (True, 0, (), 1, True),
-        (True, 0, (), 0, False),
-        (False, 1, ("it burns",), 1, False),
+        ({}, {"pending": 1, "problems": ("it burns",), "held": 1}, 60.0, 0.0, 0.0),
+        ({"idle": True}, {}, 60.0, 0.0, 0.0),
+        ({"idle": True}, {"pending": 1}, 0.0, 0.004, 0.02),
+        ({"idle": True}, {"problems": ("it burns",)}, 0.0, 0.004, 0.02),
+        ({"idle": True, "follows": True}, {"pending": 1}, 0.0, 0.0005, 0.002),
+        # For held pages it waits the longer the less was computed.
+        ({"idle": True}, {"held": 1}, 0.02, 0.001, 0.003),
+        ({"idle": True}, {"held": 1}, 60.0, 0.004, 0.02),
     ],
 )
 def test_a_step_waits_only_if_it_runs_nothing(
     half: Any,
     endpoint: MagicMock,
-    idle: bool,
-    pending: int,
-    problems: tuple[str, ...],
-    held: int,
-    waits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    step: dict[str, bool],
+    state: dict[str, Any],
+    after: float,
+    least: float,
+    most: float,
 ) -> None:
-    endpoint.pending, endpoint.problems, endpoint.held = pending, problems, held
+    endpoint.configure_mock(**{"pending": 0, "problems": (), "held": 0} | state)
     endpoint.results.return_value = Results()
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     worker = half.FerryWorker(endpoint, lambda: None)
     worker.take_report()
-    worker.apply(half.StepMetadata(idle=idle))
+    now[0] += after
+    worker.apply(half.StepMetadata(**step))
     worker.results()
-    assert endpoint.wait.called is waits
+    waited = sum(each.args[0] for each in endpoint.wait.call_args_list)
+    assert least <= waited <= most
 
 
 def test_a_step_that_follows_a_report_of_loads_does_not_wait(
     half: Any, endpoint: MagicMock
 ) -> None:
     """With asynchronous scheduling, it would delay what vLLM does with the report."""
-    endpoint.pending, endpoint.problems = 1, ()
-    worker = half.FerryWorker(endpoint, lambda: None)
-    waited: list[bool] = []
+    endpoint.pending = 1
+    endpoint.results.side_effect = [Results(received=requests("a")), Results(), Results()]
+    worker, waited = half.FerryWorker(endpoint, lambda: None), []
     for _ in range(3):
-        endpoint.wait.reset_mock()
-        endpoint.results.side_effect = [
-            Results(received=frozenset({RequestId("a")} if not waited else ()))
-        ]
         worker.apply(half.StepMetadata(idle=True))
         worker.results()
-        waited.append(endpoint.wait.called)
-    assert waited == [True, False, True]
-
-
-@pytest.mark.parametrize(("quiet", "least", "most"), [(0.02, 0.001, 0.003), (60.0, 0.004, 0.02)])
-def test_a_step_waits_for_held_pages_the_longer_the_less_was_computed(
-    half: Any,
-    endpoint: MagicMock,
-    monkeypatch: pytest.MonkeyPatch,
-    quiet: float,
-    least: float,
-    most: float,
-) -> None:
-    endpoint.pending, endpoint.problems, endpoint.held = 0, (), 1
-    endpoint.results.return_value = Results()
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    worker = half.FerryWorker(endpoint, lambda: None)
-    worker.take_report()
-    now[0] += quiet
-    worker.apply(half.StepMetadata(idle=True))
-    worker.results()
-    [waited] = endpoint.wait.call_args.args
-    assert least < waited < most
+        waited.append(endpoint.wait.call_count)
+    assert waited == [1, 1, 2]

@@ -15,11 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field, GroupKind
 from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.caches.pages import Page, Pairs
+from kvferry.integrations.vllm.caches.pages import Page
+
+if TYPE_CHECKING:
+    import torch
 
 Fields = tuple[Field, ...] | None
 """The fields of a page, or ``None`` if the content of the page is not known."""
@@ -90,15 +94,17 @@ def opaque(page: Page) -> Field:
     if not _is_contiguous(page):
         raise LayoutError(
             f"layer {page.layer!r}: the pages of {page.facts.backend} are not described, and with "
-            f"strides {page.strides} for shape {page.shape} they are not one run of bytes either: "
-            "set VLLM_KV_CACHE_LAYOUT to an order whose blocks are in one piece, such as LBHNC"
+            f"strides {page.strides} for shape {tuple(page.block.shape)} they are not one run of "
+            "bytes either: set VLLM_KV_CACHE_LAYOUT to an order whose blocks are in one piece, "
+            "such as LBHNC"
         )
-    shape, strides = ("x".join(map(str, axes)) for axes in (page.shape, page.strides))
+    shape, strides = ("x".join(map(str, axes)) for axes in (page.block.shape, page.strides))
+    dtype = str(page.block.dtype).removeprefix("torch.")
     packing = (
-        f"{page.facts.backend} {page.dtype} {page.kernels}x{shape}/{strides} {processor()}"
+        f"{page.facts.backend} {dtype} {page.kernels}x{shape}/{strides} {processor()}"
         f"{versions.opaque_release()}"
     )
-    return page.field("page", unit=page.kernels * page.nbytes, packing=packing)
+    return page.field("page", page.whole, "unit unit unit unit", packing=packing)
 
 
 def processor() -> str:
@@ -111,9 +117,9 @@ def processor() -> str:
 
 
 def _is_contiguous(page: Page) -> bool:
-    """Return whether a page has no gaps, whatever the order of its axes."""
-    extent = page.itemsize
-    for stride, count in sorted(zip(page.strides, page.shape, strict=True)):
+    """Return whether a page has no gaps, whatever the order of a kernel block's axes."""
+    extent = page.block.element_size()
+    for stride, count in sorted(zip(page.strides, page.block.shape, strict=True)):
         if count > 1 and stride != extent:
             return False
         extent *= count
@@ -138,13 +144,8 @@ def halves(page: Page) -> Fields:
     sizes = _halves(page)
     if sizes is None:
         return None
-    key, value = sizes
-    heads, entries, _ = page.shape
-    tokens, per_head = ((entries, page.strides[1]),), ((heads, page.strides[0]),)
-    return (
-        page.field("k", unit=key, tokens=tokens, heads=per_head),
-        page.field("v", unit=value, offset=key, tokens=tokens, heads=per_head),
-    )
+    key, value = page.block.split(sizes, dim=2)
+    return page.field("k", key, "head token unit"), page.field("v", value, "head token unit")
 
 
 def planes(page: Page) -> Fields:
@@ -155,12 +156,8 @@ def planes(page: Page) -> Fields:
     """
     if not _plain(page) or not _is_planes(page):
         return None
-    heads, head = page.spec.num_kv_heads, page.spec.head_size * page.itemsize
-    tokens = ((page.shape[1], page.strides[1]),)
-    return tuple(
-        page.field(name, offset=at, unit=head, tokens=tokens, heads=((heads, head),))
-        for name, at in (("k", 0), ("v", page.strides[0]))
-    )
+    key, value = page.block.unflatten(2, (page.spec.num_kv_heads, -1)).unbind(0)
+    return page.field("k", key, "token head unit"), page.field("v", value, "token head unit")
 
 
 def vectors(page: Page) -> Fields:
@@ -170,8 +167,7 @@ def vectors(page: Page) -> Fields:
     elements of a head, x that in ``VECTOR_BYTES``. See ``PagedAttention.split_kv_cache`` in
     ``ops/paged_attn.py``, for ``rocm_attn.py``.
     """
-    tokens, item = page.shape[1], page.itemsize
-    return _vectors(page, ((tokens, item),), tokens * item) if _plain(page) else None
+    return _vectors(page, (page.spec.head_size, -1), "head inner token") if _plain(page) else None
 
 
 def flash_or_shuffled(page: Page) -> Fields:
@@ -200,38 +196,24 @@ def interleaved(page: Page) -> Fields:
 
 def _shuffled(page: Page) -> Fields:
     """Return the fields of a page with K in vectors, and V in runs of tokens."""
-    vector = VECTOR_BYTES // page.itemsize
-    runs, rest = divmod(page.shape[1], vector)
-    run = page.spec.head_size * VECTOR_BYTES
-    return None if rest else _vectors(page, ((runs, run), (vector, page.itemsize)), VECTOR_BYTES)
+    vector = VECTOR_BYTES // page.block.element_size()
+    if page.block.shape[1] % vector:
+        return None
+    return _vectors(page, (-1, page.spec.head_size, vector), "head token inner token")
 
 
-def _vectors(page: Page, tokens: Pairs, step: int) -> Fields:
-    """Return the fields of a page with K in vectors; V has these tokens, and elements every step.
+def _vectors(page: Page, shape: tuple[int, ...], axes: str) -> Fields:
+    """Return the fields of a page with K in vectors, and V in this shape for each head.
 
     ``None`` unless K and V are each contiguous, head after head, and heads are whole vectors.
     """
-    count, head = page.shape[1], page.spec.head_size * page.itemsize
-    is_contiguous = page.strides[1] == page.shape[2] * page.itemsize
-    if not _is_planes(page) or not is_contiguous or head % VECTOR_BYTES:
+    vector, size = VECTOR_BYTES // page.block.element_size(), page.spec.head_size
+    is_contiguous = page.block.stride(1) == page.block.shape[2]
+    if not _is_planes(page) or not is_contiguous or size % vector:
         return None
-    heads = ((page.spec.num_kv_heads, head * count),)
-    key = page.field(
-        "k",
-        unit=VECTOR_BYTES,
-        tokens=((count, VECTOR_BYTES),),
-        heads=heads,
-        inner=((head // VECTOR_BYTES, count * VECTOR_BYTES),),
-    )
-    value = page.field(
-        "v",
-        offset=page.strides[0],
-        unit=page.itemsize,
-        tokens=tokens,
-        heads=heads,
-        inner=((page.spec.head_size, step),),
-    )
-    return key, value
+    key, value = page.block.view(2, page.spec.num_kv_heads, -1).unbind(0)
+    key, value = key.unflatten(1, (size // vector, -1, vector)), value.unflatten(1, shape)
+    return page.field("k", key, "head inner token unit"), page.field("v", value, axes)
 
 
 def columns(page: Page) -> Fields:
@@ -241,23 +223,14 @@ def columns(page: Page) -> Fields:
     t`` in K and at ``t * size + d`` in V. See ``cpu_attn.py``, which splits the page, and its
     ``vec`` kernels, which fill it (csrc/cpu/cpu_attn_vec.hpp).
     """
-    sizes = _halves(page)
-    if sizes is None or sizes[0] != sizes[1] or not page.dense:
+    parts = _equal_parts(page)
+    if parts is None:
         return None
-    heads, tokens, content = page.shape
-    size, item = content // 2, page.itemsize
-    per_head = ((heads, page.strides[0]),)
-    key = page.field(
-        "k", unit=item, tokens=((tokens, item),), heads=per_head, inner=((size, tokens * item),)
+    (key, value), (tokens, size) = parts, (page.block.shape[1], page.spec.head_size)
+    return (
+        page.field("k", key.unflatten(1, (size, tokens)), "head inner token"),
+        page.field("v", value.unflatten(1, (tokens, size)), "head token unit"),
     )
-    value = page.field(
-        "v",
-        offset=tokens * size * item,
-        unit=size * item,
-        tokens=((tokens, size * item),),
-        heads=per_head,
-    )
-    return key, value
 
 
 def tiles(page: Page) -> Fields:
@@ -268,31 +241,16 @@ def tiles(page: Page) -> Fields:
     for each of 16 indices d, element d of one token and of the next. See ``reshape_and_cache`` in
     csrc/cpu/cpu_attn_amx.hpp.
     """
-    sizes = _halves(page)
-    if sizes is None or sizes[0] != sizes[1] or not page.dense:
+    parts, tokens, size = _equal_parts(page), page.block.shape[1], page.spec.head_size
+    if parts is None or tokens % TILE or size % TILE:
         return None
-    heads, tokens, content = page.shape
-    size, item = content // 2, page.itemsize
-    if tokens % TILE or size % TILE:
-        return None
-    row = TILE * 2 * item
-    per_head = ((heads, page.strides[0]),)
-    key = page.field(
-        "k",
-        unit=2 * item,
-        tokens=((tokens // TILE, TILE * size * item), (TILE, 2 * item)),
-        heads=per_head,
-        inner=((size // 2, row),),
+    key, value = parts
+    key = key.unflatten(1, (tokens // TILE, size // 2, TILE, 2))
+    value = value.unflatten(1, (size // TILE, tokens // 2, TILE, 2))
+    return (
+        page.field("k", key, "head token inner token unit"),
+        page.field("v", value, "head inner token inner token"),
     )
-    value = page.field(
-        "v",
-        offset=tokens * size * item,
-        unit=item,
-        tokens=((tokens // 2, row), (2, item)),
-        heads=per_head,
-        inner=((size // TILE, tokens * TILE * item), (TILE, 2 * item)),
-    )
-    return key, value
 
 
 def rows(page: Page) -> Fields:
@@ -305,14 +263,11 @@ def rows(page: Page) -> Fields:
     ``minimax_m3/common/indexer.py``, ``qwen4_exp/common/qsa_cache.py``, and
     ``deepseek_v4/common/ops/save_partial_states.py``.
     """
-    heads, entries, content = page.shape
     mode = page.spec.kv_quant_mode
     is_known = _plain(page) or mode.is_per_token_head or mode.name == "NVFP4_DS_MLA"
-    if not is_known or heads != 1 or page.strides[2] != page.itemsize:
+    if not is_known or page.block.shape[0] != 1 or page.block.stride(2) != 1:
         return None
-    unit = content * page.itemsize
-    tokens = ((entries, page.strides[1]),)
-    return (page.field("latent", unit=unit, tokens=tokens),)
+    return (page.field("latent", page.block[0], "token unit"),)
 
 
 def indexer(page: Page) -> Fields:
@@ -324,7 +279,7 @@ def indexer(page: Page) -> Fields:
     See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
-    values, _ = INDEXER_ROW_BYTES.get(page.shape[2], (0, 0))
+    values, _ = INDEXER_ROW_BYTES.get(page.block.shape[2], (0, 0))
     scales = versions.indexer_scales() if values == INDEXER_VALUES else ""
     return _scaled_rows(page, INDEXER_ROW_BYTES, scales)
 
@@ -356,23 +311,32 @@ def _plain(page: Page) -> bool:
     return page.spec.kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 
 
-def _halves(page: Page) -> tuple[int, int] | None:
-    """Return the bytes of K and of V for a head and token, ``None`` if not as in ``halves``."""
-    spec, content = page.spec, page.shape[2] * page.itemsize
-    if spec.num_head_slots is not None or page.strides[2] != page.itemsize:
+def _halves(page: Page) -> list[int] | None:
+    """Return the elements of K and of V for a head and token, ``None`` if not as in ``halves``."""
+    spec, content = page.spec, page.block.shape[2]
+    if spec.num_head_slots is not None or page.block.stride(2) != 1:
         return None
     if spec.kv_quant_mode.is_per_token_head:
-        return (content // 2, content // 2) if spec.head_size == spec.head_size_v else None
-    sizes = spec.head_size * page.itemsize, spec.head_size_v * page.itemsize
+        return [content // 2, content // 2] if spec.head_size == spec.head_size_v else None
     plain = _plain(page) and spec.state_content_bytes is None
+    sizes = [spec.head_size, spec.head_size_v]
     return sizes if plain and spec.head_size_v and sum(sizes) == content else None
+
+
+def _equal_parts(page: Page) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the elements of K and of V, for each head, of a page that has these head by head."""
+    sizes = _halves(page)
+    if sizes is None or sizes[0] != sizes[1] or not page.block.is_contiguous():
+        return None
+    key, value = page.block.view(page.block.shape[0], 2, -1).unbind(1)
+    return key, value
 
 
 def _is_planes(page: Page) -> bool:
     """Return whether a page has two head slots: one for all heads' K, one for all heads' V."""
     spec = page.spec
-    sizes = spec.num_kv_heads * spec.head_size, page.itemsize
-    return (spec.num_head_slots, page.shape[2], page.strides[2]) == (2, *sizes)
+    found = spec.num_head_slots, page.block.shape[2], page.block.stride(2)
+    return found == (2, spec.num_kv_heads * spec.head_size, 1)
 
 
 def _scaled_rows(
@@ -386,22 +350,20 @@ def _scaled_rows(
     """
     from vllm.platforms import current_platform
 
-    heads, entries, content = page.shape
+    heads, entries, content = page.block.shape
     whole = in_row or page.spec.tokens_per_state == 1 or page.spec.block_size == SPLIT_TOKENS
-    contiguous = (heads, page.itemsize, *page.strides[1:]) == (1, 1, content, 1)
-    if not (current_platform.is_cuda() and whole and contiguous and content in row_bytes):
+    is_contiguous = (heads, *page.strides[1:]) == (1, content, 1)
+    if not (current_platform.is_cuda() and whole and is_contiguous and content in row_bytes):
         return None
-    value, scale = row_bytes[content]
-    value_step, scale_step = (content, content) if in_row else (value, scale)
+    sizes = list(row_bytes[content])
+    if in_row:
+        values, scale = page.block[0].split(sizes, dim=1)
+    else:
+        values, scale = page.block.view(-1).split([entries * size for size in sizes])
+        values, scale = values.view(entries, -1), scale.view(entries, -1)
     return (
-        page.field("latent", unit=value, tokens=((entries, value_step),)),
-        page.field(
-            "scale",
-            unit=scale,
-            tokens=((entries, scale_step),),
-            offset=value if in_row else entries * value,
-            encoding=scales,
-        ),
+        page.field("latent", values, "token unit"),
+        page.field("scale", scale, "token unit", encoding=scales),
     )
 
 

@@ -21,6 +21,7 @@ from kvferry.integrations.vllm.caches.pages import (
     Page,
     ShardPosition,
     spec_of,
+    without_memory,
 )
 from kvferry.integrations.vllm.caches.state_pages import ring_fields, state_fields
 
@@ -94,19 +95,15 @@ class _Rank:
         """Return one layer's pages, and add their memory to ``regions``."""
         region = region_of(tensor)
         kernels = _kernels(layer, tensor, spec, self.blocks)
-        item = tensor.element_size()
-        stride, *strides = (step * item for step in tensor.stride())
         if region not in self.regions:
             self.regions.append(region)
+        stride = tensor.stride(0) * tensor.element_size()
         return Page(
             layer=layer,
             facts=self.facts[layer],
             spec=spec,
             position=self.position,
-            shape=tuple(tensor.shape[1:]),
-            strides=tuple(strides),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            itemsize=item,
+            block=without_memory(tensor.shape[1:], tensor.dtype, tensor.stride()[1:]),
             pages=self.blocks,
             page_stride=stride * kernels,
             kernels=kernels,

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.layout import Field, axis
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
-
-Pairs = tuple[tuple[int, int], ...]
-"""An axis as nested dimensions, from outer to inner; each is (count, stride in bytes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,8 @@ class Page:
     have one head slot for K and one for V, each with all heads.
 
     Attributes:
-        shape: Of a kernel block: (head slots, entries, elements of one head slot and entry).
-        strides: Of a kernel block's three axes, in bytes.
-        dtype: Element type, by torch's name; an element has ``itemsize`` bytes.
+        block: A kernel block, without memory (``without_memory``): its axes are head slots, entries
+            and the elements of one head slot and entry.
         page_stride: Bytes from one of the ``pages`` to the next.
         kernel_stride: Bytes from one of the ``kernels`` kernel blocks to the next.
         group, region: Indices of the layer's group and memory region in the layout.
@@ -88,10 +87,7 @@ class Page:
     facts: LayerFacts
     spec: KVCacheSpec
     position: ShardPosition
-    shape: tuple[int, int, int]
-    strides: tuple[int, int, int]
-    dtype: str
-    itemsize: int
+    block: torch.Tensor
     pages: int
     page_stride: int
     kernels: int
@@ -101,20 +97,16 @@ class Page:
     offset: int
 
     @property
-    def nbytes(self) -> int:
-        """Size of a kernel block in bytes, without gaps."""
-        heads, entries, content = self.shape
-        return heads * entries * content * self.itemsize
+    def strides(self) -> tuple[int, ...]:
+        """The strides of a kernel block, in bytes."""
+        return tuple(step * self.block.element_size() for step in self.block.stride())
 
     @property
-    def dense(self) -> bool:
-        """Whether a kernel block is contiguous in the order head slots, entries, elements."""
-        _, entries, content = self.shape
-        return self.strides == (
-            entries * content * self.itemsize,
-            content * self.itemsize,
-            self.itemsize,
-        )
+    def whole(self) -> torch.Tensor:
+        """All kernel blocks of a page, along a first axis."""
+        step = self.kernel_stride // self.block.element_size()
+        shape, strides = (self.kernels, *self.block.shape), (step, *self.block.stride())
+        return without_memory(shape, self.block.dtype, strides)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -124,14 +116,11 @@ class Page:
     def field(
         self,
         name: str,
+        view: torch.Tensor,
+        axes: str,
         *,
-        unit: int,
         offset: int = 0,
-        tokens: Pairs = (),
-        heads: Pairs = (),
-        inner: Pairs = (),
         shard: tuple[int, int] | None = None,
-        dtype: str | None = None,
         packing: str = "",
         encoding: str = "",
     ) -> Field:
@@ -139,37 +128,54 @@ class Page:
 
         Args:
             name: Name of the field within its layer, such as ``k``.
-            unit: Number of contiguous bytes at each position that the axes below give.
-            offset: Bytes from a kernel block's start to the field.
-            tokens: The token axis within a kernel block; the axis over kernel blocks is added.
-            heads: The axis over heads or channels (``Field.shard``).
-            inner: Further axes, each given by one (count, stride).
-            shard: The range [first, last) of the model's heads or channels that ``heads`` covers;
-                by default this rank's KV heads.
-            dtype: Element type; by default that of the cache tensor.
+            view: The elements of the field: a view of ``block``, made by the same expressions as
+                the kernels', or another tensor without memory.
+            axes: What each axis of the view is, as words. Axes of one kind are its levels, from
+                outer to inner: ``token`` (the axis over kernel blocks is added), ``head`` (heads or
+                channels), ``inner`` (further axes), and ``unit`` (elements side by side).
+            offset: Bytes from a kernel block's start to the tensor that ``view`` is of.
+            shard: The range [first, last) of the model's heads or channels that the view has; by
+                default this rank's KV heads.
             packing: If the page's content is not known, a text that must be equal on both engines.
             encoding: How the elements represent numbers, in addition to the layer's encoding.
         """
-        kernels = ((self.kernels, self.kernel_stride),) if tokens and self.kernels > 1 else ()
+        item = view.element_size()
+        levels: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for kind, extent, step in zip(axes.split(), view.shape, view.stride(), strict=True):
+            levels[kind].append((extent, step * item))
+        tokens = levels["token"]
+        if tokens and self.kernels > 1:
+            tokens.insert(0, (self.kernels, self.kernel_stride))
         entries = getattr(self.spec, "tokens_per_state", 1)
         return Field(
             key=f"{self.layer}/{name}",
             group=self.group,
             region=self.region,
-            offset=self.offset + offset,
+            offset=self.offset + offset + int(view.storage_offset()) * item,
             page_stride=self.page_stride,
             pages=self.pages,
-            dtype=dtype or self.dtype,
-            unit=unit,
-            tokens=axis(*kernels, *tokens),
-            shard=axis(*heads),
+            dtype=str(view.dtype).removeprefix("torch."),
+            unit=item * math.prod(extent for extent, _ in levels["unit"]),
+            tokens=axis(*tokens),
+            shard=axis(*levels["head"]),
             shard_range=shard or self.heads,
-            inner=tuple(axis(pair) for pair in inner),
+            inner=tuple(axis(level) for level in levels["inner"]),
             tokens_per_state=int(entries) if tokens else 1,
             packing=packing,
             draft=self.facts.draft,
             encoding=", ".join(filter(None, (self.facts.encoding, encoding))),
         )
+
+
+def without_memory(
+    shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return a tensor of which only shape, type and strides exist, for views of it."""
+    import torch
+
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def share(total: int, position: ShardPosition) -> tuple[int, int]:

@@ -18,11 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field
 from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.caches.pages import Page, Pairs, ShardPosition
+from kvferry.integrations.vllm.caches.pages import Page, ShardPosition, without_memory
+
+if TYPE_CHECKING:
+    import torch
 
 Fields = tuple[Field, ...]
 
@@ -30,16 +34,6 @@ Part = tuple[str, tuple[int, int]]
 """A part of the convolution's channels, such as x, B or C: its name, and the range [first, last) of
 the model's channels of this part that this rank stores.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tensor:
-    """One of the tensors of a state, contiguous in the page, ``offset`` bytes from its start."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
-    offset: int
 
 
 def mamba1(page: Page) -> Fields:
@@ -189,17 +183,13 @@ def ring_fields(page: Page) -> Fields:
     these models have backends that do not offer such orders. Engines whose rings have another
     capacity have no field with the same key, so the handshake refuses the pair.
     """
-    heads, entries, content = page.shape
-    capacity = page.kernels * entries
-    head, entry, _ = page.strides
-    return (
-        page.field(
-            f"ring[{page.facts.backend}: {capacity} slots of {page.dtype} {heads}x{content}]"
-            f"{versions.opaque_release()}",
-            unit=content * page.itemsize,
-            inner=((heads, head), (page.kernels, page.kernel_stride), (entries, entry)),
-        ),
+    heads, entries, content = page.block.shape
+    dtype = str(page.block.dtype).removeprefix("torch.")
+    name = (
+        f"ring[{page.facts.backend}: {page.kernels * entries} slots of {dtype} {heads}x{content}]"
+        f"{versions.opaque_release()}"
     )
+    return (page.field(name, page.whole.transpose(0, 1), "inner inner inner unit"),)
 
 
 def _opaque(page: Page) -> Field:
@@ -208,25 +198,26 @@ def _opaque(page: Page) -> Field:
     Only engines that split the state among ranks in the same way can exchange it: its key contains
     the backend, the tensors' types and shapes, and vLLM's release.
     """
+    import torch
+
     shapes = ", ".join(
-        f"{tensor.dtype} {'x'.join(map(str, tensor.shape))}" for tensor in _tensors(page)
+        f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))}"
+        for tensor, _ in _tensors(page)
     )
     position = _sharing(page)
     return page.field(
         f"state[{page.facts.backend}: {shapes}]{versions.opaque_release()}",
-        unit=page.spec.state_content_size_bytes,
+        without_memory([page.spec.state_content_size_bytes], torch.uint8),
+        "unit",
         shard=(position.tp, position.tp + 1),
-        dtype="uint8",
     )
 
 
-def _tensors(page: Page) -> list[_Tensor]:
-    """Return all tensors of a state, in their order in the page."""
-    tensors: list[_Tensor] = []
-    offset = 0
+def _tensors(page: Page) -> list[tuple[torch.Tensor, int]]:
+    """Return all tensors of a state, and the offset of each in the page, in bytes."""
+    tensors, offset = [], 0
     for shape, dtype in zip(page.spec.shapes, page.spec.dtypes, strict=True):
-        name = str(dtype).removeprefix("torch.")
-        tensors.append(_Tensor(shape=shape, dtype=name, itemsize=dtype.itemsize, offset=offset))
+        tensors.append((without_memory(shape, dtype), offset))
         offset += math.prod(shape) * dtype.itemsize
     return tensors
 
@@ -286,46 +277,25 @@ def _convolution(page: Page, parts: Sequence[Part]) -> Fields:
     Empty if they have more or fewer channels than the tensor, or if it is not known which columns
     are state.
     """
-    tensor, channels = _tensors(page)[0], _channels(page)
-    item, width = tensor.itemsize, math.prod(tensor.shape) // channels
-    columns = _columns(page, width)
-    if columns is None or channels != sum(stop - start for _, (start, stop) in parts):
+    tensor, offset = _tensors(page)[0]
+    if not page.facts.channels_first:
+        tensor = tensor.T
+    columns = _columns(page, tensor.shape[1])
+    sizes = [stop - start for _, (start, stop) in parts]
+    if columns is None or len(tensor) != sum(sizes):
         return ()
-    step, column = (width * item, item) if page.facts.channels_first else (item, channels * item)
-    fields: list[Field] = []
-    offset = tensor.offset
-    for name, (start, stop) in parts:
-        fields.append(
-            page.field(
-                f"conv/{name}",
-                offset=offset,
-                unit=item,
-                heads=((stop - start, step),),
-                inner=((columns, column),),
-                shard=(start, stop),
-                dtype=tensor.dtype,
-            )
-        )
-        offset += (stop - start) * step
-    return tuple(fields)
+    return tuple(
+        page.field(f"conv/{name}", part[:, :columns], "head inner", offset=offset, shard=shard)
+        for (name, shard), part in zip(parts, tensor.split(sizes), strict=True)
+    )
 
 
 def _recurrence(page: Page, *, rows_first: bool = True) -> Field:
     """Return the field of the recurrent state, its matrices stored by rows or by columns."""
-    tensor = _tensors(page)[-1]
-    heads, *inside = tensor.shape
-    item = tensor.itemsize
-    unit = math.prod(inside) * item
-    inner: Pairs = ()
-    if not rows_first:
-        rows, columns = inside
-        inner = ((rows, item), (columns, rows * item))
-    return page.field(
-        "ssm",
-        offset=tensor.offset,
-        unit=unit if rows_first else item,
-        heads=((heads, unit),),
-        inner=inner,
-        shard=_even_range(page, heads),
-        dtype=tensor.dtype,
-    )
+    tensor, offset = _tensors(page)[-1]
+    shard = _even_range(page, len(tensor))
+    if rows_first:
+        return page.field("ssm", tensor.flatten(1), "head unit", offset=offset, shard=shard)
+    heads, rows, columns = tensor.shape
+    stored = tensor.view(heads, columns, rows).transpose(1, 2)
+    return page.field("ssm", stored, "head inner inner", offset=offset, shard=shard)

@@ -188,7 +188,7 @@ def value_section(old: Source, new: Source) -> Section:
     """Compare the members of enumerations and of types that list their values."""
     return Section(
         title="Quantised formats, orders and other values",
-        look="`caches/quantization.py` and `caches/attention_pages.py`",
+        look="`caches/layer_facts.py` and `caches/attention_pages.py`",
         findings=described_changes(dict(_values(old)), dict(_values(new))),
     )
 

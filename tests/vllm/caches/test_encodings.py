@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.integrations.vllm.caches.layer_facts import Scales, cache_format, with_encodings
 from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, ShardPosition
-from kvferry.integrations.vllm.caches.quantization import Scales, cache_format, with_encodings
 
 torch = pytest.importorskip("torch")
 
