@@ -71,6 +71,12 @@ class CudaBuffer(Buffer):
     """Memory of a CUDA device, allocated by torch."""
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
+        missing = _why_no_cuda(device)
+        if missing:
+            raise RuntimeError(
+                f"memory = 'cuda:{device}' of these tests: {missing}; install a CUDA build of "
+                "torch on a machine with a GPU, or test with memory = 'cpu'"
+            )
         self._torch: Any = importlib.import_module("torch")
         self._bytes = self._torch.zeros(nbytes, dtype=self._torch.uint8, device=f"cuda:{device}")
         self._torch.cuda.synchronize(device)
@@ -95,7 +101,7 @@ class CudaBuffer(Buffer):
 
 
 def allocate(memory: str, nbytes: int) -> Buffer:
-    """Return a new buffer of zeros; raise what torch raises if the device is not available."""
+    """Return a new buffer of zeros; raise ``RuntimeError`` if the device is not available."""
     kind, _, rest = memory.partition(":")
     if kind == "cpu":
         return CpuBuffer(nbytes)
@@ -106,9 +112,12 @@ def allocate(memory: str, nbytes: int) -> Buffer:
 
 
 def thread_setup(memory: str) -> EnterThread:
-    """Return what each thread that uses a buffer has to do first: for CUDA, choose the device."""
+    """Return what each thread that uses a buffer has to do first: for CUDA, choose the device.
+
+    Where the device cannot be used, a thread has nothing to do: ``allocate`` says why.
+    """
     kind, _, rest = memory.partition(":")
-    if kind != "cuda":
+    if kind != "cuda" or _why_no_cuda(int(rest or 0)):
         return enter_nothing
     device = int(rest or 0)
 
@@ -133,13 +142,20 @@ def make_transport(factory: str, options: Mapping[str, object], memory: str) -> 
 
 def available(kind: str) -> bool:
     """Return whether ``allocate`` can make memory of this kind on this machine."""
-    if kind != "cuda":
-        return kind == "cpu"
+    return kind == "cpu" or (kind == "cuda" and not _why_no_cuda(0))
+
+
+def _why_no_cuda(device: int) -> str:
+    """Return why the CUDA device of this index cannot be used; an empty string if it can."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device"
+    if device >= torch.cuda.device_count():
+        return f"there are {torch.cuda.device_count()} CUDA devices, from 0 on"
+    return ""
 
 
 def imported(name: str) -> Any:  # noqa: ANN401 - the caller knows its type

@@ -11,11 +11,32 @@ import pytest
 from kvferry.testing.memory import allocate, available, pattern
 
 
+def fake_torch(devices: int) -> SimpleNamespace:
+    """Return the part of torch that tells how many GPUs there are."""
+    cuda = SimpleNamespace(is_available=lambda: devices > 0, device_count=lambda: devices)
+    return SimpleNamespace(__version__="0.0", cuda=cuda)
+
+
+@pytest.mark.parametrize(
+    ("installed", "memory", "why"),
+    [
+        (None, "cuda", "torch is not installed"),
+        (fake_torch(0), "cuda", "torch 0.0 sees no CUDA device"),
+        (fake_torch(2), "cuda:2", "there are 2 CUDA devices, from 0 on"),
+    ],
+)
+def test_missing_device_is_reported_with_remedy(
+    monkeypatch: pytest.MonkeyPatch, installed: object, memory: str, why: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", installed)
+    with pytest.raises(RuntimeError, match=f"{why}.*or test with memory = 'cpu'"):
+        allocate(memory, 4096)
+
+
 def test_available_memory_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for there in (False, True):
-        cuda = SimpleNamespace(is_available=lambda there=there: there)
-        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-        assert [available(kind) for kind in ("cpu", "cuda", "xpu")] == [True, there, False]
+    for devices in (0, 1):
+        monkeypatch.setitem(sys.modules, "torch", fake_torch(devices))
+        assert [available(kind) for kind in ("cpu", "cuda", "xpu")] == [True, devices > 0, False]
 
 
 def test_buffer_returns_what_was_put() -> None:

@@ -64,7 +64,7 @@ def test_suite_works_outside_this_repository(tmp_path: Path) -> None:
     (tmp_path / "test_idle.py").write_text(MODULE_CODE)
     # Strict: the plugin has to have registered the marker of the slow test.
     options = ["-q", "-p", "no:asyncio", "-p", "no:cacheprovider", "--strict-markers"]
-    test = "test_idle.py::TestIdle::test_one_byte"
+    test = "test_idle.py::TestIdle::test_a_batch_moves_its_bytes_and_no_others[one copy]"
     result = run("-m", "pytest", *options, test, cwd=tmp_path)
     assert "1 failed" in result.stdout, result.stdout
     assert "this side's memory" in result.stdout
