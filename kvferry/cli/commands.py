@@ -496,16 +496,15 @@ def plan(
     With --bandwidth, a table follows: how long until decode has a prompt's cache, if it is moved
     after prefill, and if pages are moved chunk by chunk while prefill computes (early tickets).
     """
-    from kvferry.cli.plan import run
+    from kvferry.cli.plan import RunningOptions, run
     from kvferry.cli.plan.early import make_question
 
     run(
         model=model,
-        prefill=prefill,
-        decode=decode,
-        addresses=addresses or (),
-        secret_key=curve_secret_key,
-        peers=curve_peer or (),
+        sides={"prefill": prefill, "decode": decode},
+        running=RunningOptions(
+            addresses=addresses or (), secret_key=curve_secret_key, peers=curve_peer or ()
+        ),
         tokens=tokens,
         dtype=dtype,
         early=make_question(bandwidth or (), prompt or (), chunk, prefill_rate, hop / 1e3),

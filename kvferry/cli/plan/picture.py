@@ -19,7 +19,8 @@ from kvferry.cli.formatting import counted, size
 from kvferry.cli.plan.engines import EngineError
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
 from kvferry.cli.plan.fields import contents_of, text_of
-from kvferry.cli.plan.report import PlanResult, Side
+from kvferry.cli.plan.report import PlanResult
+from kvferry.cli.plan.sides import Side
 
 # In inches: from one rank to the next, of the picture, of a rank's box, and beside it.
 STEP, WIDTH, BOX, MARGIN = 0.62, 10.0, 2.7, 0.25
