@@ -496,8 +496,9 @@ def plan(
     With --bandwidth, a table follows: how long until decode has a prompt's cache, if it is moved
     after prefill, and if pages are moved chunk by chunk while prefill computes (early tickets).
     """
-    from kvferry.cli.plan import RunningOptions, run
+    from kvferry.cli.plan import run
     from kvferry.cli.plan.early import make_question
+    from kvferry.cli.plan.sides import RunningOptions
 
     run(
         model=model,
