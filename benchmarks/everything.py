@@ -4,7 +4,7 @@
                                      [--newer FOLDER]
 
 It takes about 15 minutes on two cores that do nothing else; parts that take longer are run with
-``--long`` or ``--only``. Results, page and plots are in ``build/bench``. After an interruption or a
+``--long`` or ``--only``. Results and page are in ``build/bench``. After an interruption or a
 failure, call it again: parts that were measured on this machine, with this source of kvferry and of
 the benchmarks, are not measured again. A benchmark that cannot run here is left out with the
 reason.
@@ -290,7 +290,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--newer", type=Path, default=NEWER, help="the source of a newer vLLM, if it is there"
     )
-    parser.add_argument("--out", type=Path, default=OUT, help="where results, page and plots go")
+    parser.add_argument("--out", type=Path, default=OUT, help="where results and page go")
     found = parser.parse_args()
     if not 0 <= found.margin < 10:
         parser.error(f"--margin {found.margin}: pass a part of the ratio, such as 0.2 for 20 %")

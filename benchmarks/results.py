@@ -1,9 +1,8 @@
-"""Results of ``make bench``: kept as JSON, and shown as a page with plots."""
+"""Results of ``make bench``: kept as JSON, and shown as a page."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -79,12 +78,11 @@ def conditions_of(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_page(store: Store, titles: Mapping[str, str], path: Path) -> None:
-    """Write the page of all parts, in the order of their titles, and its plots beside it."""
-    drawn = _draw_all(store, path.parent / "plots")
-    path.write_text("\n".join(_page(store, titles, drawn)) + "\n", encoding="utf-8")
+    """Write the page of all parts, in the order of their titles."""
+    path.write_text("\n".join(_page(store, titles)) + "\n", encoding="utf-8")
 
 
-def _page(store: Store, titles: Mapping[str, str], drawn: Mapping[str, str]) -> Iterator[str]:
+def _page(store: Store, titles: Mapping[str, str]) -> Iterator[str]:
     yield HEAD
     every = [row for name in titles for row in rows_of(store.get(name, {}))]
     yield "## Targets\n"
@@ -107,8 +105,6 @@ def _page(store: Store, titles: Mapping[str, str], drawn: Mapping[str, str]) -> 
             yield f"`{name}` has not been run.\n"
         for section, found in groupby(rows_of(entry), key=lambda row: row.section):
             yield f"\n### {section}\n"
-            if section in drawn:
-                yield f"![{section}]({drawn[section]})\n"
             yield from _table(
                 ("case", "ratio", "to", "target", "measured"),
                 [
@@ -137,59 +133,3 @@ def _conditions(entry: Mapping[str, Any]) -> str:
 def _table(headings: Sequence[str], lines: Sequence[Sequence[object]]) -> Iterator[str]:
     for line in (headings, ["---"] * len(headings), *lines):
         yield f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |"
-
-
-# Plots.
-
-FEWEST = 6
-"""Rows of a section, of which a plot says more than its table."""
-WIDTH, ROW, EDGES = 7.5, 0.24, 1.0
-"""Inches: of a plot, of a line of it, and of what is above and below."""
-COLOURS = {True: "tab:green", False: "tab:red", None: "tab:gray"}
-
-
-def _draw_all(store: Store, folder: Path) -> dict[str, str]:
-    """Draw all sections that have enough rows; their files, as seen from the folder's parent."""
-    try:
-        import matplotlib  # noqa: F401 - only to see that it is there
-    except ModuleNotFoundError:
-        print("no plots: matplotlib is not installed (pip install 'kvferry[plot]')")
-        return {}
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.glob("*.svg"):
-        file.unlink()
-    found: dict[str, str] = {}
-    for name, entry in store.items():
-        for section, own in groupby(rows_of(entry), key=lambda row: row.section):
-            rows = list(own)
-            if len(rows) >= FEWEST:
-                file = folder / f"{re.sub(r'[^a-z0-9]+', '-', f'{name} {section}'.lower())}.svg"
-                _draw(file, section, rows)
-                found[section] = f"{folder.name}/{file.name}"
-    return found
-
-
-def _draw(file: Path, title: str, found: Sequence[harness.Row]) -> None:
-    """A panel for each thing that the ratios are to, a line for each row."""
-    from matplotlib.figure import Figure
-
-    ordered = sorted(found, key=lambda row: row.of)
-    panels = [(of, list(group)) for of, group in groupby(ordered, key=lambda row: row.of)]
-    heights = [len(group) + 3 for _, group in panels]
-    figure = Figure(figsize=(WIDTH, ROW * sum(heights) + EDGES), layout="constrained")
-    figure.suptitle(title)
-    drawn = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    for axes, (of, group) in zip(drawn.flat, panels, strict=True):
-        for place, row in enumerate(group):
-            colour = COLOURS[row.met]
-            axes.plot([row.low, row.high], [place, place], color=colour, linewidth=2, alpha=0.5)
-            axes.plot([row.ratio], [place], "o", color=colour, markersize=4)
-            if row.target:
-                axes.plot([float(row.target[2:])], [place], "|", color="black", markersize=10)
-        axes.axvline(1.0, color="black", linewidth=0.6, linestyle=":")
-        if all(row.low > 0 for row in group):
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_yticks(range(len(group)), [row.case for row in group], fontsize=8)
-        axes.set(xlabel=f"ratio to {of} (a stroke: the target)", ylim=(len(group) - 0.5, -0.5))
-    figure.savefig(file)

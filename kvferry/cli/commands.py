@@ -498,14 +498,14 @@ def plan(
     """
     from kvferry.cli.plan import run
     from kvferry.cli.plan.early import make_question
+    from kvferry.cli.plan.sides import RunningOptions
 
     run(
         model=model,
-        prefill=prefill,
-        decode=decode,
-        addresses=addresses or (),
-        secret_key=curve_secret_key,
-        peers=curve_peer or (),
+        sides={"prefill": prefill, "decode": decode},
+        running=RunningOptions(
+            addresses=addresses or (), secret_key=curve_secret_key, peers=curve_peer or ()
+        ),
         tokens=tokens,
         dtype=dtype,
         early=make_question(bandwidth or (), prompt or (), chunk, prefill_rate, hop / 1e3),

@@ -85,6 +85,7 @@ def test_alike_ranks_share_a_row_of_the_table(
 
 def test_rows_fit_a_terminal_and_are_whole_in_a_pipe(plan: PlanCommand) -> None:
     config = write_config(plan.folder, configs.NEMOTRON_H)
+    shown = ""
     for width in (80, 50, 0):
         shown = plan.run(config, "--prefill=tp=2", "--decode=tp=8", width=width).out
         words = " ".join(shown.split())

@@ -30,7 +30,7 @@ PROBE, PREFILL, DECODE = generate(), generate(), generate()
 def engine_of(folder: Path, config: Config, settings: str = "tp=1") -> Engine:
     """Return an engine with vLLM's names of a multimodal model's layers."""
     model = read_model(Path(write_config(folder, config)))
-    made = msgspec.json.encode(make_engine(model, parse(settings, "--prefill"), 4096)).decode()
+    made = msgspec.json.encode(make_engine(model, parse(settings), 4096)).decode()
     for ours, theirs in VLLM_NAMES.items():
         made = made.replace(ours, theirs)
     return msgspec.json.decode(made, type=Engine)

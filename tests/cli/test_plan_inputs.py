@@ -87,7 +87,7 @@ def test_malformed_config_files_are_refused(tmp_path: Path, content: bytes) -> N
 
 WRONG_SETTINGS = [
     (TINY | {"num_kv_shared_layers": 4}, "tp=1", "no layer has a cache of its own"),
-    (TINY, "tq=2", "--decode: unknown setting 'tq': did you mean 'tp'?"),
+    (TINY, "tq=2", "unknown setting 'tq': did you mean 'tp'?"),
     (TINY, "layout=HNDD", "unknown layout 'HNDD': did you mean 'HND'?"),
     (TINY, "layout=XYZ", "unknown layout 'XYZ'; allowed are LBHNC, LBNHC, LHBNC"),
     (TINY, "tp=0", "tp=0 must be a number in 1 to 1024"),
@@ -122,7 +122,7 @@ def test_invalid_settings_are_refused(
 ) -> None:
     found = read_model(Path(write_config(tmp_path, model)))
     with pytest.raises((SettingsError, EngineError), match=re.escape(said)):
-        make_engine(found, parse(settings, "--decode"), 4096)
+        make_engine(found, parse(settings), 4096)
 
 
 def test_refusals_are_errors_of_the_command(plan: PlanCommand) -> None:
@@ -138,7 +138,7 @@ def test_refusals_are_errors_of_the_command(plan: PlanCommand) -> None:
 
 
 def test_settings_accept_dashes_and_lower_case() -> None:
-    found = parse("block-size=32,layout=nhd", "--decode")
+    found = parse("block-size=32,layout=nhd")
     assert (found.block_size, found.layout) == (32, "LBNHC")
 
 

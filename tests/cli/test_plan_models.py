@@ -11,7 +11,7 @@ from msgspec import structs
 from kvferry.cli.plan.engines import PlanSettings, make_engine, parse
 from kvferry.cli.plan.estimate import CopySizes, estimate_reads
 from kvferry.cli.plan.model import read_model
-from kvferry.cli.plan.running import with_keys_of
+from kvferry.cli.plan.sides import with_keys_of
 from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import LATENT, TINY, Config, PlanCommand, write_config
 
@@ -31,7 +31,7 @@ def copies_of(
 ) -> CopySizes:
     """Return the copies of a request between two engines of the model of a config file."""
     model = read_model(Path(write_config(folder, config)), dtype)
-    one, other = (make_engine(model, parse(side, ""), tokens) for side in (prefill, decode))
+    one, other = (make_engine(model, parse(side), tokens) for side in (prefill, decode))
     return estimate_reads(one, other, tokens).sizes
 
 

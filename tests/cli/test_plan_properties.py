@@ -82,7 +82,7 @@ def test_settings_and_written_engine_are_read_back_equal(
     tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Model, PlanSettings, PlanSettings]
 ) -> None:
     model, one, _ = drawn
-    assert parse(str(one), "--decode") == one
+    assert parse(str(one)) == one
     engine = make_engine(model, one, 50)
     file = tmp_path_factory.getbasetemp() / "engine.json"
     write_engine(file, engine)
@@ -150,8 +150,8 @@ def _pages(engine: Engine, tokens: int) -> tuple[Pages, ...]:
 @given(st.text("tpdc=,0123456789LBHN_ block_size", max_size=40))
 def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
     with suppress(SettingsError):
-        found = parse(text, "--prefill")
-        assert parse(str(found), "--prefill") == found
+        found = parse(text)
+        assert parse(str(found)) == found
 
 
 @FEW_EXAMPLES

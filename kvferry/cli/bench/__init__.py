@@ -150,7 +150,7 @@ def _record(result: Result) -> dict[str, object]:
 def _print(conditions: Mapping[str, object], results: Sequence[Result]) -> None:
     console = output()
     names = ("size", "block", "copies", "GB/s", "µs a copy", "memcpy", "of it")
-    rows = [
+    rows: list[Sequence[str | Text]] = [
         (
             one.case.order,
             size(one.case.size),

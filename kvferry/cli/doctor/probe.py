@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from kvferry.core.errors import DriverError, TransportError
 from kvferry.core.transport.registry import DriverReport, describe, installed
@@ -44,11 +44,9 @@ class Driver(Struct, frozen=True, kw_only=True):
 
 
 class Ucx(Struct, frozen=True, kw_only=True):
-    """A UCX library that a driver has loaded, and the devices of each of its transports.
+    """The libucp that a driver has loaded, and the devices of each of its transports.
 
     Attributes:
-        driver: Name of the driver that loaded the library.
-        path: Path of its libucp.
         rdma: Whether the library has a module for RDMA that can be loaded.
         advice: Which other UCX would be better; empty if none would.
     """
@@ -62,13 +60,11 @@ class Ucx(Struct, frozen=True, kw_only=True):
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
-    """A GPU that CUDA sees, and what it can do together with NICs.
+    """A GPU that CUDA sees, by its index and PCI address, and what it can do together with NICs.
 
     Attributes:
-        address: The GPU's PCI address.
         dmabuf: Whether a NIC's driver can get the GPU's memory as a dmabuf.
-        needs_flush: Whether what a NIC has written into the GPU's memory must be flushed before the
-            GPU sees it.
+        needs_flush: Whether what a NIC has written must be flushed before the GPU sees it.
         can_flush: Whether that can be flushed.
     """
 
@@ -83,10 +79,8 @@ class Probed(Struct, frozen=True, kw_only=True):
     """The report of the process that ``probe`` starts.
 
     Attributes:
-        drivers: The installed drivers.
-        gpus: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
-        ucx: The UCX libraries that the drivers loaded. Some are missing if the process crashed
-            when it asked a library for its devices.
+        gpus: ``None`` if CUDA could not be asked.
+        ucx: Some are missing if the process crashed when it asked a library for its devices.
         reading: Why a process cannot read another one's memory; empty if it can, ``None`` if it
             is not known.
         trouble: Why there is no report on the drivers; empty if there is one.
@@ -119,39 +113,39 @@ def probe() -> Probed:
         trouble = f"the drivers have not started within {SECONDS:.0f} s"
     except OSError as exc:
         return Probed(trouble=f"the drivers could not be asked: {exc}")
-    report = Probed(trouble=trouble)
-    # Each line has more than the line before: asking UCX may crash.
+    found: dict[str, Any] = {}
     for line in lines:
-        with suppress(msgspec.DecodeError):
-            report = msgspec.json.decode(line, type=Probed)
-    reading = "" if report.reading == str(word[0]) else report.reading
-    return structs.replace(report, reading=reading, trouble="" if lines[1:] else trouble)
+        with suppress(msgspec.DecodeError):  # a line that a crash has cut off
+            found |= msgspec.json.decode(line, type=dict[str, Any])
+    if found.get("reading") == str(word[0]):
+        found["reading"] = ""
+    return msgspec.convert(found | {"trouble": "" if "drivers" in found else trouble}, Probed)
 
 
 def main() -> None:
-    """Write the report on every driver and UCX, and end without running exit handlers.
+    """Write the report as lines of JSON, and end without running exit handlers.
 
-    The first line has what came of reading the parent's memory, the second one all drivers. After
-    the GPUs, and after each UCX, the whole report is written again, as a new line with them: if
-    CUDA or a UCX crashes the process, the last complete line is the report.
+    CUDA or a UCX may crash the process when it is asked, so each part has a line of its own.
     """
     sys.stdout.flush()
     answer = os.dup(1)
     os.dup2(2, 1)  # libraries print to stdout; keep that out of the report
-    report = Probed(reading=_read(*map(int, sys.argv[1:3])))
-    _send(answer, report)
+
+    def send(**parts: object) -> None:
+        os.write(answer, msgspec.json.encode(parts) + b"\n")
+
+    send(reading=_read(*map(int, sys.argv[1:3])))
     drivers: list[Driver] = []
     owners: dict[str, str] = {}
     for info in installed():
         drivers.append(_driver(describe(info)))
         owners = dict.fromkeys(_loaded("libucp"), info.name) | owners
-    report = structs.replace(report, drivers=drivers)
-    _send(answer, report)
-    report = structs.replace(report, gpus=gpus(find_cuda()))
-    _send(answer, report)
+    send(drivers=drivers)
+    send(gpus=gpus(find_cuda()))
+    found: list[Ucx] = []
     for path, driver in owners.items():
-        report = structs.replace(report, ucx=[*report.ucx, ucx(path, driver)])
-        _send(answer, report)
+        found.append(ucx(path, driver))
+        send(ucx=found)
     os._exit(0)
 
 
@@ -165,10 +159,6 @@ def _read(pid: int, address: int) -> str:
     except DriverError as exc:
         return f"{exc}: use another driver than loopback"
     return str(word[0])
-
-
-def _send(descriptor: int, probed: Probed) -> None:
-    os.write(descriptor, msgspec.json.encode(probed) + b"\n")
 
 
 def _driver(report: DriverReport) -> Driver:

@@ -34,10 +34,8 @@ class EarlyQuestion:
 
     Attributes:
         prompts: Lengths of prompts in tokens; empty for that of the planned request.
-        chunk: How many tokens prefill computes in a step.
-        prefill_rate: How many tokens prefill computes in a second.
-        hop_seconds: The time from prefill's end until decode starts to read, with an ordinary
-            ticket.
+        chunk, prefill_rate: How many tokens prefill computes in a step, and in a second.
+        hop_seconds: From prefill's end until decode starts to read, with an ordinary ticket.
     """
 
     bandwidths: tuple[Bandwidth, ...]
@@ -131,17 +129,16 @@ def early_cases(
     question: EarlyQuestion, prefill: Engine, decode: Engine, planned: Estimate
 ) -> list[EarlyCase]:
     """Return how long until decode has the cache, for each bandwidth and prompt."""
-    estimates = []
-    for prompt in question.prompts or (planned.tokens,):
+    estimates = {planned.tokens: planned}
+    for prompt in question.prompts:
         try:
-            same = prompt == planned.tokens
-            estimates.append(planned if same else estimate_reads(prefill, decode, prompt))
+            estimates[prompt] = estimates.get(prompt) or estimate_reads(prefill, decode, prompt)
         except EngineError as exc:
             raise EngineError(f"--prompt {prompt}: {exc}") from exc
     return [
-        _case(question, bandwidth, estimate)
+        _case(question, bandwidth, estimates[prompt])
         for bandwidth in question.bandwidths
-        for estimate in estimates
+        for prompt in question.prompts or (planned.tokens,)
     ]
 
 

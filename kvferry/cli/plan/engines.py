@@ -130,22 +130,19 @@ class PlanSettings:
         return ",".join(f"{key}={value}" for key, value in shown.items())
 
 
-def parse(text: str, option: str) -> PlanSettings:
+def parse(text: str) -> PlanSettings:
     """Return the settings of one engine: ``key=value`` pairs, separated by commas."""
     values: dict[str, int | str] = {}
     known = [f.name for f in fields(PlanSettings)]
-    try:
-        for pair in text.split(","):
-            key, equals, value = (part.strip() for part in pair.partition("="))
-            name = _known("setting", key.replace("-", "_"), known)
-            if not equals or not value:
-                raise SettingsError(f"{key!r} has no value: write {key}=...")
-            if name in values:
-                raise SettingsError(f"{name!r} stands twice")
-            values[name] = _value(name, value)
-        return PlanSettings(**values)  # type: ignore[arg-type]  # each value is of its field's type
-    except SettingsError as exc:
-        raise SettingsError(f"{option}: {exc}") from None
+    for pair in text.split(","):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        name = _known("setting", key.replace("-", "_"), known)
+        if not equals or not value:
+            raise SettingsError(f"{key!r} has no value: write {key}=...")
+        if name in values:
+            raise SettingsError(f"{name!r} stands twice")
+        values[name] = _value(name, value)
+    return PlanSettings(**values)  # type: ignore[arg-type]  # each value is of its field's type
 
 
 def _value(name: str, value: str) -> int | str:

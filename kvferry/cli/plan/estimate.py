@@ -36,7 +36,7 @@ class CopySizes(Counter[int]):
         middle = bisect_left(ends, (self.total() + 1) // 2)
         return {
             "copies": self.total(),
-            "bytes": sum(nbytes * count for nbytes, count in self.items()),
+            "bytes": self.nbytes,
             "smallest": sizes[0] if sizes else 0,
             "median": sizes[middle] if sizes else 0,
             "largest": sizes[-1] if sizes else 0,
@@ -50,7 +50,7 @@ class CopySizes(Counter[int]):
     @property
     def nbytes(self) -> int:
         """The bytes of all copies."""
-        return self.figures["bytes"]
+        return sum(nbytes * count for nbytes, count in self.items())
 
     @property
     def median(self) -> int:
@@ -68,30 +68,21 @@ def merged(all_sizes: Iterable[CopySizes]) -> CopySizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadEstimate:
-    """What one decode rank reads from one prefill rank.
+    """What a decode rank reads from one prefill rank.
 
     Attributes:
-        decode: The index of the decode rank.
-        source: The part of the decode rank's plan for the prefill rank.
-        sizes: How many copies of which size one request takes.
+        decode, prefill: The indices of the two ranks.
+        overlaps: The overlapping pairs of fields, and the part of each that is read.
         early_bytes: How many of the bytes are final once their token is computed: those of cache
             groups with neither a sliding window nor states.
     """
 
     decode: int
+    prefill: int
     source: Source = field(repr=False)
+    overlaps: tuple[Overlap, ...] = field(repr=False)
     sizes: CopySizes
     early_bytes: int
-
-    @property
-    def prefill(self) -> int:
-        """The index of the prefill rank that the decode rank reads from."""
-        return self.source.remote
-
-    @property
-    def overlaps(self) -> tuple[Overlap, ...]:
-        """The overlapping pairs of fields, and the part of each that is read."""
-        return tuple(overlap for match in self.source.matches for overlap in match.overlaps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,12 +95,14 @@ class Estimate:
             the one in ``told``.
         told: For each prefill rank that no decode rank reads, the decode rank that sends it "done"
             nevertheless.
+        on_gpus: Whether all copies are from a GPU's memory to a GPU's memory.
     """
 
     tokens: int
     reads: tuple[ReadEstimate, ...]
     readers: tuple[int, ...]
     told: dict[int, int]
+    on_gpus: bool
 
     @property
     def sizes(self) -> CopySizes:
@@ -124,18 +117,10 @@ class Estimate:
     @property
     def busiest(self) -> int:
         """The most copies that a single decode rank makes."""
-        copies: dict[int, int] = {}
+        copies: Counter[int] = Counter()
         for read in self.reads:
-            copies[read.decode] = copies.get(read.decode, 0) + read.sizes.copies
+            copies[read.decode] += read.sizes.copies
         return max(copies.values(), default=0)
-
-    @property
-    def on_gpus(self) -> bool:
-        """Whether all copies are from a GPU's memory to a GPU's memory."""
-        layouts = [
-            side for r in self.reads for side in (r.source.local_layout, r.source.remote_layout)
-        ]
-        return all(region.kind == CUDA for layout in layouts for region in layout.regions)
 
     def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
         """Return the reads of a decode rank."""
@@ -167,11 +152,26 @@ def estimate_reads(
         readers = planned.notifiers
         for source in planned.sources:
             by_group = _counted(source, decode, tokens, workspace)
-            early = sum(by_group[group].nbytes for group in by_group if _is_early(decode, group))
-            sizes = merged(by_group.values())
-            read = ReadEstimate(decode=rank, source=source, sizes=sizes, early_bytes=early)
-            reads.append(read)
-    return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told)
+            # A sliding window drops tokens again, and every token changes a state.
+            early = [
+                sizes.nbytes
+                for group, sizes in by_group.items()
+                if source.local_layout.groups[group].kind is not GroupKind.STATE
+                and not decode.drops_tokens(group)
+            ]
+            reads.append(
+                ReadEstimate(
+                    decode=rank,
+                    prefill=source.remote,
+                    source=source,
+                    overlaps=tuple(o for match in source.matches for o in match.overlaps),
+                    sizes=merged(by_group.values()),
+                    early_bytes=sum(early),
+                )
+            )
+    layouts = [side for r in reads for side in (r.source.local_layout, r.source.remote_layout)]
+    on_gpus = all(region.kind == CUDA for layout in layouts for region in layout.regions)
+    return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told, on_gpus=on_gpus)
 
 
 def _counted(
@@ -196,13 +196,6 @@ def _counted(
     return by_group
 
 
-def _is_early(decode: Engine, group: int) -> bool:
-    """Return whether a cache group's bytes are final once their token is computed."""
-    # A sliding window drops tokens again, and every token changes a state.
-    kind = decode.ranks[0].groups[group].kind
-    return kind is not GroupKind.STATE and not decode.drops_tokens(group)
-
-
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
     """Return a page list for each cache group, with descending ids: no two pages share a copy."""
     lists = []
@@ -225,7 +218,10 @@ def _span(group: Group) -> int:
 
 
 def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Split the tokens ``[first, last)`` into ranges whose copies are to be counted."""
+    """Split the tokens ``[first, last)`` into ranges, and say how often each one's copies count.
+
+    Copies repeat with the pages of both engines.
+    """
     kinds = [m.pairing for m in source.matches if m.local_group == group]
     if kinds[0].local.kind is GroupKind.STATE:
         yield 0, last, 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,11 +14,10 @@ from kvferry.cli.formatting import counted, duration, grouped, numbers, size
 from kvferry.cli.output import output, print_table
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
 from kvferry.cli.plan.early import EarlyCase, EarlyQuestion
-from kvferry.cli.plan.engines import Engine, PlanSettings
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
 from kvferry.cli.plan.fields import contents_of, shape_of, text_of
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.running import RunningEngine
+from kvferry.cli.plan.sides import Side
 from kvferry.core.transport.copies import SMALL_COPY
 
 VLLM = {
@@ -47,36 +45,6 @@ PREFERRED = "LBHNC"
 BY_IPC = "Between GPUs of one host (CUDA IPC)"
 
 Record = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """One of the two engines.
-
-    Attributes:
-        name: ``prefill`` or ``decode``.
-        source: The settings from which the layouts were computed, the JSON file that has them, or
-            the running engine that publishes them.
-        notes: What else there is to know about the engine, a sentence each.
-    """
-
-    name: str
-    engine: Engine
-    source: PlanSettings | Path | RunningEngine
-    notes: tuple[str, ...] = ()
-
-    def rank_name(self, *ranks: int) -> str:
-        """Return the name of ranks, such as ``3 (pp 1, tp 1)`` or ``0-3 (pp 0)``.
-
-        It has the coordinates that they share, and not all ranks of the engine.
-        """
-        where = []
-        for name in ("pp", "tp", "pcp", "dcp"):
-            every = [getattr(one, name) for one in self.engine.coordinates]
-            shared = {every[rank] for rank in ranks if every}
-            if len(shared) == 1 < len(set(every)):
-                where.append(f"{name} {shared.pop()}")
-        return f"{numbers(ranks)} ({', '.join(where)})" if where else numbers(ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
