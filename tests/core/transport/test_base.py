@@ -19,7 +19,7 @@ from kvferry.core.errors import (
     TransportUsageError,
 )
 from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId, State, parse_options
+from kvferry.core.transport import Notification, PeerId, State, parse_options
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.address import LoopbackAddress
 from kvferry.drivers.loopback.transport import LoopbackConnection
@@ -95,6 +95,12 @@ class Stubborn(LoopbackTransport):
         self.grace_seconds = 60.0  # type: ignore[misc]
         return super()._end_transfers(transfers, error)
 
+    def _disconnect(
+        self, connection: LoopbackConnection, transfers: Sequence[LoopbackTransfer]
+    ) -> None:
+        assert not self.stuck or not transfers, "its transfers have not ended"
+        super()._disconnect(connection, transfers)
+
 
 class ConnectsInDisconnect(Stubborn):
     """Another thread connects to the peer while ``disconnect`` runs."""
@@ -163,6 +169,9 @@ class Limited(LoopbackTransport):
         self._capabilities = replace(
             self._capabilities, max_outstanding=2, cancel=False, max_notification=0
         )
+
+    def _receive(self) -> list[Notification]:
+        raise AssertionError("it carries no notifications")
 
 
 def test_what_the_capabilities_deny_is_refused_or_changes_nothing(stack: ExitStack) -> None:
