@@ -1,13 +1,13 @@
-"""``BaseTransport``: its bookkeeping and its refusals, with a driver that moves no bytes."""
+"""``BaseTransport``: its bookkeeping and its refusals, with drivers that derive from loopback."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Annotated
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Annotated, TypeVar
 
 import msgspec
 import pytest
@@ -19,265 +19,174 @@ from kvferry.core.errors import (
     TransportUsageError,
 )
 from kvferry.core.memory import Region
-from kvferry.core.transport import (
-    BaseTransport,
-    Capabilities,
-    PeerId,
-    Quiescence,
-    State,
-    Status,
-    TransferId,
-    parse_options,
-)
-from kvferry.core.transport.base import TransferRequest
-from kvferry.core.transport.copies import copies_between
+from kvferry.core.transport import Notification, PeerId, State, parse_options
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.address import LoopbackAddress
+from kvferry.drivers.loopback.transport import LoopbackConnection
+from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
+from tests.drivers.pairs import Pair, paired
 
-HERE = Region(address=1 << 20, nbytes=4096)
-MORE = Region(address=3 << 20, nbytes=4096)
-THERE = Region(address=2 << 20, nbytes=4096)
-ALL = Capabilities(
-    memory=frozenset({"cpu"}),
-    max_notification=8,
-    cancel=True,
-    background_progress=False,
-    quiescence=Quiescence.ALWAYS,
-    concurrent_connect=True,
-)
+T = TypeVar("T", bound=LoopbackTransport)
 
 
-@dataclass(slots=True, eq=False)
-class Connection:
-    name: str
-    identity: str
-    regions: set[Region]
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
-@dataclass(slots=True, eq=False)
-class Transfer:
-    status: Status = Status(state=State.PENDING)  # noqa: RUF009 - it is frozen
+def pair_of(kind: type[T], stack: ExitStack) -> Pair[T, LoopbackTransport]:
+    """Return a pair whose reader is of this kind; both are closed at the end."""
+    reader, other = kind(), LoopbackTransport()
+    for each in (reader, other):
+        stack.callback(each.close)
+    return paired(reader, other)
 
 
-class RecordingTransport(BaseTransport[None, str, Connection, Transfer]):
-    """A transport that records the calls of its hooks. An address is a peer's name.
-
-    Attributes:
-        stuck: whether transfers stay failing when they are polled.
-        settles: whether they fail when their peer is disconnected.
-        connecting: what ``_connect`` waits for.
-    """
-
-    interface_version = (2, 0)
-    grace_seconds = 0.01
-
-    def __init__(self, capabilities: Capabilities = ALL) -> None:
-        super().__init__("books", capabilities)
-        self.calls: list[tuple[object, ...]] = []
-        self.stuck = self.settles = False
-        self.connecting = threading.Barrier(1)
-
-    def _register(self, region: Region) -> None:
-        self.calls.append(("register", region))
-
-    def _deregister(self, region: Region, registration: None) -> None:
-        self.calls.append(("deregister", region))
-
-    def _address(self) -> bytes:
-        return b"books"
-
-    def _decode_address(self, address: bytes) -> str:
-        return address.decode()
-
-    def _identity(self, address: str) -> str:
-        return address[:1]
-
-    def _connect(self, address: str) -> Connection:
-        self.connecting.wait(60)
-        self.calls.append(("connect", address))
-        return Connection(address, self._identity(address), {THERE})
-
-    def _refresh(self, connection: Connection, address: str) -> None:
-        self.calls.append(("refresh", address))
-
-    def _disconnect(self, connection: Connection, transfers: Sequence[Transfer]) -> None:
-        self.calls.append(("disconnect", connection.name))
-        for one in transfers:
-            if one.status.state is State.FAILING and self.settles:
-                one.status = replace(one.status, state=State.FAILED)
-
-    def _start(self, request: TransferRequest[Connection]) -> Transfer:
-        return Transfer()
-
-    def _progress(self, transfers: Sequence[Transfer]) -> None:
-        for one in transfers:
-            if one.status.state is State.FAILING and not self.stuck:
-                one.status = replace(one.status, state=State.FAILED)
-
-    def _fail(self, transfer: Transfer, error: TransportError) -> None:
-        if transfer.status.state is State.PENDING:
-            transfer.status = Status(state=State.FAILING, error=error)
-
-    def _close(self, transfers: Sequence[Transfer]) -> None:
-        self.calls.append(("close", len(transfers)))
-
-    def of(self, name: str) -> list[object]:
-        """Return the arguments of all calls of one hook."""
-        return [argument for called, argument in self.calls if called == name]
+# Memory and connections.
 
 
-class Connected(RecordingTransport):
-    """A transport with a registered region and a peer."""
-
-    def __init__(self, capabilities: Capabilities = ALL) -> None:
-        super().__init__(capabilities)
-        self.register(HERE)
-        self.peer = self.connect(b"peer")
-
-    def start(self) -> TransferId:
-        pairs = [(HERE.address, THERE.address, 8)]
-        return self.read(self.peer, copies_between(pairs, local=HERE, remote=THERE))
-
-    def state(self, transfer: TransferId) -> State:
-        return self.poll([transfer])[0].state
-
-
-# Connections.
-
-
-def test_as_many_regions_are_registered_as_an_address_holds() -> None:
-    class Narrow(RecordingTransport):
+def test_as_many_regions_are_registered_as_an_address_holds(stack: ExitStack) -> None:
+    class Narrow(LoopbackTransport):
         max_regions = 1
 
-    books = Narrow()
-    for _ in range(2):
-        books.register(HERE)
+    pair = pair_of(Narrow, stack)
+    pair.reader.register(pair.local)
+    more = Region(address=pair.local.address, nbytes=8)
     with pytest.raises(TransportError, match="1 regions are registered, and an address holds no"):
-        books.register(MORE)
-    books.deregister(HERE)
-    books.register(MORE)
-    assert books.of("register") == [HERE, MORE]
+        pair.reader.register(more)
+    pair.reader.deregister(pair.local)
+    pair.reader.register(more)
 
 
-def test_two_concurrent_connects_to_one_peer_share_a_connection() -> None:
-    transport = RecordingTransport()
-    transport.connecting = threading.Barrier(2)
-    # The barrier opens when two of them connect: one to a, and the one to b, which is not held up.
+class Meeting(LoopbackTransport):
+    """Each connection is made only when ``connecting`` lets it."""
+
+    connecting = threading.Barrier(1)
+
+    def _connect(self, address: LoopbackAddress) -> LoopbackConnection:
+        self.connecting.wait(60)
+        return super()._connect(address)
+
+
+def test_two_concurrent_connects_to_one_peer_share_a_connection(stack: ExitStack) -> None:
+    pair = pair_of(Meeting, stack)
+    third, fourth = (LoopbackTransport() for _ in range(2))
+    for each in (third, fourth):
+        stack.callback(each.close)
+    # The barrier opens when two connect: one to the third, and the one to the fourth, which is not
+    # held up.
+    pair.reader.connecting = threading.Barrier(2)
+    addresses = [third.address(), third.address(), fourth.address()]
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(transport.connect, (b"a1", b"a2", b"b1")))
-    assert len(transport.of("connect")) == 2
+        found = list(pool.map(pair.reader.connect, addresses))
     assert found[0] == found[1] != found[2]
 
 
-class ConnectsInDisconnect(Connected):
-    """A transport to whose peer another thread connects while ``disconnect`` runs."""
+class Stubborn(LoopbackTransport):
+    """Transfers do not end when they are told to, while it is ``stuck``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[PeerId] = []
-        self.other = threading.Thread(target=lambda: self.found.append(self.connect(b"peer")))
+    grace_seconds = 0.01
+    stuck = True
 
-    def _end_transfers(self, transfers: Sequence[Transfer], error: TransportError) -> bool:
-        self.other.start()
-        self.other.join(0.2)  # it must not end before this call has
+    def _end_transfers(self, transfers: Sequence[LoopbackTransfer], error: TransportError) -> bool:
+        if self.stuck:
+            return not transfers
+        self.grace_seconds = 60.0  # type: ignore[misc]
         return super()._end_transfers(transfers, error)
+
+    def _disconnect(
+        self, connection: LoopbackConnection, transfers: Sequence[LoopbackTransfer]
+    ) -> None:
+        assert not self.stuck or not transfers, "its transfers have not ended"
+        super()._disconnect(connection, transfers)
+
+
+class ConnectsInDisconnect(Stubborn):
+    """Another thread connects to the peer while ``disconnect`` runs."""
+
+    address_of_peer = b""
+    found: PeerId | None = None
+    other: threading.Thread
+
+    def _end_transfers(self, transfers: Sequence[LoopbackTransfer], error: TransportError) -> bool:
+        if self.found is None:
+            self.other = threading.Thread(target=self._connect_again)
+            self.other.start()
+            self.other.join(0.2)  # it must not end before this call has
+        return super()._end_transfers(transfers, error)
+
+    def _connect_again(self) -> None:
+        self.found = self.connect(self.address_of_peer)
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-def test_connecting_during_a_disconnect_waits_for_its_end(stuck: bool) -> None:
-    transport = ConnectsInDisconnect()
-    transport.stuck = stuck
-    transport.start()
+def test_connecting_during_a_disconnect_waits_for_its_end(stack: ExitStack, stuck: bool) -> None:
+    pair = pair_of(ConnectsInDisconnect, stack)
+    pair.reader.stuck, pair.reader.address_of_peer = stuck, pair.other.address()
+    pair.lasting()
     with pytest.raises(TransportError, match="they stay failing") if stuck else nullcontext():
-        transport.disconnect(transport.peer)
-    transport.other.join(60)
-    (peer,) = transport.found
-    assert (peer == transport.peer) == stuck
-    transport.peer = peer
-    transport.start()
+        pair.reader.disconnect(pair.peer)
+    pair.reader.other.join(60)
+    assert pair.reader.found is not None
+    assert (pair.reader.found == pair.peer) == stuck
+    pair.reader.stuck = False
+    replace(pair, peer=pair.reader.found).read([(0, 0, 8)])
 
 
-def test_a_peer_whose_transfers_do_not_end_stays_connected() -> None:
-    transport = Connected()
-    transport.stuck = True
-    transfer = transport.start()
-    with pytest.raises(TransportError, match=r"bytes may still arrive from peer, 0\.01 s"):
-        transport.disconnect(transport.peer)
-    assert transport.of("disconnect") == []
-    assert transport.state(transfer) is State.FAILING
-    transport.stuck = False
-    transport.disconnect(transport.peer)
-    assert transport.state(transfer) is State.FAILED
+def test_a_peer_whose_transfers_do_not_end_stays_connected(stack: ExitStack) -> None:
+    pair = pair_of(Stubborn, stack)
+    transfer = pair.lasting()
+    with pytest.raises(TransportError, match=r"bytes may still arrive from loopback.*, 0\.01 s"):
+        pair.reader.disconnect(pair.peer)
+    assert not pair.status(transfer).state.final
+    pair.reader.stuck = False
+    pair.reader.disconnect(pair.peer)
+    assert pair.status(transfer).state is State.FAILED
+    with pytest.raises(TransportUsageError, match="no peer"):
+        pair.reader.disconnect(pair.peer)
 
 
-class SettlesAtDisconnect(Connected):
-    """A transport whose transfers fail when their peer is disconnected."""
-
-    def _end_transfers(self, transfers: Sequence[Transfer], error: TransportError) -> bool:
-        for one in transfers:
-            self._fail(one, error)
-        return True
-
-
-@pytest.mark.parametrize("settles", [True, False])
-def test_failing_transfers_may_become_final_when_their_connection_ends(settles: bool) -> None:
-    transport = SettlesAtDisconnect()
-    transport.settles, transport.stuck = settles, True
-    transfer = transport.start()
-    if not settles:
-        with pytest.raises(TransportError, match="they stay failing; disconnect again"):
-            transport.disconnect(transport.peer)
-        assert transport.state(transfer) is State.FAILING
-        transport.settles = True
-    transport.disconnect(transport.peer)
-    assert transport.state(transfer) is State.FAILED
-
-
-# Transfers.
-
-
-def test_cancel_without_the_capability_changes_nothing() -> None:
-    transport = Connected(replace(ALL, cancel=False))
-    transfer = transport.start()
-    transport.cancel(transfer)
-    assert transport.state(transfer) is State.PENDING
-
-
-def test_a_transfer_beyond_the_limit_is_refused_and_ended_ones_do_not_count() -> None:
-    transport = Connected(replace(ALL, max_outstanding=2))
-    first, _ = transport.start(), transport.start()
-    with pytest.raises(TransportError, match="2 transfers are unfinished, and books takes 2"):
-        transport.start()
-    transport.cancel(first)
-    transport.start()
-
-
-# Notifications.
-
-
-def test_without_the_capability_no_notification_hook_is_called() -> None:
-    transport = Connected(replace(ALL, max_notification=0))
-    assert transport.notifications() == []
-    with pytest.raises(TransportUnsupportedError, match="no notifications"):
-        transport.notify(transport.peer, b"x")
-
-
-# Close.
-
-
-def test_close_ends_everything_once_even_if_a_hook_raises() -> None:
-    transport = Connected()
-    transport.start()
-    transport.stuck = True
+def test_close_ends_everything_once_even_if_bytes_may_still_land(stack: ExitStack) -> None:
+    pair = pair_of(Stubborn, stack)
+    pair.lasting()
     with pytest.raises(TransportError, match=r"closed, but bytes may still land, 0\.01 s"):
-        transport.close()
-    transport.close()
-    assert transport.of("close") == [1]
-    with pytest.raises(TransportUsageError, match="books is closed"):
-        transport.poll([])
-    assert (transport.name, transport.capabilities, transport.path(transport.peer)) == (
-        "books",
-        ALL,
-        "",
-    )
+        pair.reader.close()
+    pair.reader.close()
+    with pytest.raises(TransportUsageError, match="is closed"):
+        pair.reader.poll([])
+    assert pair.reader.path(pair.peer) == ""
+
+
+# What the capabilities deny.
+
+
+class Limited(LoopbackTransport):
+    """It can neither cancel nor notify, and takes two transfers at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._capabilities = replace(
+            self._capabilities, max_outstanding=2, cancel=False, max_notification=0
+        )
+
+    def _receive(self) -> list[Notification]:
+        raise AssertionError("it carries no notifications")
+
+
+def test_what_the_capabilities_deny_is_refused_or_changes_nothing(stack: ExitStack) -> None:
+    pair = pair_of(Limited, stack)
+    first, _ = pair.lasting(), pair.lasting()
+    pair.reader.cancel(first)
+    assert pair.status(first).state is State.PENDING
+    with pytest.raises(TransportError, match=r"2 transfers are unfinished, and loopback.* takes 2"):
+        pair.read()
+    pair.reader.disconnect(pair.peer)
+    again = replace(pair, peer=pair.reader.connect(pair.other.address()))
+    assert again.works()
+    assert pair.reader.notifications() == []
+    with pytest.raises(TransportUnsupportedError, match="no notifications"):
+        pair.reader.notify(again.peer, b"x")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
