@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import LayoutError
+from kvferry.core.layout import GroupKind, axis
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share
 from tests.vllm.caches.views import Rank, group, walk
@@ -95,6 +96,32 @@ def _spec(**changes: Any) -> Any:
 
     given = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     return FullAttentionSpec(**(given | changes))
+
+
+def test_layers_of_one_buffer() -> None:
+    names = ["model.layers.0.attn", "model.layers.1.attn"]
+    position = ShardPosition(tp=1, tp_size=2)
+    rank = Rank(
+        [group(names, _spec())], backends="CPU_ATTN/vec", heads=4, position=position, blocks=9
+    )
+    layout = rank.layout
+    assert len(layout.regions) == 1
+    [made] = layout.groups
+    assert (made.kind, made.block_tokens) == (GroupKind.PAGED, 32)
+    key, value, *_ = layout.fields
+    assert [f.key for f in layout.fields] == [f"{name}/{part}" for name in names for part in "kv"]
+    assert (key.pages, key.page_stride, key.shard_range) == (9, 16384, (2, 4))
+    assert (key.unit, key.tokens, key.inner) == (4, axis((32, 4)), (axis((32, 128)),))
+    assert (value.offset, value.unit, value.tokens) == (4096, 128, axis((32, 128)))
+    assert layout.fields[2].offset == 9 * 16384
+
+
+def test_kernel_blocks_are_a_digit_of_the_token_axis() -> None:
+    groups = [group(["a"], _spec(block_size=96))]
+    rank = Rank(groups, backends="FLASH_ATTN", kernels=[32], blocks=9)
+    assert {f.pages for f in rank.layout.fields} == {9}
+    assert rank.layout.groups[0].block_tokens == 96
+    assert {f.tokens for f in rank.layout.fields} == {axis((3, 16384), (32, 256))}
 
 
 def _described(shape: tuple[int, ...], spec: Any = None) -> None:
