@@ -84,6 +84,7 @@ def test_everything_from_files(tmp_path: Path) -> None:
         ({"curve_secret_key": "env:OWN"}, "curve_secret_key without curve_peers"),
         ({"curve_peers": [PEER.public.hex()]}, "curve_peers without curve_secret_key"),
         ({"curve_secret_key": "env:SECRET"}, "env:SECRET holds 24 characters"),
+        ({"curve_secret_key": "env:NONE", "curve_peers": ["env:PEERS"]}, "env:NONE is empty"),
         ({"curve_secret_key": "env:OWN", "curve_peers": ["x"]}, "line 1 of curve_peers is no"),
         ({"allowed_peers": []}, "allowed_peers is empty"),
         ({"allowed_peers": ["prefill-0"]}, "'prefill-0' in allowed_peers is no network"),
@@ -95,6 +96,7 @@ def test_a_mistake_is_named_and_no_secret_shown(settings: dict[str, Any], words:
     with pytest.raises(ConfigError, match="kv_connector_extra_config: ") as refused:
         admitted(**settings)
     assert words in str(refused.value)
+    assert str(refused.value).count("kv_connector_extra_config") == 1
     assert SECRET not in str(refused.value)
     assert OWN.secret.hex() not in str(refused.value)
 

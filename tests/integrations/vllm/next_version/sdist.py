@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import html.parser
+import html
 import os
 import re
 import shutil
@@ -19,7 +19,6 @@ import tarfile
 import urllib.error
 import urllib.parse
 import urllib.request
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,26 +70,12 @@ def _fetch(name: str, version: str, folder: Path, indexes: list[str]) -> None:
 
 def configured_indexes() -> list[str]:
     """Return the addresses of the package indexes that pip uses here."""
-    said = _pip_settings()
-    first = os.environ.get("PIP_INDEX_URL") or said.get("index-url") or _default_index()
-    others = os.environ.get("PIP_EXTRA_INDEX_URL") or said.get("extra-index-url", "")
-    return [first, *others.split()]
-
-
-def _pip_settings() -> dict[str, str]:
-    """Return pip's settings from its configuration files, by name."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"^(?:global|install|download)\.([\w-]+)='(.*)'$", listed, re.MULTILINE)
-    return {name: value.replace("\\n", " ").strip() for name, value in found}
-
-
-def _default_index() -> str:
-    """Return the index that pip uses where none is configured."""
-    with warnings.catch_warnings(action="ignore"):  # of setuptools, if others imported distutils
-        from pip._internal.models.index import PyPI  # type: ignore[import-untyped, unused-ignore]
-
-    return str(PyPI.simple_url)
+    said = dict(re.findall(r"^(?:global|install|download)\.([\w-]+)='(.*)'$", listed, re.MULTILINE))
+    first = os.environ.get("PIP_INDEX_URL") or said.get("index-url", "https://pypi.org/simple")
+    others = os.environ.get("PIP_EXTRA_INDEX_URL") or said.get("extra-index-url", "")
+    return [first.strip(), *others.replace("\\n", " ").split()]
 
 
 def _link(name: str, version: str, indexes: list[str]) -> str:
@@ -110,23 +95,10 @@ def _link(name: str, version: str, indexes: list[str]) -> str:
     raise SdistError(f"no source distribution {wanted}: {'; '.join(problems) or 'no index is set'}")
 
 
-def _links(page: str) -> Iterator[str]:
-    collector = _Links()
+def _links(page: str) -> list[str]:
     with urllib.request.urlopen(page, timeout=60) as answer:
-        collector.feed(answer.read().decode())
-    yield from collector.found
-
-
-class _Links(html.parser.HTMLParser):
-    """Collect the links of a page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "a" and (link := dict(attrs).get("href")):
-            self.found.append(link)
+        text = answer.read().decode()
+    return [html.unescape(link) for link in re.findall(r"""<a\s[^>]*href=["']([^"']+)""", text)]
 
 
 def _file_of(link: str) -> str:
