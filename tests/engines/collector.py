@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.engines.steps import eventually
 
 ENVIRONMENT = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
@@ -16,29 +17,21 @@ ENVIRONMENT = {
 """What engines need to send their spans to a `Collector`, and to send them soon."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A span as it was received; ids in hexadecimal, times in seconds."""
-
-    name: str
-    trace: str
-    id: str
-    parent: str
-    start: float
-    end: float
-    attributes: dict[str, Any]
-    has_failed: bool = False
-
-
 class Collector:
-    """What was received so far."""
+    """The spans that were received so far: OpenTelemetry's messages."""
 
     def __init__(self, server: ThreadingHTTPServer) -> None:
         self.address = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
-        self.spans: list[Span] = []
+        self.spans: list[Any] = []
 
-    def named(self, name: str) -> list[Span]:
+    def named(self, name: str) -> list[Any]:
         return [span for span in list(self.spans) if span.name == name]
+
+    def wait(self, name: str) -> Any:
+        """Wait for the only span of a name."""
+        eventually(lambda: bool(self.named(name)))
+        [found] = self.named(name)
+        return found
 
 
 @contextmanager
@@ -66,23 +59,14 @@ def collecting() -> Iterator[Collector]:
             thread.join()
 
 
-def _spans(body: bytes) -> Iterator[Span]:
+def _spans(body: bytes) -> list[Any]:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-        for scope in resource.scope_spans:
-            for span in scope.spans:
-                yield Span(
-                    name=span.name,
-                    trace=span.trace_id.hex(),
-                    id=span.span_id.hex(),
-                    parent=span.parent_span_id.hex(),
-                    start=span.start_time_unix_nano / 1e9,
-                    end=span.end_time_unix_nano / 1e9,
-                    has_failed=span.status.code == span.status.STATUS_CODE_ERROR,
-                    attributes={each.key: _value(each.value) for each in span.attributes},
-                )
+    resources = ExportTraceServiceRequest.FromString(body).resource_spans
+    return [span for each in resources for scope in each.scope_spans for span in scope.spans]
 
 
-def _value(value: Any) -> Any:
-    return getattr(value, value.WhichOneof("value"))
+def attributes(span: Any) -> dict[str, Any]:
+    """Return the attributes of a span by name."""
+    values = {each.key: each.value for each in span.attributes}
+    return {key: getattr(value, value.WhichOneof("value")) for key, value in values.items()}

@@ -150,15 +150,23 @@ class Engine(Child):
 
     A killed one needs closing, too.
 
-    ``python`` is the interpreter of an environment with another vLLM. Such an engine imports vLLM
-    by itself; the others are forked from a process that has imported it.
+    ``python`` is the interpreter of an environment with another vLLM, and ``path`` the
+    ``PYTHONPATH`` there. Such an engine imports vLLM by itself; the others are forked from a
+    process that has imported it.
     """
 
     _numbers = itertools.count()
     has_started = False
 
     def __init__(
-        self, name: str, model: Path, folder: Path, *, python: Path | None = None, **options: Any
+        self,
+        name: str,
+        model: Path,
+        folder: Path,
+        *,
+        python: Path | None = None,
+        path: str = str(ROOT),
+        **options: Any,
     ) -> None:
         self.name = f"{name}-{next(self._numbers)}"
         self.model = model
@@ -167,7 +175,7 @@ class Engine(Child):
         arguments = OPTIONS | {"model": str(model)} | options
         self._finished: dict[str, Completion] = {}
         self._ids = itertools.count()
-        start = _fork if python is None else functools.partial(_run, python)
+        start = _fork if python is None else functools.partial(_run, python, path)
         self._process, self._connection = start(str(self._log), arguments)
 
     def wait_started(self) -> Self:
@@ -318,14 +326,16 @@ def _fork(log: str, arguments: dict[str, Any]) -> tuple[_Process, Connection]:
     return process, ours
 
 
-def _run(python: Path, log: str, arguments: dict[str, Any]) -> tuple[_Process, Connection]:
+def _run(
+    python: Path, path: str, log: str, arguments: dict[str, Any]
+) -> tuple[_Process, Connection]:
     """Start an engine in another environment. It ends when its connection does."""
     ours, theirs = socket.socketpair()
     with theirs:
         popen = subprocess.Popen(
-            [python, "-c", PROGRAM, str(theirs.fileno()), log],
+            [python, "-P", "-c", PROGRAM, str(theirs.fileno()), log],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )

@@ -62,9 +62,10 @@ class Fleet:
                 | dict(transfer or {})
             )
         model = model or self._model
-        engine = Engine(f"{model.name}-{name}", model, self._folder, **{**self._options, **options})
+        options = {**self._options, **options}
+        engine = Engine(f"{model.name}-{name}", model, self._folder, **options)
         self._engines.append(engine)
-        if "kv_transfer_config" in options and "python" not in options:
+        if "kv_transfer_config" in options and options.get("python") is None:
             self._unnoted.append(engine)
         return engine
 

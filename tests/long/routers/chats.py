@@ -17,15 +17,12 @@ class Chat:
     Attributes:
         asked: The prompt of every turn so far, in tokens.
         answers: The answer to each of them.
-        edited: The token of the next prompt from which on it differs from what the engines have
-            seen; none if the client has changed nothing.
     """
 
     def __init__(self, number: int, *, stream: bool) -> None:
         self.id = f"conversation-{number}"
         self.asked: list[list[int]] = []
         self.answers: list[list[int]] = []
-        self.edited: int | None = None
         self._number = number
         self._stream = stream
         self._messages: list[list[int]] = []  # of the user and of the assistant, by turns
@@ -33,13 +30,6 @@ class Chat:
     def say(self, length: int) -> None:
         """Add a message of the user, of so many tokens."""
         self._messages.append(prompt(length, seed=1000 * self._number + len(self._messages)))
-
-    def edit(self, turn: int) -> None:
-        """Change the middle of the message that the user sent in a turn; turns begin with 0."""
-        message = self._messages[2 * turn]
-        middle = len(message) // 2
-        message[middle] = (message[middle] + 1) % len(WORDS)
-        self.edited = len(self._tokens(2 * turn)) + middle
 
     def question(self, max_tokens: int) -> Question:
         """Return the next turn's request, for an answer of so many tokens."""
@@ -58,11 +48,10 @@ class Chat:
         self.asked.append([*self._tokens(len(self._messages)), ANSWER_FOLLOWS])
         self.answers.append([IDS[word] for word in answer.text.split()])
         self._messages.append(self.answers[-1])
-        self.edited = None
 
     @property
     def seen(self) -> int:
-        """How many tokens of the next prompt the engines have seen, if nothing was edited."""
+        """How many tokens of the next prompt the engines have seen."""
         return len(self.asked[-1]) + len(self.answers[-1]) if self.asked else 0
 
     def _tokens(self, messages: int) -> list[int]:

@@ -26,17 +26,10 @@ def questions() -> list[Question]:
 
 
 @pytest.fixture(scope="session")
-def texts(
-    checkpoint: Path, questions: list[Question], tmp_path_factory: pytest.TempPathFactory
-) -> list[str]:
-    """The texts of one ordinary engine, which does not outlive this."""
-    engine = Engine("ordinary", checkpoint, tmp_path_factory.mktemp("ordinary")).wait_started()
-    try:
-        prompts = [question.prompt for question in questions]
-        completions = engine.generate(*prompts, max_tokens=MAX_TOKENS)
-    finally:
-        engine.close()
-    found = [completion.text for completion in completions]
+def texts(reference: Engine, questions: list[Question]) -> list[str]:
+    """The texts of one ordinary engine."""
+    prompts = [question.prompt for question in questions]
+    found = [each.text for each in reference.generate(*prompts, max_tokens=MAX_TOKENS)]
     assert len(set(found)) == len(found)
     return found
 
