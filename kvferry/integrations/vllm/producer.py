@@ -378,8 +378,7 @@ class Producer:
             self._parts.hold_ended(request_id, used=end in (HoldEnd.READ, HoldEnd.ABANDONED))
             self._metrics.add(_holds_metric(held.is_conversation), outcome=end.value)
             self._facts.reports.hold_ended(held, end, self._clock() - held.made)
-            if self._samples.get(held.sample, ("",))[0] == request_id:
-                del self._samples[held.sample]
+            self._samples.pop(held.sample, None)
             if end is HoldEnd.EVICTED and not held.is_conversation:
                 logger.warning(
                     "request %s: its ticket was given up before it was used (stage held, cause "
