@@ -1,4 +1,4 @@
-"""Renewals of a rank of the simulated decode engine, sent as the endpoint sends them."""
+"""Renewals of a consumer's simulated rank, sent as the endpoint sends them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from kvferry.core.lifecycle.silent_holds import HEARTBEAT_SECONDS
 from kvferry.core.messages import Heartbeat, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.decode_requests import STALE, DecodeRequest
 from tests.core.lifecycle.fabric import Link, Message, Transfer, renewal, require
-from tests.core.lifecycle.producer import LEASE
+from tests.core.lifecycle.turns import LEASE, STALE, Issue, Turn
 
 if TYPE_CHECKING:
-    from tests.core.lifecycle.consumer_rank import ConsumerRank
+    from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull
 
 
 def is_renewal(message: Message) -> bool:
@@ -28,7 +27,7 @@ def is_renewal(message: Message) -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Wait:
-    """A waiting request, or one whose load is under way, with its renewal.
+    """A request that waits or loads with a ticket, and the renewal of that.
 
     Attributes:
         load: the load, if it has begun.
@@ -36,7 +35,8 @@ class Wait:
         gone: whether a renewal found its hold gone.
     """
 
-    request: DecodeRequest
+    turn: Turn
+    issue: Issue
     link: Link | None = None
     renewal: RenewalId | None = None
     load: LoadId | None = None
@@ -63,13 +63,13 @@ class RankRenewals:
 
     # Requests that wait.
 
-    def prepare(self, request: DecodeRequest) -> None:
-        self._waits.append(Wait(request=request))
+    def prepare(self, turn: Turn, issue: Issue) -> None:
+        self._waits.append(Wait(turn=turn, issue=issue))
 
-    def take(self, request: DecodeRequest) -> bool:
+    def take(self, turn: Turn) -> bool:
         """End the wait of a request; return whether its hold was found gone."""
         for wait in self._waits:
-            if wait.request is request:
+            if wait.turn is turn:
                 self._waits.remove(wait)
                 self._end(wait)
                 return wait.gone
@@ -78,8 +78,8 @@ class RankRenewals:
 
     # Loads.
 
-    def begin(self, load_id: LoadId, request: DecodeRequest) -> None:
-        wait = Wait(request=request, load=load_id)
+    def begin(self, load_id: LoadId, pull: Pull) -> None:
+        wait = Wait(turn=pull.turn, issue=pull.issue, load=load_id)
         self._loading[load_id] = wait
         self._start(wait, at_once=False)
 
@@ -104,8 +104,8 @@ class RankRenewals:
                 self._end(wait)
             if wait.renewal is None and not wait.gone:
                 self._rank.reach()
-                known = self._rank.knows(wait.request.issue.ticket.incarnation)
-                if known and self._rank.may_renew(wait.request):
+                known = self._rank.knows(wait.issue.ticket.incarnation)
+                if known and self._rank.may_renew(wait.turn, wait.issue):
                     self._start(wait, at_once=True)
         due, overdue = self._renewals.take_due(self._rank.now())
         for transfer in self._rank.transfers:
@@ -147,23 +147,23 @@ class RankRenewals:
     def _say_alive(self) -> None:
         """Send a heartbeat to every renewed rank once a second; older builds send none."""
         rank, renewed = self._rank, self.renewed()
-        if not renewed or rank.now() < self._next_heartbeat or not rank.life:
+        if not renewed or rank.now() < self._next_heartbeat or not rank.engine.life:
             return
         self._next_heartbeat = rank.now() + HEARTBEAT_SECONDS
-        incarnations = {wait.request.issue.ticket.incarnation for wait in renewed}
+        incarnations = {wait.issue.ticket.incarnation for wait in renewed}
         for incarnation in sorted(incarnations):
-            note = Heartbeat(incarnation=incarnation, engine=rank.engine, life=rank.life)
-            rank.fabric.messages += [
-                Message(sender=rank.engine, rank=remote.rank, payload=encode([note]), origins=(0,))
-                for remote in rank.remote_ranks
+            engine = rank.engine
+            note = Heartbeat(incarnation=incarnation, engine=engine.name, life=engine.life)
+            rank.world.fabric.messages += [
+                rank.note(remote.rank, encode([note]), (0,)) for remote in rank.remote_ranks
             ]
 
     def _post(self, link: Link, rank: int, asks: list[RenewalRequest]) -> None:
         words: dict[RenewalRequest, int] = {}
-        slots = {ask: self._by_id[ask.renewal].request.issue.ticket.hold.slot for ask in asks}
+        slots = {ask: self._by_id[ask.renewal].issue.ticket.hold.slot for ask in asks}
 
         def take(ask: RenewalRequest, source: int) -> None:
-            words[ask] = self._rank.producer().ranks[source].words[slots[ask]]
+            words[ask] = self._rank.producer().ranks[source].producer.words[slots[ask]]
 
         transfer = Transfer(
             op=None,
@@ -176,7 +176,7 @@ class RankRenewals:
             message=self._message(rank, asks),
         )
         try:
-            self._rank.fabric.post(transfer)
+            self._rank.world.fabric.post(transfer)
         except PeerLostError:
             transfer.state = State.FAILED
             self.hear(transfer)
@@ -184,24 +184,22 @@ class RankRenewals:
             self._rank.transfers.append(transfer)
 
     def _message(self, rank: int, asks: list[RenewalRequest]) -> Message:
-        requests = [self._by_id[ask.renewal].request for ask in asks]
-        tickets = [request.issue.ticket for request in requests]
-        engine, life = self._rank.engine if self._rank.life else "", self._rank.life
-        notes = [renewal(ticket, engine=engine, life=life) for ticket in tickets]
-        origins = tuple(request.uid for request in requests)
-        payload = encode(notes)
-        return Message(sender=self._rank.engine, rank=rank, payload=payload, origins=origins)
+        waits = [self._by_id[ask.renewal] for ask in asks]
+        engine = self._rank.engine
+        name = engine.name if engine.life else ""
+        notes = [renewal(wait.issue.ticket, engine=name, life=engine.life) for wait in waits]
+        return self._rank.note(rank, encode(notes), tuple(wait.turn.uid for wait in waits))
 
     def _answered(self, ask: RenewalRequest, transfer: Transfer) -> None:
         wait = self._by_id.get(ask.renewal)
         word = transfer.words[ask]
-        stands = wait is not None and wait.request.issue.ticket.hold.stands(word)
+        stands = wait is not None and wait.issue.ticket.hold.stands(word)
         if not self._renewals.answered(ask, stands=stands):
             return
         if wait is None:
             require(False, "a renewal that has ended was answered")
             return
-        self._rank.check_gone(wait.request, transfer.rank)
+        self._rank.check_gone(wait.turn, wait.issue, transfer.rank)
         wait.gone = True
         load_id = wait.load
         self._end(wait)
