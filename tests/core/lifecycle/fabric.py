@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.load_machine import LoadAction, LoadId
-from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import Release, Renewal
+from kvferry.core.messages import Release
 from kvferry.core.transport import State
 
 
@@ -60,16 +59,6 @@ class Link:
 def release(incarnation: int, hold: Hold, **how: Any) -> Release:
     slot, generation = hold.slot, hold.generation
     return Release(incarnation=incarnation, slot=slot, generation=generation, **how)
-
-
-def renewal(ticket: Ticket, *, engine: str, life: int) -> Renewal:
-    return Renewal(
-        incarnation=ticket.incarnation,
-        slot=ticket.hold.slot,
-        generation=ticket.hold.generation,
-        engine=engine,
-        life=life,
-    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
