@@ -6,16 +6,14 @@ connection does not break, the read returns memory of the new incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.load_machine import LoadAction, LoadId
-from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import Release, Renewal
+from kvferry.core.messages import Release
 from kvferry.core.transport import State
 
 
@@ -63,25 +61,16 @@ def release(incarnation: int, hold: Hold, **how: Any) -> Release:
     return Release(incarnation=incarnation, slot=slot, generation=generation, **how)
 
 
-def renewal(ticket: Ticket, *, engine: str, life: int) -> Renewal:
-    return Renewal(
-        incarnation=ticket.incarnation,
-        slot=ticket.hold.slot,
-        generation=ticket.hold.generation,
-        engine=engine,
-        life=life,
-    )
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Message:
-    """A notification on its way to a producer rank.
+    """A notification on its way to a rank of engine ``to``.
 
     ``origins`` has, per release, the consumer's request that caused it. Real messages do not; the
     checks need it to know which request ended a hold.
     """
 
     sender: str
+    to: str
     rank: int
     payload: bytes
     origins: tuple[int, ...]
@@ -141,14 +130,6 @@ class Fabric:
         self.transfers.append(transfer)
         if not transfer.items:
             self._finish(transfer, State.DONE)
-
-    def moves(self, deliver: Callable[[Message], None]) -> Iterator[Callable[[], None]]:
-        """Yield what can happen next; ``deliver`` has a message arrive."""
-        for transfer in self.transfers:
-            for pick in (0, 1):
-                yield partial(self.land, transfer, pick)
-        for message in self.messages:
-            yield partial(deliver, message)
 
     def land(self, transfer: Transfer, pick: int) -> None:
         """Let one item land, or let a failing or cancelled transfer end."""

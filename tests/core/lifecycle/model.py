@@ -1,111 +1,262 @@
-"""What the models share: rules that drive a simulation, and fixed sequences of them."""
+"""Walks through the simulation: random ones, and those that are kept because they find a fault.
+
+``sequences.json`` has a line for each planted fault: the name of the invariant that breaks, the
+options of the simulation, and the actions that break it.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
 
-from hypothesis.stateful import RuleBasedStateMachine
-
+from tests.core.lifecycle.components import Components
 from tests.core.lifecycle.fabric import ProtocolViolation
+from tests.core.lifecycle.turns import LEASE, LOAD_TIMEOUT, PAGES, PATIENCE, TTL
+from tests.core.lifecycle.world import PLANS, Options, World
 
-Call = tuple[str, dict[str, Any]]
-"""The name of a rule, and its arguments."""
-
-T = TypeVar("T")
-
-
-class Faults(dict[str, type]):
-    """The faults that a model must find, by name: subclasses of what its simulation is made of.
-
-    They must be found by violated invariants alone. Those in ``by_table`` violate one only rarely:
-    they are found by comparing slot words and outcomes with the table in docs/protocol.md.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_table: set[str] = set()
-
-    def add(self, name: str, *, by_table: bool = False) -> Callable[[type[T]], type[T]]:
-        def add(fault: type[T]) -> type[T]:
-            self[name] = fault
-            if by_table:
-                self.by_table.add(name)
-            return fault
-
-        return add
-
-    def replace(self, name: str, base: type, *, by_table: bool = False, **methods: Any) -> None:
-        """Add a subclass of ``base`` with other methods."""
-        module = sys._getframe(1).f_globals["__name__"]
-        self.add(name, by_table=by_table)(type(name, (base,), methods | {"__module__": module}))
-
-
-class Components:
-    """The classes that a simulation is made of; a planted ``fault`` replaces one of them.
-
-    Without ``strict``, nothing is compared with the protocol table.
-    """
-
-    def __init__(self, fault: type | None = None, *, strict: bool = True) -> None:
-        self.strict = strict
-        self._fault = fault
-        bases = () if fault is None else fault.__mro__
-        self._replaced = next((base for base in bases if base.__module__ != fault.__module__), None)
-
-    def of(self, original: type[T]) -> type[T]:
-        """Return the class to use in place of this one."""
-        return cast(type[T], self._fault) if original is self._replaced else original
-
-
-class Model(RuleBasedStateMachine):
-    """Any order of events in a simulation, which must come to an end in which nothing is left.
-
-    Attributes:
-        components: the classes that the simulation is made of.
-        examples: how many orders of events a long search tries.
-        steps: how many events each has at most.
-    """
-
-    components: ClassVar[Components] = Components()
-    examples: ClassVar[int] = 300
-    steps: ClassVar[int] = 20
-    simulation: Any
-
-    def drift(self, picks: bytes = b"") -> None:
-        """Take steps that are possible; ``picks`` says which."""
-        for pick in picks:
-            if moves := self.simulation.moves():
-                moves[pick % len(moves)]()
-
-    def holds(self) -> None:
-        """Check what must hold after each event."""
-
-    def teardown(self) -> None:
-        # After a failure, report that failure and nothing else.
-        if hasattr(self, "simulation") and sys.exc_info()[0] is None:
-            self.simulation.finish()
+KINDS = ("plain", "staged", "early", "pair")
+PATH = Path(__file__).with_name("sequences.json")
+_DEFAULTS = asdict(Options())
 
 
 class Sequence(NamedTuple):
-    """Calls of rules with which a planted fault breaks an invariant, and the invariant's name."""
+    """Actions with which a planted fault breaks an invariant, and the invariant's name."""
 
     found: str
-    calls: list[Call]
+    options: Options
+    actions: list[str]
 
 
-def call(rule: str, **arguments: Any) -> Call:
-    return rule, arguments
+# Fixed walks.
 
 
-def replay(machine: type[Model], calls: Iterable[Call]) -> ProtocolViolation | None:
-    model = machine()
+def replay(
+    components: Components, options: Options, actions: list[str]
+) -> ProtocolViolation | None:
+    """Return the violation of these actions, after which all must come to an end."""
+    world = World(options, components)
     try:
-        for rule, arguments in calls:
-            getattr(model, rule)(**arguments)
-            model.holds()
-        model.teardown()
+        for action in actions:
+            world.act(action)
+            world.check()
+        world.finish()
     except ProtocolViolation as violation:
         return violation
     return None
+
+
+def load() -> dict[str, Sequence]:
+    return {
+        fault: Sequence(found, Options(**options), actions.split("; "))
+        for fault, (found, options, actions) in json.loads(PATH.read_text()).items()
+    }
+
+
+def save(sequences: dict[str, Sequence]) -> None:
+    """Write sequences, each on a line of its own."""
+    lines = []
+    for fault, (found, options, actions) in sequences.items():
+        chosen = {name: it for name, it in asdict(options).items() if it != _DEFAULTS[name]}
+        lines.append(f"{json.dumps(fault)}: {json.dumps([found, chosen, '; '.join(actions)])}")
+    PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+# Random walks.
+
+
+def walk(
+    components: Components, options: Options, seed: str, taken: Callable[[str], object] = str
+) -> None:
+    """Take a random walk to its end; ``taken`` is called with each action.
+
+    Raises ``ProtocolViolation``.
+    """
+    rng = random.Random(seed)
+    walker, world = _Walker(rng, options), World(options, components)
+    try:
+        for _ in range(rng.choice((4, 8, 16, 32))):
+            for action in walker.burst(world):
+                taken(action)
+                world.act(action)
+                world.check()
+        world.finish()
+    except ProtocolViolation as violation:
+        violation.add_note(f"in the walk {seed!r} with {options}")
+        raise
+
+
+def draw_options(kind: str, seed: str) -> Options:
+    """Return random options of a kind of simulation."""
+    rng = random.Random(seed)
+    ranks = rng.choice(sorted(PLANS)) if kind == "plain" else rng.choice((1, 2))
+    chosen = Options(
+        ranks=ranks, plans=f"{rng.randrange(5)}{rng.randrange(5)}", slots=rng.randint(1, PAGES)
+    )
+    if kind == "plain":
+        max_held = rng.choice((None, None, 2, 3))
+        old = rng.choice(("", "", "users", "heartbeats", "users heartbeats"))
+        return replace(chosen, max_held=max_held, old=old)
+    if kind == "staged":
+        return replace(chosen, staged=rng.randint(1, 3))
+    if kind == "early":
+        return replace(chosen, early=True, slots=rng.randint(1, 2))
+    return Options(pair=True, max_held=rng.choice((None, PAGES - 2)))
+
+
+class _Walker:
+    """Choose what comes next: a request, a failure, some time, or any possible steps."""
+
+    def __init__(self, rng: random.Random, options: Options) -> None:
+        self._rng = rng
+        self._items = rng.choice(((0, 1, 2, 3, 8), (0,), (0, 1), (8,)))
+        self._slow = rng.choice((("", " slow=1", " slow=2"), ("", " slow=2"), ("",)))
+        # Where both of a pair hold prompts, each must keep some blocks for itself: a prompt's hold
+        # is not ended while a consumer waits for it, so that they could wait for each other.
+        both = ["nothing", "prompt", "answer"]
+        self._leaves = dict.fromkeys("PAB", both)
+        if options.pair and options.max_held is None:
+            second = rng.choice(("answer", "prompt"))
+            self._leaves = {"A": ["nothing", "answer"], "B": ["nothing", second]}
+
+    def burst(self, world: World) -> Iterator[str]:
+        rng = self._rng
+        yield from rng.choices(
+            (self._asks, self._runs, self._moves, self._stops, self._waits, self._fails),
+            (6, 3, 8, 2, 2, 2),
+        )[0](world)
+
+    def _pick(self, *choices: str) -> str:
+        return self._rng.choice(choices)
+
+    def _sometimes(self, text: str, most: int = 1) -> str:
+        """Return a word in one of six cases; with ``{}``, with a number in it."""
+        return " " + text.format(self._rng.randint(0, most)) if self._rng.random() < 1 / 6 else ""
+
+    def _asks(self, world: World) -> Iterator[str]:
+        rng, options = self._rng, world.options
+        names = list(world.engines)
+        consumers = names[-2:]
+        producers = names if options.pair else ["P"]
+        if options.early:
+            size = rng.randint(1, 3)
+            how = self._pick("", "", "", " how=drafter", " how=unfit")
+            follower = self._pick("", *(f" follower={name}" for name in "ABAB"))
+            yield f"ask P {size}{follower}{how}"
+            return
+        if options.pair and rng.random() < 0.1:
+            yield from self._fill(world)
+            return
+        if rng.random() < 0.6:
+            name = rng.choice(producers)
+            leaves = self._pick(*self._leaves[name], *self._leaves[name][1:] * 3)
+            drafter = leaves == "prompt" and rng.random() < (0.7 if options.staged else 0.3)
+            how = " how=drafter" if drafter else self._sometimes("how=errs")
+            chunks = self._sometimes("chunks=2")
+            yield f"ask {name} {rng.randint(1, 2)} leaves={leaves}{chunks}{how}"
+            yield from self._runs(world, name)
+        if rng.random() < 0.7:
+            one, back = rng.choice(consumers), rng.choice((0, 0, 0, 1, 2))
+            for name in rng.choice(([one], [one], consumers, [one, one], [one] * 3)):
+                leaves = self._pick(*self._leaves[name]) if options.pair else "nothing"
+                how = self._pick(*["unfit", "forged", "sample", "sample"], *[""] * 8)
+                yield (
+                    f"ask {name} {rng.randint(1, 2)} back={back} leaves={leaves}"
+                    + (self._sometimes("cached={}", 2) if leaves == "nothing" else "")
+                    + (f" how={how}" if how else "")
+                )
+                yield from self._runs(world, name)
+
+    def _fill(self, world: World) -> Iterator[str]:
+        """Fill both engines with held blocks, and ask each to go on with those of the other."""
+        names = self._rng.sample("AB", 2)
+        for name in names:
+            for _ in range(2):
+                yield f"ask {name} 2 leaves={self._leaves[name][-1]}"
+        for _ in range(self._rng.randint(2, 4)):
+            for name in names:
+                yield f"run {name}"
+        for name in names:
+            for back in range(2):
+                yield f"ask {name} 2 back={back} leaves={self._pick(*self._leaves[name])}"
+
+    def _runs(self, world: World, name: str = "") -> Iterator[str]:
+        rng = self._rng
+        name, slow = name or rng.choice(list(world.engines)), rng.choice(self._slow)
+        for _ in range(rng.randint(0, 3)):
+            yield f"run {name} {rng.choice(self._items)}{slow}"
+
+    def _moves(self, world: World) -> Iterator[str]:
+        """Yield possible steps, while some engines, ranks or kinds of steps stand still."""
+        rng = self._rng
+        names = [
+            f"{name}{rank}"
+            for name, each in world.engines.items()
+            for rank in range(len(each.ranks))
+        ]
+        verbs = ["schedule", "process", "launch", "device", "poll", "tick", "answer", "copy"]
+        verbs += ["land", "deliver", "follow"]
+        still = {each for each in (*world.engines, *names, *verbs) if rng.random() < 0.12}
+        if rng.random() < 0.3:
+            still = set()
+        for _ in range(rng.randint(1, 30)):
+            found = [move.split() for move in world.moves()]
+            moves = [move for move in found if still.isdisjoint((*move[:2], move[1][0], move[0]))]
+            if not moves:
+                return
+            verb = rng.choice([move[0] for move in moves])
+            some = moves if rng.random() < 0.5 else [move for move in moves if move[0] == verb]
+            yield " ".join(rng.choice(some))
+
+    def _stops(self, world: World) -> Iterator[str]:
+        name, verb = self._rng.choice(list(world.engines)), self._pick("abort", "abort", "preempt")
+        if self._rng.random() < (0.3 if world.options.staged else 0.1):
+            yield f"reset {name}"
+        else:
+            yield f"{verb} {name} {self._rng.randint(0, 3)}"
+
+    def _waits(self, world: World) -> Iterator[str]:
+        rng, options = self._rng, world.options
+        if options.early and rng.random() < 0.5:
+            yield "wait 0 5"
+        elif rng.random() < 0.3:
+            yield "settle"
+        elif options.is_plain and rng.random() < 0.5:
+            ranks = self._pick("", " 0 1", " 1 2", " 0 0")
+            yield self._pick("patient", f"starve {rng.choice((3, 5, 7, 12))}{ranks}")
+        else:
+            seconds = (1, LEASE - 1, LEASE, TTL - 1, TTL, LOAD_TIMEOUT, PATIENCE)
+            yield f"wait {int(rng.choice(seconds))}"
+
+    def _fails(self, world: World) -> Iterator[str]:
+        rng, options = self._rng, world.options
+        rank = f"{self._pick('A', 'B')}{rng.randint(0, 1)}"
+        flag, index = rng.randint(0, 1), rng.randint(0, 3)
+        choices = [f"fail {index} {flag}", f"part {rank} {flag}"]
+        if options.pair:
+            choices.append(f"lose {index}")
+        if copies := [move for move in world.moves() if move.startswith("copy")]:
+            choices += [rng.choice(copies).rpartition(" ")[0] + " -1"] * 4
+        if options.is_plain:
+            links = self._pick("stay", "stay", "break", "failing", "closed")
+            messages = self._pick("", " messages=gone")
+            restart = f"restart {self._pick('P', 'P', 'A', 'B')} {links}{messages}"
+            choices += [restart, restart, f"stray {index}", f"echo {rank} {2 + 3 * index}"]
+            choices.append(f"answer {rank} {index} refused=1")
+        yield rng.choice(choices)
+
+
+def search(
+    kind: str, examples: int, components: Components | None = None, seed: str = ""
+) -> Iterator[Sequence]:
+    """Yield the random walks that violate the protocol."""
+    for example in range(examples):
+        actions: list[str] = []
+        options = draw_options(kind, name := f"{seed}{kind} {example}")
+        try:
+            walk(components or Components(), options, name, actions.append)
+        except ProtocolViolation as violation:
+            yield Sequence(violation.what, options, actions)

@@ -1,4 +1,4 @@
-"""Renewals of a rank of the simulated decode engine, sent as the endpoint sends them."""
+"""Renewals of a consumer's simulated rank, sent as the endpoint sends them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from kvferry.core.lifecycle.silent_holds import HEARTBEAT_SECONDS
 from kvferry.core.messages import Heartbeat, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.decode_requests import STALE, DecodeRequest
-from tests.core.lifecycle.fabric import Link, Message, Transfer, renewal, require
-from tests.core.lifecycle.producer import LEASE
+from tests.core.lifecycle.fabric import Link, Message, ProtocolViolation, Transfer, require
+from tests.core.lifecycle.turns import LEASE, STALE, Issue, Turn
 
 if TYPE_CHECKING:
-    from tests.core.lifecycle.consumer_rank import ConsumerRank
+    from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull
 
 
 def is_renewal(message: Message) -> bool:
@@ -28,7 +27,7 @@ def is_renewal(message: Message) -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Wait:
-    """A waiting request, or one whose load is under way, with its renewal.
+    """A request that waits or loads with a ticket, and the renewal of that.
 
     Attributes:
         load: the load, if it has begun.
@@ -36,7 +35,8 @@ class Wait:
         gone: whether a renewal found its hold gone.
     """
 
-    request: DecodeRequest
+    turn: Turn
+    issue: Issue
     link: Link | None = None
     renewal: RenewalId | None = None
     load: LoadId | None = None
@@ -49,69 +49,66 @@ class RankRenewals:
         self._rank = rank
         self._renewals = renewals
         self._waits: list[Wait] = []
-        self._loading: dict[LoadId, Wait] = {}
-        self._by_id: dict[RenewalId, Wait] = {}
         self._next_heartbeat = -math.inf
 
     @property
-    def waiting(self) -> bool:
-        return bool(self._waits)
+    def waiting(self) -> list[Wait]:
+        """Return the requests that wait, whose load has not begun."""
+        return [wait for wait in self._waits if wait.load is None]
 
     def renewed(self) -> list[Wait]:
-        """Return the waits that are renewed over an open connection."""
-        return [w for w in self._by_id.values() if w.link is not None and not w.link.broken]
+        """Return what is renewed over an open connection."""
+        return [w for w in self._waits if w.link is not None and not w.link.broken]
 
-    # Requests that wait.
+    def prepare(self, turn: Turn, issue: Issue) -> None:
+        self._waits.append(Wait(turn=turn, issue=issue))
 
-    def prepare(self, request: DecodeRequest) -> None:
-        self._waits.append(Wait(request=request))
-
-    def take(self, request: DecodeRequest) -> bool:
+    def take(self, turn: Turn) -> bool:
         """End the wait of a request; return whether its hold was found gone."""
-        for wait in self._waits:
-            if wait.request is request:
-                self._waits.remove(wait)
-                self._end(wait)
-                return wait.gone
-        require(False, "a load of a request that was not prepared")
-        return False
+        found = [wait for wait in self.waiting if wait.turn is turn]
+        require(len(found) == 1, "a load of a request that was not prepared")
+        self._waits.remove(found[0])
+        self._stop(found[0])
+        return found[0].gone
 
-    # Loads.
-
-    def begin(self, load_id: LoadId, request: DecodeRequest) -> None:
-        wait = Wait(request=request, load=load_id)
-        self._loading[load_id] = wait
+    def begin(self, load_id: LoadId, pull: Pull) -> None:
+        self._waits.append(wait := Wait(turn=pull.turn, issue=pull.issue, load=load_id))
         self._start(wait, at_once=False)
 
     def end_rank(self, load_id: LoadId, rank: int) -> None:
         """Stop renewing a load on a rank, because its fence is posted."""
-        wait = self._loading.get(load_id)
-        if wait is not None and wait.renewal is not None:
-            wait.settled.add(rank)
-            self._renewals.end_rank(wait.renewal, rank)
+        for wait in self._waits:
+            if wait.load == load_id and wait.renewal is not None:
+                wait.settled.add(rank)
+                self._renewals.end_rank(wait.renewal, rank)
 
     def end(self, load_id: LoadId) -> None:
-        wait = self._loading.pop(load_id, None)
-        if wait is not None:
-            self._end(wait)
-
-    # Progress.
+        for wait in [each for each in self._waits if each.load == load_id]:
+            self._waits.remove(wait)
+            self._stop(wait)
 
     def tick(self) -> None:
         """Connect producers, and send the renewals and heartbeats that are due."""
-        for wait in self._waits:
+        rank = self._rank
+        for wait in self.waiting:
             if wait.link is not None and wait.link.broken:
-                self._end(wait)
+                self._stop(wait)
             if wait.renewal is None and not wait.gone:
-                self._rank.reach()
-                known = self._rank.knows(wait.request.issue.ticket.incarnation)
-                if known and self._rank.may_renew(wait.request):
+                rank.reach()
+                known = rank.knows(wait.issue.ticket.incarnation)
+                if known and rank.may_renew(wait.turn, wait.issue):
                     self._start(wait, at_once=True)
-        due, overdue = self._renewals.take_due(self._rank.now())
-        for transfer in self._rank.transfers:
+        due, overdue = self._renewals.take_due(rank.now())
+        for transfer in rank.transfers:
             if transfer.op is None and any(ask in transfer.loads for ask in overdue):
                 transfer.cancelled = True
-        self._ask(due)
+        batches: dict[tuple[Link, int], dict[RenewalRequest, Wait]] = defaultdict(dict)
+        for ask in due:
+            found = self._find(ask)
+            if found is not None and found.link is not None:
+                batches[found.link, ask.rank][ask] = found
+        for (link, remote), asks in batches.items():
+            self._post(link, remote, asks)
         self._say_alive()
 
     def hear(self, transfer: Transfer) -> None:
@@ -121,89 +118,79 @@ class RankRenewals:
             else:
                 self._answered(ask, transfer)
 
+    def _find(self, ask: RenewalRequest) -> Wait | None:
+        return next((wait for wait in self._waits if wait.renewal == ask.renewal), None)
+
     def _start(self, wait: Wait, *, at_once: bool) -> None:
         rank = self._rank
         wait.link = rank.link
         wait.renewal = self._renewals.begin(
             rank.remote_ranks, lease=LEASE, now=rank.now(), at_once=at_once
         )
-        self._by_id[wait.renewal] = wait
 
-    def _end(self, wait: Wait) -> None:
+    def _stop(self, wait: Wait) -> None:
         if wait.renewal is not None:
             self._renewals.end(wait.renewal)
-            self._by_id.pop(wait.renewal, None)
         wait.renewal = wait.link = None
-
-    def _ask(self, due: list[RenewalRequest]) -> None:
-        batches: dict[tuple[Link, int], list[RenewalRequest]] = defaultdict(list)
-        for ask in due:
-            link = self._by_id[ask.renewal].link
-            if link is not None:
-                batches[link, ask.rank].append(ask)
-        for (link, rank), asks in batches.items():
-            self._post(link, rank, asks)
 
     def _say_alive(self) -> None:
         """Send a heartbeat to every renewed rank once a second; older builds send none."""
         rank, renewed = self._rank, self.renewed()
-        if not renewed or rank.now() < self._next_heartbeat or not rank.life:
+        if not renewed or rank.now() < self._next_heartbeat or not rank.engine.life:
             return
         self._next_heartbeat = rank.now() + HEARTBEAT_SECONDS
-        incarnations = {wait.request.issue.ticket.incarnation for wait in renewed}
-        for incarnation in sorted(incarnations):
-            note = Heartbeat(incarnation=incarnation, engine=rank.engine, life=rank.life)
-            rank.fabric.messages += [
-                Message(sender=rank.engine, rank=remote.rank, payload=encode([note]), origins=(0,))
-                for remote in rank.remote_ranks
-            ]
+        for incarnation in sorted({wait.issue.ticket.incarnation for wait in renewed}):
+            engine = rank.engine
+            note = Heartbeat(incarnation=incarnation, engine=engine.name, life=engine.life)
+            for remote in rank.remote_ranks:
+                rank.world.fabric.messages.append(rank.note(remote.rank, encode([note]), (0,)))
 
-    def _post(self, link: Link, rank: int, asks: list[RenewalRequest]) -> None:
-        words: dict[RenewalRequest, int] = {}
-        slots = {ask: self._by_id[ask.renewal].request.issue.ticket.hold.slot for ask in asks}
+    def _post(self, link: Link, remote: int, asks: dict[RenewalRequest, Wait]) -> None:
+        rank, words = self._rank, dict[RenewalRequest, int]()
+        life, name = rank.engine.life, rank.engine.name if rank.engine.life else ""
 
         def take(ask: RenewalRequest, source: int) -> None:
-            words[ask] = self._rank.producer().ranks[source].words[slots[ask]]
+            slot = asks[ask].issue.ticket.hold.slot
+            words[ask] = rank.producer().ranks[source].producer.words[slot]
 
+        notes = [
+            Renewal(
+                incarnation=wait.issue.ticket.incarnation,
+                slot=wait.issue.ticket.hold.slot,
+                generation=wait.issue.ticket.hold.generation,
+                engine=name,
+                life=life,
+            )
+            for wait in asks.values()
+        ]
+        origins = tuple(wait.turn.uid for wait in asks.values())
         transfer = Transfer(
             op=None,
             link=link,
-            rank=rank,
+            rank=remote,
             loads=tuple(asks),
             items=list(asks),
             take=take,
             words=words,
-            message=self._message(rank, asks),
+            message=rank.note(remote, encode(notes), origins),
         )
         try:
-            self._rank.fabric.post(transfer)
+            rank.world.fabric.post(transfer)
         except PeerLostError:
             transfer.state = State.FAILED
             self.hear(transfer)
         else:
-            self._rank.transfers.append(transfer)
-
-    def _message(self, rank: int, asks: list[RenewalRequest]) -> Message:
-        requests = [self._by_id[ask.renewal].request for ask in asks]
-        tickets = [request.issue.ticket for request in requests]
-        engine, life = self._rank.engine if self._rank.life else "", self._rank.life
-        notes = [renewal(ticket, engine=engine, life=life) for ticket in tickets]
-        origins = tuple(request.uid for request in requests)
-        payload = encode(notes)
-        return Message(sender=self._rank.engine, rank=rank, payload=payload, origins=origins)
+            rank.transfers.append(transfer)
 
     def _answered(self, ask: RenewalRequest, transfer: Transfer) -> None:
-        wait = self._by_id.get(ask.renewal)
-        word = transfer.words[ask]
-        stands = wait is not None and wait.request.issue.ticket.hold.stands(word)
+        wait = self._find(ask)
+        stands = wait is not None and wait.issue.ticket.hold.stands(transfer.words[ask])
         if not self._renewals.answered(ask, stands=stands):
             return
         if wait is None:
-            require(False, "a renewal that has ended was answered")
-            return
-        self._rank.check_gone(wait.request, transfer.rank)
+            raise ProtocolViolation("a renewal that has ended was answered")
+        self._rank.check_gone(wait.turn, wait.issue, transfer.rank)
         wait.gone = True
-        load_id = wait.load
-        self._end(wait)
-        if load_id is not None:
-            self._rank.abort(load_id, STALE, gone())
+        self._stop(wait)
+        if wait.load is not None:
+            self._rank.abort(wait.load, STALE, gone())

@@ -1,108 +1,96 @@
-"""Write ``sequences.json`` anew: ``python -m tests.core.lifecycle.record [--all]``
+"""Write ``sequences.json`` anew: ``python -m tests.core.lifecycle.record [--all] [FAULT...]``
 
-Sequences that still find their fault are kept, unless ``--all``; for the others, search for a
-violation, and make the sequence as short as it gets. Run it when ``test_models.py`` fails after
-a change of a simulation, a rule or a planted fault. A fault that is not found ends the run.
+Sequences that still find their fault are kept, unless ``--all``, or those of the named faults are
+to be made anew. For the others, search for a violation, and make the sequence as short as it gets.
+Run it when ``test_models.py`` fails after a change of the simulation or of a planted fault.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
-from tests.core.lifecycle.model import Call, Sequence, call, replay
-from tests.core.lifecycle.planted import MODELS, PLANTED, catch, load, plant, save
-from tests.core.lifecycle.two_engines import Leaves
+from tests.core.lifecycle.components import Components
+from tests.core.lifecycle.faults import PLANTED
+from tests.core.lifecycle.model import Sequence, load, replay, save, search
+from tests.core.lifecycle.turns import PAGES
 
-
-class Program:
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def __getattr__(self, rule: str) -> Any:
-        def write_down(**arguments: Any) -> None:
-            if arguments:  # an invariant has none
-                self.calls.append(call(rule, **arguments))
-
-        return write_down
+EXAMPLES = 20_000
+"""Most faults are caught in some hundred walks."""
+TRIES = 3
 
 
-def record(model: str, fault: str) -> Sequence:
-    machine = plant(model, fault)
-    for steps in (3, 6, machine.steps):
-        machine.steps = steps
-        if (violation := catch(machine, shrinks=True)) is not None:
-            break
-    else:
-        raise RuntimeError(f"no violation found of {model}: {fault}")
-    program = Program()
-    code = [line for line in violation.__notes__ if line.startswith("state")]
-    exec("\n".join(code), {"Planted": lambda: program, "Leaves": Leaves})
-
-    def works(calls: list[Call]) -> bool:
-        return finds(model, fault, Sequence(violation.what, calls))
-
-    calls = program.calls
-    if not works(calls):
-        raise RuntimeError(f"what Hypothesis prints of {model}: {fault} does not find it again")
-    while (shorter := shorten(calls, works)) != calls:
-        calls = shorter
-    return Sequence(violation.what, calls)
+def record(fault: str, examples: int = EXAMPLES) -> Sequence | None:
+    """Return the shortest sequence that the first few violations lead to."""
+    components, kind = PLANTED[fault].components(), PLANTED[fault].kind
+    found = search(kind, examples, components, seed=fault)
+    shortened = (shorten(fault, each) for each in found if finds(fault, each))
+    return min(itertools.islice(shortened, TRIES), key=lambda each: len(each.actions), default=None)
 
 
-def shorten(calls: list[Call], works: Callable[[list[Call]], bool]) -> list[Call]:
-    """Leave out calls, arguments with a default, and elements of arguments."""
-    for i in reversed(range(1, len(calls))):  # the first starts the simulation
-        if works(less := calls[:i] + calls[i + 1 :]):
-            calls = less
-    for i, (rule, arguments) in enumerate(calls):
-        for name in list(arguments):
-            for fewer in _fewer(arguments, name):
-                if works(less := [*calls[:i], (rule, fewer), *calls[i + 1 :]]):
-                    calls, arguments = less, fewer
-                    break
-    return calls
-
-
-def _fewer(arguments: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    """Yield the arguments without one, or with less of it, the simplest first."""
-    value = arguments[name]
-    yield {each: arguments[each] for each in arguments if each != name}
-    if isinstance(value, bytes | list):
-        yield from (arguments | {name: value[:n]} for n in range(1, len(value)))
-        yield from (arguments | {name: less} for less in _without_one(value))
-    if isinstance(value, bytes):
-        zeroed = (value[:i] + b"\0" + value[i + 1 :] for i in range(len(value)) if value[i])
-        yield from (arguments | {name: less} for less in zeroed)
-
-
-def _without_one(elements: Any) -> Iterator[Any]:
-    for i in range(len(elements)):
-        yield elements[:i] + elements[i + 1 :]
-
-
-def finds(model: str, fault: str, sequence: Sequence) -> bool:
+def finds(fault: str, sequence: Sequence) -> bool:
     """Return whether a sequence breaks that invariant with the fault, and none without it."""
-    try:
-        violation = replay(plant(model, fault), sequence.calls)
-    except TypeError:  # a rule, or an argument of one, is not there any more, or is needed
-        return False
+    _, options, actions = sequence
+    violation = replay(PLANTED[fault].components(), options, actions)
     is_found = violation is not None and violation.what == sequence.found
-    return is_found and replay(MODELS[model], sequence.calls) is None
+    return is_found and replay(Components(), options, actions) is None
 
 
-def main(options: Iterable[str]) -> None:
-    known = {} if "--all" in options else load()
-    made: dict[str, dict[str, Sequence]] = {}
-    for model, faults in PLANTED.items():
-        made[model] = {}
-        for fault in faults:
-            old = known.get(model, {}).get(fault)
-            is_kept = old is not None and finds(model, fault, old)
-            made[model][fault] = old if old is not None and is_kept else record(model, fault)
-            print("kept" if is_kept else "made", f"{model}: {fault}", flush=True)  # noqa: T201
+def shorten(fault: str, sequence: Sequence) -> Sequence:
+    """Leave out actions, several at a time and then each, and what can be left out of them."""
+    length = len(sequence.actions)
+    while length:
+        start = 0
+        while start < len(sequence.actions):
+            actions = sequence.actions[:start] + sequence.actions[start + length :]
+            if finds(fault, less := sequence._replace(actions=actions)):
+                sequence = less
+            else:
+                start += length
+        length //= 2
+    simpler: Sequence | None = sequence
+    while simpler is not None:
+        sequence = simpler
+        simpler = next((each for each in _simpler(sequence) if finds(fault, each)), None)
+    return sequence
+
+
+def _simpler(sequence: Sequence) -> Iterator[Sequence]:
+    options, actions = sequence.options, sequence.actions
+    for plainer in (
+        replace(options, ranks=1),
+        replace(options, plans="00"),
+        replace(options, slots=PAGES),
+        replace(options, max_held=None),
+        replace(options, old=""),
+        replace(options, staged=min(options.staged, 2)),
+    ):
+        if plainer != options:
+            yield sequence._replace(options=plainer)
+    for i, action in enumerate(actions):
+        yield sequence._replace(actions=actions[:i] + actions[i + 1 :])
+        words = action.split()
+        for j in range(2, len(words)):
+            less = " ".join(words[:j] + words[j + 1 :])
+            yield sequence._replace(actions=[*actions[:i], less, *actions[i + 1 :]])
+
+
+def main(arguments: list[str]) -> None:
+    known = load()
+    made: dict[str, Sequence] = {}
+    for fault in PLANTED:
+        is_kept = fault in known and not {"--all", fault} & set(arguments)
+        if is_kept and finds(fault, known[fault]):
+            made[fault] = known[fault]
+        elif (new := record(fault)) is not None:
+            made[fault] = new
+            print(f"{fault}: {new.found} {'; '.join(new.actions)}", flush=True)  # noqa: T201
+            save({name: it for name, it in (known | made).items() if name in PLANTED})
     save(made)
+    if missing := PLANTED.keys() - made.keys():
+        raise SystemExit(f"not found: {sorted(missing)}")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, TransportError
+from kvferry.core.errors import DeadlineError, KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import (
     WATERMARK_SECONDS,
@@ -69,29 +68,6 @@ def begin(
     if handshake:
         load.handshake_succeeded(ranks(*reading, notified=notified), unit)
     return load
-
-
-def test_every_rank_is_read_and_fenced_and_unread_ranks_are_notified_at_the_end() -> None:
-    load = begin(handshake=False)
-    assert load.acts == []
-    load.handshake_succeeded(ranks(0, 2, notified=(1,)))
-    assert load.acts == [(READ, 0), (READ, 2)]
-    load.fence(2)
-    assert load.acts == [(FENCE, 2)]
-    load.pages_read(0)
-    assert load.acts == [(FENCE, 0)]
-    assert not load.is_over
-    load.fenced(0, HOLD.ready)
-    assert load.acts == [(DONE, 1), REPORT]
-    assert (load.failure, load.stage, load.is_over) == (None, None, True)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_load_that_reads_nothing_sends_done_to_all_ranks_unless_shared(shared: bool) -> None:
-    load = begin(0, notified=(1,), reads=False, shared=shared, awaits_device=True, needs_copy=True)
-    assert load.acts == [*([] if shared else [(DONE, 0), (DONE, 1)]), REPORT]
-    assert load.failure is None
-    assert begin().acts == [REPORT], "there is no rank to tell"
 
 
 def test_a_check_that_reads_computing_is_repeated_once_at_each_tick() -> None:
@@ -226,33 +202,6 @@ def test_a_watermark_that_lands_after_a_failure_starts_no_read() -> None:
 
 
 # Loads that wait for the device, and those of a staged cache, which are copied there.
-
-
-@pytest.mark.parametrize("device_first", [True, False])
-def test_a_load_is_copied_once_it_is_fenced_and_the_device_is_ready(device_first: bool) -> None:
-    load = begin(0, awaits_device=True, needs_copy=True)
-    load.pages_read(0)
-    assert load.acts == [(READ, 0), (FENCE, 0)]
-
-    def fenced() -> None:
-        load.fenced(0, HOLD.ready)
-
-    events: list[Callable[[], None]] = [load.passed, fenced]
-    first, second = events if device_first else events[::-1]
-    first()
-    load.copied()
-    assert load.acts == []
-    for event in (second, first, second):
-        event()
-    assert load.acts == [COPY]
-    assert load.stage is Stage.COPY
-    load.abort(CopyError("too late: the copy writes the blocks until it has passed"))
-    load.tick(1e9)
-    assert load.acts == []
-    for _ in range(2):
-        load.copied()
-    assert load.acts == [REPORT]
-    assert load.failure is None
 
 
 def test_a_load_fails_whose_device_takes_too_long() -> None:

@@ -46,35 +46,6 @@ def six() -> SchedulerHolds:
     return SchedulerHolds(16, max_pages=6)
 
 
-def test_a_request_is_taken_on_ticketed_and_sent(one: SchedulerHolds) -> None:
-    assert one.ticket(A, LEASE) is None
-    hold = take_on(one)
-    assert one.drain() == HoldOrders(take_ons=((A, hold),))
-    one.sent(A)
-    one.sent(B)
-    assert one.held == 1
-    assert one.ticket(A, LEASE) == hold
-    assert one.drain() == HoldOrders(ready=((hold, LEASE),))
-    assert one.ticket(A, LEASE) is None
-    assert one.take_on(A) is None
-    assert one.drop(A) is False
-    assert (one.held, one.take_on(B)) == (1, None)
-    one.sent(A)
-    assert one.held == 0
-    assert not one.drain()
-    again = take_on(one, B)
-    assert again.slot == hold.slot
-    assert again.generation != hold.generation
-
-
-def test_a_hold_that_the_workers_never_heard_of_is_replaced_without_a_drop(
-    one: SchedulerHolds,
-) -> None:
-    take_on(one)
-    new = take_on(one)
-    assert one.drain() == HoldOrders(take_ons=((A, new),))
-
-
 def test_a_watermark_is_ordered_once_for_the_newest_tokens(one: SchedulerHolds) -> None:
     hold = take_on(one)
     assert one.mark(B, 16) is None

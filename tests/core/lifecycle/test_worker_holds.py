@@ -103,38 +103,6 @@ def ready() -> Rank:
     return Rank()
 
 
-def test_the_slot_word_follows_the_state_of_the_request(computing: Rank) -> None:
-    [held] = computing.holds._held.values()
-    assert repr(held) == "<hold 1:7 of 'a': computing>"
-    assert computing.words == [NOTHING, HOLD.computing]
-    assert computing.holds.expire(1e9) == []
-    computing.holds.order(HOLD, LEASE, 100.0)
-    assert computing.words == [NOTHING, HOLD.computing]
-    computing.holds.ready(HOLD, 100.0)
-    assert computing.words == [NOTHING, HOLD.ready]
-    assert computing.release() is COUNTED
-    assert computing.is_over
-    assert repr(held) == "<hold 1:7 of 'a': ended (read)>"
-    assert (computing.holds.take_sent(), computing.holds.take_sent()) == ([A], [])
-
-
-@pytest.mark.parametrize("how", ["end", "end_all", "expire"])
-def test_the_slot_word_is_cleared_before_the_request_is_reported_sent(
-    how: str, ready: Rank
-) -> None:
-    ready.holds.take_on(B, Hold(slot=0, generation=3))  # has no ticket: it is not reported
-    for _ in range(2):
-        if how == "end":
-            ready.holds.end(HOLD)
-        elif how == "end_all":
-            ready.holds.end_all()
-        else:
-            ready.holds.expire(200.0)
-    assert ready.is_over is (how == "end_all")
-    assert ready.words.sent == []
-    assert ready.reports() == ([A], ended(HoldEnd.EXPIRED if how == "expire" else None))
-
-
 # "done" and "abandon".
 
 
@@ -146,30 +114,6 @@ def test_the_number_of_counted_engines_is_limited(ready: Rank) -> None:
     assert not ready.is_over
     assert ready.release(rank=1, expected=2, engine="d0") is COUNTED
     assert ready.is_over
-
-
-# Leases.
-
-
-def test_a_lease_expires_on_time_and_once(ready: Rank) -> None:
-    ready.holds.ready(HOLD, 120.0)  # it was ready before
-    assert ready.holds.expire(129.9) == []
-    assert ready.word == HOLD.ready
-    assert ready.holds.expire(130.0) == [A]
-    assert ready.is_over
-    assert ready.holds.expire(131.0) == []
-    assert ready.reports() == ([A], ended(HoldEnd.EXPIRED))
-    ready.holds.take_on(B, NEXT)
-    assert ready.release() is LATE
-    assert ready.release(abandoned=True) is IGNORED, "an abandoned load's fence failed: not late"
-    assert ready.release(incarnation=98) is IGNORED
-    assert ready.words == [NOTHING, NEXT.computing]
-
-
-# Answers, which are held for the next turn of a conversation until they are claimed.
-
-
-# An engine that knows no heartbeats renews without its name.
 
 
 # Watermarks.
@@ -198,26 +142,6 @@ def staged(computing: Rank) -> Rank:
     """Return a rank with a hold that is to be copied."""
     computing.holds.apply(HoldOrders(ready=((HOLD, LEASE),), copies=(COPY,)), 100.0)
     return computing
-
-
-def test_a_hold_is_copied_then_sent_then_over(staged: Rank) -> None:
-    for hold in (HOLD, NEXT):  # not begun, and not known
-        staged.holds.copied(hold, 100.0)
-        staged.holds.ready(NEXT, 100.0)
-    assert staged.holds.take_copies() == []
-    for _ in range(2):
-        staged.holds.ready(HOLD, 110.0)
-    assert [staged.holds.take_copies() for _ in range(2)] == [[COPY], []]
-    assert staged.word == HOLD.computing
-    for _ in range(2):
-        staged.holds.copied(HOLD, 120.0)
-    staged.holds.failed(HOLD)  # it is over
-    staged.holds.order(HOLD, LEASE, 130.0)
-    assert staged.word == HOLD.ready
-    assert staged.reports() == ([A], [])
-    assert staged.ends_at(120.0 + LEASE)
-    assert staged.reports() == ([], ended(HoldEnd.EXPIRED))
-    assert not staged.holds._held
 
 
 # Ages: for how long no consumer of a hold gave a sign of life.

@@ -1,64 +1,55 @@
 """Searches for orders of events that break the protocol, with and without planted faults.
 
 ``KVFERRY_MODEL_STEPS`` is the number of steps (100,000 by default) of the search that has other
-examples in each run; each step applies one rule of the state machine with all its consequences.
+examples in each run; each step is one action with all its consequences.
+``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/long/lifecycle -k every_order`` searches longer, with
+new examples each time; without it, a search is always the same.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 import time
-from typing import ClassVar
 
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import invariant, run_state_machine_as_test
 
-from tests.core.lifecycle.machine import Protocol
-from tests.core.lifecycle.planted import (
-    MODELS,
-    PLANTED,
-    RARELY_FOUND,
-    catch,
-    plant,
-    search,
-    settings_of,
-)
+from tests.core.lifecycle.components import Components
+from tests.core.lifecycle.faults import PLANTED
+from tests.core.lifecycle.model import KINDS, draw_options, search, walk
 from tests.faults.cells import figure
 
 STEPS = int(os.environ.get("KVFERRY_MODEL_STEPS", "100000"))
-FAULTS = {(model, fault) for model in PLANTED for fault in PLANTED[model]} - RARELY_FOUND
+EXAMPLES = os.environ.get("KVFERRY_MODEL_EXAMPLES")
+FAULT_EXAMPLES = 10_000
+"""Most faults are caught in some hundred."""
+RARELY_FOUND: set[str] = set()
+"""Faults that only their sequences find reliably."""
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_model_holds_in_every_order_of_events(model: str) -> None:
-    search(MODELS[model], MODELS[model].examples)
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_holds_in_every_order_of_events(kind: str) -> None:
+    seed = secrets.token_hex(8) if EXAMPLES else ""
+    assert next(search(kind, int(EXAMPLES or 600), seed=seed), None) is None
 
 
-@pytest.mark.parametrize(("model", "fault"), sorted(FAULTS))
-def test_planted_fault_is_caught(model: str, fault: str) -> None:
-    assert catch(plant(model, fault)) is not None
-
-
-class CountedProtocol(Protocol):
-    """The state machine of the protocol, with its steps counted."""
-
-    taken: ClassVar[int] = 0
-
-    @invariant()
-    def count(self) -> None:
-        CountedProtocol.taken += 1
+@pytest.mark.parametrize("fault", sorted(PLANTED.keys() - RARELY_FOUND))
+def test_planted_fault_is_caught(fault: str) -> None:
+    planted = PLANTED[fault]
+    assert next(search(planted.kind, FAULT_EXAMPLES, planted.components()), None) is not None
 
 
 @pytest.mark.timeout(600 + STEPS // 20)
 def test_protocol_holds_for_many_steps() -> None:
-    # Hypothesis would derandomize where the environment says CI.
-    chosen = settings(settings_of(Protocol), max_examples=200, derandomize=False)
-    begun, examples = time.monotonic(), 0
-    while CountedProtocol.taken < STEPS:
-        run_state_machine_as_test(CountedProtocol, settings=chosen)
-        examples += chosen.max_examples
-    seconds = time.monotonic() - begun
-    figure("model", seconds, steps=CountedProtocol.taken, examples=examples)
+    begun, taken, run = time.monotonic(), 0, secrets.token_hex(8)
+    for example in itertools.count():
+        kind, actions = KINDS[example % len(KINDS)], list[str]()
+        options = draw_options(kind, seed := f"{run} {example}")
+        walk(Components(), options, seed, actions.append)
+        taken += len(actions)
+        if taken >= STEPS:
+            break
+    figure("model", time.monotonic() - begun, steps=taken, examples=example + 1)
