@@ -67,10 +67,6 @@ class EveryLoadSendsDone(HoldUsers):
         return False
 
 
-class UncountedHoldUsers(EveryLoadSendsDone):
-    """The behaviour of an older build."""
-
-
 class Rank:
     """One rank: its device, and its two halves."""
 
@@ -110,7 +106,7 @@ class Engine:
     Attributes:
         peer: the name of the engine whose tickets it takes.
         plan: what each of its ranks reads there.
-        life: its incarnation, as its renewals say; 0 for a build without heartbeats.
+        life: its incarnation, as its renewals say.
         free: the blocks that no request has.
         steps: those under way.
         ordered: by the uid of a request whose load says "done", when that was ordered.
@@ -136,8 +132,7 @@ class Engine:
         draw = (world.draw,) if options.early else ()
         self.holds = of(SchedulerHolds)(options.slots, *draw, max_pages=options.max_held)
         self.pressure = of(BlockPressure)(PAGES, ranks)
-        self.is_older = name == "B" and "users" in options.old
-        self.users = (UncountedHoldUsers if self.is_older else of(HoldUsers))()
+        self.users = of(HoldUsers)()
         self.rooms = Rooms(self.clock())
         self.out_pages, self.in_pages = (self._host_pages() for _ in range(2))
         self.out_pages.ranks = ranks
@@ -430,8 +425,7 @@ class Engine:
         shared = turn.follows is None and self.users.order(turn.id, siblings=turn.sample)
         self._begins.append(LoadOrder(turn, issue, pulls, shared, turn.is_last))
         # No message of a sample may end the hold, because siblings may come later.
-        if not self.is_older:
-            self.ordered[turn.uid] = sys.maxsize if turn.sample else next(self.world.uids)
+        self.ordered[turn.uid] = sys.maxsize if turn.sample else next(self.world.uids)
 
     def _order_done(self, unused: Ticket) -> None:
         """Order a "done" by itself, for a hold that no request uses any more."""
@@ -605,6 +599,7 @@ def _payloads(engine: Engine) -> list[RankPayload]:
             payload(rank.rank, engine=engine.name, incarnation=engine.incarnation),
             layout=_LAYOUT,
             slots=slots,
+            watermarks=slots,
         )
         for rank in engine.ranks
     ]

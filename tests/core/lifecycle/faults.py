@@ -536,26 +536,28 @@ class TtlFromTheOrder(WorkerHolds):
         held = self._find(hold)
         deadline = held.deadline if held is not None else None
         super().ready(hold, now)
-        if held is not None and held.is_unclaimed:
+        if held is not None and held.ttl is not None:
             held.deadline = deadline
 
 
 @PLANTED.add("a TTL at each renewal", by_table=True)
 class TtlAtEachRenewal(WorkerHolds):
     def renew(self, message: Renewal, now: float) -> None:
-        super().renew(message, now)
         held = self._named(message)
-        if held is not None and held.ttl is not None and held.state is HoldState.READY:
-            held.deadline = now + held.ttl
+        ttl = held.ttl if held is not None else None
+        super().renew(message, now)
+        if held is not None and ttl is not None and held.state is HoldState.READY:
+            held.ttl, held.deadline = ttl, now + ttl
 
 
 @PLANTED.add("a claim before ready does not count", by_table=True)
 class TtlAfterTheClaim(WorkerHolds):
-    def ready(self, hold: Hold, now: float) -> None:
-        super().ready(hold, now)
-        held = self._find(hold)
-        if held is not None and held.ttl is not None and held.state is HoldState.READY:
-            held.deadline = now + held.ttl
+    def renew(self, message: Renewal, now: float) -> None:
+        held = self._named(message)
+        ttl = held.ttl if held is not None and held.state is not HoldState.READY else None
+        super().renew(message, now)
+        if held is not None and ttl is not None:
+            held.ttl = ttl
 
 
 @PLANTED.add("a claim before the order is lost", by_table=True)
@@ -565,7 +567,7 @@ class ClaimBeforeTheOrderLost(WorkerHolds):
         if held is not None:
             self._disclaim(held)
             held.claimants.clear()
-            held.renewed = -math.inf
+            held.is_renewed = False
         super().order(hold, lease, now, ttl)
 
 
@@ -582,7 +584,8 @@ class ClaimedAnswersStay(Engine):
     def reclaim(self, pages: int) -> int:
         holds = [rank.producer.holds._held for rank in self.ranks]
         held = [each for table in holds for each in table.values()]
-        claimed = any(each.ttl is not None and each.claimants for each in held)
+        answers = self.holds._conversations
+        claimed = any(each.request in answers and each.claimants for each in held)
         return 0 if claimed else super().reclaim(pages)
 
 

@@ -97,9 +97,7 @@ def draw_options(kind: str, seed: str) -> Options:
         ranks=ranks, plans=f"{rng.randrange(5)}{rng.randrange(5)}", slots=rng.randint(1, PAGES)
     )
     if kind == "plain":
-        max_held = rng.choice((None, None, 2, 3))
-        old = rng.choice(("", "", "users", "heartbeats", "users heartbeats"))
-        return replace(chosen, max_held=max_held, old=old)
+        return replace(chosen, max_held=rng.choice((None, None, 2, 3)))
     if kind == "staged":
         return replace(chosen, staged=rng.randint(1, 3))
     if kind == "early":

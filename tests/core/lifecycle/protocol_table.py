@@ -6,7 +6,6 @@ that was given back, or a read that was found stale, the reason can be checked.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
@@ -39,13 +38,11 @@ class ActiveHold:
     """Consumer engines that claim the hold, with the incarnation of each."""
     alive: float = 0.0
     """When the hold was ordered or became ready, whichever is later."""
-    renewed: float = -math.inf
-    """When an engine without heartbeats last renewed the hold."""
 
     @property
     def is_unclaimed(self) -> bool:
         """Whether it is a conversation's, and was never renewed."""
-        return self.ttl is not None and not self.claims and self.renewed == -math.inf
+        return self.ttl is not None and not self.claims
 
     def term(self, lease: float) -> float:
         """Return how long the hold is kept from now on; ``lease`` is its lease."""
@@ -90,11 +87,8 @@ class ProtocolTable:
             return
         if active.is_ready and active.lease is not None:
             active.deadline = now + active.lease
-        if renewal.engine:
-            active.claims.add((renewal.engine, renewal.life))
-            self._signs[renewal.engine, renewal.life] = now
-        else:
-            active.renewed = now
+        active.claims.add((renewal.engine, renewal.life))
+        self._signs[renewal.engine, renewal.life] = now
 
     def heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         """Apply a heartbeat, which counts for engines that claim an active hold."""
@@ -107,8 +101,7 @@ class ProtocolTable:
         ages = {}
         for hold, active in self.active.items():
             if active.lease is not None:
-                claimed = (self._signs[claimant] for claimant in active.claims)
-                signs = [active.alive, active.renewed + active.lease / 3, *claimed]
+                signs = [active.alive, *(self._signs[each] for each in active.claims)]
                 ages[hold] = max(0.0, now - max(signs))
         return ages
 

@@ -134,9 +134,9 @@ class RankRenewals:
         wait.renewal = wait.link = None
 
     def _say_alive(self) -> None:
-        """Send a heartbeat to every renewed rank once a second; older builds send none."""
+        """Send a heartbeat to every renewed rank once a second."""
         rank, renewed = self._rank, self.renewed()
-        if not renewed or rank.now() < self._next_heartbeat or not rank.engine.life:
+        if not renewed or rank.now() < self._next_heartbeat:
             return
         self._next_heartbeat = rank.now() + HEARTBEAT_SECONDS
         for incarnation in sorted({wait.issue.ticket.incarnation for wait in renewed}):
@@ -147,7 +147,6 @@ class RankRenewals:
 
     def _post(self, link: Link, remote: int, asks: dict[RenewalRequest, Wait]) -> None:
         rank, words = self._rank, dict[RenewalRequest, int]()
-        life, name = rank.engine.life, rank.engine.name if rank.engine.life else ""
 
         def take(ask: RenewalRequest, source: int) -> None:
             slot = asks[ask].issue.ticket.hold.slot
@@ -158,8 +157,8 @@ class RankRenewals:
                 incarnation=wait.issue.ticket.incarnation,
                 slot=wait.issue.ticket.hold.slot,
                 generation=wait.issue.ticket.hold.generation,
-                engine=name,
-                life=life,
+                engine=rank.engine.name,
+                life=rank.engine.life,
             )
             for wait in asks.values()
         ]

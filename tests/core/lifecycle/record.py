@@ -64,7 +64,6 @@ def _simpler(sequence: Sequence) -> Iterator[Sequence]:
         replace(options, plans="00"),
         replace(options, slots=PAGES),
         replace(options, max_held=None),
-        replace(options, old=""),
         replace(options, staged=min(options.staged, 2)),
     ):
         if plainer != options:

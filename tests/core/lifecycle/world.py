@@ -66,7 +66,6 @@ class Options:
         early: whether decode engines load what is computed of a prompt with parts of its ticket.
         ranks: how many ranks the producer has; ``plans`` choose what those of A and B read.
         max_held: as in ``SchedulerHolds``.
-        old: what engine B, of an older build, has not: "users" of holds, "heartbeats".
     """
 
     pair: bool = False
@@ -76,7 +75,6 @@ class Options:
     plans: str = "00"
     slots: int = PAGES
     max_held: int | None = None
-    old: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -109,8 +107,6 @@ class World:
             plans = PLANS[options.ranks]
             plan = plans[int(options.plans["AB".index(name)]) % len(plans)]
             ranks = len(plan)
-        if name == "B" and "heartbeats" in options.old:
-            life = 0
         engine = self.components.of(Engine)
         return engine(self, name, ranks=ranks, peer=peer, plan=plan, life=life)
 
