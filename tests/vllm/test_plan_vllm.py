@@ -1,48 +1,169 @@
-"""The engines of ``kvferry plan`` match the installed vLLM."""
+"""The engines of ``kvferry plan`` are those that the installed vLLM makes."""
 
 from __future__ import annotations
 
-from itertools import chain
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
 import kvferry
-from kvferry.cli.plan.engines import (
-    ORDERS,
-    WHOLE,
-    Engine,
-    PlanSettings,
-    fit_states,
-    make_engine,
-)
+from kvferry.cli.plan.engines import ORDERS, WHOLE, PlanSettings, fit_states, make_engine
 from kvferry.cli.plan.model import Model, RecurrentState, read_model
 from kvferry.cli.plan.report import BACKENDS, PREFERRED
-from kvferry.core.layout import Field, axis_length
+from kvferry.core.layout import Field, Layout
+from kvferry.integrations.vllm.caches.pages import LayerFacts
 from tests.cli import hybrid_configs as configs
-from tests.cli.plan_command import write_config
+from tests.cli.plan_command import TINY, write_config
+from tests.vllm.geometry.engine_of_ranks import Shape, layouts
+from tests.vllm.geometry.model import Attention, Latent, Layer, Part, Setting
 
-BLOCKS, LAYERS, HEADS, TOKENS, HEAD, KERNEL = 5, 3, 2, 16, 8, 4
-"""The same as in ``vllm_facts.py``, and the block size of kernels."""
-
-ORDERS_OF_WHOLE_BLOCKS = [order for order in ORDERS if order.startswith(WHOLE)]
+HEADS, HEAD, TOKENS, PROMPT = 4, 8, 16, 1024
 
 ABLE = ["FLASH_ATTN", "TRITON_ATTN"]
 UNABLE = ["CPU_ATTN", "FLEX_ATTENTION", "ROCM_ATTN"]
 """Backends that the advice says can, or cannot, store a block's layers together. FLASHINFER is one
 of them, too, but cannot be imported without its package."""
 
-WINDOWS = [
-    [20, 20, 0, 20, 20, 0, 20],
-    [0, 20, 0, 20, 0],
-    [20] * 5 + [0] + [20] * 5 + [0],
-    [0, 20, 20, 20, 20],
-    [-1, -1, -1, 0] * 4,
-    [-1, 0, 20, 20, -1, 0, 20, 20],
-]
-"""The window of each layer; 0 for none, and -1 for a state instead of attention."""
-PIPELINES = [[10, 3], [61, 4], [61, 8], [80, 4], [5, 5], [7, 2], [30, 7]]
+
+@dataclass(frozen=True, kw_only=True)
+class State(Layer):
+    """A layer with a state of one number, or with vLLM's sizes of a kind of state."""
+
+    shapes: Any = ((1,),)
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    groups: int = 0
+    kernel: int = 0
+
+    @property
+    def types(self) -> Any:
+        import torch
+
+        return tuple(getattr(torch, name) for name in self.dtypes)
+
+    def spec(self, setting: Setting) -> Any:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return MambaSpec(shapes=self.shapes, dtypes=self.types, block_size=setting.state_block)
+
+    def facts(self, setting: Setting) -> LayerFacts:
+        return LayerFacts(backend=self.backend, groups=self.groups, kernel=self.kernel)
+
+    def parts(self, cache: Any, spec: Any, setting: Setting, pages: int) -> Iterator[Part]:
+        raise NotImplementedError
+
+
+def model(windows: Sequence[int]) -> Model:
+    """Return a model with a layer for each window, or with a state for -1."""
+    states = tuple(n for n, window in enumerate(windows) if window < 0)
+    small = RecurrentState(
+        channels=(), columns=0, heads=1, elements=1, input_dtype="bfloat16", dtype="bfloat16"
+    )
+    return Model(
+        layers=len(windows),
+        windows={n: window for n, window in enumerate(windows) if window >= 0},
+        attention_heads=24,
+        kv_heads=HEADS,
+        parts={"k": HEAD, "v": HEAD},
+        dtype="bfloat16",
+        states=states,
+        state=small if states else None,
+    )
+
+
+def in_vllm(windows: Sequence[int]) -> list[Layer]:
+    return [
+        State(name=f"layers.{n}.mixer")
+        if window < 0
+        else Attention(name=f"layers.{n}.attn", heads=HEADS, size=HEAD, window=window)
+        for n, window in enumerate(windows)
+    ]
+
+
+def both(
+    described: Model, layers: Sequence[Layer], settings: PlanSettings
+) -> Iterator[tuple[Layout, Layout]]:
+    """Yield each rank as planned, and as vLLM lays it out."""
+    planned = make_engine(described, settings, PROMPT).ranks
+    shape = Shape(
+        tp=settings.tp,
+        pp=settings.pp,
+        block=settings.block_size,
+        kernel=settings.kernel_block,
+        order=settings.layout,
+        blocks=max(f.pages for rank in planned for f in rank.fields),
+    )
+    return zip(planned, layouts(layers, shape), strict=True)
+
+
+def place(f: Field) -> tuple[object, ...]:
+    """Return what says where a field's bytes are, and which these are."""
+    axes = [[dim for dim in axis if dim.extent > 1] for axis in (f.tokens, f.shard, *f.inner)]
+    return f.key, f.group, f.offset, f.page_stride, f.pages, f.dtype, f.unit, f.shard_range, axes
+
+
+@pytest.mark.parametrize(
+    ("windows", "settings"),
+    [
+        *(([0] * 3, {"layout": order}) for order in ORDERS),
+        *(
+            ([0] * 3, {"layout": order, "kernel_block": 4})
+            for order in ORDERS
+            if order.startswith(WHOLE)
+        ),
+        *(([0] * 3, {"tp": tp}) for tp in (2, 8)),
+        *(
+            ([0] * layers, {"pp": pp})
+            for layers, pp in [(10, 3), (61, 4), (61, 8), (80, 4), (5, 5), (7, 2), (30, 7)]
+        ),
+        ([20, 20, 0, 20, 20, 0, 20], {}),
+        ([0, 20, 0, 20, 0], {}),
+        ([*[20] * 5, 0, *[20] * 5, 0], {}),
+        ([0, 20, 20, 20, 20], {}),
+    ],
+)
+def test_pages(windows: list[int], settings: dict[str, Any]) -> None:
+    for planned, laid_out in both(model(windows), in_vllm(windows), PlanSettings(**settings)):
+        assert sorted(map(place, planned.fields)) == sorted(map(place, laid_out.fields))
+        assert planned.groups == laid_out.groups
+
+
+@pytest.mark.parametrize("windows", [[-1, -1, -1, 0] * 4, [-1, 0, 20, 20, -1, 0, 20, 20]], ids=str)
+def test_groups_with_states(windows: list[int]) -> None:
+    for planned, laid_out in both(model(windows), in_vllm(windows), PlanSettings()):
+        assert layers_of_groups(planned) == layers_of_groups(laid_out)
+
+
+def layers_of_groups(layout: Layout) -> list[list[str]]:
+    groups = defaultdict[int, set[str]](set)
+    for f in layout.fields:
+        groups[f.group].add(f.key.partition("/")[0])
+    return [sorted(groups[group]) for group in sorted(groups)]
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_pages_of_an_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str) -> None:
+    import vllm.v1.worker.utils  # noqa: F401  # it would import what only a GPU's build has
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)  # CPUs have no such backends
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 64}
+    content = TINY | {"model_type": "deepseek_v32", "num_hidden_layers": 2, **sizes}
+    described = read_model(Path(write_config(tmp_path, content)))
+    latent: dict[str, Any] = {"size": 576, "backend": "FLASHMLA_SPARSE"}
+    index: dict[str, Any] = {"size": 132, "backend": "DEEPSEEK_V32_INDEXER", "dtype": "uint8"}
+    layers: list[Layer] = [
+        *(Latent(name=f"layers.{n}.attn", **latent) for n in range(2)),
+        *(Latent(name=f"layers.{n}.indexer", **index) for n in range(2)),
+    ]
+    for planned, laid_out in both(described, layers, PlanSettings(block_size=32, layout=order)):
+        assert sorted(map(place, planned.fields)) == sorted(map(place, laid_out.fields))
 
 
 class StateCase(NamedTuple):
@@ -72,141 +193,107 @@ GRANITE = {
     "state_size": 128,
     "conv_kernel": 4,
 }
-NEMOTRON = {
-    "intermediate_size": 8192,
-    "n_groups": 8,
-    "num_heads": 128,
-    "head_dim": 64,
-    "state_size": 128,
-    "conv_kernel": 4,
-}
+NEMOTRON = GRANITE | {"intermediate_size": 8192, "n_groups": 8, "num_heads": 128}
 FALCON = GRANITE | {"intermediate_size": 1536, "num_heads": 24}
 JAMBA = {"intermediate_size": 8192, "state_size": 16, "conv_kernel": 4}
 LFM2 = {"intermediate_size": 2048, "conv_kernel": 3}
 KDA = {"num_heads": 32, "head_dim": 128, "conv_kernel_size": 4}
 STATES = [
-    StateCase(configs.QWEN3_NEXT, 1, "linear_attention", "GDN_ATTN", DELTA_NET),
-    StateCase(configs.QWEN3_NEXT, 2, "linear_attention", "GDN_ATTN", DELTA_NET),
-    StateCase(configs.QWEN3_5, 4, "linear_attention", "GDN_ATTN", DELTA_NET),
+    StateCase(configs.QWEN3_NEXT, 1, "gated_delta_net", "GDN_ATTN", DELTA_NET),
+    StateCase(configs.QWEN3_NEXT, 2, "gated_delta_net", "GDN_ATTN", DELTA_NET),
+    StateCase(configs.QWEN3_5, 4, "gated_delta_net", "GDN_ATTN", DELTA_NET),
     StateCase(configs.GRANITE, 1, "mamba2", "MAMBA2_ATTN", GRANITE, groups=1),
     StateCase(configs.GRANITE, 4, "mamba2", "MAMBA2_ATTN", GRANITE, groups=1),
     StateCase(configs.ZAMBA2, 2, "mamba2", "MAMBA2_ATTN", GRANITE, groups=1),
     StateCase(configs.FALCON_H1, 2, "mamba2", "MAMBA2_ATTN", FALCON, groups=1),
     StateCase(configs.NEMOTRON_H, 8, "mamba2", "MAMBA2_ATTN", NEMOTRON, groups=8),
     StateCase(configs.JAMBA, 2, "mamba1", "MAMBA1_ATTN", JAMBA),
-    StateCase(configs.LFM2, 2, "conv", "SHORT_CONV_ATTN", LFM2, kernel=3),
+    StateCase(configs.LFM2, 2, "short_conv", "SHORT_CONV_ATTN", LFM2, kernel=3),
     StateCase(configs.KIMI_LINEAR, 2, "kda", "KIMI_K3_KDA", KDA),
 ]
 
 
-def hybrid(case: StateCase, folder: Path) -> Model:
-    """Return the model that ``kvferry plan`` reads from a case's config."""
-    return read_model(Path(write_config(folder, case.config)))
+def layer_of(case: StateCase, state: RecurrentState, name: str) -> State:
+    """Return the case's layer of a state, with the sizes that vLLM computes for a rank."""
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 
-
-@pytest.fixture(scope="module")
-def facts() -> Any:
-    """What vLLM says; importing it changes the process."""
-    from tests.vllm import vllm_facts
-
-    return vllm_facts
-
-
-def spec_of(facts: Any, case: StateCase, model: Model) -> Any:
-    """Return vLLM's spec of a case's states."""
-    assert model.state is not None
-    dtypes = [model.state.input_dtype, model.state.dtype][: 1 + bool(model.state.heads)]
-    return facts.state_spec(case.kind, case.tp, dtypes, case.arguments)
-
-
-def model(windows: list[int]) -> Model:
-    """Return a model with a layer for each window, or with a state for -1."""
-    states = tuple(n for n, window in enumerate(windows) if window < 0)
-    small = RecurrentState(
-        channels=(), columns=0, heads=1, elements=1, input_dtype="bfloat16", dtype="bfloat16"
+    sizes = getattr(MambaStateShapeCalculator, f"{case.kind}_state_shape")
+    return State(
+        name=name,
+        backend=case.backend,
+        shapes=sizes(tp_world_size=case.tp, **case.arguments),
+        dtypes=(state.input_dtype, state.dtype)[: 1 + bool(state.heads)],
+        groups=case.groups,
+        kernel=case.kernel,
     )
-    return Model(
-        layers=len(windows),
-        windows={n: window for n, window in enumerate(windows) if window >= 0},
-        attention_heads=24,
-        kv_heads=HEADS,
-        parts={"k": HEAD, "v": HEAD},
-        dtype="bfloat16",
-        states=states,
-        state=small if states else None,
-    )
-
-
-def make_test_engine(order: str, kernel: int = 0) -> Engine:
-    settings = PlanSettings(block_size=TOKENS, layout=order, kernel_block=kernel)
-    return make_engine(model([0] * LAYERS), settings, (BLOCKS - 1) * TOKENS)
-
-
-def offset_and_strides(f: Field) -> list[int]:
-    """Return the offset, and the strides of pages (or smaller kernel blocks), heads and tokens."""
-    block = f.tokens[0].stride if len(f.tokens) > 1 else f.page_stride
-    return [f.offset, block, f.shard[-1].stride, f.tokens[-1].stride]
-
-
-@pytest.mark.parametrize(
-    ("order", "kernel"),
-    [*[(order, 0) for order in ORDERS], *[(order, KERNEL) for order in ORDERS_OF_WHOLE_BLOCKS]],
-)
-def test_strides_of_pages_and_kernel_blocks(facts: Any, order: str, kernel: int) -> None:
-    keys = [f for f in make_test_engine(order, kernel).ranks[0].fields if f.key.endswith("/k")]
-    found = facts.places(order, kernel or None)
-    assert [offset_and_strides(f) for f in keys] == [place[:4] for place in found]
-    assert {axis_length(f.tokens) for f in keys} == {TOKENS}
-
-
-@pytest.mark.parametrize("windows", WINDOWS, ids=str)
-def test_cache_groups(facts: Any, windows: list[int]) -> None:
-    [layout] = make_engine(model(windows), PlanSettings(), 16).ranks
-    groups: dict[int, list[int]] = {}
-    for f in layout.fields:
-        if f.key.endswith(("/k", "/ssm")):
-            groups.setdefault(f.group, []).append(int(f.key.split(".")[1]))
-    assert list(groups.values()) == facts.groups(windows)
-
-
-def placed(f: Field) -> tuple[object, ...]:
-    """Return what says where a field's elements are."""
-    return f.offset, f.unit, f.dtype, f.shard_range, f.shard, f.inner
 
 
 @pytest.mark.parametrize("case", STATES, ids=[f"{case.kind}-{case.tp}" for case in STATES])
-def test_states(facts: Any, tmp_path: Path, case: StateCase) -> None:
-    """Fields of a state, and the size of blocks that hold one, as the connector and vLLM say."""
-    described = hybrid(case, tmp_path)
-    spec = spec_of(facts, case, described)
-    layout = make_engine(described, PlanSettings(tp=case.tp), 16).ranks[-1]
-    first = f"layers.{described.states[0]}.mixer/"
-    mine = {f.key.removeprefix(first): placed(f) for f in layout.fields if f.key.startswith(first)}
-    found = facts.state_fields_of(case.backend, case.groups, case.kernel, spec, case.tp)
-    assert mine == {f.key.removeprefix("layers.0.mixer/"): placed(f) for f in found}
+def test_states(tmp_path: Path, case: StateCase) -> None:
+    """Fields of a state, and the size of blocks that hold one."""
+    described = read_model(Path(write_config(tmp_path, case.config)))
+    assert described.state is not None
+    layer = layer_of(case, described.state, f"layers.{described.states[0]}.mixer")
+    planned = make_engine(described, PlanSettings(tp=case.tp), 16).ranks[-1]
+    [*_, laid_out] = layouts([layer], Shape(tp=case.tp, blocks=planned.fields[0].pages))
+    mine = [f for f in planned.fields if f.key.startswith(f"{layer.name}/")]
+    assert [in_page(f) for f in mine] == [in_page(f) for f in laid_out.fields]
     for size in (16, 24, 64):
-        aligned = facts.aligned_block_size(
-            spec,
-            size,
-            mla=described.latent,
-            kv_heads=max(1, described.kv_heads // case.tp),
-            head_size=sum(described.parts.values()) // (1 if described.latent else 2),
-        )
         settings = PlanSettings(tp=case.tp, block_size=size)
-        assert fit_states(described, settings).block_size == aligned, size
+        assert fit_states(described, settings).block_size == aligned(described, layer, settings)
 
 
-@pytest.mark.parametrize(("layers", "pp"), PIPELINES)
-def test_pipeline_stages(facts: Any, layers: int, pp: int) -> None:
-    ranks = make_engine(model([0] * layers), PlanSettings(pp=pp), 16).ranks
-    found = [sorted({int(f.key.split(".")[1]) for f in layout.fields}) for layout in ranks]
-    assert [[stage[0], stage[-1] + 1] for stage in found] == facts.stages(layers, pp)
-    assert list(chain(*found)) == list(range(layers))
+def in_page(f: Field) -> tuple[object, ...]:
+    return f.key, f.offset, f.unit, f.dtype, f.shard_range, f.shard, f.inner
+
+
+def aligned(described: Model, layer: State, settings: PlanSettings) -> int:
+    """Return the block size to which vLLM enlarges pages of attention for states."""
+    import torch
+    from vllm.platforms.interface import Platform
+    from vllm.v1.attention.backend import MultipleOf
+
+    cache = SimpleNamespace(
+        cache_dtype="auto",
+        block_size=settings.block_size,
+        mamba_cache_mode="none",
+        mamba_page_size_padded=None,
+    )
+    heads = max(1, described.kv_heads // settings.tp)
+    size = sum(described.parts.values()) // (1 if described.latent else 2)
+    model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        use_mla=described.latent,
+        architecture="",
+        get_num_kv_heads=lambda parallel: heads,
+        get_head_size=lambda: size,
+    )
+    config: Any = SimpleNamespace(cache_config=cache, model_config=model, parallel_config=None)
+    states = SimpleNamespace(
+        get_mamba_state_shape_from_config=lambda config: layer.shapes,
+        get_mamba_state_dtype_from_config=lambda config: layer.types,
+    )
+    backend: Any = SimpleNamespace(
+        get_supported_kernel_block_sizes=lambda: [MultipleOf(16)], customize_spec=lambda spec: spec
+    )
+    resolve = "vllm.model_executor.models.ModelRegistry.resolve_model_cls"
+    with (
+        mock.patch(resolve, return_value=(states, "")),
+        mock.patch("vllm.config.vllm.set_current_vllm_config", nullcontext),
+        mock.patch.object(Platform, "_find_non_ssm_backends", return_value=[backend]),
+    ):
+        Platform._align_hybrid_block_size(config, backend)
+    return int(cache.block_size)
 
 
 @pytest.mark.parametrize("layout", BACKENDS)
-def test_advice_about_attention_backends(facts: Any, layout: str) -> None:
-    taken = {name: facts.orders(name) for name in (*ABLE, *UNABLE)}
+def test_advice_about_attention_backends(layout: str) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    taken: dict[str, list[str] | None] = {}
+    for name in (*ABLE, *UNABLE):
+        orders = AttentionBackendEnum[name].get_class().supported_kv_cache_layouts()
+        taken[name] = None if orders is None else [order.name for order in orders]
     assert [name for name, orders in taken.items() if orders is None or layout in orders] == ABLE
     can, cannot = BACKENDS[layout].split("; ")
     assert all(name in can for name in ABLE)

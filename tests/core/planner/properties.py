@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -162,7 +163,8 @@ def check_damaged_lists(pair: EnginePair, rng: Random) -> None:
     lists: list[Pages] = list(getattr(pair.request, side))
     group = rng.randrange(len(lists))
     lists[group] = _damaged(lists[group], rng)
-    request = replace(pair.request, **{side: tuple(lists)})
+    changed: dict[str, Any] = {side: tuple(lists)}
+    request = replace(pair.request, **changed)
     for rank in range(len(pair.local)):
         refusal = refused(PageError, check_rank, replace(pair, request=request), rank)
         assert refusal is None or f"{side} group {group}: " in refusal

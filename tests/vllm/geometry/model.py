@@ -202,6 +202,7 @@ class Latent(Layer):
     size: int = 24
     per_entry: int = 1  # tokens that one latent stands for
     backend: str = "TRITON_MLA"
+    dtype: str = "bfloat16"
     window: int = 0  # how many tokens are attended to; 0 for all
     replay: bool = False  # after a prefix hit, vLLM computes the window again (bounded replay)
 
@@ -213,7 +214,7 @@ class Latent(Layer):
             "block_size": setting.block,
             "num_kv_heads": 1,
             "head_size": self.size,
-            "dtype": torch.bfloat16,
+            "dtype": getattr(torch, self.dtype),
             "max_tp_shards": 1,
         }
         if self.window:
@@ -407,5 +408,7 @@ def compressed(*, window: int = 24, indexer: str = "TRITON_MLA") -> list[Layer]:
 
 
 def stage(layers: Sequence[Layer], pp: int, size: int) -> list[Layer]:
-    """The layers of a pipeline rank: runs of nearly equal length."""
-    return list(layers[pp * len(layers) // size : (pp + 1) * len(layers) // size])
+    """The layers of a pipeline rank."""
+    from vllm.distributed.utils import get_pp_indices
+
+    return list(layers[slice(*get_pp_indices(len(layers), pp, size))])

@@ -5,34 +5,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry.core.layout import HOLE
-from kvferry.integrations.vllm.ticket_checks import TicketChecks
 from tests.vllm.geometry.engine_of_ranks import POISON, Shape
 from tests.vllm.geometry.model import Layer, attention, compressed, hybrid, latents, recurrent
 from tests.vllm.geometry.scheduled import PREFILL, Server, serving, wait
 
 CHUNK = 32
 ROOMS = itertools.count()
-RINGS: dict[str, Any] = {"order": "BLHNC", "blocks": 96}
 LENGTHS = (1, 2, 31, 32, 33, 64, 65, 100, 150, 200)
 
 
 class Legs:
-    """One request, for the first tokens of a family, on both engines; its room is its own if no
-    ``transfer_id`` is given."""
+    """One request, for the first tokens of a family, on both engines."""
 
-    def __init__(
-        self, prefill: Server, decode: Server, family: int, length: int, room: str = ""
-    ) -> None:
+    def __init__(self, prefill: Server, decode: Server, family: int, length: int) -> None:
         self.prefill, self.decode = prefill, decode
         self._prompt = family, length
-        self._room = room or f"room {next(ROOMS)}"
+        self._room = f"room {next(ROOMS)}"
         self.there = self.here = ""
 
     def begin_prefill(self) -> None:
@@ -70,11 +63,9 @@ class Legs:
 
 
 @contextmanager
-def engines(
-    layers: Sequence[Layer], there: Shape, here: Shape, **options: Any
-) -> Iterator[tuple[Server, Server]]:
+def engines(layers: Sequence[Layer], there: Shape, here: Shape) -> Iterator[tuple[Server, Server]]:
     with (
-        serving("prefill", layers, there, batch=CHUNK, **options) as prefill,
+        serving("prefill", layers, there, batch=CHUNK) as prefill,
         serving("decode", layers, here, batch=48) as decode,
     ):
         yield prefill, decode
@@ -103,9 +94,9 @@ PAIRS = {
     "pp2-tp4": (attention(4, size=8), Shape(pp=2, block=64, kernel=16), Shape(tp=4, block=48)),
     "dcp2-1": (latents(2), Shape(tp=2, dcp=2), Shape(block=32)),
     "1-dcp2": (latents(2), Shape(tp=2), Shape(tp=2, dcp=2, interleave=4)),
-    "windows": (hybrid(), Shape(blocks=96), Shape(tp=2, block=32, blocks=96)),
-    "windows and states": (recurrent(window=40), Shape(tp=2, blocks=96), Shape(blocks=96)),
-    "rings": (compressed(), Shape(**RINGS), Shape(tp=2, block=32, **RINGS)),
+    "windows": (hybrid(), Shape(), Shape(tp=2, block=32)),
+    "windows and states": (recurrent(window=40), Shape(tp=2), Shape()),
+    "rings": (compressed(), Shape(order="BLHNC"), Shape(tp=2, block=32, order="BLHNC")),
 }
 
 
@@ -197,54 +188,3 @@ def check_preemption(chunks: int) -> None:
         finish([legs])
         assert prefill.computed[legs.there] > 150
         assert decode.early == 1
-
-
-def test_preemption_for_lack_of_blocks() -> None:
-    with engines(TWO, Shape(blocks=19), Shape(blocks=96), reserve=False) as (prefill, decode):
-        own = prefill.add(3, 40, {}, 120)
-        legs = [Legs(prefill, decode, family, 200) for family in range(2)]
-        for each in legs:
-            each.begin_prefill()
-            each.begin_decode()
-        finish(legs)
-        computed = prefill.computed.total() - prefill.computed[own]
-        assert computed > 2 * 200
-        assert decode.early > 0
-
-
-@pytest.mark.parametrize(("steps", "verifies"), [(1, True), (5, False)])
-def test_a_transfer_id_that_is_used_again(steps: int, verifies: bool) -> None:
-    """Each request gets its own pages, though prefill still has the first one, or its ticket."""
-    with engines(TWO, Shape(), Shape()) as (prefill, decode):
-        half = decode.scheduler.connector._scheduler
-        config = replace(half._facts.config, verify_prompt=verifies)
-        checks = TicketChecks(replace(half._facts, config=config))
-        half._consumer._checks = half._consumer._early._checks = checks
-        first, second = (Legs(prefill, decode, family, 150, "again") for family in range(2))
-        first.begin_prefill()
-        for _ in range(steps):
-            prefill.step()
-        second.begin_decode()
-        wait(lambda: len(half._follower._inbox.answered) == 1, decode)
-        second.begin_prefill()
-        first.begin_decode()
-        finish([first, second])
-        assert {first.here, second.here} <= decode.pulled
-
-
-@pytest.mark.parametrize("family", [0, 1])
-def test_a_transfer_id_that_is_used_again_after_its_ticket_was_read(family: int) -> None:
-    """With the same prompt, too, whose earlier ticket is of no use any more."""
-    with engines(TWO, Shape(), Shape()) as (prefill, decode):
-        first, second = (Legs(prefill, decode, each, 150, "again") for each in (0, family))
-        first.begin_prefill()
-        first.begin_decode()
-        finish([first])
-        wait(lambda: not prefill.scheduler.requests, prefill, decode)
-        asked = prefill.scheduler.connector._scheduler._server._follows._waiting
-        decode.scheduler.reset_prefix_cache()
-        second.begin_decode()
-        wait(lambda: bool(asked), decode)
-        second.begin_prefill()
-        finish([second])
-        assert second.here in decode.pulled

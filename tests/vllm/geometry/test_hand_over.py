@@ -169,7 +169,8 @@ PAIRS: dict[str, list[Pair]] = {
     ],
     # Pages of kernels that are in no table move whole, between equals.
     "unknown kernels": [
-        (attention(2, backend="OF_TOMORROW"), *[Shape(order="LBNHC", tp=2)] * 2),
+        (layers, shape, shape)
+        for layers, shape in [(attention(2, backend="OF_TOMORROW"), Shape(order="LBNHC", tp=2))]
     ],
     # A window begins inside of any block, and each group has its own hits.
     "windows": [

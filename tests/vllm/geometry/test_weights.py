@@ -25,10 +25,10 @@ ALL = {"reset_running_requests": True, "reset_connector": True}
 def engines(
     layers: list[Layer], *, host_pages: int = 0, **options: Any
 ) -> Iterator[tuple[Server, Server]]:
-    there = Shape(tp=2, blocks=96, host_pages=host_pages)
+    there = Shape(tp=2, host_pages=host_pages)
     with (
         serving("prefill", layers, there, **options) as prefill,
-        serving("decode", layers, Shape(blocks=96), **options) as decode,
+        serving("decode", layers, Shape(), **options) as decode,
     ):
         yield prefill, decode
 
