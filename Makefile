@@ -193,7 +193,7 @@ prometheus:
 
 # Dynamo takes 360 MB, and another vLLM than most tests. Three minutes.
 dynamo: $(STAMP) $(DYNAMO_STAMP)
-	$(BIN)/python -m tests.long.dynamo $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/bin/python $(DYNAMO)
+	$(BIN)/pytest tests/long/dynamo
 
 # Ray needs 480 MB more, and its engines six minutes.
 ray: $(RAY_STAMP)
