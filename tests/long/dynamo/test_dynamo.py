@@ -49,7 +49,7 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
     def start(name: str, *arguments: str, port: int) -> Program:
         environment = os.environ | ENVIRONMENT | common | {"DYN_SYSTEM_PORT": str(port)}
-        command = [PYTHON, "-m", *arguments]
+        command: list[str | Path] = [PYTHON, "-m", *arguments]
         return Program(name, command, port, "/health", folder, environment)
 
     port = any_port()
