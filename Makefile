@@ -164,7 +164,7 @@ prometheus:
 	} >/dev/null 2>&1 || true
 
 dynamo: $(STAMP) $(DYNAMO_STAMP)
-	$(BIN)/python -m tests.long.dynamo $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/bin/python $(DYNAMO)
+	$(BIN)/pytest tests/long/dynamo
 
 ray: $(RAY_STAMP)
 	$(RAY_ENV)/bin/python -m pytest tests/ray

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.engines.engines import ENVIRONMENT, ROOT, run_apart
+from tests.engines.engines import CONNECTOR, ENVIRONMENT, ROOT
 
 PROGRAM = "import sys; from tests.engines.test_launch import launches; launches(*sys.argv[1:])"
 
@@ -22,12 +21,8 @@ def launches(model: str, port: str, answers: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     def launch(**extra: object) -> str:
-        transfer = KVTransferConfig(
-            kv_connector="KVFerryConnector",
-            kv_connector_module_path="kvferry.integrations.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config=extra,
-        )
+        settings: dict[str, object] = {"kv_role": "kv_both", "kv_connector_extra_config": extra}
+        transfer = KVTransferConfig(**CONNECTOR, **settings)
         arguments = AsyncEngineArgs(
             model=model, enforce_eager=True, dtype="float32", kv_transfer_config=transfer
         )
@@ -41,22 +36,9 @@ def launches(model: str, port: str, answers: str) -> None:
     Path(answers).write_text("\n".join(said))
 
 
-def launches_here(model: str, port: str, answers: str) -> None:
-    """The same in a process that has imported vLLM, and takes itself for a program of its own."""
-    from tests.engines import engine_process, frugal
-
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
-    engine_process.log_to(f"{answers}.log")
-    frugal.adapt()
-    launches(model, port, answers)
-
-
 @pytest.mark.timeout(300)
 def test_vllm_refuses_before_it_starts_an_engine(checkpoint: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        run_apart(launches_here, str(checkpoint), port, str(tmp_path / "answers"))
-    check((tmp_path / "answers").read_text().splitlines())
+    check_launches_of(sys.executable, checkpoint, tmp_path)
 
 
 def check_launches_of(python: str, model: Path, folder: Path) -> None:
@@ -73,13 +55,8 @@ def check_launches_of(python: str, model: Path, folder: Path) -> None:
             timeout=280,
         )
     assert result.returncode == 0, result.stderr[-2000:]
-    check(answers.read_text().splitlines())
-
-
-def check(said: Sequence[str]) -> None:
-    """The first two were refused, before a model was loaded."""
-    assert len(said) == 3
-    assert "ConfigError" in said[0]
-    assert "did you mean 'driver'" in said[0]
-    assert "the port is in use" in said[1]
-    assert said[2] == "made"
+    [misspelt, in_use, made] = answers.read_text().splitlines()
+    assert "ConfigError" in misspelt
+    assert "did you mean 'driver'" in misspelt
+    assert "the port is in use" in in_use
+    assert made == "made"

@@ -56,8 +56,10 @@ def tables(lines: Iterable[Line]) -> str:
         outcome = f"{ERROR_WORDS.get(error, error)}{comma}{more}, {line['seconds']:.2f} s"
         cells[Key(*(line[name] for name in Key._fields))] = outcome
 
-    def some(holds: Callable[[Key], bool]) -> dict[Key, str]:
-        return {key: outcome for key, outcome in cells.items() if holds(key)}
+    def some(where: str) -> dict[Key, str]:
+        """Return the cells of loads in a table."""
+        staged = ((key, cells[key]) for key in cells if key.where == where)
+        return {key: outcome for key, outcome in staged if key.stage in STAGES}
 
     def section(title: str, first: str, found: dict[Key, str], row: Name, column: Name) -> str:
         return f"### {title}\n\n" + _matrix(first, found, row, column)
@@ -66,9 +68,7 @@ def tables(lines: Iterable[Line]) -> str:
         section(
             f"The {side}",
             side,
-            some(
-                lambda k, side=side: k.side == side and k.where == "loopback" and k.stage in STAGES
-            ),  # type: ignore[misc]
+            {key: outcome for key, outcome in some("loopback").items() if key.side == side},
             lambda key: key.fault,
             lambda key: key.stage,
         )
@@ -78,7 +78,7 @@ def tables(lines: Iterable[Line]) -> str:
         section(
             f"Over {driver}",
             "what",
-            some(lambda key, driver=driver: key.where == driver),  # type: ignore[misc]
+            some(driver),
             lambda key: f"{key.side} {key.fault}",
             lambda key: key.stage,
         )
@@ -88,7 +88,7 @@ def tables(lines: Iterable[Line]) -> str:
         section(
             "Between two networks, over UCX",
             "producer",
-            some(lambda key: key.where == CABLE),
+            some(CABLE),
             lambda key: key.fault,
             lambda key: key.stage,
         ),
@@ -104,7 +104,7 @@ def tables(lines: Iterable[Line]) -> str:
         section(
             "The driver",
             "driver",
-            some(lambda key: key.side == "driver"),
+            {key: outcome for key, outcome in cells.items() if key.side == "driver"},
             lambda key: key.fault,
             lambda key: f"{key.stage}, quiet {key.where.replace('_', ' ')}",
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -38,16 +37,6 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_promtool_is_content(arguments: tuple[str, ...]) -> None:
     result = promtool(*arguments)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_the_tests_of_rules_notice_a_changed_threshold(tmp_path: Path) -> None:
-    for source in (example.RULES, example.RULE_TESTS):
-        text = source.read_text()
-        assert "_held_fraction" in text
-        (tmp_path / source.name).write_text(text.replace("> 0.8", "> 0.9"))
-    result = promtool("test", "rules", tmp_path / example.RULE_TESTS.name)
-    assert result.returncode != 0
-    assert "KVFerryHeldTooMuch" in result.stdout + result.stderr
 
 
 def test_every_alert_is_tested_to_fire_and_not_to_fire() -> None:
@@ -108,32 +97,12 @@ def test_dashboard_can_be_imported() -> None:
     assert list(variables) == ["datasource", "model", "instance"]
     assert variables["datasource"]["type"] == "datasource"
     assert "id" not in found
-    ids = [panel["id"] for panel in found["panels"]]
-    assert len(ids) == len(set(ids))
-
-
-def test_every_panel_says_what_it_shows() -> None:
+    for name in ("id", "title"):
+        values = [panel[name] for panel in found["panels"]]
+        assert len(values) == len(set(values))
     for panel in example.panels():
-        title = panel["title"]
-        assert panel["description"].endswith("."), title
-        assert panel["fieldConfig"]["defaults"]["unit"], title
-        assert panel["targets"], title
         # Queries without a source of their own have that of their panel.
-        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, title
-        references = [target["refId"] for target in panel["targets"]]
-        assert len(references) == len(set(references)), title
-
-
-def test_titles_are_unique_and_no_panels_overlap() -> None:
-    found = example.dashboard()["panels"]
-    titles = [panel["title"] for panel in found]
-    assert all(titles)
-    assert len(titles) == len(set(titles))
-    for one, other in itertools.combinations((panel["gridPos"] for panel in found), 2):
-        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-        above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
-        assert beside or above
-    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in found)
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
 
 
 def test_every_panel_and_alert_is_explained() -> None:

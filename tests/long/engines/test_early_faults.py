@@ -74,6 +74,7 @@ def test_prefill_is_struck(
     """
     victim, asked = engines[f"kv_producer-{steps}"], words(LENGTH)
     decodes = {policy: engines[policy] for policy in ("fail", "recompute")}
+    check_others(reference, victim, *decodes.values())  # so that they are connected
     legs = {policy: Legs(victim, decode, asked) for policy, decode in decodes.items()}
     right = texts(reference, asked)
     with contextlib.suppress(OSError, EngineError), victim.paused():
@@ -101,6 +102,8 @@ def test_decode_is_struck(
     affected. Prefill's short leases end meanwhile."""
     victim, asked = engines[f"kv_consumer-{steps}"], words(LENGTH)
     prefills = engines["hasty"], engines["patient"]
+    for prefill in prefills:
+        check_others(reference, prefill, victim)  # so that they are connected
     hasty, patient = (Legs(prefill, victim, asked) for prefill in prefills)
     with contextlib.ExitStack() as stack:
         with contextlib.ExitStack() as paused:
