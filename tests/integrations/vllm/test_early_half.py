@@ -21,8 +21,10 @@ from kvferry.integrations.vllm.prompts import prompt_digest
 from kvferry.integrations.vllm.ticket_params import Part, read_part
 from tests.integrations.vllm.halves import (
     KEYS,
+    PEER,
     SECRETS,
     SERVING,
+    STRANGER,
     WINDOW,
     Follower,
     blocks,
@@ -500,10 +502,15 @@ class TestConsumer:
         assert "second" not in decode.follower.followed
         assert reason in decode.refusal("second")
 
-    def test_side_channel_whose_key_is_not_admitted(self) -> None:
-        decode = Decoding(security=KEYS["security"])
-        decode.add(DECODE | {"remote_bootstrap_key": generate().public.hex()})
-        assert not decode.follower.followed
+    @pytest.mark.parametrize(("key", "follows"), [(STRANGER, False), (PEER, True)])
+    def test_keys_that_are_not_admitted(self, key: bytes, follows: bool) -> None:
+        """That of the side channel, and that in a part of the ticket."""
+        params = DECODE | {"remote_bootstrap_key": key.hex()}
+        decode = Decoding(params=params, security=KEYS["security"])
+        assert ("r" in decode.follower.followed) is follows
+        if follows:
+            decode.hear(computed(40))
+            assert "its tickets name no key" in decode.refusal()
 
     def test_request_with_a_ticket_is_not_followed(self) -> None:
         decode = Decoding()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
-from kvferry.core.lifecycle.silent_holds import ASK_SECONDS, GONE_SECONDS, Silence
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, Silence
 from kvferry.core.metrics import Metrics
 from kvferry.core.security.ticket_proof import check
 from kvferry.integrations.vllm.adapter_files import AdapterError
@@ -341,20 +341,6 @@ def talking() -> Passes:
 
 
 class TestBlocksAreLacking:
-    def test_ranks_are_asked_while_a_request_waits_and_not_too_often(self) -> None:
-        passes = pressed()
-        assert not passes.producer.relieve_block_pressure()
-        assert passes.lack()
-        assert not passes.lack()
-        passes.now += ASK_SECONDS
-        each = request(40, name="new")
-        passes.producer.allocation_attempted(each, 0)
-        passes.producer.take_on(each)
-        passes.answer({"r1": 9.0}, {"r1": 9.0})
-        assert not passes.producer.relieve_block_pressure(), "it has its blocks"
-        assert passes.producer.relieve_block_pressure(request_waits=True)
-        assert passes.ended() == [], "an answer counts for one pass"
-
     @pytest.mark.parametrize(
         ("engines", "who"), [(("decode-7",), "engine decode-7"), ((), "decode")]
     )
@@ -370,18 +356,6 @@ class TestBlocksAreLacking:
         [line] = [each for each in caplog.messages if "cause orphaned" in each]
         assert "the pages of 3 requests" in line
         assert f": {who} gave no sign of life for 6.0 s" in line
-
-    def test_running_requests_are_not_preempted_while_prompts_blocks_come_back(self) -> None:
-        passes = pressed()
-        assert not passes.producer.has_pending_block_frees()
-        assert passes.producer.relieve_block_pressure()
-        passes.answer({"r1": 9.0}, {"r1": 9.0})
-        passes.producer.has_pending_block_frees()
-        passes.producer.relieve_block_pressure()
-        assert passes.ended() == ["r1"]
-        assert passes.producer.has_pending_block_frees()
-        passes.producer.sends_finished(["r1"])
-        assert not passes.producer.has_pending_block_frees()
 
     def test_answers_go_at_once_and_no_more_before_their_blocks_are_back(self) -> None:
         passes = talking()
