@@ -19,6 +19,7 @@ from kvferry.integrations.vllm.consumer import Consumer, LoadMessages
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.ticket_params import KEY
 from tests.integrations.vllm.halves import (
+    HEADERS,
     KEYS,
     PEER,
     PREFILL,
@@ -30,6 +31,7 @@ from tests.integrations.vllm.halves import (
     TALKS,
     TICKET_KEY,
     WINDOW,
+    Spans,
     answered,
     arrive,
     blocks,
@@ -283,23 +285,7 @@ class TestLoads:
         ]
 
 
-HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 OF_A_LOAD = {"request": "d", "prefill_request": "r", "prefill_engine": "prefill", "tokens": 40}
-
-
-class Spans:
-    """Records what ``RequestSpans`` is asked for."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[str, Any, dict[str, Any]]] = []
-
-    def loaded(self, headers: Any, record: LoadRecord, **attributes: Any) -> None:
-        self.made.append(("load", headers, attributes))
-
-    def failed(self, headers: Any, begun: float, **attributes: Any) -> None:
-        self.made.append(("failed", headers, attributes))
-
-
 FULL = full()
 DECODE = replace(SERVING, engine="decode", incarnation=6, host="10.0.0.2", port=5700)
 

@@ -18,6 +18,7 @@ from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.halves import (
+    HEADERS,
     PREFILL,
     SERVING,
     STATE,
@@ -25,6 +26,7 @@ from tests.integrations.vllm.halves import (
     TICKET_KEY,
     TTL,
     WINDOW,
+    Spans,
     answered,
     finish,
     full,
@@ -271,9 +273,11 @@ def test_a_hold_that_ended_is_counted_and_logged_once(
 ) -> None:
     caplog.set_level(logging.INFO, "kvferry.requests")
     now = [100.0]
-    reports = RequestReports(log=True)
+    spans: Any = Spans()
+    reports = RequestReports(log=True, spans=spans)
     made = producer(clock=lambda: now[0], reports=reports, **TALKS)
     each = answered(32, 9, name="p\nq") if is_answer else request(40, PREFILL, name="p\nq")
+    each.trace_headers = HEADERS
     finish(made, each)
     now[0] += 0.84
     for end, engine in ends:
@@ -285,6 +289,8 @@ def test_a_hold_that_ended_is_counted_and_logged_once(
     assert made._facts.metrics.take() == {metric: {"loopback": {"made": 1, outcome: 1}}}
     [line] = [each.getMessage() for each in caplog.records if each.name == "kvferry.requests"]
     assert line == f"request p q: 40 tokens, 3 blocks, {said} after 0.84 s"
+    facts = {"request": "p\nq", "tokens": 40, "blocks": 3, "outcome": outcome, "seconds": 0.84}
+    assert spans.made == [("hold", HEADERS, facts)]
 
 
 class Passes:

@@ -316,6 +316,27 @@ class TestProducing:
         [(_, ttl)] = half.step().orders.ttls
         assert (lease, ttl) == (7.0, 8.0)
 
+    def test_host_pages_are_held_until_all_ranks_say_over(self, make: Any) -> None:
+        half = make(staging=True)
+        handshakes = [
+            half.vllm.metadata.RankHandshake(payload=data, host_pages=9) for data in encoded(*RANKS)
+        ]
+        half.made.set_xfer_handshake_metadata_pp_aware(
+            {(0, i): h for i, h in enumerate(handshakes)}
+        )
+        each = request(40, dict(PREFILL))
+        half.made.on_new_request(each)
+        assert half.matched(each) == (0, False)
+        half.allocate(each)
+        assert half.finish(each)[0]
+        assert len(half.step().orders.copies) == 1
+        assert half.matched(late := request(40, dict(PREFILL), name="late")) == (None, False)
+        half.hear(sending={"r"}, over={0: ("r",), 1: ("r",)})
+        assert half.made.has_pending_push_work()
+        half.hear(over={2: ("r",)})
+        assert not half.made.has_pending_push_work()
+        assert half.matched(late) == (0, False)
+
     def test_a_reset_gives_up_what_is_held(self, half: Half) -> None:
         half.prefill()
         half.step()
