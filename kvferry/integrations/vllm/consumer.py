@@ -314,7 +314,6 @@ class Consumer:
             self._end(pull, PullEnd.DROPPED)
         else:
             pull.stage, pull.why = PullStage.UNUSED, pull.why or why
-            self._directory.end(pull.name)
 
     def _begin_load(
         self, pull: _Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int

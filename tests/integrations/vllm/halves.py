@@ -147,12 +147,13 @@ class Users:
 
     def __init__(self) -> None:
         self.names: set[Any] = set()
+        self.asked: list[Ticket] = []
 
     def begin(self, name: Any, ticket: Ticket) -> None:
         self.names.add(name)
 
     def ask(self, ticket: Ticket) -> None:
-        pass
+        self.asked.append(ticket)
 
     def end(self, name: Any) -> None:
         self.names.discard(name)
@@ -254,6 +255,18 @@ class Spans:
 
 
 HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+RECORD = LoadRecord(
+    request="d",
+    engine="prefill",
+    reads=True,
+    tokens=40,
+    copies=3,
+    nbytes=4 << 20,
+    seconds=0.0204,
+    wait_seconds=0.0002,
+    handshake_seconds=0.003,
+    check_seconds=0.0053,
+)
 SIGNS = {"security": SecuritySettings(secrets=SECRETS)}
 KEYS = {"security": SecuritySettings(access=KEYED)}
 

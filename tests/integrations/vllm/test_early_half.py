@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.core.errors import KVFerryError, PeerLostError
@@ -373,6 +374,14 @@ class TestConsumer:
         counted = decode.counted()
         assert counted["early_loads"] == counted["loads"] == {"loopback": 1}
         assert decode.consumer.drain() == LoadMessages()
+
+    def test_a_request_with_the_ticket_of_an_early_load_leaves_done_to_the_last(self) -> None:
+        decode, prefill = Decoding(), computed(40)
+        decode.begin(prefill)
+        decode.hear(finished(prefill))
+        decode.consumer.drain()
+        decode.add(msgspec.json.decode(prefill.news().part))
+        assert [load.shared for load in decode.place(name="second").loads] == [True]
 
     def test_a_part_of_a_load_that_has_ended_is_not_sent(self) -> None:
         """The id could be another request's by then."""
