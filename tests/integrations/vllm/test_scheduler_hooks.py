@@ -519,7 +519,8 @@ class TestConsuming:
     def test_a_request_from_its_arrival_to_its_end(
         self, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        half, asked = make(log_requests=True), []
+        half = make(log_requests=True)
+        asked: list[Any] = []
         monkeypatch.setattr(half.made._directory, "ask_again", asked.append)
         each = request(40, ticket())
         assert not half.made.has_pending_push_work()

@@ -21,7 +21,7 @@ from tests.vllm.second_turn.schedulers import SimulatedEngine
 
 AS_IS = "as is"
 FAKES = "left out: it drives workers with a fake NIXL; test_conversations.py runs real engines"
-HALF = "left out: test_scheduler_half.py and test_conversation_half.py have it"
+HALF = "left out: test_producer.py and test_consumer.py have it"
 MODEL = "left out: in test_consumer_model.py, no request loads twice"
 
 VERDICTS = {
