@@ -71,11 +71,6 @@ class LoadMessages:
     refused: list[tuple[str, str]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
-    @property
-    def has_orders(self) -> bool:
-        """Whether there is any message."""
-        return bool(self.prepare or self.loads or self.parts or self.refused or self.aborted)
-
 
 class PullStage(enum.Enum):
     """How far a request is that comes with a ticket, or with the name of a room."""
@@ -140,7 +135,7 @@ class Consumer:
         self._checks = TicketChecks(facts)
         self._directory = directory
         self._early = EarlyRequests(follower, checks=self._checks, blocks=facts.blocks)
-        self._pages = PageSource(facts.groups, is_staged=facts.is_staged, use="loads")
+        self._pages = PageSource(facts, use="loads")
         self._prefix_cache = prefix_cache
         self._users = HoldUsers()
         self._pulls: dict[str, _Pull] = {}
@@ -319,7 +314,6 @@ class Consumer:
             self._end(pull, PullEnd.DROPPED)
         else:
             pull.stage, pull.why = PullStage.UNUSED, pull.why or why
-            self._directory.end(pull.name)
 
     def _begin_load(
         self, pull: _Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int
@@ -516,7 +510,7 @@ class Consumer:
     def pending(self) -> bool:
         """Whether ``drain`` has messages to return, or will have some that no request waits for."""
         return (
-            self._messages.has_orders
+            self._messages != LoadMessages()
             or self._users.pending
             or self._early.pending
             or any(self._pulls[each].stage is PullStage.UNUSED for each in self._early)

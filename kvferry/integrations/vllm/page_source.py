@@ -18,6 +18,7 @@ from kvferry.core.metrics import HOST_PAGE_WAITS, HOST_PAGES, HOST_PAGES_USED, M
 
 if TYPE_CHECKING:
     from kvferry.integrations.vllm.cache_groups import CacheGroup
+    from kvferry.integrations.vllm.engine_facts import EngineFacts
 
 Ids = TypeVar("Ids", bound=Iterable[int])
 """Ids of the pages of a cache group."""
@@ -33,10 +34,10 @@ class PageSource:
     If it is staged, ``host`` is set before the first request. ``use`` is a label of metrics.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], *, is_staged: bool, use: str) -> None:
-        self.is_staged = is_staged
+    def __init__(self, facts: EngineFacts, *, use: str) -> None:
+        self.is_staged = facts.is_staged
         self.host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
-        self._groups = groups
+        self._groups = facts.groups
         self._use = use
         # The requests whose blocks are being copied.
         self._copying: set[str] = set()

@@ -89,7 +89,7 @@ class Producer:
         # A digest covers whole blocks of every group. States and windows are used for all tokens of
         # a ticket or for none, so that models with these need no digests.
         self._digest_unit = math.lcm(*(group.tokens for group in groups if not group.is_state))
-        self._pages = PageSource(groups, is_staged=facts.is_staged, use="holds")
+        self._pages = PageSource(facts, use="holds")
         self._max_held = int(config.max_held_fraction * facts.blocks)
         self._may_hold = max(self._max_held, 1)
         self._holds = SchedulerHolds(

@@ -15,7 +15,7 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.lifecycle.rooms import RoomId, Rooms
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
-from kvferry.core.metrics import Metrics
+from kvferry.core.metrics import LoadRecord, Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
 from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.cache_groups import CacheGroup
@@ -147,12 +147,13 @@ class Users:
 
     def __init__(self) -> None:
         self.names: set[Any] = set()
+        self.asked: list[Ticket] = []
 
     def begin(self, name: Any, ticket: Ticket) -> None:
         self.names.add(name)
 
     def ask(self, ticket: Ticket) -> None:
-        pass
+        self.asked.append(ticket)
 
     def end(self, name: Any) -> None:
         self.names.discard(name)
@@ -237,6 +238,35 @@ def host_pages(count: int, clock: Callable[[], float]) -> HostPages:
     return HostPages(range(1, count + 1), patience=10.0, clock=clock)
 
 
+class Spans:
+    """Records what ``RequestSpans`` is asked for."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def loaded(self, headers: Any, record: LoadRecord, **attributes: Any) -> None:
+        self.made.append(("load", headers, attributes))
+
+    def failed(self, headers: Any, begun: float, **attributes: Any) -> None:
+        self.made.append(("failed", headers, attributes))
+
+    def held(self, headers: Any, seconds: float, **attributes: Any) -> None:
+        self.made.append(("hold", headers, attributes | {"seconds": round(seconds, 3)}))
+
+
+HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+RECORD = LoadRecord(
+    request="d",
+    engine="prefill",
+    reads=True,
+    tokens=40,
+    copies=3,
+    nbytes=4 << 20,
+    seconds=0.0204,
+    wait_seconds=0.0002,
+    handshake_seconds=0.003,
+    check_seconds=0.0053,
+)
 SIGNS = {"security": SecuritySettings(secrets=SECRETS)}
 KEYS = {"security": SecuritySettings(access=KEYED)}
 

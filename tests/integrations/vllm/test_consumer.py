@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.lifecycle.page_copy import PageCopy
-from kvferry.core.metrics import LoadRecord, Metrics
+from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.core.security.ticket_proof import check
 from kvferry.integrations.vllm.adapter_files import AdapterError
@@ -19,9 +19,11 @@ from kvferry.integrations.vllm.consumer import Consumer, LoadMessages
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.ticket_params import KEY
 from tests.integrations.vllm.halves import (
+    HEADERS,
     KEYS,
     PEER,
     PREFILL,
+    RECORD,
     SECRETS,
     SERVING,
     SIGNS,
@@ -30,6 +32,8 @@ from tests.integrations.vllm.halves import (
     TALKS,
     TICKET_KEY,
     WINDOW,
+    Spans,
+    Users,
     answered,
     arrive,
     blocks,
@@ -50,18 +54,6 @@ from tests.integrations.vllm.halves import (
 TICKET, SIGNED = ticket(), ticket(secrets=SECRETS)
 OTHER_TOKENS = {"prompt_token_ids": [*range(39), 99]}
 OTHER = "it was made for another prompt than this one of 40 tokens, or with other media"
-RECORD = LoadRecord(
-    request="d",
-    engine="prefill",
-    reads=True,
-    tokens=40,
-    copies=3,
-    nbytes=4 << 20,
-    seconds=0.0204,
-    wait_seconds=0.0002,
-    handshake_seconds=0.003,
-    check_seconds=0.0053,
-)
 
 
 def unknown(request: Any) -> bytes | None:
@@ -198,6 +190,19 @@ class TestLoads:
         assert counted(made) == {"loads": 1, "tokens": 40, "failed_loads": 1}
         assert counted(made) == {}
 
+    def test_done_for_a_shared_hold_is_said_with_the_ticket_that_was_loaded(self) -> None:
+        """A client may have altered the other one, and the producer has to be asked again."""
+        directory = Users()
+        made = consumer(directory=directory)
+        altered = TICKET | {"remote_request_id": "altered"}
+        first, second = arrive(made, TICKET, name="first"), arrive(made, altered, name="second")
+        assert [load.shared for load in allocate(made, first, second).loads] == [True, True]
+        made.loads_finished(["first"])
+        made.loads_finished(["second"], failed=["second"])
+        [done] = made.drain().loads
+        assert (done.reads, done.shared, done.ticket.request) == (False, False, "r")
+        assert directory.asked == [done.ticket]
+
     def test_request_that_was_loaded_and_is_not_computed_waits_for_blocks(self) -> None:
         """If another request is computed meanwhile, the loaded one may wait for its turn only."""
         made = consumer()
@@ -283,23 +288,7 @@ class TestLoads:
         ]
 
 
-HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 OF_A_LOAD = {"request": "d", "prefill_request": "r", "prefill_engine": "prefill", "tokens": 40}
-
-
-class Spans:
-    """Records what ``RequestSpans`` is asked for."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[str, Any, dict[str, Any]]] = []
-
-    def loaded(self, headers: Any, record: LoadRecord, **attributes: Any) -> None:
-        self.made.append(("load", headers, attributes))
-
-    def failed(self, headers: Any, begun: float, **attributes: Any) -> None:
-        self.made.append(("failed", headers, attributes))
-
-
 FULL = full()
 DECODE = replace(SERVING, engine="decode", incarnation=6, host="10.0.0.2", port=5700)
 

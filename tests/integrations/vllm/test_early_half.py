@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.core.errors import KVFerryError, PeerLostError
@@ -21,8 +22,10 @@ from kvferry.integrations.vllm.prompts import prompt_digest
 from kvferry.integrations.vllm.ticket_params import Part, read_part
 from tests.integrations.vllm.halves import (
     KEYS,
+    PEER,
     SECRETS,
     SERVING,
+    STRANGER,
     WINDOW,
     Follower,
     blocks,
@@ -372,6 +375,25 @@ class TestConsumer:
         assert counted["early_loads"] == counted["loads"] == {"loopback": 1}
         assert decode.consumer.drain() == LoadMessages()
 
+    def test_a_request_with_the_ticket_of_an_early_load_leaves_done_to_the_last(self) -> None:
+        decode, prefill = Decoding(), computed(40)
+        decode.begin(prefill)
+        decode.hear(finished(prefill))
+        decode.consumer.drain()
+        decode.add(msgspec.json.decode(prefill.news().part))
+        assert [load.shared for load in decode.place(name="second").loads] == [True]
+
+    def test_a_part_of_a_load_that_has_ended_is_not_sent(self) -> None:
+        """The id could be another request's by then."""
+        decode, prefill = Decoding(), computed(40)
+        decode.begin(prefill)
+        prefill.step(20)
+        prefill.step()
+        decode.hear(prefill)
+        decode.matched()
+        decode.consumer.loads_finished(["r"], ["r"])
+        assert decode.consumer.drain() == LoadMessages()
+
     @pytest.mark.parametrize(
         ("news", "words"),
         [
@@ -500,10 +522,15 @@ class TestConsumer:
         assert "second" not in decode.follower.followed
         assert reason in decode.refusal("second")
 
-    def test_side_channel_whose_key_is_not_admitted(self) -> None:
-        decode = Decoding(security=KEYS["security"])
-        decode.add(DECODE | {"remote_bootstrap_key": generate().public.hex()})
-        assert not decode.follower.followed
+    @pytest.mark.parametrize(("key", "follows"), [(STRANGER, False), (PEER, True)])
+    def test_keys_that_are_not_admitted(self, key: bytes, follows: bool) -> None:
+        """That of the side channel, and that in a part of the ticket."""
+        params = DECODE | {"remote_bootstrap_key": key.hex()}
+        decode = Decoding(params=params, security=KEYS["security"])
+        assert ("r" in decode.follower.followed) is follows
+        if follows:
+            decode.hear(computed(40))
+            assert "its tickets name no key" in decode.refusal()
 
     def test_request_with_a_ticket_is_not_followed(self) -> None:
         decode = Decoding()

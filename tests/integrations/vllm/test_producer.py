@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
-from kvferry.core.lifecycle.silent_holds import ASK_SECONDS, GONE_SECONDS, Silence
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, Silence
 from kvferry.core.metrics import Metrics
 from kvferry.core.security.ticket_proof import check
 from kvferry.integrations.vllm.adapter_files import AdapterError
@@ -18,6 +18,7 @@ from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.halves import (
+    HEADERS,
     PREFILL,
     SERVING,
     STATE,
@@ -25,6 +26,7 @@ from tests.integrations.vllm.halves import (
     TICKET_KEY,
     TTL,
     WINDOW,
+    Spans,
     answered,
     finish,
     full,
@@ -271,9 +273,11 @@ def test_a_hold_that_ended_is_counted_and_logged_once(
 ) -> None:
     caplog.set_level(logging.INFO, "kvferry.requests")
     now = [100.0]
-    reports = RequestReports(log=True)
+    spans: Any = Spans()
+    reports = RequestReports(log=True, spans=spans)
     made = producer(clock=lambda: now[0], reports=reports, **TALKS)
     each = answered(32, 9, name="p\nq") if is_answer else request(40, PREFILL, name="p\nq")
+    each.trace_headers = HEADERS
     finish(made, each)
     now[0] += 0.84
     for end, engine in ends:
@@ -285,6 +289,8 @@ def test_a_hold_that_ended_is_counted_and_logged_once(
     assert made._facts.metrics.take() == {metric: {"loopback": {"made": 1, outcome: 1}}}
     [line] = [each.getMessage() for each in caplog.records if each.name == "kvferry.requests"]
     assert line == f"request p q: 40 tokens, 3 blocks, {said} after 0.84 s"
+    facts = {"request": "p\nq", "tokens": 40, "blocks": 3, "outcome": outcome, "seconds": 0.84}
+    assert spans.made == [("hold", HEADERS, facts)]
 
 
 class Passes:
@@ -341,20 +347,6 @@ def talking() -> Passes:
 
 
 class TestBlocksAreLacking:
-    def test_ranks_are_asked_while_a_request_waits_and_not_too_often(self) -> None:
-        passes = pressed()
-        assert not passes.producer.relieve_block_pressure()
-        assert passes.lack()
-        assert not passes.lack()
-        passes.now += ASK_SECONDS
-        each = request(40, name="new")
-        passes.producer.allocation_attempted(each, 0)
-        passes.producer.take_on(each)
-        passes.answer({"r1": 9.0}, {"r1": 9.0})
-        assert not passes.producer.relieve_block_pressure(), "it has its blocks"
-        assert passes.producer.relieve_block_pressure(request_waits=True)
-        assert passes.ended() == [], "an answer counts for one pass"
-
     @pytest.mark.parametrize(
         ("engines", "who"), [(("decode-7",), "engine decode-7"), ((), "decode")]
     )
@@ -370,18 +362,6 @@ class TestBlocksAreLacking:
         [line] = [each for each in caplog.messages if "cause orphaned" in each]
         assert "the pages of 3 requests" in line
         assert f": {who} gave no sign of life for 6.0 s" in line
-
-    def test_running_requests_are_not_preempted_while_prompts_blocks_come_back(self) -> None:
-        passes = pressed()
-        assert not passes.producer.has_pending_block_frees()
-        assert passes.producer.relieve_block_pressure()
-        passes.answer({"r1": 9.0}, {"r1": 9.0})
-        passes.producer.has_pending_block_frees()
-        passes.producer.relieve_block_pressure()
-        assert passes.ended() == ["r1"]
-        assert passes.producer.has_pending_block_frees()
-        passes.producer.sends_finished(["r1"])
-        assert not passes.producer.has_pending_block_frees()
 
     def test_answers_go_at_once_and_no_more_before_their_blocks_are_back(self) -> None:
         passes = talking()

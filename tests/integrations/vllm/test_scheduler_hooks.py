@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.security import generate
 from kvferry.core.security.ticket_proof import check
@@ -24,6 +24,8 @@ from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.halves import (
     PREFILL,
+    RECORD,
+    WINDOW,
     Follower,
     answered,
     blocks,
@@ -288,8 +290,10 @@ class TestProducing:
         stats = half.counted()
         assert stats["held_pages"] == 3
         assert 0 < stats["held_fraction"] < 1
-        half.hear(sending={"r"})
-        assert half.counted()["held_pages"] == 0
+        ended = EndedHold(request=RequestId("r"), end=HoldEnd.EXPIRED)
+        half.hear(sending={"r"}, ended={"r": ended})
+        stats = half.counted()
+        assert (stats["held_pages"], stats["holds"]) == (0, {"expired": 1})
 
     def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
         """The last two tokens are left to decode, which drafts, too."""
@@ -311,6 +315,27 @@ class TestProducing:
         assert half.finish(each, 6, 7)[0]
         [(_, ttl)] = half.step().orders.ttls
         assert (lease, ttl) == (7.0, 8.0)
+
+    def test_host_pages_are_held_until_all_ranks_say_over(self, make: Any) -> None:
+        half = make(staging=True)
+        handshakes = [
+            half.vllm.metadata.RankHandshake(payload=data, host_pages=9) for data in encoded(*RANKS)
+        ]
+        half.made.set_xfer_handshake_metadata_pp_aware(
+            {(0, i): h for i, h in enumerate(handshakes)}
+        )
+        each = request(40, dict(PREFILL))
+        half.made.on_new_request(each)
+        assert half.matched(each) == (0, False)
+        half.allocate(each)
+        assert half.finish(each)[0]
+        assert len(half.step().orders.copies) == 1
+        assert half.matched(late := request(40, dict(PREFILL), name="late")) == (None, False)
+        half.hear(sending={"r"}, over={0: ("r",), 1: ("r",)})
+        assert half.made.has_pending_push_work()
+        half.hear(over={2: ("r",)})
+        assert not half.made.has_pending_push_work()
+        assert half.matched(late) == (0, False)
 
     def test_a_reset_gives_up_what_is_held(self, half: Half) -> None:
         half.prefill()
@@ -418,18 +443,21 @@ class TestAdapters:
         assert (step.asks_adapters, step.follows, step.loads) == (0, False, [])
         assert not half.made.has_pending_push_work()
 
-    @pytest.mark.parametrize("is_loading", [False, True])
     def test_a_request_that_vllm_does_not_let_wait(
-        self, half: Half, tmp_path: Path, is_loading: bool, caplog: pytest.LogCaptureFixture
+        self, half: Half, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """It asks for ``prompt_logprobs``."""
-        each = half.adapted(write(tmp_path), ticket() if is_loading else PREFILL, waits=False)
-        half.allocate(each)
+        path = write(tmp_path)
+        loads = half.adapted(path, ticket(), waits=False)
+        half.allocate(loads)
         half.hear(adapters=half.adapters(step=half.step().asks_adapters))
-        assert half.step().loads == []
+        eventually(lambda: not half.made._adapters.waits(loads))
+        assert half.step().prepare == half.step().loads == []
+        half.finish(loads)
+        each = half.adapted(path, dict(PREFILL), waits=False, name="prefilled")
+        half.allocate(each)
         assert half.finish(each) == (False, None)
-        text = "its content was not known when the request began"
-        assert (text in caplog.text) is not is_loading
+        assert "its content was not known when the request began" in caplog.text
 
     def test_a_sample_that_is_over_leaves_the_hold_to_its_sibling(
         self, half: Half, tmp_path: Path, prefill: Half
@@ -484,7 +512,12 @@ class TestAdapters:
 
 
 class TestConsuming:
-    def test_a_request_from_its_arrival_to_its_end(self, half: Half) -> None:
+    def test_a_request_from_its_arrival_to_its_end(
+        self, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        half = make(log_requests=True)
+        asked: list[Any] = []
+        monkeypatch.setattr(half.made._directory, "ask_again", asked.append)
         each = request(40, ticket())
         assert not half.made.has_pending_push_work()
         half.made.on_new_request(each)
@@ -498,8 +531,20 @@ class TestConsuming:
         later = half.step(IDLE)
         assert later.idle
         assert later.prepare == later.loads == []
-        half.hear(recving={"r"})
+        half.hear(wanted="those that ranks lack")
+        assert asked == ["those that ranks lack"]
+        with caplog.at_level(logging.INFO, "kvferry.requests"):
+            half.hear(recving={"r"}, loads={"r": RECORD})
         assert half.counted() == {"loads": 1, "tokens": 40}
+        assert "loaded 40 tokens, 4.0 MiB" in caplog.text
+
+    def test_prefixes_are_not_cached_in_a_way_that_is_not_known(
+        self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(vllm.engine_facts, "cache_groups", lambda *_: (WINDOW,))
+        with pytest.raises(Exception, match="--no-enable-prefix-caching"):
+            make().serve()
+        assert make(role="kv_producer").serve()
 
     def test_one_that_failed_where_vllm_takes_blocks(
         self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
