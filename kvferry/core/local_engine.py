@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
-from itertools import chain
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
 from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, LoadRecord, Results
-from kvferry.core.errors import KVFerryError, LayoutError, TicketError, TicketReason
+from kvferry.core.errors import LayoutError, TicketError, TicketReason
 from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId, random_incarnation
 from kvferry.core.lifecycle.prompt_digest import digest
@@ -28,8 +27,6 @@ from kvferry.core.planner.build_copies import Pages
 from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.registry import create
-
-T = TypeVar("T")
 
 _WAIT_SECONDS = 0.05
 """The longest wait for one rank, as the report that is waited for may be another rank's."""
@@ -322,9 +319,8 @@ class _Reports:
 
     def __init__(self, ranks: int) -> None:
         self._counts = [0] * ranks
-        self._sent = defaultdict[RequestId, list[None]](list)
-        self._ended = defaultdict[RequestId, list[EndedHold]](list)
-        self._errors = defaultdict[RequestId, list[KVFerryError | None]](list)
+        # The reports of ranks, by what is reported (a field of ``Results``) and request.
+        self._found = defaultdict[tuple[str, RequestId], list[Any]](list)
         self._loads: list[LoadRecord] = []
 
     @property
@@ -335,39 +331,35 @@ class _Reports:
     @property
     def has_ended(self) -> bool:
         """Whether every rank has reported some request."""
-        every = chain[list[Any]](self._sent.values(), self._ended.values(), self._errors.values())
-        return any(map(self._is_whole, every))
+        return any(map(self._is_whole, self._found.values()))
 
     def add(self, rank: int, results: Results) -> None:
         self._counts[rank] += len(results.sent) + len(results.received)
         for request in results.sent:
-            self._sent[request].append(None)
+            self._found["sent", request].append(None)
         for each in results.ended:
-            self._ended[each.request].append(each)
+            self._found["ended", each.request].append(each)
         for request in results.received:
-            self._errors[request].append(results.failed.get(request))
+            self._found["received", request].append(results.failed.get(request))
         self._loads += results.loads
 
     def take(self) -> Results:
         """Remove and return what all ranks have reported, and the figures of all loads."""
-        ended = self._pop_whole(self._ended).values()
-        received = self._pop_whole(self._errors)
-        first = {request: next(filter(None, errors), None) for request, errors in received.items()}
+        whole = defaultdict[str, dict[RequestId, list[Any]]](dict)
+        for kind, request in [key for key, found in self._found.items() if self._is_whole(found)]:
+            whole[kind][request] = self._found.pop((kind, request))
+        first = {request: next(filter(None, e), None) for request, e in whole["received"].items()}
         loads, self._loads = self._loads, []
         return Results(
-            sent=frozenset(self._pop_whole(self._sent)),
-            ended=tuple(reduce(EndedHold.combine, ends) for ends in ended),
-            received=frozenset(received),
+            sent=frozenset(whole["sent"]),
+            ended=tuple(reduce(EndedHold.combine, ends) for ends in whole["ended"].values()),
+            received=frozenset(first),
             failed={request: error for request, error in first.items() if error is not None},
             loads=tuple(loads),
         )
 
     def _is_whole(self, reports: list[Any]) -> bool:
         return len(reports) == len(self._counts)
-
-    def _pop_whole(self, found: dict[RequestId, list[T]]) -> dict[RequestId, list[T]]:
-        whole = [request for request, reports in found.items() if self._is_whole(reports)]
-        return {request: found.pop(request) for request in whole}
 
 
 def _check_layout(layout: Layout) -> None:

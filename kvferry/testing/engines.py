@@ -31,12 +31,13 @@ import numpy.typing as npt
 
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, PageCopies, Results
 from kvferry.core.errors import KVFerryError
-from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import Layout
+from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.local_engine import LocalEngine
-from kvferry.core.memory import CPU, region_of
+from kvferry.core.memory import CPU
 from kvferry.core.messages import Coordinates
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.options import DEFAULTS
@@ -106,29 +107,18 @@ class CacheShape:
 
     def layout(self, rank: int, cache: Elements) -> Layout:
         """Return the layout of a rank's cache: one field per layer, in one region."""
-        heads, row = self.heads(rank), self.dim * cache.itemsize
-        page = len(heads) * self.block * row
-        token, head = (row, self.block * row) if self.heads_first else (len(heads) * row, row)
-        fields = tuple(
-            Field(
-                key=f"layer.{layer}",
-                group=int(self.windowed and layer == self.layers - 1),
-                region=0,
-                offset=layer * self.pages * page,
-                page_stride=page,
-                pages=self.pages,
-                dtype=self.dtype,
-                unit=row,
-                tokens=axis((self.block, token)),
-                shard=axis((len(heads), head)),
-                shard_range=(heads.start, heads.stop),
-            )
-            for layer in range(self.layers)
+        heads = self.heads(rank)
+        inner = ("head", "token") if self.heads_first else ("token", "head")
+        made = paged_layout(
+            {f"layer.{layer}": cache[layer] for layer in range(self.layers)},
+            ("page", *inner, "element"),
+            heads=(heads.start, heads.stop),
         )
-        group = Group(kind=GroupKind.PAGED, block_tokens=self.block)
-        region = dataclasses.replace(region_of(cache), kind=self.memory)
-        groups = (group, group) if self.windowed else (group,)
-        return Layout(regions=(region,), groups=groups, fields=fields)
+        fields, groups = list(made.fields), made.groups
+        if self.windowed:
+            fields[-1], groups = msgspec.structs.replace(fields[-1], group=1), groups * 2
+        region = dataclasses.replace(made.regions[0], kind=self.memory)
+        return Layout(regions=(region,), groups=groups, fields=tuple(fields))
 
     def values(self, layer: int, tokens: range, heads: range) -> Elements:
         """Return what the model computes: a value for each layer, token, head and element.

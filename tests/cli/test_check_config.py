@@ -103,7 +103,7 @@ def test_all_problems_are_listed_at_once(checked: Checker) -> None:
         "kv_role is 'producer': set one of kv_producer, kv_consumer, kv_both",
         "kv_load_failure_policy is 'retry': set one of recompute, fail",
         "unknown key 'drvier' in kv_connector_extra_config: did you mean 'driver'?",
-        "unknown key 'backends' in kv_connector_extra_config",
+        "'backends' in kv_connector_extra_config is NixlConnector's",
         "`$.side_channel_port`",
         "unknown field `thread`",
         "ticket_secrets: file:/missing/t1 cannot be read (No such file",

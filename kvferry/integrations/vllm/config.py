@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -32,6 +33,20 @@ Source = Annotated[str, Meta(min_length=1, max_length=4096)]
 """An entry of a setting that is a list: a network, a public key, or the place of a key or secret
 (``file:PATH`` or ``env:NAME``).
 """
+
+NIXL_KEYS = {
+    "backends": "an agent has one backend; name it in driver_options, as backend",
+    "num_threads": "pass it to a driver that has it, in driver_options",
+    "push_registration_timeout": "there is no push mode yet; decode pulls",
+}
+"""NixlConnector's keys that ``Config`` does not have, each with what to do instead, or why not."""
+
+NIXL_ENVIRONMENT = {
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
+    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "kv_lease_duration",
+}
+"""NixlConnector's environment variables, each with the key of ``Config`` that replaces it."""
 
 
 class ConfigError(KVFerryError, ValueError):
@@ -215,8 +230,15 @@ def engine_config(vllm_config: VllmConfig) -> Config:
     )
 
 
-def risks(config: Config) -> Iterator[str]:
-    """Yield a warning for each unsafe setting."""
+def risks(config: Config, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Yield a warning if environment variables are ignored, and one for each unsafe setting."""
+    ignored = [
+        f"{name} (set {NIXL_ENVIRONMENT.get(name, 'driver_options')} instead)"
+        for name in sorted(environment)
+        if name.startswith("VLLM_NIXL_")
+    ]
+    if ignored:
+        yield f"ignored, since they are NixlConnector's: {', '.join(ignored)}"
     if not config.verify_prompt:
         yield (
             "verify_prompt is false: a ticket that was made for another prompt is accepted, and "
@@ -227,6 +249,10 @@ def risks(config: Config) -> Iterator[str]:
 def _unknown_key(key: str) -> str:
     if key in (*transfer_config.KEYS, *transfer_config.OLD_KEYS):
         return f"{key!r} belongs beside kv_connector, not into kv_connector_extra_config: move it"
+    if key in NIXL_KEYS:
+        return (
+            f"{key!r} in kv_connector_extra_config is NixlConnector's: {NIXL_KEYS[key]}. Remove it."
+        )
     [nearest] = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
     return f"unknown key {key!r} in kv_connector_extra_config: did you mean {nearest!r}?"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm.config import KEYS, Config, ConfigError, parse, risks
+from kvferry.integrations.vllm.config import KEYS, NIXL_KEYS, Config, ConfigError, parse, risks
 
 
 def test_nothing_set() -> None:
@@ -52,6 +52,13 @@ def test_unknown_key_is_answered_with_the_nearest(key: str, nearest: str) -> Non
     ) as raised:
         parse({key: 1})
     assert all(ours in str(raised.value) for ours in KEYS)
+
+
+@pytest.mark.parametrize("key", sorted(NIXL_KEYS))
+def test_key_of_nixl_is_answered_with_why(key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse({key: 1})
+    assert NIXL_KEYS[key] in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,21 @@ def test_fixed_port_counts_up_by_data_parallel_index() -> None:
         parse({"side_channel_port": 65535}, data_parallel_index=1)
 
 
+def test_environment_of_nixl_is_named_in_one_warning() -> None:
+    environment = {
+        "PATH": "/bin",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "h",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "1",
+        "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "480",
+    }
+    [risk] = risks(Config(), environment)
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST (set side_channel_host instead)" in risk
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT (set side_channel_port instead)" in risk
+    assert "VLLM_NIXL_ABORT_REQUEST_TIMEOUT (set kv_lease_duration instead)" in risk
+
+
 def test_unverified_prompts_are_warned_of() -> None:
-    assert not [*risks(Config())]
-    [risk] = risks(Config(verify_prompt=False))
+    environment = {"VLLM_LOGGING_LEVEL": "INFO"}
+    assert not [*risks(Config(), environment)]
+    [risk] = risks(Config(verify_prompt=False), environment)
     assert "verify_prompt is false" in risk

@@ -19,6 +19,7 @@ import tarfile
 import urllib.error
 import urllib.parse
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,9 +74,17 @@ def configured_indexes() -> list[str]:
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     said = dict(re.findall(r"^(?:global|install|download)\.([\w-]+)='(.*)'$", listed, re.MULTILINE))
-    first = os.environ.get("PIP_INDEX_URL") or said.get("index-url", "https://pypi.org/simple")
+    first = os.environ.get("PIP_INDEX_URL") or said.get("index-url") or _default_index()
     others = os.environ.get("PIP_EXTRA_INDEX_URL") or said.get("extra-index-url", "")
     return [first.strip(), *others.replace("\\n", " ").split()]
+
+
+def _default_index() -> str:
+    """Return the index that pip uses where none is configured."""
+    with warnings.catch_warnings(action="ignore"):  # of setuptools, if others imported distutils
+        from pip._internal.models.index import PyPI  # type: ignore[import-untyped, unused-ignore]
+
+    return str(PyPI.simple_url)
 
 
 def _link(name: str, version: str, indexes: list[str]) -> str:
