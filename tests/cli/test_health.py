@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from kvferry.cli.commands import app, health
 from kvferry.cli.health import OPTIONS, parse, run
@@ -110,6 +111,8 @@ def test_command_passes_the_options_on(command: Command) -> None:
     with side_channel() as server:
         asked = ["health", f"{server.host}:{server.port}", "--timeout", "60"]
         assert command.run(*asked, *KEY_OPTIONS) == (0, HEALTHY, "")
+        by_typer = CliRunner().invoke(app, [*asked, *KEY_OPTIONS])
+        assert (by_typer.exit_code, by_typer.output) == (0, HEALTHY)
         refused = command.run(*asked)
     assert (refused.status, refused.out) == (1, "")
     assert "encrypted: ask with --curve-secret-key and --curve-peer" in refused.err
