@@ -59,7 +59,7 @@ class ProcessTests(ContractSettings):
             lab.known_in_time(nothing, time.monotonic())
 
     def test_killed_during_a_transfer(self, lab: Workbench, process: Process) -> None:
-        """The transfer fails in time; peers that were connected before, or are new, still work."""
+        """The transfer fails in time, and is quiet then; peers, old and new ones, still work."""
         neighbour = lab.neighbour()
         lab.works(neighbour)
         peer = lab.connect(process)
@@ -71,6 +71,7 @@ class ProcessTests(ContractSettings):
         if running:
             assert status.state is not State.DONE, "it says that all bytes have arrived"
         lab.settled(transfer, peer)
+        lab.quiet(lab.mine)
         for other in (neighbour, lab.neighbour()):
             lab.works(other)
 

@@ -92,14 +92,6 @@ class QuiescenceTests(ContractSettings):
         lab.settled(transfer, peer)
         lab.quiet(mine, process)
 
-    def test_quiet_after_the_peer_was_killed(self, lab: Workbench, process: Process) -> None:
-        mine, peer = _mine(lab), lab.connect(process)
-        copies = lab.lasting(process, mine.region)
-        with process.killed_soon():
-            transfer = lab.transport.read(peer, copies)
-        lab.settled(transfer, peer)
-        lab.quiet(mine)
-
 
 def _mine(lab: Workbench) -> Buffer:
     """Return a new buffer of 1 MiB with a pattern, registered with the transport under test."""

@@ -117,7 +117,7 @@ def registers_any_memory_kind(driver: LoopbackTransport, region: Region) -> None
     LoopbackTransport.register(driver, replace(region, kind="cpu"))
 
 
-@replaces("deregister", "test_deregistering_unregistered_memory_is_refused")
+@replaces("deregister", "test_registering_again_has_no_effect")
 def deregisters_unregistered_memory(driver: LoopbackTransport, region: Region) -> None:
     """Deregistering memory that was never registered does not raise."""
     if region in driver._registered:

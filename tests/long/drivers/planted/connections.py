@@ -204,7 +204,7 @@ def connect_again_ends_transfers(driver: LoopbackTransport, address: bytes) -> P
     return peer
 
 
-@replaces("close", "test_close_twice")
+@replaces("close", "test_after_close_every_method_but_close_refuses")
 def closes_once(driver: LoopbackTransport) -> None:
     """The second ``close`` raises."""
     driver._check_usable()
@@ -217,7 +217,7 @@ def answers_after_close(driver: LoopbackTransport) -> list[Notification]:
     return [] if driver._closed else LoopbackTransport.notifications(driver)
 
 
-@caught_by("test_after_close_the_properties_go_on_answering")
+@caught_by("test_after_close_every_method_but_close_refuses")
 class RaisesForLibraryAfterClose(LoopbackTransport):
     """After ``close``, ``library`` raises because the library is gone."""
 

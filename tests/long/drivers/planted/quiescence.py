@@ -158,7 +158,7 @@ class LandsAReadAfterAFailure(LateBytes):
         return status
 
 
-@caught_by("test_quiet_after_the_peer_was_killed")
+@caught_by("test_killed_during_a_transfer")
 class LandsBytesOfADeadPeer(LandsAReadAfterAFailure):
     """Bytes that arrived from a dead peer are copied to the target after FAILED."""
 
