@@ -48,7 +48,7 @@ def keeps_deregistered_regions(driver: LoopbackTransport, address: bytes) -> Pee
     return peer
 
 
-@replaces("connect", "test_connecting_again_is_the_same_peer")
+@replaces("connect", "test_connecting_again_is_the_same_peer_until_it_is_disconnected")
 def connect_again_gives_another_id(driver: LoopbackTransport, address: bytes) -> PeerId:
     """Each ``connect`` to the same peer returns another id."""
     peer = LoopbackTransport.connect(driver, address)
@@ -57,7 +57,7 @@ def connect_again_gives_another_id(driver: LoopbackTransport, address: bytes) ->
     return other
 
 
-@replaces("connect", "test_after_disconnect_it_is_another_peer")
+@replaces("connect", "test_connecting_again_is_the_same_peer_until_it_is_disconnected")
 def reuses_peer_ids(driver: LoopbackTransport, address: bytes) -> PeerId:
     """The id of a disconnected peer is given to the next one."""
     peer = LoopbackTransport.connect(driver, address)
