@@ -232,7 +232,8 @@ class RefusalTests(ContractSettings):
     ) -> None:
         good = batch(lab.mine.region, shared.region, [0, 64], [0, 64], [8, 8])
         [whole] = good.segments
-        gaps = ([(0, 1)], [(1, 2)], [(0, 1), (0, 2)], [(0, 3)], [], [(0, 2), (2, 1), (1, 2)])
+        gaps: list[list[tuple[int, int]]] = [[(0, 1)], [(1, 2)], [(0, 1), (0, 2)], [(0, 3)], []]
+        gaps.append([(0, 2), (2, 1), (1, 2)])
         for cuts in gaps:
             segments = tuple(replace(whole, start=start, stop=stop) for start, stop in cuts)
             copies = replace(good, segments=segments)
