@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import msgspec
 import pytest
 
 from kvferry.core.errors import ConnectError
-from kvferry.core.transport import PeerId
 from kvferry.core.transport.addresses import digest_of
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.drivers.nixl import address as wire
-from kvferry.drivers.nixl.agent import Agent
-from kvferry.drivers.nixl.peer import IdlePeers, NixlPeer
 from tests.drivers.hostile_addresses import COUNT, crash_no_process
 from tests.drivers.pairs import paired
 from tests.nixl.test_transport import Make, make
@@ -91,24 +86,3 @@ def test_peer_refused_by_nixl_connects_with_correct_metadata(make: Make) -> None
     with pytest.raises(ConnectError, match="NIXL does not connect"):
         one.connect(with_fields(honest.address(), metadata=forged))
     assert reads_despite_wrong_addresses(one, honest)
-
-
-def test_concurrent_connects_to_one_peer_share_one_connection(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With two connections, closing one would end the reads of the other."""
-    one, honest = make(), make()
-    address, found = honest.address(), list[PeerId]()
-    second = threading.Thread(target=lambda: found.append(one.connect(with_fields(address))))
-    connect = IdlePeers.connect
-
-    def connect_concurrently(idle: IdlePeers, peer: NixlPeer, agent: Agent) -> None:
-        if second.ident is None:
-            second.start()
-            second.join(0.5)  # the second connect has to wait for the first
-        connect(idle, peer, agent)
-
-    monkeypatch.setattr(IdlePeers, "connect", connect_concurrently)
-    first = one.connect(address)
-    second.join()
-    assert found == [first]

@@ -15,7 +15,6 @@ from kvferry.core.error_causes import on_one_line
 from kvferry.core.layout import Layout
 from kvferry.core.memory import CPU
 from kvferry.core.planner.plan import Source
-from kvferry.core.transport.copies import SMALL_COPY
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +120,7 @@ class SlowPathWarnings:
         logger.warning(
             "engine %s: reads from its rank %d, of %s into %s memory, run at %.2f GB/s, which is "
             "slow (driver %s, path %s): %d bytes, in copies of %d bytes on average, took %.1f ms; "
-            "%sif the driver uses UCX, start this engine once with UCX_PROTO_INFO=y, which prints "
-            "what moves the bytes; docs/drivers.md says what to set (logged once per engine)",
+            "docs/drivers.md says what to look at (logged once per engine)",
             on_one_line(engine),
             source.remote,
             _kinds(source.remote_layout),
@@ -133,18 +131,8 @@ class SlowPathWarnings:
             sample.nbytes,
             sample.nbytes // sample.copies,
             sample.seconds * 1e3,
-            _about_copies(sample),
         )
 
 
 def _kinds(layout: Layout) -> str:
     return on_one_line("+".join(sorted({region.kind for region in layout.regions})))
-
-
-def _about_copies(sample: Sample) -> str:
-    if sample.nbytes >= SMALL_COPY * sample.copies:
-        return ""
-    return (
-        f"copies below {SMALL_COPY >> 10} KiB are slow on any path, and 'kvferry plan' says how to "
-        "get larger ones; "
-    )

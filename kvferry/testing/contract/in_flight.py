@@ -132,24 +132,6 @@ class InFlightTests(ContractSettings):
             lab.transport.forget(transfer)
         lab.works(remote)
 
-    def test_close_with_work_in_flight(self, lab: Workbench, shared: Process) -> None:
-        """``close`` ends a running transfer, whose notification is then not sent.
-
-        A driver that cannot cancel may let the transfer run to its end first.
-        """
-        transport = lab.make()
-        mine = lab.buffer(MIB, transport)
-        peer = transport.connect(shared.address())
-        transfer = transport.read(peer, lab.lasting(shared, mine.region), lab.bound())
-        ended = transport.poll([transfer])[0].state.final
-        transport.close()
-        # A driver that cannot end a transfer early may have let it run to its end.
-        if lab.notifies and lab.capabilities.cancel and not ended:
-            assert shared.notifications(1, 0.05) == []
-        transport.close()
-        refused(transport.poll, [transfer])
-        lab.works(shared)
-
     def test_poll_does_not_block(self, lab: Workbench, shared: Process) -> None:
         _, transfer = lab.begin(shared)
         took = []

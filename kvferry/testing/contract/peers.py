@@ -144,36 +144,19 @@ class PeerTests(ContractSettings):
 
     # Connections.
 
-    def test_connecting_again_is_the_same_peer(
+    def test_connecting_again_is_the_same_peer_until_it_is_disconnected(
         self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
-        for remote in everywhere:
-            address = remote.address()
-            peer = lab.transport.connect(address)
-            assert lab.transport.connect(address) == peer
-            assert lab.connect(remote) == peer
-            lab.works(remote)
-
-    def test_after_disconnect_it_is_another_peer(
-        self, lab: Workbench, everywhere: list[TransportPeer]
-    ) -> None:
+        """``path`` returns the same text while a peer is connected, and "" after ``disconnect``."""
         seen = set()
         for remote in everywhere * 3:
             peer = lab.connect(remote)
             assert peer not in seen, "an id of a peer was used again"
             seen.add(peer)
             lab.works(remote)
-            lab.transport.disconnect(peer)
-
-    def test_the_path_to_a_peer_is_said_or_not(
-        self, lab: Workbench, everywhere: list[TransportPeer]
-    ) -> None:
-        """``path`` returns the same text while a peer is connected, and "" after ``disconnect``."""
-        for remote in everywhere:
-            peer = lab.connect(remote)
-            lab.works(remote)
             path = lab.transport.path(peer)
             assert isinstance(path, str)
+            assert lab.connect(remote) == peer
             lab.works(remote)
             assert lab.transport.path(peer) == path
             lab.transport.disconnect(peer)

@@ -67,8 +67,12 @@ class QuiescenceTests(ContractSettings):
             transport = lab.make()
             mine = lab.buffer(MIB, transport)
             peer = transport.connect(remote.address())
-            transport.read(peer, lab.lasting(remote, mine.region))
+            transfer = transport.read(peer, lab.lasting(remote, mine.region), lab.bound())
+            ended = transport.poll([transfer])[0].state.final
             transport.close()
+            # A driver that cannot end a transfer early may have let it run to its end.
+            if lab.notifies and lab.capabilities.cancel and not ended:
+                assert remote.notifications(1, 0.05) == [], "of a transfer that close has ended"
             contents += lab.overwrite(mine, remote)
         lab.stay_quiet(contents)
 
@@ -91,14 +95,6 @@ class QuiescenceTests(ContractSettings):
         process.close()
         lab.settled(transfer, peer)
         lab.quiet(mine, process)
-
-    def test_quiet_after_the_peer_was_killed(self, lab: Workbench, process: Process) -> None:
-        mine, peer = _mine(lab), lab.connect(process)
-        copies = lab.lasting(process, mine.region)
-        with process.killed_soon():
-            transfer = lab.transport.read(peer, copies)
-        lab.settled(transfer, peer)
-        lab.quiet(mine)
 
 
 def _mine(lab: Workbench) -> Buffer:

@@ -52,11 +52,8 @@ class RefusalTests(ContractSettings):
         lab.transport.register(again)
         lab.works(shared)
         lab.transport.deregister(whole)
-        refused(lab.transport.deregister, whole)
-
-    def test_deregistering_unregistered_memory_is_refused(self, lab: Workbench) -> None:
-        refused(lab.transport.deregister, lab.mine.part(0, 4096))
-        refused(lab.transport.deregister, lab.buffer(4096).region)
+        for unknown in (whole, lab.mine.part(0, 4096), lab.buffer(4096).region):
+            refused(lab.transport.deregister, unknown)
 
     def test_local_memory_that_is_not_registered_is_refused(
         self, lab: Workbench, shared: Process
@@ -230,29 +227,20 @@ class RefusalTests(ContractSettings):
 
     # Form.
 
-    def test_segments_that_do_not_cover_the_copies_are_refused(
+    def test_segments_and_arrays_that_do_not_fit_the_copies_are_refused(
         self, lab: Workbench, shared: Process
     ) -> None:
         good = batch(lab.mine.region, shared.region, [0, 64], [0, 64], [8, 8])
         [whole] = good.segments
-        for cuts in (
-            [(0, 1)],
-            [(1, 2)],
-            [(0, 1), (0, 2)],
-            [(0, 3)],
-            [],
-            [(0, 2), (2, 1), (1, 2)],
-        ):
+        gaps: list[list[tuple[int, int]]] = [[(0, 1)], [(1, 2)], [(0, 1), (0, 2)], [(0, 3)], []]
+        gaps.append([(0, 2), (2, 1), (1, 2)])
+        for cuts in gaps:
             segments = tuple(replace(whole, start=start, stop=stop) for start, stop in cuts)
-            _assert_batch_is_refused(
-                lab, shared, replace(good, segments=segments), f"segments {cuts}"
-            )
-
-    def test_arrays_of_unequal_length_are_refused(self, lab: Workbench, shared: Process) -> None:
-        good = batch(lab.mine.region, shared.region, [0, 64], [0, 64], [8, 8])
+            copies = replace(good, segments=segments)
+            _assert_batch_is_refused(lab, shared, copies, f"segments {cuts}")
         for name in ("local", "remote", "nbytes"):
             copies = replace(good, **{name: getattr(good, name)[:1]})
-            _assert_batch_is_refused(lab, shared, copies, name)
+            _assert_batch_is_refused(lab, shared, copies, f"a short array {name}")
 
     # Ids.
 

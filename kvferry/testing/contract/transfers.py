@@ -10,7 +10,6 @@ import pytest
 
 from kvferry.core.memory import U64Array
 from kvferry.core.transport import State, Status, Transport
-from kvferry.core.transport.copies import Segment
 from kvferry.testing.contract.copy_batches import Offsets, batch, joined, moved, part_of
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.memory import Buffer, available, pattern
@@ -77,6 +76,7 @@ class TransferTests(ContractSettings):
         lab.finish(lab.transport.read(lab.connect(shared), replace(empty, segments=())))
 
     def test_several_regions_in_one_transfer(self, lab: Workbench, shared: Process) -> None:
+        """Empty segments lie between the others."""
         buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
         parts = [index * 8192 + 5 for index in range(30)]
         content = shared.get()
@@ -85,12 +85,12 @@ class TransferTests(ContractSettings):
             buffer.put(pattern(1024, 100 + index))
             shared.register(regions[index])
         peer = lab.connect(shared)
-        copies = joined(
-            [
-                batch(buffer.region, region, [3, 600], [7, 1000], [500, 400])
-                for buffer, region in zip(buffers, regions, strict=True)
-            ]
-        )
+        batches = []
+        for buffer, region in zip(buffers, regions, strict=True):
+            empty = batch(buffer.region, region, [], [], [])
+            full = batch(buffer.region, region, [3, 600], [7, 1000], [500, 400])
+            batches += [empty, full, empty]
+        copies = joined(batches)
         lab.finish(lab.transport.read(peer, copies))
         for index, (buffer, part) in enumerate(zip(buffers, parts, strict=True)):
             mine, near, far = pattern(1024, 100 + index), [3, 600], [part + 7, part + 1000]
@@ -98,23 +98,6 @@ class TransferTests(ContractSettings):
             np.testing.assert_array_equal(buffer.get(), mine)
             shared.deregister(regions[index])
         np.testing.assert_array_equal(shared.get(), content)
-
-    def test_empty_segments_between_full_ones(self, lab: Workbench, shared: Process) -> None:
-        mine = pattern(MIB, 9)
-        lab.mine.put(mine)
-        peer = lab.connect(shared)
-        full = batch(lab.mine.region, shared.region, [0, 5000], [9, 7000], [10, 2000])
-        cuts = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2)]
-        segments = tuple(
-            Segment(start=start, stop=stop, local=lab.mine.region, remote=shared.region)
-            for start, stop in cuts
-        )
-        copies = replace(full, segments=segments)
-        theirs = shared.get()
-        lab.finish(lab.transport.read(peer, copies))
-        mine = moved(mine, [0, 5000], theirs, [9, 7000], [10, 2000])
-        np.testing.assert_array_equal(lab.mine.get(), mine)
-        np.testing.assert_array_equal(shared.get(), theirs)
 
     def test_two_memory_kinds_in_one_transfer(self, lab: Workbench) -> None:
         """One transfer moves bytes of every memory kind that driver and machine have.

@@ -78,7 +78,7 @@ def takes_any_region(
     return LoopbackTransport.read(driver, peer, replace(copies, segments=segments), notify)
 
 
-@alters_copies("test_segments_that_do_not_cover_the_copies_are_refused")
+@alters_copies("test_segments_and_arrays_that_do_not_fit_the_copies_are_refused")
 def ignores_copies_without_a_segment(copies: Copies) -> Copies:
     """Copies that no segment covers are skipped, not refused."""
     last = max((one.stop for one in copies.segments), default=0)
@@ -117,7 +117,7 @@ def registers_any_memory_kind(driver: LoopbackTransport, region: Region) -> None
     LoopbackTransport.register(driver, replace(region, kind="cpu"))
 
 
-@replaces("deregister", "test_deregistering_unregistered_memory_is_refused")
+@replaces("deregister", "test_registering_again_has_no_effect")
 def deregisters_unregistered_memory(driver: LoopbackTransport, region: Region) -> None:
     """Deregistering memory that was never registered does not raise."""
     if region in driver._registered:
@@ -304,7 +304,7 @@ def moves_only_the_first_segment(copies: Copies) -> Copies:
     return cut(copies, slice(copies.segments[0].stop)) if copies.segments else copies
 
 
-@alters_copies("test_empty_segments_between_full_ones")
+@alters_copies("test_several_regions_in_one_transfer")
 def stops_at_an_empty_segment(copies: Copies) -> Copies:
     """An empty segment is taken for the end of the batch."""
     for segment in copies.segments:

@@ -48,7 +48,7 @@ def keeps_deregistered_regions(driver: LoopbackTransport, address: bytes) -> Pee
     return peer
 
 
-@replaces("connect", "test_connecting_again_is_the_same_peer")
+@replaces("connect", "test_connecting_again_is_the_same_peer_until_it_is_disconnected")
 def connect_again_gives_another_id(driver: LoopbackTransport, address: bytes) -> PeerId:
     """Each ``connect`` to the same peer returns another id."""
     peer = LoopbackTransport.connect(driver, address)
@@ -57,7 +57,7 @@ def connect_again_gives_another_id(driver: LoopbackTransport, address: bytes) ->
     return other
 
 
-@replaces("connect", "test_after_disconnect_it_is_another_peer")
+@replaces("connect", "test_connecting_again_is_the_same_peer_until_it_is_disconnected")
 def reuses_peer_ids(driver: LoopbackTransport, address: bytes) -> PeerId:
     """The id of a disconnected peer is given to the next one."""
     peer = LoopbackTransport.connect(driver, address)
@@ -204,7 +204,7 @@ def connect_again_ends_transfers(driver: LoopbackTransport, address: bytes) -> P
     return peer
 
 
-@replaces("close", "test_close_twice")
+@replaces("close", "test_after_close_every_method_but_close_refuses")
 def closes_once(driver: LoopbackTransport) -> None:
     """The second ``close`` raises."""
     driver._check_usable()
@@ -217,7 +217,7 @@ def answers_after_close(driver: LoopbackTransport) -> list[Notification]:
     return [] if driver._closed else LoopbackTransport.notifications(driver)
 
 
-@caught_by("test_after_close_the_properties_go_on_answering")
+@caught_by("test_after_close_every_method_but_close_refuses")
 class RaisesForLibraryAfterClose(LoopbackTransport):
     """After ``close``, ``library`` raises because the library is gone."""
 

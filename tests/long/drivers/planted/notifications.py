@@ -157,7 +157,7 @@ class DisconnectSendsBoundNotifications(BindsItself):
         super().disconnect(peer)
 
 
-@caught_by("test_close_with_work_in_flight")
+@caught_by("test_quiet_after_close")
 class CloseSendsBoundNotifications(BindsItself):
     """``close`` sends the notifications of the transfers that it ended."""
 

@@ -158,7 +158,7 @@ class LandsAReadAfterAFailure(LateBytes):
         return status
 
 
-@caught_by("test_quiet_after_the_peer_was_killed")
+@caught_by("test_killed_during_transfers")
 class LandsBytesOfADeadPeer(LandsAReadAfterAFailure):
     """Bytes that arrived from a dead peer are copied to the target after FAILED."""
 
@@ -324,19 +324,19 @@ def failed_without_error(driver: Watched, transfer: TransferId, status: Status) 
     return replace(status, error=None)
 
 
-@alters_status("test_killed_during_a_transfer")
+@alters_status("test_killed_during_transfers")
 def ignores_death(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """A transfer with a dead peer is PENDING for ever."""
     return PENDING if status.state is State.FAILED else status
 
 
-@alters_status("test_killed_during_a_transfer")
+@alters_status("test_killed_during_transfers")
 def death_means_done(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """A transfer with a dead peer is DONE."""
     return DONE if status.state is State.FAILED else status
 
 
-@alters_status("test_killed_with_many_transfers_in_flight")
+@alters_status("test_killed_during_transfers")
 def death_fails_only_one_transfer(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """Only the first transfer with a dead peer fails."""
     others = [
@@ -347,7 +347,7 @@ def death_fails_only_one_transfer(driver: Watched, transfer: TransferId, status:
     return PENDING if others else status
 
 
-@caught_by("test_killed_during_a_transfer")
+@caught_by("test_killed_during_transfers")
 class FailingForEver(Watched):
     """A failing transfer never becomes FAILED, although quiescence is promised."""
 
@@ -355,7 +355,7 @@ class FailingForEver(Watched):
         return replace(status, state=State.FAILING) if status.error is not None else status
 
 
-@caught_by("test_killed_during_a_transfer")
+@caught_by("test_killed_during_transfers")
 class FailingAfterDisconnect(OtherCapabilities, FailingForEver):
     """A failing transfer does not become FAILED after ``disconnect``, as promised."""
 
