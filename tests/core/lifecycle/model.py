@@ -115,7 +115,8 @@ class _Walker:
 
     def __init__(self, rng: random.Random, options: Options) -> None:
         self._rng = rng
-        self._items = rng.choice(((0, 1, 2, 3, 8), (0, 0, 0, 8), (0, 1), (8,)))
+        paces = [(0, 1, 2, 3, 8), (0, 0, 0, 8), (0, 1), (8,)]
+        self._items = rng.choice(paces + [(0,)] * 3 if options.staged else paces)
         self._slow = rng.choice((("", " slow=1", " slow=2"), (" slow=1", " slow=2"), ("",)))
         # Where both of a pair hold prompts, each must keep some blocks for itself: a prompt's hold
         # is not ended while a consumer waits for it, so that they could wait for each other.

@@ -101,6 +101,7 @@ def test_the_oldest_tickets_are_evicted_when_too_many_pages_are_held(four: Sched
 def test_a_revoked_ticket_ends_its_hold_in_the_same_orders(four: SchedulerHolds) -> None:
     hold = take_on(four)
     assert not four.revoke(A)
+    assert four.sent(A) is None
     four.ticket(A, LEASE, frozenset({1, 2}))
     assert [four.revoke(each) for each in (A, A, B)] == [True, False, False]
     orders = four.drain()
