@@ -46,6 +46,14 @@ def six() -> SchedulerHolds:
     return SchedulerHolds(16, max_pages=6)
 
 
+def test_a_hold_that_the_workers_never_heard_of_is_replaced_without_a_drop(
+    one: SchedulerHolds,
+) -> None:
+    take_on(one)
+    new = take_on(one)
+    assert one.drain() == HoldOrders(take_ons=((A, new),))
+
+
 def test_a_watermark_is_ordered_once_for_the_newest_tokens(one: SchedulerHolds) -> None:
     hold = take_on(one)
     assert one.mark(B, 16) is None
