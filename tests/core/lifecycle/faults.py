@@ -722,6 +722,13 @@ class ReportedBeforeTheCopy(LoadMachine):
             super()._advance_if_over()
 
 
+@PLANTED.add("an abort does not wait for the copy", "staged")
+class AbortedWhileCopying(LoadMachine):
+    def abort(self, error: KVFerryError, stage: Stage | None = None) -> None:
+        self.is_copying = False
+        super().abort(error, stage)
+
+
 @PLANTED.add("copied to blocks that the device still zeroes", "staged")
 class DeviceNotAwaited(LoadMachine):
     def __post_init__(self) -> None:

@@ -70,15 +70,17 @@ def save(sequences: dict[str, Sequence]) -> None:
 
 def walk(
     components: Components, options: Options, seed: str, taken: Callable[[str], object] = str
-) -> None:
+) -> int:
     """Take a random walk to its end; ``taken`` is called with each action.
 
-    Raises ``ProtocolViolation``.
+    Returns the number of its steps, each of which is one or more actions. Raises
+    ``ProtocolViolation``.
     """
     rng = random.Random(seed)
+    steps = rng.choice((4, 8, 16, 32))
     walker, world = _Walker(rng, options), World(options, components)
     try:
-        for _ in range(rng.choice((4, 8, 16, 32))):
+        for _ in range(steps):
             for action in walker.burst(world):
                 taken(action)
                 world.act(action)
@@ -87,6 +89,7 @@ def walk(
     except ProtocolViolation as violation:
         violation.add_note(f"in the walk {seed!r} with {options}")
         raise
+    return steps
 
 
 def draw_options(kind: str, seed: str) -> Options:
@@ -110,8 +113,9 @@ class _Walker:
 
     def __init__(self, rng: random.Random, options: Options) -> None:
         self._rng = rng
-        self._items = rng.choice(((0, 1, 2, 3, 8), (0,), (0, 1), (8,)))
-        self._slow = rng.choice((("", " slow=1", " slow=2"), ("", " slow=2"), ("",)))
+        paces = [(0, 1, 2, 3, 8), (0, 0, 0, 8), (0, 1), (8,)]
+        self._items = rng.choice(paces + [(0,)] * 3 if options.staged else paces)
+        self._slow = rng.choice((("", " slow=1", " slow=2"), (" slow=1", " slow=2"), ("",)))
         # Where both of a pair hold prompts, each must keep some blocks for itself: a prompt's hold
         # is not ended while a consumer waits for it, so that they could wait for each other.
         both = ["nothing", "prompt", "answer"]
@@ -183,9 +187,9 @@ class _Walker:
 
     def _runs(self, world: World, name: str = "") -> Iterator[str]:
         rng = self._rng
-        name, slow = name or rng.choice(list(world.engines)), rng.choice(self._slow)
+        name = name or rng.choice(list(world.engines))
         for _ in range(rng.randint(0, 3)):
-            yield f"run {name} {rng.choice(self._items)}{slow}"
+            yield f"run {name} {rng.choice(self._items)}{rng.choice(self._slow)}"
 
     def _moves(self, world: World) -> Iterator[str]:
         """Yield possible steps, while some engines, ranks or kinds of steps stand still."""
@@ -202,7 +206,7 @@ class _Walker:
             still = set()
         for _ in range(rng.randint(1, 30)):
             found = [move.split() for move in world.moves()]
-            moves = [move for move in found if still.isdisjoint((*move[:2], move[1][0], move[0]))]
+            moves = [move for move in found if still.isdisjoint((*move[:2], move[1][0]))]
             if not moves:
                 return
             verb = rng.choice([move[0] for move in moves])

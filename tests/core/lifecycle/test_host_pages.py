@@ -100,6 +100,30 @@ def test_a_request_that_needs_more_waits_anew(pool: Pool) -> None:
     assert pool.pages.take(A, 4) is not None
 
 
+def test_pages_that_were_taken_stay_taken_until_every_rank_is_over() -> None:
+    pool = Pool(ranks=2)
+    pool.fill()
+    pool.pages.cancel(A)
+    assert pool.pages.used == 10
+    assert not pool.pages.over(A, 0)
+    assert not pool.pages.over(A, 0)
+    assert pool.pages.used == 10
+    assert pool.pages.over(A, 1)
+    assert pool.pages.used == 0
+    assert not pool.pages.over(A, 1)
+
+
+def test_an_id_that_came_back_gets_nothing_before_the_earlier_request_is_over(pool: Pool) -> None:
+    assert pool.pages.reserve(A, 2) is GRANTED
+    assert pool.pages.take(A, 2) is not None
+    assert pool.pages.reserve(A, 2) is REFUSED
+    assert pool.pages.take(A, 2) is None
+    pool.pages.cancel(A)
+    assert pool.pages.used == 2
+    pool.pages.give_back(A)
+    assert pool.pages.reserve(A, 2) is GRANTED
+
+
 def test_free_pages_can_be_taken_beyond_a_reservation_if_nobody_waits(pool: Pool) -> None:
     assert pool.pages.reserve(A, 1) is GRANTED
     assert pool.pages.take(A, 9) == tuple(range(2, 11))

@@ -47,6 +47,13 @@ def test_the_renewal_of_a_load_begins_after_a_second_or_a_third_of_the_lease() -
     assert ranks(short.take_due(0.1)[0]) == [0, 2]
 
 
+def test_a_lost_hold_counts_only_on_ranks_that_are_read() -> None:
+    harness = RenewalHarness()
+    harness.due(0.0)
+    assert harness.answer(0, stands=False)
+    assert not harness.answer(1, stands=False)
+
+
 def test_an_overdue_request_is_repeated_once_unanswered() -> None:
     harness = RenewalHarness()
     harness.due(0.0)

@@ -46,6 +46,14 @@ def six() -> SchedulerHolds:
     return SchedulerHolds(16, max_pages=6)
 
 
+def test_a_hold_that_the_workers_never_heard_of_is_replaced_without_a_drop(
+    one: SchedulerHolds,
+) -> None:
+    take_on(one)
+    new = take_on(one)
+    assert one.drain() == HoldOrders(take_ons=((A, new),))
+
+
 def test_a_watermark_is_ordered_once_for_the_newest_tokens(one: SchedulerHolds) -> None:
     hold = take_on(one)
     assert one.mark(B, 16) is None
@@ -101,6 +109,7 @@ def test_the_oldest_tickets_are_evicted_when_too_many_pages_are_held(four: Sched
 def test_a_revoked_ticket_ends_its_hold_in_the_same_orders(four: SchedulerHolds) -> None:
     hold = take_on(four)
     assert not four.revoke(A)
+    assert four.sent(A) is None
     four.ticket(A, LEASE, frozenset({1, 2}))
     assert [four.revoke(each) for each in (A, A, B)] == [True, False, False]
     orders = four.drain()

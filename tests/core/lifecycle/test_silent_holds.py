@@ -34,3 +34,11 @@ def test_ranks_are_asked_at_intervals_and_only_while_holds_exist() -> None:
     assert not pressure.ask(100.0 + ASK_SECONDS / 2, held=3)
     assert pressure.ask(100.0 + ASK_SECONDS, held=3)
     assert not BlockPressure(pages=160).ask(100.0, held=3)
+
+
+def test_an_answer_is_used_once() -> None:
+    pressure = BlockPressure(pages=160, ranks=1)
+    pressure.answered({0: [silence(0, 9.0)]})
+    assert pressure.take_silent() == [silence(0, 9.0)]
+    assert pressure.take_silent() == []
+    assert (pressure.enough(3), pressure.enough(30)) == (10, 30)

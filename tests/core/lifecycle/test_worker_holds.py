@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,6 +115,26 @@ def test_the_number_of_counted_engines_is_limited(ready: Rank) -> None:
     assert not ready.is_over
     assert ready.release(rank=1, expected=2, engine="d0") is COUNTED
     assert ready.is_over
+
+
+@pytest.mark.parametrize(
+    ("act", "end", "engine"),
+    [
+        (lambda rank: rank.release(), HoldEnd.READ, "d"),
+        (lambda rank: rank.release(abandoned=True), HoldEnd.ABANDONED, "d"),
+        (lambda rank: rank.holds.expire(100.0 + LEASE), HoldEnd.EXPIRED, ""),
+        (lambda rank: rank.holds.end(HOLD), None, ""),
+        (lambda rank: rank.holds.end_all(), None, ""),
+    ],
+)
+def test_a_hold_with_a_ticket_says_once_how_it_ended(
+    act: Callable[[Rank], object], end: HoldEnd | None, engine: str, ready: Rank
+) -> None:
+    ready.holds.take_on(B, Hold(slot=0, generation=3))  # has no ticket: it is not reported
+    act(ready)
+    assert ready.reports() == ([A], ended(end, engine))
+    act(ready)
+    assert ready.reports() == ([], [])
 
 
 # Watermarks.

@@ -47,6 +47,10 @@ def _plan(*ranks: str) -> Plan:
     )
 
 
+def _value(word: str) -> int | str:
+    return int(word) if word.lstrip("-").isdigit() else word
+
+
 PLANS: dict[int, tuple[Plan, ...]] = {
     1: (_plan("0"), _plan("0", "0")),
     2: (_plan("01"), _plan("0+1"), _plan("0", "1"), _plan("01", "01"), _plan("0", "0+1")),
@@ -152,13 +156,11 @@ class World:
                     yield f"copy {name}{rank.rank} {i} {pick}"
 
     def act(self, action: str) -> None:
+        """Carry out one action."""
         verb, *words = action.split()
-        numbers = [int(word) if word.lstrip("-").isdigit() else word for word in words]
-        flags = [word for word in numbers if isinstance(word, str) and "=" in word]
-        options: dict[str, Any] = dict(flag.split("=") for flag in flags)
-        options = {k: int(v) if v.lstrip("-").isdigit() else v for k, v in options.items()}
-        positional = [word for word in numbers if word not in flags]
-        getattr(self, f"do_{verb}")(*positional, **options)
+        options: dict[str, Any] = dict(word.split("=") for word in words if "=" in word)
+        options = {name: _value(word) for name, word in options.items()}
+        getattr(self, f"do_{verb}")(*(_value(word) for word in words if "=" not in word), **options)
 
     def _rank(self, name: str) -> Rank | None:
         engine = self.engines.get(name[0])
