@@ -6,7 +6,7 @@ import base64
 import itertools
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,14 @@ BLOCKS = {"old": 16, "new": 32}
 """Tokens in a page. The heads of a page come first on the old side, its tokens on the new one."""
 RESERVED = 8
 """Pages that a request has at most."""
-LEASE, WAIT_SECONDS = 9.0, 12.0
+LONG_LEASE, SHORT_LEASE = 90.0, 9.0
 """In seconds; consumers renew thrice in a lease, and at once."""
+SILENCE_SECONDS = 20.0
+"""Seconds within which a producer must find silent holds; shorter than a third of a long lease."""
+SETTLE_SECONDS = 1.0
+"""Seconds by which a consumer's first sign of life may be later than its ticket."""
+WAIT_SECONDS = 12.0
+"""Longer than a short lease."""
 RELEASE_SECONDS = 20.0
 
 
@@ -81,7 +87,7 @@ class Ticket:
 _seeds = itertools.count(1)
 
 
-def serve(producer: Side, *, lease: float = 90.0, secret: str = "") -> Ticket:
+def serve(producer: Side, *, lease: float = LONG_LEASE, secret: str = "") -> Ticket:
     seed = next(_seeds)
     request = f"{producer.name}-{seed}"
     params = producer.child.ask(
@@ -131,35 +137,100 @@ def check_tickets(producer: Side, consumer: Side, report: Report) -> None:
         ticket = serve(producer, secret=secret)
         wrong = load(consumer, ticket)
         report.check(f"{way}: every byte came with {kind}", not wrong, wrong)
-        told = is_released(producer, ticket)
+        told = producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS)
         report.check(f"{way}: the producer heard that it was read", told)
 
 
-def is_released(producer: Side, ticket: Ticket) -> bool:
-    """Return whether a request's pages come back."""
-    return bool(producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS))
+def check_claims(sides: Sequence[Side], report: Report) -> None:
+    """Check that producers know which consumers wait, in both directions at once."""
+    waits = [_wait(*pair, lease=LONG_LEASE) for pair in itertools.permutations(sides)]
+    until = time.monotonic() + SILENCE_SECONDS
+    for wait in waits:
+        report.check(
+            f"{wait.way}: heartbeats told the producer whose consumer lives", wait.is_known(until)
+        )
+        for ticket in (wait.claimed, wait.unclaimed):
+            wrong = load(wait.consumer, ticket)
+            report.check(f"{wait.way}: every byte came after a while", not wrong, wrong)
+        wait.check_released(report)
+        _check_abandoned(wait.producer, wait.consumer, report)
 
 
 def check_renewals(sides: Sequence[Side], report: Report) -> None:
     """Check that renewals keep pages beyond a lease, in both directions at once."""
-    pairs = list(itertools.permutations(sides))
-    waits = [(serve(producer, lease=LEASE), serve(producer, lease=LEASE)) for producer, _ in pairs]
-    for (_, consumer), (claimed, _) in zip(pairs, waits, strict=True):
-        consumer.child.ask("prepare", ticket=claimed.params, secret=claimed.secret)
+    waits = [_wait(*pair, lease=SHORT_LEASE) for pair in itertools.permutations(sides)]
     time.sleep(WAIT_SECONDS)
-    for (producer, consumer), (claimed, unclaimed) in zip(pairs, waits, strict=True):
-        way = f"{producer.name} to {consumer.name}"
-        wrong = load(consumer, claimed)
-        report.check(f"{way}: renewals kept pages beyond their lease", not wrong, wrong)
-        wrong = load(consumer, unclaimed)
+    for wait in waits:
+        wrong = load(wait.consumer, wait.claimed)
+        report.check(f"{wait.way}: renewals kept pages beyond their lease", not wrong, wrong)
+        wrong = load(wait.consumer, wait.unclaimed)
         stale = wrong.startswith("stale:")
-        report.check(f"{way}: pages whose lease is over are not taken", stale, wrong)
-        back = [is_released(producer, ticket) for ticket in (claimed, unclaimed)]
-        report.check(f"{way}: all pages came back", all(back))
+        report.check(f"{wait.way}: pages whose lease is over are not taken", stale, wrong)
+        wait.check_released(report)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Two tickets of a producer: a consumer waits with one, and the other is unused."""
+
+    producer: Side
+    consumer: Side
+    claimed: Ticket
+    unclaimed: Ticket
+
+    @property
+    def way(self) -> str:
+        return f"{self.producer.name} to {self.consumer.name}"
+
+    def is_known(self, until: float) -> bool:
+        """Return whether the producer finds, in time, that only the unused ticket is silent."""
+        while self.unclaimed.request not in self._silent():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
+        time.sleep(SETTLE_SECONDS)
+        while self.claimed.request in self._silent():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def _silent(self) -> list[str]:
+        found: list[str] = self.producer.child.ask("silent")
+        return found
+
+    def check_released(self, report: Report) -> None:
+        back = [
+            self.producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS)
+            for ticket in (self.claimed, self.unclaimed)
+        ]
+        report.check(f"{self.way}: all pages came back", all(back))
+
+
+def _wait(producer: Side, consumer: Side, *, lease: float) -> Wait:
+    claimed, unclaimed = (serve(producer, lease=lease) for _ in range(2))
+    consumer.child.ask("prepare", ticket=claimed.params, secret=claimed.secret)
+    return Wait(producer=producer, consumer=consumer, claimed=claimed, unclaimed=unclaimed)
+
+
+def _check_abandoned(producer: Side, consumer: Side, report: Report) -> None:
+    way = f"{producer.name} to {consumer.name}"
+    ticket = serve(producer)
+    consumer.child.ask(
+        "abandon",
+        request=f"of-{ticket.request}",
+        ticket=ticket.params,
+        pages=consumer.pages(TOKENS),
+        secret=ticket.secret,
+    )
+    told = producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS)
+    report.check(f"{way}: pages that were given up came back before their lease was over", told)
 
 
 @contextmanager
-def both(old: Tree, new: Tree, way: Way, shape: tuple[int, int]) -> Iterator[list[Side]]:
+def both(
+    old: Tree, new: Tree, way: Way, shape: tuple[int, int], lease: float = LONG_LEASE
+) -> Iterator[list[Side]]:
     keys = [secrets.token_bytes(32) if way.encrypted else b"" for _ in shape]
     peers = [z85.decode(zmq.curve_public(z85.encode(key))).hex() for key in keys if key]
     children: list[Child] = []
@@ -172,7 +243,7 @@ def both(old: Tree, new: Tree, way: Way, shape: tuple[int, int]) -> Iterator[lis
                 "ranks": ranks,
                 "block": BLOCKS[tree.name],
                 "heads_first": tree.name == "old",
-                "lease": LEASE,
+                "lease": lease,
                 "key": key.hex(),
                 "peers": peers,
             }
@@ -192,11 +263,29 @@ def check_driver(old: Tree, new: Tree, driver: str, report: Report) -> None:
     """Hand pages over in both directions, in each way that a driver has and in each shape."""
     for way, shape in itertools.product(WAYS[driver], SHAPES):
         report.heading(f"{way.name}: {shape[0]} old rank(s), {shape[1]} new")
+        is_first = way is WAYS[driver][0]
         try:
-            with both(old, new, way, shape) as sides:
-                for producer, consumer in itertools.permutations(sides):
-                    check_tickets(producer, consumer, report)
-                if shape == (1, 1):
-                    check_renewals(sides, report)
+            if shape == (1, 1):
+                _check(old, new, way, shape, report, LONG_LEASE, check_claims)
+            elif shape == (2, 1) and is_first:
+                _check(old, new, way, shape, report, SHORT_LEASE, check_renewals)
+            else:
+                _check(old, new, way, shape, report)
         except ChildError as exc:
             report.check("neither engine fails", False, str(exc))
+
+
+def _check(
+    old: Tree,
+    new: Tree,
+    way: Way,
+    shape: tuple[int, int],
+    report: Report,
+    lease: float = LONG_LEASE,
+    holds: Callable[[Sequence[Side], Report], None] | None = None,
+) -> None:
+    with both(old, new, way, shape, lease) as sides:
+        for producer, consumer in itertools.permutations(sides):
+            check_tickets(producer, consumer, report)
+        if holds is not None:
+            holds(sides, report)

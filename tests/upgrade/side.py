@@ -26,6 +26,7 @@ import numpy.typing as npt
 import kvferry
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import KVFerryError, StaleError, TicketError
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.security import Access, KeyPair, TicketKey, TicketSecrets
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm.ticket_params import TicketParams, read_ticket
@@ -119,8 +120,8 @@ class Side:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return what this build is: where its code is."""
-        return {"source": kvferry.__file__}
+        """Return what this build is: where its code is, and what it knows."""
+        return {"source": kvferry.__file__, "proves": True, "heartbeats": True}
 
     def serve(
         self, request: str, pages: list[int], tokens: int, seed: int, lease: float, secret: str
@@ -166,6 +167,14 @@ class Side:
         failed = self._outcome(request)
         return {"failed": failed, "held": [held(rank, pages) for rank in self.engine.ranks]}
 
+    def abandon(self, request: str, ticket: Params, pages: list[int], secret: str) -> str:
+        """Begin to load and give it up before the first byte; return why it failed."""
+        known = read_ticket(ticket, self._secrets(secret))
+        self.engine.pull(request, known, pages, passed=lambda: False)
+        for rank in self.engine.ranks:
+            rank.endpoint.abort(RequestId(request))
+        return self._outcome(request)
+
     def _outcome(self, request: str) -> str:
         """Wait for every rank's report; return the first failure, or an empty text."""
         try:
@@ -181,6 +190,12 @@ class Side:
         except TimeoutError:
             return False
         return True
+
+    def silent(self) -> list[str]:
+        """Return the requests of whose consumers no rank has heard for some seconds."""
+        ranks = self.engine.ranks
+        reports = [{str(each.request) for each in rank.endpoint.silent()} for rank in ranks]
+        return sorted(set.intersection(*reports))
 
     @staticmethod
     def _secrets(secret: str) -> TicketSecrets | None:

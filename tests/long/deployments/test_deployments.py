@@ -27,6 +27,7 @@ from tests.long.deployments.deployments import (
     kustomization,
     manifests,
     option,
+    read_unit,
 )
 
 SHUTDOWN_MARGIN = 15.0
@@ -177,6 +178,13 @@ def test_compose_accepts_its_file(tmp_path: Path) -> None:
     assert "KVFerryConnector" in shown
 
 
+def test_compose_finds_every_secret() -> None:
+    found = compose_file()
+    assert found["secrets"] == {name: {"file": f"keys/{name}"} for name in keygen_files()}
+    for role in ROLES:
+        assert set(found["services"][role]["secrets"]) <= set(found["secrets"])
+
+
 def test_compose_asks_the_side_channels_for_the_engines_health() -> None:
     engines = DEPLOYMENTS["docker-compose.yml"]().engines
     for role in ROLES:
@@ -221,6 +229,14 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     assert str(tmp_path) not in said, said
 
 
+def test_systemd_tells_only_the_server_to_stop_and_always_restarts_it() -> None:
+    for role in ROLES:
+        unit = read_unit(role)
+        assert unit["KillMode"] == ["mixed"]
+        assert unit["Environment"] == [f"HOME=/var/cache/{unit['CacheDirectory'][0]}"]
+        assert unit["Restart"] == ["always"]
+
+
 # Kubernetes
 
 
@@ -235,6 +251,14 @@ def test_kubernetes_accepts_the_manifests(copy: Path) -> None:
     # A name with a hash of the contents would make new Secrets, and replace the pods.
     names = {entry["metadata"]["name"] for entry in built if entry["kind"] == "Secret"}
     assert names == {entry["name"] for entry in kustomization()["secretGenerator"]}
+
+
+def test_kubernetes_mounts_the_secrets_for_their_owner_only() -> None:
+    for spec in pod_specs("StatefulSet").values():
+        [secret] = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
+        assert secret["defaultMode"] == 0o400
+        names = [entry["name"] for entry in kustomization()["secretGenerator"]]
+        assert secret["secretName"] in names
 
 
 def test_kubernetes_services_have_the_engines_ports() -> None:
@@ -265,6 +289,16 @@ def test_kubernetes_probes_ask_where_the_engines_listen_and_have_time() -> None:
         check_health_command(command, role, "$POD_IP", engines[role])
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert container[kind]["timeoutSeconds"] >= PROBE_SECONDS
+
+
+def test_kubernetes_names_every_pod_to_the_router() -> None:
+    router = DEPLOYMENTS["kubernetes"]().router
+    for found in manifests():
+        if found["kind"] == "StatefulSet":
+            role = found["metadata"]["name"]
+            lines = [part for part in router if part.startswith(f"--{role}=")]
+            assert len(lines) == found["spec"]["replicas"]
+            assert found["spec"]["serviceName"] == role
 
 
 def test_prometheus_asks_the_engines_of_kubernetes() -> None:
