@@ -121,6 +121,7 @@ def _disturb(
 ) -> None:
     from kvferry.core.errors import TransportError
     from kvferry.core.transport import State, Status
+    from kvferry.core.transport.procfs import start_time
 
     if rank not in (None, worker.rank):
         return
@@ -142,6 +143,8 @@ def _disturb(
             path.touch()
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
+            while any(start_time(pid) is not None for pid in victims):  # the fence comes later
+                time.sleep(GATE_SECONDS)
         while disturbed and how == "stuck" and not path.exists():
             time.sleep(GATE_SECONDS)
         return transfer

@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOGGED_ONCE = frozenset({NoTicket.ROLE, NoTicket.CUT_MEDIA, NoTicket.LIST})
+"""The reasons of which only the first is logged: settings, or what clients ask for, cause all."""
+
 
 class Producer:
     """Hold the blocks of requests that other engines decode, and make their tickets.
@@ -102,6 +105,7 @@ class Producer:
         # whose pages are held, and its ticket. vLLM answers with the ticket of the sample that ends
         # last, so all have this one.
         self._samples: dict[tuple[str, bytes], tuple[str, dict[str, Any]]] = {}
+        self._logged_reasons = frozenset[NoTicket]()
         # How often each request was preempted before it got the blocks that it has.
         self._preemptions: dict[str, int] = {}
         self._pressure = BlockPressure(facts.blocks)
@@ -330,6 +334,9 @@ class Producer:
             self._facts.reports.answer_not_held(request.request_id, error.why)
             return
         self._metrics.add(NO_TICKETS, reason=error.reason.value)
+        if error.reason in self._logged_reasons:
+            return
+        self._logged_reasons |= {error.reason} & LOGGED_ONCE
         logger.warning(
             "request %s: no ticket is made (stage prefill, cause %s): %s",
             on_one_line(request.request_id),
