@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,13 @@ def record(**changes: Any) -> LoadRecord:
 
 def values(metric: Metric, data: Data) -> dict[tuple[str, ...], Any]:
     return dict(flat(metric, data))
+
+
+def test_figures_of_ranks_are_sums_and_times_those_of_the_slower() -> None:
+    one = record(copies=2, nbytes=30, early_nbytes=7, seconds=0.5, first_tokens=(4, 0))
+    other = record(copies=3, nbytes=40, early_nbytes=1, seconds=0.2, first_tokens=(3, 5))
+    both = replace(one, copies=5, nbytes=70, early_nbytes=8, first_tokens=(4, 5))
+    assert one.combine(other) == other.combine(one) == both
 
 
 def test_each_change_is_taken_once() -> None:

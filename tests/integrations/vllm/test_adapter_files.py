@@ -139,3 +139,9 @@ def test_two_folders_with_equal_versions(tmp_path: Path, monkeypatch: pytest.Mon
     contents, same = AdapterContents(), AdapterContents().read(one)[0]
     monkeypatch.setattr(adapter_files, "adapter_version", lambda path: same)
     assert contents.read(one) != contents.read(other)
+
+
+def test_a_content_that_another_process_found(tmp_path: Path) -> None:
+    path, contents = write(tmp_path), AdapterContents()
+    contents.learn(path, adapter_version(path), b"found")
+    assert contents.known(path) == b"found"
