@@ -25,7 +25,7 @@ from benchmarks.engines import INCARNATION, Shape
 from benchmarks.harness import Row, WorkerProcess, row
 from benchmarks.no_transport import NoTransport
 from kvferry.core.directory import EncodedReply, ProducerNews
-from kvferry.core.directory.directory import start_pings
+from kvferry.core.directory.pings import start_pings
 from kvferry.core.driver_calls.connections import BlockingCalls, Connections
 from kvferry.core.driver_calls.error_containment import ErrorContainment
 from kvferry.core.driver_calls.transfers import Transfers

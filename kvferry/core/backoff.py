@@ -1,4 +1,4 @@
-"""The pauses after failures of a peer: each longer than the one before."""
+"""The pauses after failed handshakes, questions and connections: each longer than the last."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ replies they lack (``Endpoint.take_wanted``).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
@@ -19,27 +18,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-import zmq
-
 from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS
 from kvferry.core.directory.handshake_queue import Asking, HandshakeQueue, fetched
 from kvferry.core.directory.news import EncodedReply, Gone, Outcome, ProducerNews
+from kvferry.core.directory.pings import start_pings
 from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import (
     ConnectError,
     EndpointClosedError,
     HandshakeError,
     KVFerryError,
-    PeerLostError,
 )
 from kvferry.core.lifecycle.ticket import PeerKey, ProducerName, Ticket
 from kvferry.core.options import EndpointOptions, most_peers
 from kvferry.core.security.ticket_proof import verify
 from kvferry.core.side_channel.client import ReplyLimits
-from kvferry.core.side_channel.connection import connected
-from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.tasks import Steps, Task, start
-from kvferry.core.side_channel_messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply
+from kvferry.core.side_channel.tasks import Steps, Task
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +43,6 @@ QUICK_SECONDS = 0.1
 """How long after a handshake's begin its reply may come within milliseconds, not after a pause."""
 AGAIN_SECONDS = 2.0
 """How long after a reply it may still be on its way to a rank that says that it lacks it."""
-# Not a whole interval, so that a process that has ended, whose pings are missed at once, is soon
-# given up.
-MISSED_SECONDS = 0.1
-"""The pause after a missed ping."""
 STEP_SECONDS = 0.02
 """The pause of ``LocalDirectory`` while a rank may lack a reply, or a handshake waits its turn."""
 
@@ -235,7 +225,7 @@ class Directory:
                 producer.pings = start_pings(reply, self._options, wanted=wanted, lost=lost)
             except HandshakeError as exc:
                 return ConnectError(f"cannot watch engine {key.engine}: {exc}")
-        if known is not None:  # whoever answered first may be another
+        if known is not None:  # the same producer at another address: whoever was first may lie
             known.stop()
             del self._producers[name]  # it comes last again
         self._producers[name] = producer
@@ -282,68 +272,6 @@ class Directory:
             if isinstance(outcome, EncodedReply) and outcome.name == name:
                 self._reply_limits.used(outcome.nbytes)
                 self._outcomes[index] = key, why
-
-
-def start_pings(
-    reply: EncodedReply,
-    options: EndpointOptions,
-    *,
-    wanted: Callable[[], bool],
-    lost: Callable[[KVFerryError | None], None],
-) -> Task:
-    """Ping the producer of a reply until it is lost, not wanted any more, or the task cancelled.
-
-    An answer with another incarnation means a restart. ``wanted`` is called before each ping, and
-    at the end ``lost`` with the error, or with ``None`` for a producer that is not wanted; both on
-    the thread of all tasks. Raises ``HandshakeError`` if that cannot be started.
-    """
-
-    def over(outcome: Exception | None) -> None:
-        if outcome is not None and not isinstance(outcome, PeerLostError):
-            logger.error("a producer cannot be watched any more", exc_info=outcome)
-            outcome = PeerLostError(f"it cannot be watched any more: {outcome!r}")
-        lost(outcome)
-
-    return start(partial(_pinged, reply, options, wanted), over)
-
-
-async def _pinged(
-    reply: EncodedReply, options: EndpointOptions, wanted: Callable[[], bool]
-) -> None:
-    """Ping; raise ``PeerLostError`` if the producer is dead, restarted or refuses pings."""
-    engine, interval = reply.address.engine, options.liveness_interval
-    ping = Ping(engine=engine)
-    dialer = Dialer.to(reply.address, interval, options.access)
-    dialer.longest = MAX_PONG_BYTES
-    dialer.numeric.append(reply.numeric)
-    misses, limit = 0, options.liveness_misses
-    while wanted():
-        try:
-            with contextlib.closing(await connected(dialer)) as connection:
-                while wanted():
-                    answer = await connection.ask(ping, time.monotonic() + interval)
-                    _check(answer, reply)
-                    misses = 0
-                    await connection.rest(time.monotonic() + interval)
-            return
-        except (HandshakeError, OSError, zmq.ZMQError) as exc:
-            misses += 1
-            if misses >= limit:
-                raise PeerLostError(
-                    f"engine {engine} missed {misses} of {limit} pings: {exc}"
-                ) from exc
-        await asyncio.sleep(MISSED_SECONDS)
-
-
-def _check(answer: Reply, reply: EncodedReply) -> None:
-    """Refuse an answer that is not a ``Pong`` with the incarnation of the handshake."""
-    engine = reply.address.engine
-    if isinstance(answer, Refusal):
-        raise PeerLostError(f"engine {engine} does not serve this engine any more: {answer.reason}")
-    if not isinstance(answer, Pong):
-        raise HandshakeError(f"it answered a ping with a {type(answer).__name__}")
-    if answer.incarnation != reply.incarnation:
-        raise PeerLostError(f"engine {engine} was restarted: what it held is gone")
 
 
 class Rank(Protocol):

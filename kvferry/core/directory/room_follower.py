@@ -14,7 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
-from kvferry.core.directory.followed_producer import FollowedProducer, FollowedRequest, RoomInbox
+from kvferry.core.directory.room_questions import FollowedProducer, FollowedRequest, RoomInbox
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError, kept
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.ticket import PeerKey

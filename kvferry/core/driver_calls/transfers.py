@@ -184,7 +184,7 @@ class Transfers:
             if grace not in self._graces:
                 grace.until = self._clock() + CANCEL_SECONDS
                 self._graces[grace] = None
-            grace.reads += reads
+            grace.reads += reads  # those that have other tags may lose them in the meantime
         unwanted = [read for read in waiting if not read.tags]
         self._end(unwanted, TransferCancelledError("cancelled before it was posted"))
         for transfer, read in posted:

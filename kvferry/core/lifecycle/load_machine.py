@@ -276,11 +276,12 @@ class LoadMachine:
         if self.at.get(rank) is not _At.CHECKING:
             return
         progress, stands = self.progress.get(rank), self.hold.stands(word)
+        is_too_early = progress is not None and not progress.stood
         if self.failure:
             self._over(rank, self.failure)
-        # An early load's hold that does not stand yet, or was replaced when the request was
-        # preempted: the word is read again later.
-        elif self.is_outdated(rank) or not (stands or progress is None or progress.stood):
+        # An early load's hold that was replaced when the request was preempted, or does not stand
+        # yet: the word is read again, later while parts are awaited.
+        elif self.is_outdated(rank) or (is_too_early and not stands):
             self._proceed(rank)
         elif not stands:
             self._over(rank, _stale("before the read"))

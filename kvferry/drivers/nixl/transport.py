@@ -218,12 +218,12 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     ) -> NixlTransfer:
         if not self._options.progress_thread:
             # So that UCX notices before it reads that a peer has closed.
-            self._look()
-        peer, notify, into = request.connection, request.notify, _devices(request.local)
+            self._fetch_notifications()
+        peer, notify, devices = request.connection, request.notify, _devices(request.local)
         transfer = NixlTransfer(
             peer=peer,
             prepare=partial(self._agents.prepare, peer),
-            flush=partial(_flush, into) if into else None,
+            flush=partial(_flush, devices) if devices else None,
             send=None if notify is None else partial(self._agent.notify, peer.name, notify),
             telemetry=[] if self._options.telemetry else None,
         )
@@ -232,7 +232,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     def _progress(self, transfers: Sequence[NixlTransfer]) -> None:
         if not self._options.progress_thread:
-            self._look()
+            self._fetch_notifications()
         for transfer in transfers:
             if not transfer.drained:
                 transfer.advance()
@@ -256,12 +256,12 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             raise
 
     def _receive(self) -> list[Notification]:
-        self._look()
+        self._fetch_notifications()
         with self._looking:
             arrived, self._arrived = self._arrived, []
         return arrived
 
-    def _look(self) -> None:
+    def _fetch_notifications(self) -> None:
         """Keep notifications for ``_receive``; without a progress thread, this serves peers."""
         with self._looking:
             arrived = self._agent.notifications()

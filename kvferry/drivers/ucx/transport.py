@@ -223,24 +223,25 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         self._wait_ready(connection)
         return UcxPeer(address=address, regions=regions, connection=connection)
 
-    def _refresh(self, connection: UcxPeer, address: UcxAddress) -> None:
+    def _refresh(self, peer: UcxPeer, address: UcxAddress) -> None:
+        """Connect anew to a peer at a newer address, or go on with the old one if that fails."""
         regions = decode_regions(address.name, address.regions)
         with self._client.lock:
-            before = connection.address, connection.regions
-            if address.constants != connection.address.constants:
+            before = peer.address, peer.regions
+            if address.constants != peer.address.constants:
                 raise ConnectError(
-                    f"an address of {address.name[:64]} that leads to {connection.name}, which is "
+                    f"an address of {address.name[:64]} that leads to {peer.name}, which is "
                     "connected, says that its name, process or UCX is another"
                 )
-            connection.address, connection.regions = address, regions
-            revived = self._client.connection_to(connection)
+            peer.address, peer.regions = address, regions
+            revived = self._client.connection_to(peer)
         try:
             self._wait_ready(revived)
         except ConnectError:
             with self._client.lock:
                 # Another thread may have opened one more, with the new address.
-                if connection.connection is revived:
-                    connection.address, connection.regions = before
+                if peer.connection is revived:
+                    peer.address, peer.regions = before
             raise
 
     def _wait_ready(self, connection: UcxConnection) -> None:

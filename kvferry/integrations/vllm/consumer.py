@@ -273,7 +273,7 @@ class Consumer:
                 self._users.order(pull.name)
         elif part.is_last:
             accepted = self._accept(pull.request, part.ticket)
-            if pull.stage is PullStage.UNUSED:
+            if pull.stage is PullStage.UNUSED:  # it was accepted only to be given back
                 self._end(accepted, PullEnd.GIVEN_BACK, pull.why)
         elif pull.stage is PullStage.FOLLOWED:
             pull.ticket, pull.covered = part.ticket, part.total

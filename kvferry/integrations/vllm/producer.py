@@ -33,6 +33,7 @@ from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.metrics import Metric
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import num_blocks
+from kvferry.integrations.vllm.early_parts import PromptParts
 from kvferry.integrations.vllm.eligibility import TRUNCATED, Eligibility, NoTicketError
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.metric_definitions import (
@@ -47,7 +48,6 @@ from kvferry.integrations.vllm.metric_definitions import (
     NoTicket,
 )
 from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
-from kvferry.integrations.vllm.prompt_parts import PromptParts
 from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
 from kvferry.integrations.vllm.request_ids import is_sample, without_sample
 from kvferry.integrations.vllm.request_reports import HeldRequest

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from kvferry.core.directory import RoomFollower, followed_producer, room_follower
+from kvferry.core.directory import RoomFollower, room_follower, room_questions
 from kvferry.core.errors import (
     AdmissionError,
     DeadlineError,
@@ -245,7 +245,7 @@ def test_a_request_in_the_queue_waits_as_long_as_prefill_answers(
 def test_parts_that_every_request_has_seen_take_no_memory(
     rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followed_producer, "MAX_UNSEEN_BYTES", 10)
+    monkeypatch.setattr(room_questions, "MAX_UNSEEN_BYTES", 10)
     for name in (A, B):
         rooms.open(name)
         following.follow(name, name, key)
@@ -298,7 +298,7 @@ def test_the_connection_is_made_anew_after_a_pause(
     rooms: Rooms, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(followed_producer, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(room_questions, "time", SimpleNamespace(monotonic=clock))
     finished(rooms)
     with producer(rooms) as key:
         following.follow("d-1", A, key)
@@ -353,7 +353,7 @@ def test_a_producer_without_rooms_makes_room_for_another(
     rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_follower, "MAX_PRODUCERS", 1)
-    monkeypatch.setattr(followed_producer, "LINGER_SECONDS", 1000.0)
+    monkeypatch.setattr(room_questions, "LINGER_SECONDS", 1000.0)
     finished(rooms)
     with producer(rooms) as two:
         following.follow("d-1", A, key)
@@ -426,7 +426,7 @@ def test_addresses_that_never_answer_leave_places_to_others(
     """Above all to a producer that has answered before."""
     monkeypatch.setattr(room_follower, "MAX_SILENT_PRODUCERS", 3)
     monkeypatch.setattr(room_follower, "MAX_SILENT_AT_HOST", 2)
-    monkeypatch.setattr(followed_producer, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(room_questions, "LINGER_SECONDS", 0.05)
     finished(rooms)
     with silent() as nobody, follower(PATIENT) as following:
         following.follow("first", A, key)
@@ -464,7 +464,7 @@ def test_one_host_does_not_take_every_place(
 def test_the_host_whose_parts_take_most_memory_goes_short(
     key: PeerKey, rooms: Rooms, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followed_producer, "MAX_UNSEEN_BYTES", 20)
+    monkeypatch.setattr(room_questions, "MAX_UNSEEN_BYTES", 20)
     one = Rooms()
     with producer(one, host="127.0.0.2") as other:
         for index in range(3):

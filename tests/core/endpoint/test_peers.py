@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.core import options
 from kvferry.core.directory import EncodedReply, ProducerNews, directory
-from kvferry.core.directory.directory import start_pings
+from kvferry.core.directory.pings import start_pings
 from kvferry.core.endpoint import EndpointOptions, handshake_reader, peers
 from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, memory_of
 from kvferry.core.endpoint.peers import Peer, PeerUse
