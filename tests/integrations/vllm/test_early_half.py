@@ -476,8 +476,9 @@ class TestConsumer:
         decode.hear(computed(40), "second")
         assert "engine 'prefill'" in decode.refusal("second")
 
-    @pytest.mark.parametrize("prefill", [computed(40), finished(computed(100))])
-    def test_ticket_where_a_part_is_expected_and_the_reverse(self, prefill: Prefilling) -> None:
+    @pytest.mark.parametrize("is_last", [False, True])
+    def test_ticket_where_a_part_is_expected_and_the_reverse(self, is_last: bool) -> None:
+        prefill = finished(computed(100)) if is_last else computed(40)
         news, decode = prefill.news(), Decoding()
         swapped = RoomNews(room=news.room, version=1, part=news.part, is_last=not news.is_last)
         decode.follower.hear(swapped)
