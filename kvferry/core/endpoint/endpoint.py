@@ -435,7 +435,6 @@ class Endpoint:
             address=self._transport.address(),
             slots=table.region,
             lease=lease,
-            heartbeats=True,
             fingerprint=table.header,
             watermarks=table.watermarks.region,
         )
