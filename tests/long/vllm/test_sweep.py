@@ -69,7 +69,7 @@ def shapes(draw: st.DrawFn, model: list[Layer]) -> Shape:
         backend=backend,
         channels_first=draw(st.booleans()),
         mode="align" if align else "none",
-        state_block=draw(st.sampled_from([16, block, 2 * block])) if align else LONGEST,
+        state_block=draw(st.sampled_from([16, block])) if align else LONGEST,
         scratch=draw(st.integers(0, 2)),
         blocks=72,
     )

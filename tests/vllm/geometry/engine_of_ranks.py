@@ -63,6 +63,7 @@ class Shape:
     host_pages: int = 0  # of a rank, the hole included; 0 where nothing is staged
     device: str = "cpu"  # in whose memory the caches are
     caches: bool = True  # prefixes, if its states allow it
+    unit: int | None = None  # tokens that are hashed together; None where vLLM decides
 
     def setting(self, position: ShardPosition) -> Setting:
         """For a rank's specs."""

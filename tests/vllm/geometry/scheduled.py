@@ -437,6 +437,12 @@ def _config_of(
     config.cache_config.num_gpu_blocks = shape.blocks
     config.cache_config.mamba_cache_mode = shape.mode
     config.cache_config.mamba_block_size = shape.state_block
+    config.cache_config.prefix_match_unit = shape.unit
+    specs = [group.kv_cache_spec for group in made.config.kv_cache_groups]
+    # As vLLM's core does: chunks end where pages of states do only if none is smaller than these.
+    config.cache_config.block_size = min(
+        spec.block_size for spec in ([spec for spec in specs if spec.prefix_cacheable] or specs)
+    )
     return config
 
 

@@ -292,8 +292,8 @@ def test_layers_that_one_engine_has(theirs: Models, ours: Models, here: Shape) -
 
 def test_hits_that_end_inside_a_page() -> None:
     """A state's page is larger than what is hashed, so that hits may end in it: it is copied."""
-    coarse = Shape(scratch=1, mode="align", state_block=48)
-    assert trade(recurrent(window=40), Shape(tp=2, **ALIGN), coarse) > 0
+    coarse = Shape(scratch=1, mode="align", block=48, state_block=48, unit=16)
+    assert trade(recurrent(), Shape(tp=2, **ALIGN), coarse) > 0
 
 
 def test_several_engines_of_one_deployment() -> None:
