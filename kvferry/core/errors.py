@@ -105,6 +105,8 @@ class TicketReason(enum.StrEnum):
     """The ticket was made for the first prompt of a request, and this is a further one of it."""
     ADAPTER = "adapter"
     """The content of the request's LoRA adapter is not known here, or is not what was loaded."""
+    WEIGHTS = "weights"
+    """The ticket's pages were computed with other weights than this engine has."""
     TOKENS = "tokens"
     """The ticket's recurrent states and sliding windows end at another number of tokens."""
     ADMISSION = "admission"
@@ -118,7 +120,13 @@ class TicketReason(enum.StrEnum):
 
 
 NOT_THE_TICKET = frozenset(
-    {TicketReason.ROLE, TicketReason.LIST, TicketReason.ADAPTER, TicketReason.HOST_PAGES}
+    {
+        TicketReason.ROLE,
+        TicketReason.LIST,
+        TicketReason.ADAPTER,
+        TicketReason.WEIGHTS,
+        TicketReason.HOST_PAGES,
+    }
 )
 """The reasons for which a new ticket would be refused as well; the errors name the remedy."""
 

@@ -411,6 +411,9 @@ TICKETS = {
     "ticket of an engine that has loaded": _ticket(
         replace(OFFER, missing=(3,)), signed=False, proved=True
     ),
+    "ticket of an engine that names its weights": _ticket(
+        replace(OFFER, weights="v2"), signed=False, proved=True
+    ),
     "ticket, large, proved": _ticket(LARGE_OFFER, signed=False, proved=True),
     "ticket, large, signed": _ticket(LARGE_OFFER, signed=True, proved=False),
     "ticket, large, signed and proved": _ticket(LARGE_OFFER, signed=True, proved=True),

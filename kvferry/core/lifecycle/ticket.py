@@ -57,6 +57,7 @@ class TicketFields:
         blocks: in a conversation's ticket, digests to find the tokens that the next turn shares.
         missing: for each group, how many of its first tokens the first page lacks; empty if none
             lacks any. See ``planner.build_copies.Pages``.
+        weights: version of the weights that the pages were computed with; empty if not known.
     """
 
     engine: str
@@ -74,6 +75,7 @@ class TicketFields:
     key: bytes = b""
     blocks: BlockDigests | None = None
     missing: tuple[int, ...] = ()
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

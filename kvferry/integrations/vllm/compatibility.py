@@ -48,7 +48,7 @@ def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
     """Return what peers compare: the entries of ``FACTS``, ``JUDGEMENTS`` and ``TOLD`` by name."""
     tables = {**FACTS, **JUDGEMENTS, **TOLD}
     values = {name: value_of(vllm_config) for name, value_of in tables.items()}
-    return {name: _truncated(value) for name, value in values.items() if value is not None}
+    return {name: truncated(value) for name, value in values.items() if value is not None}
 
 
 def endpoint_options(config: Config, access: Access) -> EndpointOptions:
@@ -153,11 +153,12 @@ def _dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _truncated(value: str) -> str:
-    if len(value) <= MAX_CHARACTERS:
+def truncated(value: str, characters: int = MAX_CHARACTERS) -> str:
+    """Return a value to be compared, of which no more than some ``characters`` are shown."""
+    if len(value) <= characters:
         return value
     digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return f"{value[:MAX_CHARACTERS]}... (digest {digest})"
+    return f"{value[:characters]}... (digest {digest})"
 
 
 FACTS: Mapping[str, Callable[[VllmConfig], str | None]] = {

@@ -225,6 +225,8 @@ class Consumer:
         for host pages; if it has waited too long, its load fails.
         """
         self._take_news(request.request_id)
+        if (pull := self._pulls.get(request.request_id)) is not None:
+            self._check_weights(pull)
         pull = self._pulls.get(request.request_id)
         if pull is None or pull.stage not in WITHOUT_BLOCKS:
             return 0
@@ -247,13 +249,30 @@ class Consumer:
         try:
             return self._pages.waits(pull.name, whole)
         except NoHostPagesError as error:
-            self._refuse_host_pages(pull, error)
+            self._give_back(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
             return False
 
-    def _refuse_host_pages(self, pull: _Pull, error: NoHostPagesError) -> None:
-        """Give back the ticket of a request for whose load there are too few host pages."""
-        self._end(pull, PullEnd.GIVEN_BACK, "it has no host pages")
-        self._refuse(pull.request, TicketError(str(error), reason=TicketReason.HOST_PAGES))
+    def _give_back(self, pull: _Pull, error: TicketError) -> None:
+        """Refuse a ticket after it was accepted: its producer may free the pages."""
+        self._end(pull, PullEnd.GIVEN_BACK, str(error))
+        self._refuse(pull.request, error)
+
+    def _check_weights(self, pull: _Pull) -> None:
+        """End a pull whose ticket is for other weights than the engine has now."""
+        if pull.ticket is None or pull.stage not in (*WITHOUT_BLOCKS, PullStage.LOADING):
+            return
+        try:
+            self._facts.weights.check(pull.ticket.weights)
+        except TicketError as error:
+            if pull.stage is PullStage.READY:
+                self._give_back(pull, error)
+            else:
+                self._give_up(pull, error)
+
+    def weights_changed(self) -> None:
+        """Have loads fail whose pages were computed with other weights than the engine has now."""
+        for pull in list(self._pulls.values()):
+            self._check_weights(pull)
 
     def _take_news(self, request_id: str) -> None:
         """Act on what the engine that prefills a request has said since the last call."""
@@ -325,7 +344,7 @@ class Consumer:
         try:
             placed, copy = self._pages.place(pull.name, lists, external)
         except NoHostPagesError as error:
-            self._refuse_host_pages(pull, error)
+            self._give_back(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
             self._fail(self._pulls[pull.name])
             return
         is_early = pull.stage is PullStage.FOLLOWED
@@ -371,7 +390,7 @@ class Consumer:
         self._early.end(pull.name)
         self._messages.aborted.append(pull.name)
 
-    def weights_changed(self, request_id: str) -> bool:
+    def adapter_changed(self, request_id: str) -> bool:
         """Take notice that the adapter of a request has other weights than its ticket is for.
 
         A request without blocks loads nothing, as if its ticket had been refused.
@@ -386,8 +405,7 @@ class Consumer:
                 "its adapter was loaded with other weights after this was checked: load changed "
                 "weights from a new path"
             )
-            self._end(pull, PullEnd.GIVEN_BACK, why)
-            self._refuse(pull.request, TicketError(why, reason=TicketReason.ADAPTER))
+            self._give_back(pull, TicketError(why, reason=TicketReason.ADAPTER))
         request = self._adapted.get(request_id)
         if request is None or request.num_output_tokens:
             return False

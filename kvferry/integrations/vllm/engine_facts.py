@@ -14,6 +14,7 @@ from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings, read_security_settings
 from kvferry.integrations.vllm.tracing import RequestSpans, is_traced
+from kvferry.integrations.vllm.weights import Weights
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -36,6 +37,7 @@ class EngineFacts:
         sizes: Its parallelism, by attributes of ``TicketParams``.
         ticket_key: Proves its tickets.
         adapter_content: See ``Adapters.content``.
+        weights: The version of its weights, which changes.
     """
 
     engine: str
@@ -53,6 +55,7 @@ class EngineFacts:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     ticket_key: TicketKey = field(default_factory=TicketKey)
     adapter_content: Callable[[Request], bytes | None] = lambda request: None
+    weights: Weights = field(default_factory=Weights)
 
     @property
     def hands_over(self) -> bool:
@@ -112,6 +115,7 @@ def engine_facts(
         caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
         sizes=_parallel_sizes(parallel),
         adapter_content=adapter_content,
+        weights=Weights(enforced=config.enforce_handshake_compat),
     )
 
 

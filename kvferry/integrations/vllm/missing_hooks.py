@@ -1,4 +1,4 @@
-"""Hooks that vLLM lacks: before it resets its prefix cache, and before it uses a step's tokens.
+"""Hooks that vLLM lacks: resets of its prefix cache, versions of weights, and a step's tokens.
 
 Each wraps a method of vLLM that is the same from 0.29 to 0.33.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 RESET = "reset_prefix_cache"
 OUTPUT = "update_from_output"
+WEIGHTS = "set_weight_version"
+# What is to be called is an attribute of an engine's block pool: a hook of the scheduler's role
+# reaches neither the scheduler nor the core, and several engines may live in one process.
 DOOMED = "_kvferry_doomed"
-"""The attribute of an engine's block pool with what returns the requests that must fail.
-
-Of a scheduler, a hook learns only the class, and several engines may live in one process.
-"""
+"""The attribute with what returns the requests that must fail."""
+VERSIONED = "_kvferry_weights"
+"""The attribute with what is called with the version of new weights."""
 
 
 def before_reset(pool: BlockPool, end_holds: Callable[[], bool]) -> None:
@@ -39,6 +41,27 @@ def before_reset(pool: BlockPool, end_holds: Callable[[], bool]) -> None:
         return reset() and not is_holding
 
     setattr(pool, RESET, reset_prefix_cache)
+
+
+def after_weight_version(pool: BlockPool, changed: Callable[[object], None]) -> None:
+    """Call ``changed`` with each version of an engine's weights that vLLM's core is told."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(pool, VERSIONED, changed)
+    original = getattr(EngineCore, WEIGHTS)
+    if hasattr(original, VERSIONED):
+        return
+
+    @functools.wraps(original)
+    def set_weight_version(self: EngineCore, weight_version: str) -> None:
+        original(self, weight_version)
+        scheduler: Any = self.scheduler
+        found = getattr(scheduler.kv_cache_manager.block_pool, VERSIONED, None)
+        if found is not None:
+            found(weight_version)
+
+    setattr(set_weight_version, VERSIONED, True)
+    setattr(EngineCore, WEIGHTS, set_weight_version)
 
 
 def before_output(

@@ -317,7 +317,8 @@ class Producer:
 
     def _params(self, serving: EngineSideChannel, **facts: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return a ticket, or a part of one, with these attributes of ``TicketParams``."""
-        ticket = TicketParams(**asdict(serving), **self._facts.sizes, **facts)
+        weights = self._facts.weights.version
+        ticket = TicketParams(**asdict(serving), **self._facts.sizes, weights=weights, **facts)
         return ticket.params(self._facts.security.secrets, self._facts.ticket_key)
 
     def publish_parts(self, scheduler_output: SchedulerOutput, serving: EngineSideChannel) -> None:

@@ -116,8 +116,9 @@ class FerryScheduler:
         self._prefix_cache.bind(manager)
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
-        """Have holds end before vLLM resets its prefix cache, and requests with wrong adapters."""
+        """Have vLLM call the hooks that it lacks."""
         missing_hooks.before_reset(pool, self._producer.reset)
+        missing_hooks.after_weight_version(pool, self._weights_changed)
         if self._scheduler_class is not None:
             missing_hooks.before_output(self._scheduler_class, pool, self._doomed)
 
@@ -320,6 +321,11 @@ class FerryScheduler:
         self._consumer.on_new_request(request)
         return False
 
+    def _weights_changed(self, version: object) -> None:
+        """Take the version of new weights, with which pages of others must not be decoded."""
+        self._facts.weights.set(version)
+        self._consumer.weights_changed()
+
     def _doomed(self, output: KVConnectorOutput) -> list[str]:
         """Return the requests that would decode pages of other weights than their adapter's."""
         found = output.kv_connector_worker_meta
@@ -329,7 +335,7 @@ class FerryScheduler:
             for report in reports
             if isinstance(report, RankReport)
             for request_id in self._adapters.contradicted(report.adapters)
-            if self._consumer.weights_changed(request_id)
+            if self._consumer.adapter_changed(request_id)
         ]
 
     def _current_problems(self) -> list[str]:

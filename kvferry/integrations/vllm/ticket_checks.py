@@ -44,8 +44,8 @@ class TicketChecks:
         """Return the ticket in a request's params, or refuse it.
 
         It is refused if this engine may not load; or if it is malformed, is not signed as required,
-        is of this engine itself or of one to which this engine may not connect, or was made for
-        another prompt or number of tokens.
+        is of this engine itself or of one to which this engine may not connect, or was made with
+        other weights, or for another prompt or number of tokens.
         """
         ticket = self._admit_maker(request)
         if self.facts.config.verify_prompt:
@@ -78,6 +78,7 @@ class TicketChecks:
         over a part, and an older build has one ticket for all requests with one ``transfer_id``.
         """
         self._check_maker(part.ticket.engine, part.ticket.key)
+        self.facts.weights.check(part.ticket.weights)
         self._check_prompt(request, part.ticket)
         self._check_tokens(request, part.total)
 
@@ -101,6 +102,7 @@ class TicketChecks:
             request.kv_transfer_params, self.secrets, prompt=request.num_prompt_tokens
         )
         self._check_maker(ticket.engine, ticket.key)
+        self.facts.weights.check(ticket.weights)
         return ticket
 
     def _check_may_load(self) -> None:

@@ -64,6 +64,7 @@ class _FerryParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     key: Hex = ""
     blocks: _BlockDigests | None = None
     missing: Numbers = []
+    weights: Annotated[str, Meta(max_length=MAX_TEXT)] = ""
     part: bool = False
     total: Integer = 0
     host: Annotated[str, Meta(max_length=MAX_TEXT)] = ""
@@ -142,6 +143,7 @@ class TicketParams(TicketFields):
                 tokens=blocks.tokens, salt=blocks.salt.hex(), digests=blocks.digests.hex()
             ),
             missing=list(self.missing) if any(self.missing) else [],
+            weights=self.weights,
             part=bool(self.total),
             total=self.total,
             host=self.host if is_proven else "",
@@ -313,6 +315,7 @@ def _read(
             digests=bytes.fromhex(blocks.digests),
         ),
         missing=tuple(ferry.missing),
+        weights=ferry.weights,
     )
 
 

@@ -398,7 +398,7 @@ class TestTurns:
         made = talker()
         each = turn()
         assert loaded(made, each) == 64
-        assert not made.weights_changed("r")
+        assert not made.adapter_changed("r")
         assert made.num_matched_tokens(each, 0) == 0
         messages = made.drain()
         assert [load.reads for load in messages.loads] == [False]

@@ -195,6 +195,7 @@ STEERING_HERE = [
     ("blocks", {**BLOCKS, "digests": "00" + BLOCKS["digests"][2:]}),
     ("blocks", None),
     ("missing", [1]),
+    ("weights", "others"),
     ("part", True),
     ("total", 98),
     ("of_a_newer_version", "?"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,71 @@ class TestResets:
             computed = decode.computed[name]
             wait(lambda: name in decode.params, decode)
             assert decode.computed[name] == computed + 100 + 29
+
+
+def have(server: Server, version: str) -> None:
+    """Tell an engine's core which weights were loaded."""
+    from vllm.v1.engine.core import EngineCore
+
+    core: Any = SimpleNamespace(scheduler=server.scheduler)
+    EngineCore.set_weight_version(core, version)
+
+
+class TestVersions:
+    """Pages of one version of the weights are not decoded with another."""
+
+    @pytest.mark.parametrize(("there", "here"), [("v2", None), (None, "v2"), ("v1", "v2")])
+    def test_engines_with_unlike_weights(self, there: str | None, here: str | None) -> None:
+        with engines(attention(2)) as (prefill, decode):
+            for server, version in ((prefill, there), (decode, here)):
+                if version is not None:
+                    have(server, version)
+            name = decode.add(0, 100, prefilled(prefill), 3)
+            with pytest.raises(AssertionError, match=FAILS):
+                wait(lambda: name in decode.params, prefill, decode)
+            assert not decode.pulled
+            have(prefill, "v3")
+            have(decode, "v3")
+            name = decode.add(0, 100, prefilled(prefill), 3)
+            wait(lambda: name in decode.params, prefill, decode)
+            assert name in decode.pulled
+
+    def test_a_ticket_that_was_accepted(self) -> None:
+        """The request waits for blocks when the engine gets other weights."""
+        with engines(attention(2)) as (prefill, decode):
+            half = decode.scheduler.connector._scheduler
+            own = decode.add(1, 900, {}, 200)
+            wait(lambda: own in decode.computed, decode)
+            name = decode.add(0, 700, prefilled(prefill), 3)
+            wait(lambda: name in half._consumer._pulls, decode)
+            have(decode, "v2")
+            with pytest.raises(AssertionError, match=FAILS):
+                wait(lambda: name in decode.params, decode)
+            assert name not in decode.pulled
+
+    def test_a_load_under_way(self) -> None:
+        with engines(attention(2)) as (prefill, decode):
+            name = decode.add(0, 100, prefilled(prefill), 3)
+            decode.step()
+            assert name in decode.pulled
+            have(decode, "v2")
+            with pytest.raises(AssertionError, match=FAILS):
+                wait(lambda: name in decode.params, prefill, decode)
+            decode.run_dry()
+            prefill.run_dry()
+
+    @pytest.mark.parametrize(("version", "pulls"), [("default", True), ("v2", False)])
+    def test_next_turn(self, version: str, pulls: bool) -> None:
+        """With new weights, it is computed whole."""
+        with engines(attention(2), two_way=True) as (prefill, decode):
+            name = decode.add(0, 100, prefilled(prefill), 30)
+            wait(lambda: name in decode.params, prefill, decode)
+            answer = decode.params[name]
+            assert answer is not None
+            have(prefill, version)
+            turn = prefill.add(0, 150, {**answer, "do_remote_decode": True})
+            wait(lambda: turn in prefill.params, prefill, decode)
+            assert (turn in prefill.pulled) == pulls
 
 
 class TestAdapters:
