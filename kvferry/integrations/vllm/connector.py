@@ -144,6 +144,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # Hooks of the scheduler's role.
 
     @property
+    def hooks(self) -> FerryScheduler | None:
+        """The scheduler half, whose hooks ``missing_hooks`` has vLLM call."""
+        return self._scheduler
+
+    @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """``True``: a load has a range of tokens of its own for each cache group."""
         return True

@@ -225,8 +225,6 @@ class Consumer:
         for host pages; if it has waited too long, its load fails.
         """
         self._take_news(request.request_id)
-        if (pull := self._pulls.get(request.request_id)) is not None:
-            self._check_weights(pull)
         pull = self._pulls.get(request.request_id)
         if pull is None or pull.stage not in WITHOUT_BLOCKS:
             return 0
@@ -257,22 +255,17 @@ class Consumer:
         self._end(pull, PullEnd.GIVEN_BACK, str(error))
         self._refuse(pull.request, error)
 
-    def _check_weights(self, pull: _Pull) -> None:
-        """End a pull whose ticket is for other weights than the engine has now."""
-        if pull.ticket is None or pull.stage not in (*WITHOUT_BLOCKS, PullStage.LOADING):
-            return
-        try:
-            self._facts.weights.check(pull.ticket.weights)
-        except TicketError as error:
-            if pull.stage is PullStage.READY:
-                self._give_back(pull, error)
-            else:
-                self._give_up(pull, error)
-
     def weights_changed(self) -> None:
-        """Have loads fail whose pages were computed with other weights than the engine has now."""
+        """Refuse tickets, and have loads fail, that are for other weights than the engine has."""
         for pull in list(self._pulls.values()):
-            self._check_weights(pull)
+            try:
+                if pull.ticket is not None:
+                    self._facts.weights.check(pull.ticket.weights)
+            except TicketError as error:
+                if pull.stage is PullStage.READY:
+                    self._give_back(pull, error)
+                elif pull.stage in (PullStage.FOLLOWED, PullStage.LOADING):
+                    self._give_up(pull, error)
 
     def _take_news(self, request_id: str) -> None:
         """Act on what the engine that prefills a request has said since the last call."""
@@ -389,6 +382,19 @@ class Consumer:
         """Have the workers end a load, which they report when no byte can land any more."""
         self._early.end(pull.name)
         self._messages.aborted.append(pull.name)
+
+    def abort_loads(self) -> None:
+        """Have all loads fail that are under way, because vLLM clears its caches."""
+        for pull in self._pulls.values():
+            if pull.stage is PullStage.LOADING:
+                self._abort(pull)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether not all workers have reported the load of a request."""
+        return any(
+            pull.stage in (PullStage.LOADING, PullStage.FAILING) for pull in self._pulls.values()
+        )
 
     def adapter_changed(self, request_id: str) -> bool:
         """Take notice that the adapter of a request has other weights than its ticket is for.

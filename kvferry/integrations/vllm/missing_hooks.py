@@ -1,13 +1,13 @@
-"""Hooks that vLLM lacks: resets of its prefix cache, versions of weights, and a step's tokens.
+"""Hooks that vLLM lacks: for pauses, resets of its prefix cache, new weights, and a step's tokens.
 
-Each wraps a method of vLLM that is the same from 0.29 to 0.33.
+Each wraps a method of vLLM's scheduler or engine core that is the same from 0.29 to 0.33.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -15,87 +15,175 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-RESET = "reset_prefix_cache"
-OUTPUT = "update_from_output"
-WEIGHTS = "set_weight_version"
-# What is to be called is an attribute of an engine's block pool: a hook of the scheduler's role
-# reaches neither the scheduler nor the core, and several engines may live in one process.
-DOOMED = "_kvferry_doomed"
-"""The attribute with what returns the requests that must fail."""
-VERSIONED = "_kvferry_weights"
-"""The attribute with what is called with the version of new weights."""
+# Hooks of the scheduler's role reach neither scheduler nor core, whose classes are wrapped, and
+# several engines may live in one process. Who is to be called is found by way of the engine's pool.
+HOOKS = "_kvferry_hooks"
+"""The attribute of an engine's block pool with its ``Hooks``; and what marks a wrapped method."""
+
+LOADING = frozenset({"finish_weight_update", "reload_weights", "reset_weights"})
+"""The methods of vLLM's workers after which they have other weights.
+
+Methods and functions of users may load some, too; then only the version tells.
+"""
 
 
-def before_reset(pool: BlockPool, end_holds: Callable[[], bool]) -> None:
-    """Call ``end_holds`` before vLLM counts a pool's free blocks to reset its prefix cache.
+class Hooks(Protocol):
+    """What an engine's connector is told, and asked, at these moments."""
 
-    The reset fails if that returns ``True``: something is still held.
-    """
-    reset: Callable[[], bool] = getattr(pool, RESET)
+    def before_pause(self, *, keeps: bool, clears: bool) -> None:
+        """A pause begins: vLLM ``keeps`` its requests, or has none in the end.
 
-    @functools.wraps(reset)
-    def reset_prefix_cache() -> bool:
-        is_holding = end_holds()
-        return reset() and not is_holding
+        With ``clears``, it resets its caches once no request is left, or all are kept, and
+        ``holds_up_pause`` is false.
+        """
 
-    setattr(pool, RESET, reset_prefix_cache)
+    def holds_up_pause(self) -> bool:
+        """Return whether a pause needs further steps before vLLM resets its caches."""
+
+    def before_reset(self, *, preempts: bool) -> bool:
+        """The prefix cache is to be reset, which fails if blocks are used; ``preempts`` what runs.
+
+        Returns:
+            Whether the reset must fail, since something is still held.
+        """
+
+    def weights_loaded(self) -> None:
+        """Other weights were loaded, whose version vLLM may be told later."""
+
+    def weights_named(self, version: object) -> None:
+        """The version of the weights was set that were loaded last."""
+
+    def doomed(self, output: KVConnectorOutput) -> Collection[str]:
+        """Return the requests that must fail, by the workers' merged reports of a step.
+
+        They end with an error, whatever ``kv_load_failure_policy``, before vLLM uses what the step
+        has computed of them, and their blocks leave the prefix cache. ADR 17 says why vLLM cannot
+        be told of such requests.
+        """
 
 
-def after_weight_version(pool: BlockPool, changed: Callable[[object], None]) -> None:
-    """Call ``changed`` with each version of an engine's weights that vLLM's core is told."""
-    from vllm.v1.engine.core import EngineCore
+def install(pool: BlockPool, scheduler: type[SchedulerInterface], hooks: Hooks) -> None:
+    """Have vLLM call an engine's hooks from now on; ``scheduler`` is the class of its scheduler."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    setattr(pool, VERSIONED, changed)
-    original = getattr(EngineCore, WEIGHTS)
-    if hasattr(original, VERSIONED):
+    setattr(pool, HOOKS, hooks)
+    _wrap(EngineCore, "pause_scheduler", _pause)
+    _wrap(EngineCoreProc, "pause_scheduler", _pause)
+    _wrap(EngineCore, "collective_rpc", _collective_rpc)
+    _wrap(EngineCore, "set_weight_version", _set_weight_version)
+    _wrap(scheduler, "has_requests", _has_requests)
+    _wrap(scheduler, "reset_prefix_cache", _reset)
+    _wrap(scheduler, "update_from_output", _update)
+
+
+def _wrap(owner: type, name: str, around: Callable[..., object]) -> None:
+    """Have a class's method call ``around`` with the method, and with what it is called with."""
+    original = getattr(owner, name)
+    if hasattr(original, HOOKS):
         return
 
     @functools.wraps(original)
-    def set_weight_version(self: EngineCore, weight_version: str) -> None:
-        original(self, weight_version)
-        scheduler: Any = self.scheduler
-        found = getattr(scheduler.kv_cache_manager.block_pool, VERSIONED, None)
-        if found is not None:
-            found(weight_version)
+    def method(self: object, *args: object, **kwargs: object) -> object:
+        return around(functools.partial(original, self), self, *args, **kwargs)
 
-    setattr(set_weight_version, VERSIONED, True)
-    setattr(EngineCore, WEIGHTS, set_weight_version)
+    setattr(method, HOOKS, True)
+    setattr(owner, name, method)
 
 
-def before_output(
-    scheduler: type[SchedulerInterface],
-    pool: BlockPool,
-    doomed: Callable[[KVConnectorOutput], Collection[str]],
+def _hooks(scheduler: Any) -> Hooks | None:  # noqa: ANN401
+    """Return the hooks of an engine, or ``None`` if it has another connector."""
+    found: Hooks | None = getattr(scheduler.kv_cache_manager.block_pool, HOOKS, None)
+    return found
+
+
+def _pause(
+    original: Callable[..., object],
+    core: EngineCore,
+    mode: str = "abort",
+    clear_cache: bool = True,
+) -> object:
+    hooks = _hooks(core.scheduler)
+    if hooks is not None and mode in ("abort", "wait", "keep"):
+        hooks.before_pause(keeps=mode == "keep", clears=clear_cache)
+    return original(mode, clear_cache)
+
+
+def _collective_rpc(
+    original: Callable[..., object],
+    core: EngineCore,
+    method: str | Callable[..., object],
+    *args: Any,  # noqa: ANN401
+    **kwargs: Any,  # noqa: ANN401
+) -> object:
+    found = original(method, *args, **kwargs)
+    if method in LOADING and (hooks := _hooks(core.scheduler)) is not None:
+        hooks.weights_loaded()
+    return found
+
+
+def _set_weight_version(
+    original: Callable[[str], None], core: EngineCore, weight_version: str
 ) -> None:
-    """Fail the requests that ``doomed`` returns before vLLM uses what a step has computed of them.
+    original(weight_version)
+    if (hooks := _hooks(core.scheduler)) is not None:
+        hooks.weights_named(weight_version)
 
-    They end with an error, whatever ``kv_load_failure_policy``, and their blocks leave the prefix
-    cache. ADR 17 says why vLLM cannot be told of such requests.
 
-    Args:
-        scheduler: The class of the engine's scheduler.
-        pool: The engine's blocks.
-        doomed: Called with the workers' merged reports of each step.
+def _has_requests(original: Callable[[], bool], scheduler: Scheduler) -> bool:
+    """Requests that have ended, and whose blocks are held, are no work for a paused engine."""
+    hooks = _hooks(scheduler)
+    is_alone = hooks is not None and getattr(scheduler.connector, "hooks", None) is hooks
+    if hooks is None or not is_alone or scheduler.pause_state.name == "UNPAUSED":
+        return original()
+    if scheduler.has_unfinished_requests() or scheduler.finished_req_ids:
+        return True
+    return hooks.holds_up_pause()
+
+
+def _reset(
+    original: Callable[[bool, bool], bool],
+    scheduler: Scheduler,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+) -> bool:
+    hooks = _hooks(scheduler)
+    is_held = hooks is not None and hooks.before_reset(preempts=reset_running_requests)
+    if hooks is not None and reset_running_requests:
+        _release_loaded(scheduler)
+    return original(reset_running_requests, reset_connector) and not is_held
+
+
+def _release_loaded(scheduler: Scheduler) -> None:
+    """Free the blocks of requests whose load is over and that do not run, as of failed loads.
+
+    vLLM preempts only what runs. These begin again, without anything loaded.
     """
-    setattr(pool, DOOMED, doomed)
-    original = getattr(scheduler, OUTPUT)
-    if hasattr(original, DOOMED):
-        return
+    from vllm.v1.request import RequestStatus
 
-    @functools.wraps(original)
-    def update_from_output(
-        self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        find = getattr(self.kv_cache_manager.block_pool, DOOMED, None)
-        report = model_runner_output.kv_connector_output
-        names = set(find(report)) if find is not None and report is not None else set[str]()
-        update = functools.partial(original, self, scheduler_output, model_runner_output)
-        return _fail(self, names, update) if names else update()
+    for name, request in scheduler.requests.items():
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            if name not in scheduler.finished_recving_kv_req_ids:
+                continue  # bytes may still land
+            scheduler.failed_recving_kv_req_ids.add(name)
+        elif request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            continue
+        scheduler.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
 
-    setattr(update_from_output, DOOMED, True)
-    setattr(scheduler, OUTPUT, update_from_output)
+
+def _update(
+    original: Callable[[SchedulerOutput, ModelRunnerOutput], dict[int, EngineCoreOutputs]],
+    scheduler: Scheduler,
+    scheduler_output: SchedulerOutput,
+    model_runner_output: ModelRunnerOutput,
+) -> dict[int, EngineCoreOutputs]:
+    hooks, report = _hooks(scheduler), model_runner_output.kv_connector_output
+    names = set(hooks.doomed(report)) if hooks is not None and report is not None else set[str]()
+    update = functools.partial(original, scheduler_output, model_runner_output)
+    return _fail(scheduler, names, update) if names else update()
 
 
 def _fail(

@@ -1,7 +1,8 @@
-"""Which weights an engine computes with, as far as vLLM knows: the version that a trainer sets.
+"""Which weights an engine computes with, so that pages are never decoded by others.
 
-It is set once new weights are loaded (``finish_weight_update``, ``update_weight_version``), and is
-``"default"`` until then. Tickets name it, so that pages are never decoded by other weights.
+vLLM keeps a version, which a trainer sets once it has loaded other weights
+(``finish_weight_update``, ``update_weight_version``); it is ``"default"`` before. Where a trainer
+does not set it, kvferry counts how often weights were loaded since. Tickets name both.
 """
 
 from __future__ import annotations
@@ -17,15 +18,27 @@ MAX_CHARACTERS = 200
 
 @dataclass(slots=True)
 class Weights:
-    """The version of an engine's weights; with ``enforced`` false, tickets may name another."""
+    """The weights of an engine; with ``enforced`` false, tickets may name others."""
 
     enforced: bool = True
-    version: str = "default"
+    _named: str = "default"
+    _loads: int = 0
+    """How often weights were loaded since they were named."""
+
+    @property
+    def version(self) -> str:
+        """What tickets name."""
+        times = "once" if self._loads == 1 else f"{self._loads} times"
+        return f"{self._named}, loaded {times} since" if self._loads else self._named
 
     def set(self, version: object) -> None:
         """Take the version that vLLM was given, which a client chooses."""
         text = str(version).encode("utf-8", "backslashreplace").decode()
-        self.version = truncated(text, MAX_CHARACTERS)
+        self._named, self._loads = truncated(text, MAX_CHARACTERS), 0
+
+    def loaded(self) -> None:
+        """Count that other weights were loaded; their version may follow."""
+        self._loads += 1
 
     def check(self, version: str) -> None:
         """Raise ``TicketError`` if a ticket is for other weights; older builds name none."""

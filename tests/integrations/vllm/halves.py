@@ -310,5 +310,10 @@ def engine(role: str = "kv_both", **changes: Any) -> Any:
     for settings in parts.values():
         settings.update({name: changes.pop(name) for name in list(changes) if name in settings})
     built = {name: SimpleNamespace(**settings) for name, settings in parts.items()}
-    others = {"lora_config": None, "speculative_config": None, "num_prefill_lookahead_tokens": 0}
+    others = {
+        "scheduler_config": SimpleNamespace(get_scheduler_cls=object),
+        "lora_config": None,
+        "speculative_config": None,
+        "num_prefill_lookahead_tokens": 0,
+    }
     return SimpleNamespace(**{**others, **built, **changes})

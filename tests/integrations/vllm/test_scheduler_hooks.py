@@ -103,7 +103,7 @@ class Half:
         """Which requests must fail, by what the workers report before a step is used."""
         report = self.vllm.metadata.RankReport(adapters=self.adapters(*loads))
         around = SimpleNamespace(metadata=(None, report)) if nested else report
-        return self.made._doomed(SimpleNamespace(kv_connector_worker_meta=around))
+        return self.made.doomed(SimpleNamespace(kv_connector_worker_meta=around))
 
     def load_of(self, path: str, content: bytes) -> Any:
         """A load of an adapter's files by a worker."""

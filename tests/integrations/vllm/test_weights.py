@@ -18,6 +18,19 @@ def test_other_weights_are_refused_by_name() -> None:
         here.check("step-16")
 
 
+def test_weights_that_nobody_names_are_counted() -> None:
+    there, here = Weights(), Weights()
+    there.loaded()
+    with pytest.raises(TicketError, match=r"'default, loaded once since', and .* 'default': load"):
+        here.check(there.version)
+    here.loaded()
+    here.check(there.version)
+    here.loaded()
+    here.set("step-2")
+    there.set("step-2")
+    here.check(there.version)
+
+
 def test_older_builds_name_no_weights() -> None:
     Weights().check("")
 

@@ -44,11 +44,11 @@ class Text:
         branched = self.at and position >= self.at
         return 1000 * (self.family + 1) + position + (500_000 if branched else 0)
 
-    def values(self, part: Part, steps: Steps, last: Steps) -> Bytes:
+    def values(self, part: Part, steps: Steps, last: Steps, weights: str) -> Bytes:
         """What entries hold, (steps, shards, bytes), which depends on all tokens up to ``last``."""
-        values = part.values(steps, str(self.family))
+        values = part.values(steps, f"{self.family}{weights}")
         if self.at:
-            other = part.values(steps, f"{self.family} to {self.at}")
+            other = part.values(steps, f"{self.family}{weights} to {self.at}")
             values = np.where((last >= self.at)[:, None, None], other, values)
         return values
 
@@ -63,6 +63,7 @@ class Server:
     aggregator: Any  # vLLM's, of what ranks report
     texts: dict[str, Text] = field(default_factory=dict)  # which one a request is the start of
     params: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # of ended requests
+    weights: str = ""  # with others, everything is computed to other values
     computed: Counter[str] = field(default_factory=Counter)  # tokens, by request
     pulled: set[str] = field(default_factory=set)  # requests that had something loaded
     early: int = 0  # how many loads began before their ticket had come
@@ -189,7 +190,7 @@ class Server:
                 if self._replays(group.index):
                     first = max(first, request.replay_start)
                 extent, listed = rank.extents[group.index], lists[group.index]
-                step = _Pass(rank, extent, listed, text, first, start, stop, loaded)
+                step = _Pass(rank, extent, listed, text, self.weights, first, start, stop, loaded)
                 step.run(state=group.tokens if group.is_state else 0)
         return [text.token(stop)] if stop == request.num_tokens else []
 
@@ -211,6 +212,7 @@ class _Pass:
     extent: Extent
     listed: Sequence[int]
     text: Text
+    weights: str
     first: int
     start: int
     stop: int
@@ -235,7 +237,9 @@ class _Pass:
         tokens = steps * part.per_entry
         entries = steps.ravel()
         last = (entries + 1) * part.per_entry - 1
-        values = self.text.values(part, entries, last).reshape(*part.places[ids].shape)
+        values = self.text.values(part, entries, last, self.weights).reshape(
+            *part.places[ids].shape
+        )
         found = self.rank.memory[part.places[ids]]
         read = (tokens >= self.first) & (tokens < self.start)
         assert np.count_nonzero(read) == self._shared(part), f"pages of {part.key} are missing"
@@ -263,9 +267,11 @@ class _Pass:
         capacity = part.places.shape[1]
         read = np.arange(self.start // part.ring * part.ring, self.start)
         found = self.rank.memory[part.places[page, read % capacity]]
-        assert np.array_equal(found, self.text.values(part, read, read)), f"{part.key}: {read}"
+        assert np.array_equal(found, self.text.values(part, read, read, self.weights)), (
+            f"{part.key}: {read}"
+        )
         written = np.arange(max(self.start, self.stop - capacity), self.stop)
-        values = self.text.values(part, written, written)
+        values = self.text.values(part, written, written, self.weights)
         self.rank.memory[part.places[page, written % capacity]] = values
 
     def _state(self, part: Part, size: int) -> None:
@@ -273,12 +279,14 @@ class _Pass:
         if self.start:
             before = self.rank.memory[part.places[self.listed[(self.start - 1) // size]]]
             tokens = np.array([self.start])
-            values = self.text.values(part, tokens, tokens - 1)[0]
+            values = self.text.values(part, tokens, tokens - 1, self.weights)[0]
             assert np.array_equal(before[0], values), f"{part.key}: not of {self.start} tokens"
         page = self.listed[(self.stop - 1) // size]
         assert page != HOLE
         tokens = np.array([self.stop])
-        self.rank.memory[part.places[page]] = self.text.values(part, tokens, tokens - 1)
+        self.rank.memory[part.places[page]] = self.text.values(
+            part, tokens, tokens - 1, self.weights
+        )
 
 
 @contextlib.contextmanager

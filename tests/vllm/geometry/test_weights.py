@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvferry.core.directory.news import ProducerNews
 from kvferry.integrations.vllm.adapter_files import AdapterContents
 from kvferry.integrations.vllm.adapter_loads import AdapterLoad
 from tests.integrations.vllm.test_adapter_files import write
 from tests.vllm.geometry.engine_of_ranks import Shape
 from tests.vllm.geometry.model import Layer, attention, hybrid
+from tests.vllm.geometry.paused import Core
 from tests.vllm.geometry.scheduled import PREFILL, Server, serving, wait
 
 FAILS = r"FinishReason\.ERROR"
@@ -34,9 +35,9 @@ def engines(
         yield prefill, decode
 
 
-def prefilled(prefill: Server, lora: Any = None) -> dict[str, Any]:
+def prefilled(prefill: Server, lora: Any = None, family: int = 0) -> dict[str, Any]:
     """The ticket of a request for 100 tokens."""
-    name = prefill.add(0, 100, dict(PREFILL), lora=lora)
+    name = prefill.add(family, 100, dict(PREFILL), lora=lora)
     wait(lambda: name in prefill.params, prefill)
     params = prefill.params[name]
     assert params is not None
@@ -51,6 +52,18 @@ def resets(server: Server, **asks: bool) -> bool:
         assert "reset_running_requests" in asks
         return False
     return done
+
+
+@contextmanager
+def under_way(decode: Server, params: dict[str, Any]) -> Iterator[str]:
+    """A request for 100 tokens whose load cannot read before the block ends."""
+    half = decode.scheduler.connector._scheduler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(half._directory, "take", ProducerNews)  # no handshake
+        name = decode.add(0, 100, params, 30)
+        decode.step()
+        assert name in decode.pulled
+        yield name
 
 
 def is_loaded(server: Server, name: str) -> bool:
@@ -89,29 +102,138 @@ class TestResets:
             wait(lambda: resets(decode), decode)
 
     def test_a_load_under_way(self) -> None:
-        """vLLM cannot reset decode's cache while pages of a load are there and not computed with.
+        """It fails, so that the next reset succeeds."""
+        with engines(attention(2)) as (prefill, decode):
+            decode.scheduler.recompute_kv_load_failures = True
+            with under_way(decode, prefilled(prefill)) as name:
+                assert not resets(decode, **ALL)
+                wait(lambda: resets(decode, **ALL), decode)
+            wait(lambda: name in decode.params, decode)
+            assert decode.computed[name] == 100 + 29
 
-        Then it preempts the request, which loads nothing again.
-        """
+    def test_a_load_that_is_over(self) -> None:
+        """Nothing of it is used: the request computes its prompt itself."""
+        with engines(attention(2)) as (prefill, decode):
+            name = decode.add(0, 100, prefilled(prefill), 30)
+            wait(lambda: is_loaded(decode, name), prefill, decode)
+            assert resets(decode, **ALL)
+            assert not decode.computed[name]
+            wait(lambda: name in decode.params, decode)
+            assert decode.computed[name] == 100 + 29
+
+
+class TestPauses:
+    """A pause takes a few steps, whatever is held, and leaves no ticket of before."""
+
+    @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+    @pytest.mark.parametrize("host_pages", [0, 64])
+    def test_a_ticket(self, mode: str, host_pages: int) -> None:
+        with engines(attention(2), host_pages=host_pages) as (prefill, decode):
+            decode.scheduler.recompute_kv_load_failures = True
+            params, core = prefilled(prefill), Core(prefill)
+            core.pause(mode)
+            core.resume()
+            name = decode.add(0, 100, params, 3)
+            wait(lambda: name in decode.params, decode)
+            assert decode.computed[name] == 100 + 2
+            again = decode.add(0, 70, prefilled(prefill), 3)
+            wait(lambda: again in decode.params, prefill, decode)
+
+    @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+    @pytest.mark.parametrize("host_pages", [0, 64])
+    def test_a_ticket_where_no_cache_is_cleared(self, mode: str, host_pages: int) -> None:
+        """It stays valid, and does not hold up the pause."""
+        with engines(attention(2), host_pages=host_pages) as (prefill, decode):
+            params, core = prefilled(prefill), Core(prefill)
+            assert core.pause(mode, clears=False) <= 1
+            name = decode.add(0, 100, params, 3)
+            wait(lambda: is_loaded(decode, name) or name in decode.params, decode)
+            core.resume()
+            wait(lambda: name in decode.params, prefill, decode)
+            prefill.run_dry()
+
+    def test_a_ticket_that_is_made_meanwhile(self) -> None:
+        with engines(attention(2)) as (prefill, _):
+            name = prefill.add(0, 300, dict(PREFILL))
+            prefill.step()
+            Core(prefill).pause("wait")
+            assert prefill.params[name] is not None
+            assert not prefill.scheduler.requests
+
+    @pytest.mark.parametrize("policy", ["fail", "recompute"])
+    def test_a_load_under_way(self, policy: str) -> None:
+        """It fails, and the request with it, or computes its prompt itself."""
+        with engines(attention(2)) as (prefill, decode):
+            decode.scheduler.recompute_kv_load_failures = policy == "recompute"
+            core = Core(decode)
+            with under_way(decode, prefilled(prefill)) as name:
+                if policy == "fail":
+                    with pytest.raises(AssertionError, match=FAILS):
+                        core.pause("keep")
+                    return
+                core.pause("keep")
+            core.resume()
+            wait(lambda: name in decode.params, decode)
+            assert decode.computed[name] == 100 + 29
+
+    def test_a_load_that_is_over(self) -> None:
+        with engines(attention(2)) as (prefill, decode):
+            name, core = decode.add(0, 100, prefilled(prefill), 30), Core(decode)
+            wait(lambda: is_loaded(decode, name), prefill, decode)
+            core.pause("keep")
+            core.resume()
+            wait(lambda: name in decode.params, decode)
+            assert decode.computed[name] == 100 + 29
+
+    def test_a_load_of_a_request_that_is_aborted(self) -> None:
+        with engines(attention(2)) as (prefill, decode):
+            with under_way(decode, prefilled(prefill)):
+                Core(decode).pause("abort")
+            assert not decode.scheduler.requests
+
+    def test_a_load_that_is_waited_for(self) -> None:
         with engines(attention(2)) as (prefill, decode):
             name = decode.add(0, 100, prefilled(prefill), 30)
             decode.step()
-            assert not resets(decode, **ALL)
-            wait(lambda: is_loaded(decode, name), prefill, decode)
-            assert not resets(decode, **ALL)
-            decode.step()
-            assert resets(decode, **ALL)
-            computed = decode.computed[name]
-            wait(lambda: name in decode.params, decode)
-            assert decode.computed[name] == computed + 100 + 29
+            Core(decode).pause("wait", steps=10_000)
+            assert not decode.scheduler.requests
+            assert decode.computed[name] == 30
 
 
-def have(server: Server, version: str) -> None:
-    """Tell an engine's core which weights were loaded."""
-    from vllm.v1.engine.core import EngineCore
+class TestUpdates:
+    """Engines whose weights change one after the other, while requests come all the time."""
 
-    core: Any = SimpleNamespace(scheduler=server.scheduler)
-    EngineCore.set_weight_version(core, version)
+    @pytest.mark.parametrize("mode", ["abort", "keep"])
+    @pytest.mark.parametrize("first", ["prefill", "decode"])
+    @pytest.mark.parametrize("names_it", [True, False])
+    def test_in_turn(self, mode: str, first: str, names_it: bool) -> None:
+        """Every value that is read was computed with the weights that compute with it."""
+        with engines(attention(2), two_way=True) as (prefill, decode):
+            for server in (prefill, decode):
+                server.scheduler.recompute_kv_load_failures = True
+            cores = {"prefill": Core(prefill), "decode": Core(decode)}
+
+            def answer(family: int, ticket: dict[str, Any]) -> str:
+                name = decode.add(family, 100, ticket, 5)
+                wait(lambda: name in decode.params, prefill, decode)
+                return name
+
+            for version in range(1, 5):
+                before = prefilled(prefill)
+                decode.add(1, 100, prefilled(prefill, family=1), 40)
+                decode.step()  # so that its load is under way
+                cores.pop(first).update(f"v{version}", mode, names_it=names_it)
+                assert answer(version, prefilled(prefill, family=version)) not in decode.pulled
+                [other] = cores.values()
+                other.update(f"v{version}", mode, names_it=names_it)
+                answer(0, before)
+                last = answer(version, prefilled(prefill, family=version))
+                assert last in decode.pulled
+                ticket = decode.params[last]
+                assert ticket is not None
+                turn = prefill.add(version, 130, {**ticket, "do_remote_decode": True})
+                wait(lambda turn=turn: turn in prefill.params, prefill, decode)  # type: ignore[misc]
+                cores = {"prefill": Core(prefill), "decode": Core(decode)}
 
 
 class TestVersions:
@@ -122,13 +244,13 @@ class TestVersions:
         with engines(attention(2)) as (prefill, decode):
             for server, version in ((prefill, there), (decode, here)):
                 if version is not None:
-                    have(server, version)
+                    Core(server).name(version)
             name = decode.add(0, 100, prefilled(prefill), 3)
             with pytest.raises(AssertionError, match=FAILS):
                 wait(lambda: name in decode.params, prefill, decode)
             assert not decode.pulled
-            have(prefill, "v3")
-            have(decode, "v3")
+            Core(prefill).name("v3")
+            Core(decode).name("v3")
             name = decode.add(0, 100, prefilled(prefill), 3)
             wait(lambda: name in decode.params, prefill, decode)
             assert name in decode.pulled
@@ -141,21 +263,17 @@ class TestVersions:
             wait(lambda: own in decode.computed, decode)
             name = decode.add(0, 700, prefilled(prefill), 3)
             wait(lambda: name in half._consumer._pulls, decode)
-            have(decode, "v2")
+            Core(decode).name("v2")
             with pytest.raises(AssertionError, match=FAILS):
                 wait(lambda: name in decode.params, decode)
             assert name not in decode.pulled
 
     def test_a_load_under_way(self) -> None:
         with engines(attention(2)) as (prefill, decode):
-            name = decode.add(0, 100, prefilled(prefill), 3)
-            decode.step()
-            assert name in decode.pulled
-            have(decode, "v2")
-            with pytest.raises(AssertionError, match=FAILS):
-                wait(lambda: name in decode.params, prefill, decode)
-            decode.run_dry()
-            prefill.run_dry()
+            fails = pytest.raises(AssertionError, match=FAILS)
+            with under_way(decode, prefilled(prefill)) as name, fails:
+                Core(decode).name("v2")
+                wait(lambda: name in decode.params, decode)
 
     @pytest.mark.parametrize(("version", "pulls"), [("default", True), ("v2", False)])
     def test_next_turn(self, version: str, pulls: bool) -> None:
@@ -165,7 +283,7 @@ class TestVersions:
             wait(lambda: name in decode.params, prefill, decode)
             answer = decode.params[name]
             assert answer is not None
-            have(prefill, version)
+            Core(prefill).name(version)
             turn = prefill.add(0, 150, {**answer, "do_remote_decode": True})
             wait(lambda: turn in prefill.params, prefill, decode)
             assert (turn in prefill.pulled) == pulls
