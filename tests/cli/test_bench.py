@@ -22,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli import bench as bench_command
-from kvferry.cli.bench import measure
+from kvferry.cli.bench import measure, picture
 from kvferry.cli.bench.grid import BenchError, Case, options_of, sizes_of
-from kvferry.cli.bench.measure import Bench, far_process, near_buffer
+from kvferry.cli.bench.measure import Bench, Result, far_process, near_buffer
+from kvferry.cli.formatting import size
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Capabilities, PeerId, State, Status, TransferId, Transport
@@ -138,6 +139,23 @@ def test_wrong_bytes_and_failures_are_reported(
         transport.close()
 
 
+def test_what_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"--memory cuda: no buffer of 8 bytes .* needs"):
+        near_buffer("cuda", 8)
+
+    def refuse(*_: object) -> None:
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(measure, "Process", refuse)
+    with pytest.raises(BenchError, match=r"the second process failed \(start\): no answer"):
+        far_process("loopback", {}, "cpu", 8)
+    case = Case(size=8, block=8, scattered=True)
+    result = Result(case=case, rounds=1, seconds=1.0, memcpy_seconds=1.0)
+    (path := tmp_path / "picture.svg").mkdir()
+    with pytest.raises(BenchError, match=r"picture\.svg cannot be written: Is a directory"):
+        picture.draw(path, "a title", [result])
+
+
 def test_memory_that_the_driver_does_not_reach_is_refused(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +249,11 @@ def test_a_signal_ends_both_processes(tmp_path: Path, signum: signal.Signals) ->
 
 def test_size_suffixes_are_binary() -> None:
     assert sizes_of("64K, 4096,1MiB,2g,4k", "--size") == [4096, 1 << 16, 1 << 20, 2 << 30]
+
+
+def test_sizes_are_written_with_three_digits() -> None:
+    written = [size(nbytes) for nbytes in (0, 1023, 1024, 15 << 19, 1 << 40, 3 << 52)]
+    assert written == ["0 B", "1,023 B", "1 KiB", "7.5 MiB", "1 TiB", "12,288 TiB"]
 
 
 def test_option_values_are_json_or_text() -> None:

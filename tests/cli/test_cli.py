@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 
 import pytest
 
 import kvferry
+from kvferry import cli
 from kvferry.cli import drivers
 from kvferry.cli.commands import app
 from kvferry.core.transport.registry import DriverInfo, DriverReport, describe, find
@@ -30,6 +33,22 @@ def test_interrupted_command_says_so(command: Command, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(drivers, "installed", interrupted)
     assert command.run("drivers") == (130, "", "kvferry: interrupted\n")
+
+
+def test_output_that_nobody_reads_is_a_failure(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush, asked = sys.stdout.flush, list[bool]()
+
+    def broken() -> None:
+        asked.append(True)
+        if len(asked) == 1:
+            raise BrokenPipeError
+        flush()
+
+    monkeypatch.setattr(cli, "run", lambda: 0)
+    monkeypatch.setattr(sys.stdout, "flush", broken)
+    assert command.run().status == 1
 
 
 def test_version_is_printed(command: Command) -> None:
@@ -64,6 +83,19 @@ def test_drivers_are_listed_with_capabilities_or_reason(command: Command) -> Non
         assert part in listed.words
     told = [line.rstrip() for line in listed.out.splitlines() if " word" in line]
     assert all(60 < len(line) <= 80 for line in told[:-1])
+
+
+def test_what_a_driver_lacks_is_listed(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = describe(find("loopback"))
+    assert known.capabilities is not None
+    less = replace(known.capabilities, max_outstanding=3, concurrent_connect=False)
+    monkeypatch.setattr(drivers, "installed", lambda: [replace(known, capabilities=less)])
+    monkeypatch.setattr(drivers, "describe", lambda report: report)
+    listed = command.run("drivers").words
+    assert "3 transfers at once" in listed
+    assert "a peer that is slow to connect holds others up" in listed
+    monkeypatch.setattr(drivers, "installed", list)
+    assert "No driver is installed. kvferry brings one, loopback" in command.run("drivers").words
 
 
 @pytest.mark.usefixtures("_two_drivers")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ class Needy(LoopbackTransport):
 DYING_CODE = """
 import os
 import sys
+from importlib.metadata import PackageNotFoundError
 
 print("segmentation fault, say", file=sys.stderr, flush=True)
 os._exit(3)
@@ -87,6 +90,22 @@ def test_driver_that_kills_its_process_is_bad(
     (finding,) = software.drivers(found)
     check(finding, BAD, "status 3: segmentation fault, say")
     check(kernel.reading(found.reading), OK, "a process read this one")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "said"),
+    [
+        (sys.modules[probe.__module__], "SECONDS", 0.0, "the drivers have not started within 0 s"),
+        (sys, "executable", "/nowhere/python", "the drivers could not be asked: "),
+    ],
+)
+def test_drivers_that_say_nothing_are_bad(
+    owner: object, name: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, value)
+    found = probe()
+    check(next(iter(software.drivers(found))), BAD, said)
+    check(kernel.reading(found.reading), WARN, "not known")
 
 
 def test_unreachable_engine_is_bad_in_the_table(
@@ -167,6 +186,20 @@ def test_untested_vllm_is_a_warning(
     check(software.vllm(), verdict)
 
 
+def test_vllm_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(software, "version", missing)
+    check(software.vllm(), OK, "not installed; the connector is for vLLM 0.29 to 0.32")
+
+
+def test_untested_python_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(software.python(), OK)
+    monkeypatch.setattr(software, "PYTHONS", ((3, 8), (3, 9)))
+    check(software.python(), WARN, "", "tested with Python 3.8 to 3.9 on Linux")
+
+
 def test_forbidden_memory_access_is_bad() -> None:
     said = "the kernel forbids reading the memory of process 7: set kernel.x to 0"
     check(kernel.reading(said), BAD, "the memory of process 7", "set kernel.x to 0")
@@ -179,20 +212,21 @@ def test_forbidden_memory_access_is_bad() -> None:
 @pytest.mark.parametrize(
     ("engine", "keyed", "given", "verdict", "found", "remedy"),
     [
-        ("prefill", False, False, OK, "incarnation 7", ""),
-        (None, False, False, OK, "this is engine 'prefill'", ""),
-        ("other", False, False, BAD, "this is engine 'prefill'", "correct --engine"),
-        ("prefill", True, True, OK, "incarnation 7", ""),
-        ("prefill", True, False, WARN, "does not admit everybody: its side", "--curve-secret-key"),
-        ("prefill", True, False, WARN, "Host and port are right", "--curve-peer"),
+        ("prefill", False, "", OK, "incarnation 7", ""),
+        (None, False, "", OK, "this is engine 'prefill'", ""),
+        ("other", False, "", BAD, "this is engine 'prefill'", "correct --engine"),
+        ("prefill", True, "OWN", OK, "incarnation 7", ""),
+        ("prefill", True, "", WARN, "does not admit everybody: its side", "--curve-secret-key"),
+        ("prefill", True, "", WARN, "Host and port are right", "--curve-peer"),
+        ("prefill", True, "STRANGER", WARN, "does not admit", "list this command's public key"),
     ],
 )
 def test_running_engine_is_identified(
-    engine: str | None, keyed: bool, given: bool, verdict: FindingLevel, found: str, remedy: str
+    engine: str | None, keyed: bool, given: str, verdict: FindingLevel, found: str, remedy: str
 ) -> None:
     access = Access(own=ENGINE, peers=frozenset({OWN.public})) if keyed else OPEN
-    environment = {"OWN": OWN.secret.hex()}
-    keys = keys_of("env:OWN", ENGINE.public.hex(), environment) if given else keys_of("", "")
+    environment = {"OWN": OWN.secret.hex(), "STRANGER": generate().secret.hex()}
+    keys = keys_of(f"env:{given}", ENGINE.public.hex(), environment) if given else keys_of("", "")
     with HandshakeServer(
         encoded(payload()), engine="prefill", incarnation=7, access=access
     ) as server:
@@ -227,3 +261,9 @@ def test_addresses_of_this_host(
     check(loopback, OK, "the default of side_channel_host: only engines on this host reach it")
     check(own, verdict, found, remedy)
     assert address is None or own.name == f"side channel at {address}"
+
+
+def test_own_port_that_leads_elsewhere_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "ping", lambda *_, **__: 7)
+    finding, *_ = channel.channels()
+    check(finding, BAD, "another process answered", "what redirects connections here")

@@ -6,14 +6,19 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import kvferry
 from kvferry.cli import new_driver
-from kvferry.core.errors import DriverError
+from kvferry.cli.new_driver.template import TemplateTransport
+from kvferry.core.errors import ConnectError, DriverError, PeerLostError
+from kvferry.core.transport import State
 from tests.cli.command import ROOT, Command
+from tests.drivers.pairs import closed_at_end, paired
 
 
 @pytest.fixture
@@ -51,6 +56,31 @@ def test_files_name_the_driver_everywhere(folder: Path) -> None:
 
 def test_some_tests_of_the_suite_pass_as_written(folder: Path) -> None:
     run_suite(folder, "-k", "names_are_unique or may_connect_to_itself or several_peers_at_once")
+
+
+def test_the_driver_reads_cancels_and_notices_that_a_peer_is_gone() -> None:
+    with closed_at_end(TemplateTransport) as make:
+        pair = paired(make(), make(), 4096)
+        reader, address = pair.reader, pair.other.address()
+        assert pair.works()
+        assert reader.path(pair.peer) == ""
+        for end in (lambda begun: reader.cancel(begun), lambda _: reader.disconnect(pair.peer)):
+            begun = pair.lasting()
+            assert pair.status(begun).state is State.PENDING
+            end(begun)
+            assert pair.status(begun).state is State.FAILED
+        pair = replace(pair, peer=reader.connect(address))
+        pair.other.close()
+        status = pair.moved()
+        assert (status.state, type(status.error)) == (State.FAILED, PeerLostError)
+        elsewhere = msgspec.msgpack.encode(msgspec.msgpack.decode(address) | {"host": "another"})
+        for wrong, words in (
+            (address, "is closed"),
+            (elsewhere, "is on another host"),
+            (b"nonsense", "not an address of the driver"),
+        ):
+            with pytest.raises(ConnectError, match=words):
+                make().connect(wrong)
 
 
 @pytest.mark.parametrize("name", ["", "My", "1st", "a-b", "../x", "class", "a" * 33])

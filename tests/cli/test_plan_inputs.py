@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.cli.plan import engines as engines_module
+from kvferry.cli.plan import model as model_module
 from kvferry.cli.plan.engines import EngineError, SettingsError, make_engine, parse
 from kvferry.cli.plan.model import ModelError, read_model
 from tests.cli import hybrid_configs as configs
@@ -142,6 +144,24 @@ def test_settings_accept_dashes_and_lower_case() -> None:
     assert (found.block_size, found.layout) == (32, "LBNHC")
 
 
+def test_the_reason_why_no_file_is_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be read: No such file"):
+        read_model(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="--dtype names the unknown element type 'int4'"):
+        read_model(tmp_path / "nowhere", "int4")
+
+
+def test_files_that_are_too_long_are_refused(
+    plan: PlanCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = plan.layouts(TINY)
+    monkeypatch.setattr(model_module, "FILE_LIMIT", 10)
+    monkeypatch.setattr(engines_module, "MAX_FILE_BYTES", 10)
+    with pytest.raises(ModelError, match="has more than 10 bytes: that is no model's config"):
+        read_model(Path(write_config(tmp_path, TINY)))
+    assert "it has more than 10 bytes" in plan.refusal(None, *files)
+
+
 # Files with layouts.
 
 
@@ -169,6 +189,20 @@ def test_layout_outside_its_region_is_refused(plan: PlanCommand) -> None:
     content["ranks"][0]["regions"][0]["nbytes"] = 100
     Path(files[0]).write_text(json.dumps(content))
     assert "of region 0, which has 100" in plan.refusal(None, *files)
+
+
+def test_ranks_with_unlike_groups_are_refused(plan: PlanCommand) -> None:
+    files = plan.layouts(TINY)
+    content = json.loads(Path(files[0]).read_text())
+    [rank] = content["ranks"]
+    ranks = [rank, rank | {"groups": rank["groups"] * 2}]
+    Path(files[0]).write_text(json.dumps({"ranks": ranks}))
+    assert "unlike numbers of groups" in plan.refusal(None, *files)
+
+
+def test_layouts_have_their_own_element_types(plan: PlanCommand) -> None:
+    said = plan.refusal(None, *plan.layouts(TINY), "--dtype", "fp8")
+    assert "--dtype is for a model's config file" in said
 
 
 def test_names_from_files_are_not_parsed_as_markup(plan: PlanCommand) -> None:

@@ -186,6 +186,12 @@ def test_bytes_of_hybrids(
     assert found.nbytes == attending * block * token + stateful * state
 
 
+def test_layers_with_attention_may_be_listed(tmp_path: Path) -> None:
+    listed = configs.GRANITE | {"layer_types": None, "attn_layer_indices": [5, 15, 25, 35]}
+    same = read_model(Path(write_config(tmp_path, configs.GRANITE)))
+    assert read_model(Path(write_config(tmp_path, listed))) == same
+
+
 def test_table_names_the_states(plan: PlanCommand) -> None:
     said = plan.text(configs.QWEN3_NEXT, "tp=2", "tp=1")
     for part in (

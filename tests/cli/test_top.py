@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -401,6 +402,14 @@ def test_other_pages_are_refused_with_the_reason(page: bytes, reason: str) -> No
     with pytest.raises(MetricsPageError, match=reason) as refused:
         parse(page)
     assert str(refused.value).isprintable()
+
+
+def test_a_page_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = MagicMock()
+    opener.open.return_value.__enter__.return_value.read1.return_value = b"#"
+    monkeypatch.setattr(scrape, "_OPENER", opener)
+    with pytest.raises(MetricsPageError, match="no page within 0 s"):
+        scrape.read(MetricsAddress.parse(NOBODY), 0.0)
 
 
 def test_lines_of_other_metrics_are_skipped_unread() -> None:

@@ -116,17 +116,16 @@ def _starts(f: Field) -> I64Array:
     return starts
 
 
-def _spaced(f: Field, places: I64Array) -> Iterator[Dim]:
-    """Yield the outer dims with their strides in a host page; refuse uneven ``places``."""
-    expected = np.array(places.flat[0], dtype=np.int64)
+def _spaced(f: Field, places: I64Array) -> list[Dim]:
+    """Return the outer dims with their strides in a host page; refuse uneven ``places``."""
+    dims, expected = [], np.array(places.flat[0], dtype=np.int64)
     for axis, extent in enumerate(places.shape):
         stride = int(np.diff(places, axis=axis).flat[0])
         expected = np.add.outer(expected, stride * np.arange(extent, dtype=np.int64))
-        if stride < 1:
-            raise _unstageable(f"field {f.key!r}")
-        yield Dim(extent=extent, stride=stride)
+        dims.append(Dim(extent=extent, stride=stride))
     if not np.array_equal(expected, places):
         raise _unstageable(f"field {f.key!r}")
+    return dims
 
 
 def _unstageable(

@@ -34,6 +34,7 @@ from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 from tests.core.endpoint.side_channels import SideChannel
 from tests.core.endpoint.transports import ScriptedTransport
+from tests.core.messages import payload
 
 KEY = PeerKey("prefill", "127.0.0.1", 1)
 TTL = 100.0
@@ -195,16 +196,36 @@ def test_a_producer_is_gone_as_it_was_asked_last(
         assert isinstance(decode.error("d-1"), PeerLostError)
 
 
-@pytest.mark.parametrize("payload", [b"\xc1", encode(Pong(incarnation=1))])
-def test_a_malformed_reply_fails_the_handshake(
-    prefill: Engine, relay: Directory, payload: bytes
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (b"\xc1", "payload of rank 0: not a payload"),
+        (encode(Pong(incarnation=1)), "payload of rank 0: not a payload"),
+        (encode(payload(engine="other")), "it answered with the ranks of engine 'other'"),
+    ],
+)
+def test_a_reply_of_no_rank_of_the_engine_fails_the_handshake(
+    prefill: Engine, relay: Directory, payload: bytes, words: str
 ) -> None:
     with Channel(prefill, payloads=[payload]) as channel:
         relay.begin("r", channel.serve())
         error = outcome_of(relay)
     assert isinstance(error, HandshakeError)
-    assert "payload of rank 0: not a payload" in str(error)
+    assert words in str(error)
     assert str(channel.port) in str(error)
+
+
+def test_a_producer_that_cannot_be_watched_is_not_used(
+    channel: Channel, relay: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise HandshakeError("can't start new thread")
+
+    monkeypatch.setattr(directory, "start_pings", refuse)
+    relay.begin("r", channel.serve())
+    error = outcome_of(relay)
+    assert isinstance(error, ConnectError)
+    assert "cannot watch engine prefill: can't start new thread" in str(error)
 
 
 def test_only_the_maker_of_a_ticket_is_watched(relay: Directory) -> None:

@@ -139,6 +139,17 @@ def test_the_wait_after_failures_grows(handshakes: Handshakes, failures: int) ->
     assert handshakes.begun[-1] == "a"
 
 
+def test_a_handshake_that_cannot_start_has_failed(
+    handshakes: Handshakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BAD
+
+    monkeypatch.setattr(module, "start", refuse)
+    handshakes.ask("a")
+    assert handshakes.reported == [BAD]
+
+
 def test_a_success_resets_the_wait(handshakes: Handshakes) -> None:
     handshakes.ask("a")
     handshakes.end(BAD)

@@ -19,14 +19,23 @@ from kvferry.core.errors import (
     StaleError,
     TicketError,
     TransportError,
+    TransportUsageError,
 )
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.memory import Region
 from kvferry.core.side_channel import Judgements
 from kvferry.core.transport import Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import FaultyTransport
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Clock, Engine, eventually, load, until
+from tests.core.endpoint.engines import (
+    Clock,
+    Engine,
+    RecordingTransport,
+    eventually,
+    load,
+    until,
+)
 from tests.core.endpoint.transports import PENDING, ScriptedTransport
 
 LONG = 60.0
@@ -310,3 +319,18 @@ def test_loads_fail_when_the_consumers_transport_dies(prefill: Engine) -> None:
         assert decode.load("d-1", prefill.serve("p-1", [1, 2], 8), [3, 4]) is None
         transport.die()
         assert decode.load("d-2", prefill.serve("p-2", [5, 6], 8), [7, 8]) is not None
+
+
+def test_an_engine_that_cannot_register_its_memory_leaves_nothing_open() -> None:
+    class Full(RecordingTransport):
+        def register(self, region: Region) -> None:
+            raise TransportError("no memory key is left")
+
+    before = set(threading.enumerate())
+    first, full = RecordingTransport(), Full()
+    with pytest.raises(TransportError, match="no memory key is left"):
+        Engine("prefill", CacheShape(tp=2), transport=iter([first, full]).__next__)
+    for each in (first, full):
+        with pytest.raises(TransportUsageError, match="closed"):
+            each.address()
+    assert set(threading.enumerate()) <= before

@@ -113,7 +113,8 @@ def part(*pages: tuple[int, ...], generation: int = 7) -> Ticket:
 
 
 def early(first: Ticket) -> LoadState:
-    load = dataclasses.replace(sample_load(ranges=((0, 8), (0, 8))), ticket=first, is_early=True)
+    ranges = ((0, 8), (0, 8), None)
+    load = dataclasses.replace(sample_load(ranges=ranges), ticket=first, is_early=True)
     return LoadState(machine=MACHINE, load=load, begun=1.0, handshake_succeeded=2.0)
 
 
@@ -123,8 +124,8 @@ def test_a_ticket_before_the_first_early_read_does_not_add_to_what_is_read_early
     source: Any = SimpleNamespace(remote=0, matches=matches)
     state = early(part((1,), ()))
     state.extend(part((1, 2), (3, 4)), is_last=True)
-    assert state.request_for(source, 0, 4).ranges == ((0, 4), None)
-    assert state.request_for(source, 4, None).ranges == ((4, 8), (0, 8))
+    assert state.request_for(source, 0, 4).ranges == ((0, 4), None, None)
+    assert state.request_for(source, 4, None).ranges == ((4, 8), (0, 8), None)
 
 
 def test_the_times_of_an_early_load_count_from_its_last_part() -> None:

@@ -21,7 +21,7 @@ from kvferry.core.directory.pings import start_pings
 from kvferry.core.endpoint import EndpointOptions, handshake_reader, peers
 from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, memory_of
 from kvferry.core.endpoint.peers import Peer, PeerUse
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
@@ -186,6 +186,33 @@ def test_replies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatc
         released.set()
         assert outcomes(decode, 1, 2) == [None, None]
         assert not any(each.reply.nbytes for each in known._producers.values())
+
+
+def test_replies_of_producers_that_go_before_they_are_read_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released, read, begun = threading.Event(), handshake_reader.ReplyReader.read, list[str]()
+
+    def slow(reader: handshake_reader.ReplyReader, reply: EncodedReply) -> HandshakeResult:
+        begun.append(reply.address.engine)
+        assert released.wait(60.0)
+        return read(reader, reply)
+
+    monkeypatch.setattr(handshake_reader.ReplyReader, "read", slow)
+    with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
+        known = decode.endpoint._load_manager.peers
+        for number, producer in enumerate((one, two), 1):
+            pull(producer, decode, number)
+            eventually(lambda: len(known._unread) == number, "its reply is there")  # noqa: B023
+        gone = [
+            (each.key, each.reply.incarnation, PeerLostError("it died")) for each in known._unread
+        ]
+        decode.endpoint.relay(ProducerNews(gone=tuple(gone)))
+        assert all(isinstance(error, PeerLostError) for error in outcomes(decode, 1, 2))
+        released.set()
+        eventually(lambda: not known._unread, "none is left to be read")
+        assert begun == ["one"]
+        assert decode.endpoint.healthy
 
 
 def asked(decode: Engine) -> set[int]:

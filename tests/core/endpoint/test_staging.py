@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.endpoint import endpoint as endpoint_module
+from kvferry.core.endpoint.page_copies import RunningCopies
 from kvferry.core.errors import Cause, CopyError, StaleError
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import LoadMachine
@@ -127,13 +128,18 @@ def test_a_load_fails_whose_copy_fails(when: str) -> None:
         assert decode.endpoint.healthy
 
 
-def test_an_exception_at_a_copys_end_costs_its_request_only(
+def test_an_exception_at_a_copys_begin_or_end_costs_its_request_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pair() as (prefill, decode):
-        fail_once(monkeypatch, LoadMachine, "copied")
-        error = decode.load("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
-        assert "unexpected ZeroDivisionError: a bug" in str(error)
+        for number, (owner, method) in enumerate(
+            ((RunningCopies, "begin"), (LoadMachine, "copied"))
+        ):
+            ticket = prefill.serve(f"p-{number}", BLOCKS, TOKENS)
+            prefill.sent(f"p-{number}")
+            fail_once(monkeypatch, owner, method)
+            error = decode.load(f"d-{number}", ticket, [8, 9])
+            assert "unexpected ZeroDivisionError: a bug" in str(error)
         fail_once(monkeypatch, WorkerHolds, "copied")
         error = decode.load("d-2", prefill.serve("p-2", [5, 6], TOKENS), [3, 4])
         assert isinstance(error, StaleError)

@@ -128,3 +128,34 @@ def test_blocks_that_share_bytes_with_other_blocks_are_refused(offset: int, stri
     )
     with pytest.raises(LayoutError, match="of different block ids overlap"):
         HostPageFormat.of(cache)
+
+
+def test_rows_that_reach_into_the_next_block_are_refused() -> None:
+    """By themselves, or merged with other rows."""
+    between: dict[str, Any] = {"page_stride": 10, "tokens": axis((3, 6))}
+    early: dict[str, Any] = {"page_stride": 16, "unit": 4, "tokens": axis((1, 1))}
+    late: dict[str, Any] = {"offset": 12, "page_stride": 16, "tokens": axis((2, 8))}
+    for fields, block, words in (
+        ([plain_field("a", **between)], 3, "no rows of bytes belong to one block id"),
+        ([plain_field("a", **early), plain_field("b", group=1, **late)], 1, "rows of 16 bytes"),
+    ):
+        cache = Layout(
+            regions=(Region(address=4096, nbytes=4096),),
+            groups=(paged(block), paged(2)),
+            fields=tuple(fields),
+        )
+        with pytest.raises(LayoutError, match=words):
+            HostPageFormat.of(cache)
+
+
+def test_rows_that_others_would_space_unevenly_are_refused() -> None:
+    """No stride names the rows 0, 200 and 400, if a row at 300 comes between them in a page."""
+    row: dict[str, Any] = {"page_stride": 16, "pages": 4, "unit": 16, "tokens": axis((1, 1))}
+    fields = (
+        plain_field("a", shard=axis((3, 200)), shard_range=(0, 3), **row),
+        plain_field("b", group=1, offset=300, **row),
+    )
+    region = Region(address=4096, nbytes=4096)
+    form = HostPageFormat.of(Layout(regions=(region,), groups=(paged(1),) * 2, fields=fields))
+    with pytest.raises(LayoutError, match="field 'a' cannot be staged"):
+        form.layout(region, 8)

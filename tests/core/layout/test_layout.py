@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from kvferry.core.layout import (
     axis,
     axis_length,
 )
+from kvferry.core.layout.layout import MAX_GROUPS
 from kvferry.core.memory import Region, region_of
 from tests.core.layouts import DIM, PAGES, STATE, heads, layout, paged, plain_field
 from tests.core.planner.oracle import field_offsets
@@ -84,6 +86,12 @@ def test_too_many_kinds_of_fields_are_refused() -> None:
     ]
     with pytest.raises(LayoutError, match=r"field 'layer\.512' is of another kind"):
         layout(*some)
+
+
+def test_too_many_groups_are_refused() -> None:
+    layout(heads(), groups=[paged()] * MAX_GROUPS)
+    with pytest.raises(LayoutError, match=f"{MAX_GROUPS + 1} groups; {MAX_GROUPS} are allowed"):
+        layout(heads(), groups=[paged()] * (MAX_GROUPS + 1))
 
 
 def test_a_repeated_key_is_refused() -> None:
@@ -187,6 +195,12 @@ def test_values_that_would_overflow_64_bits_are_refused(change: dict[str, object
 def test_a_region_outside_the_address_space_is_refused(bounds: tuple[int, int]) -> None:
     with pytest.raises(LayoutError, match="must be positive and end below"):
         Region(address=bounds[0], nbytes=bounds[1])
+
+
+@pytest.mark.parametrize("change", [{"kind": ""}, {"kind": "k" * 17}, {"device": -1}])
+def test_a_region_of_no_possible_memory_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match="a kind has 1 to 16 characters"):
+        replace(Region(address=1, nbytes=8), **change)
 
 
 def test_region_of_an_array_is_its_memory() -> None:

@@ -201,6 +201,16 @@ def test_a_watermark_that_lands_after_a_failure_starts_no_read() -> None:
     assert load.acts[-1] == REPORT
 
 
+def test_a_watermark_that_lands_after_the_last_part_is_not_used() -> None:
+    load = begin(0, computed=False, tokens=8)
+    load.tick(1.0)
+    load.checked(0, HOLD.computing)
+    load.finish(HOLD, computed=False, deadline=LATE)
+    load.actions.clear()
+    load.watermark_read(0, HOLD.watermark(4))
+    assert load.acts == [(CHECK, 0)]
+
+
 # Loads that wait for the device, and those of a staged cache, which are copied there.
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import select
 import socket
 import struct
@@ -32,6 +34,17 @@ def test_a_port_without_a_listener_is_refused_with_the_remedy() -> None:
 def test_an_invalid_host_is_refused_with_the_setting(host: str) -> None:
     with pytest.raises(HandshakeError, match="set side_channel_host"):
         fetch(host, 4242, "prefill", timeout=LONG)
+
+
+def test_a_host_without_a_route_is_refused_with_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def unreachable(*_: object) -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(asyncio, "open_connection", unreachable)
+    with pytest.raises(HandshakeError, match=r"\(No route to host\): is side_channel_host right"):
+        fetch("127.0.0.1", 4242, "prefill", timeout=LONG)
 
 
 def test_a_listener_that_does_not_answer_times_out() -> None:

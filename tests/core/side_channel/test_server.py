@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -147,6 +148,16 @@ def test_an_invalid_request_is_refused_and_the_next_one_served(
     assert still_serves(server)
 
 
+def test_a_request_that_fails_ends_only_itself(context: Context) -> None:
+    """Whatever was wrong with it, the thread serves on."""
+    problems = iter([["slow"]])  # a second call raises
+    with serve(problems=problems.__next__) as server, dealer(context, server) as channel:
+        ask_health = wire.encode(wire.Health(engine="prefill"))
+        assert isinstance(ask(channel, ask_health), wire.Condition)
+        channel.send(ask_health)
+        assert ask(channel, wire.encode(wire.Ping(engine="prefill"))) == wire.Pong(incarnation=7)
+
+
 def test_an_oversized_request_ends_only_its_own_connection(
     server: HandshakeServer, context: Context
 ) -> None:
@@ -194,6 +205,21 @@ def test_what_cannot_be_served_is_refused(options: dict[str, Any], message: str)
 def test_a_port_in_use_is_refused_with_its_setting(server: HandshakeServer) -> None:
     with pytest.raises(HandshakeError, match=rf"port {server.port}: .* in use. Set side_channel_p"):
         serve(port=server.port)
+
+
+def test_a_port_that_this_user_may_not_use_is_refused_with_its_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bind = zmq.Socket.bind
+
+    def restricted(channel: Socket, address: str) -> object:
+        if address.startswith("tcp:"):
+            raise zmq.ZMQError(errno.EACCES)
+        return bind(channel, address)
+
+    monkeypatch.setattr(zmq.Socket, "bind", restricted)
+    with pytest.raises(HandshakeError, match="Set side_channel_port to 1024 or above"):
+        serve(port=80)
 
 
 def test_close_frees_the_port_and_leaves_no_thread() -> None:

@@ -41,6 +41,8 @@ class FakeAgent(Agent):
         return registration
 
     def deregister(self, registration: Registration) -> None:
+        if self.registered[registration] in self.refused:
+            raise TransportError(f"told to refuse {self.registered[registration]}")
         del self.registered[registration]
 
     def add(self, metadata: bytes) -> str:

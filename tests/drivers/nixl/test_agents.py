@@ -17,7 +17,7 @@ from kvferry.drivers.nixl.peer import NixlPeer
 from tests.drivers.nixl.fake_agent import FakeAgent
 
 LIBRARY = NixlLibrary(
-    package="fake", version="0", api=None, errors=(), lost=OSError, unknown=KeyError
+    package="fake", version="0", api=None, errors=(ValueError,), lost=OSError, unknown=KeyError
 )
 CHUNK = TransferChunk(local=None, remote=None)
 
@@ -28,7 +28,7 @@ class FakeAgents:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[FakeAgent] = []
         self.refused: set[Region] = set()
-        self.error: DriverError | None = None
+        self.error: Exception | None = None
         monkeypatch.setattr(module, "Agent", self._make)
         self.agents = Agents(LIBRARY, "ours", NixlOptions())
         self.peer = NixlPeer(name="peer", itself=False, metadata=b"peer", keys=frozenset({1}))
@@ -164,6 +164,25 @@ def test_second_agent_loads_metadata_only_when_it_changed(fakes: FakeAgents) -> 
     assert fakes.made[0].known == []
 
 
+def test_peer_whose_new_metadata_is_refused_is_lost(fakes: FakeAgents) -> None:
+    fakes.fail()
+    fakes.posting().refuses_metadata = True
+    fakes.peer.keys = frozenset({1, 2})
+    with pytest.raises(PeerLostError, match="its second half is wrong"):
+        fakes.posting()
+
+
+def test_memory_that_nixl_does_not_give_up_is_an_error_and_other_memory_is_given_up(
+    fakes: FakeAgents,
+) -> None:
+    fakes.register(WHOLE, OTHER)
+    fakes.made[0].refused = {WHOLE}
+    with pytest.raises(TransportError, match="told to refuse"):
+        fakes.agents.deregister(WHOLE)
+    fakes.agents.deregister(OTHER)
+    assert fakes.registered() == [[WHOLE]]
+
+
 def test_second_agent_is_not_made_for_a_lost_peer_or_without_enough_descriptors(
     fakes: FakeAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,9 +202,10 @@ def test_second_agent_is_not_made_for_a_lost_peer_or_without_enough_descriptors(
 def test_failed_second_agent_is_closed_and_made_again_by_next_transfer(fakes: FakeAgents) -> None:
     fakes.register(WHOLE, OTHER)
     fakes.fail()
-    fakes.error = DriverError("too many open files")
-    with pytest.raises(TransportError, match="too many open files"):
-        fakes.posting()
+    for error in (DriverError("too many open files"), ValueError("NIXL_ERR_BACKEND")):
+        fakes.error = error
+        with pytest.raises(TransportError, match=str(error)):
+            fakes.posting()
     fakes.error, fakes.refused = None, {OTHER}
     with pytest.raises(TransportError, match="told to refuse"):
         fakes.posting()

@@ -102,6 +102,22 @@ def test_versions_that_were_not_tested_are_refused(
         assert (found.rdma, found.advice) == (False, "")
 
 
+def test_library_that_cannot_be_tried_or_loaded_is_refused(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = find()
+
+    def broken(path: str) -> ctypes.CDLL:
+        raise OSError(f"{path}: cannot allocate memory in static TLS block")
+
+    monkeypatch.setattr("kvferry.drivers.ucx.dlopen.opened", broken)
+    with pytest.raises(DriverError, match=f"{wheel} does not load: .* static TLS block"):
+        library.load(found)
+    monkeypatch.setattr(library, "SECONDS", 0.0)
+    with pytest.raises(DriverError, match=f"{wheel} could not be tried: .*timed out"):
+        find(str(wheel))
+
+
 @fake_libraries.NEEDS_COMPILER
 def test_library_that_crashes_or_lacks_functions_is_refused(tmp_path: Path) -> None:
     """The library is tried in a process of its own."""
@@ -127,6 +143,11 @@ def test_wheel_is_found_by_its_files(wheel: Path) -> None:
     found = find()
     assert (found.path, found.version, found.source) == (str(wheel), (1, 22, 0), "the wheel libucx")
     assert not found.rdma
+    version = wheel.parents[1] / "UCX_WHEEL_VERSION.txt"
+    version.write_text("new")  # it is opened after all
+    with pytest.raises(DriverError, match=r"libucp.so.0: file too short"):
+        find()
+    version.unlink()
     wheel.unlink()
     with pytest.raises(DriverError, match=r"libucp.so.0: cannot open"):
         find()

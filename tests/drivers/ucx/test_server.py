@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from kvferry.core.errors import TransportError
 from kvferry.drivers.ucx import server as module
 from kvferry.drivers.ucx.messages import Bye, Hello, Message, Note, Refused, Store, Stored, Welcome
 from kvferry.drivers.ucx.server import Server
@@ -31,6 +32,7 @@ class Noted:
         self.ended: list[bytes] = []
         self.closing = False
         self.numbers = itertools.count(1)
+        self.unreachable: set[bytes] = set()
 
     def run_once(self) -> bool:
         return False
@@ -43,6 +45,8 @@ class Noted:
             yield self.arrived.popleft()
 
     def connect(self, address: bytes) -> tuple[Endpoint, int]:
+        if address in self.unreachable:
+            raise TransportError("destination is unreachable")
         self.connected.append(address)
         return Endpoint(len(self.connected)), next(self.numbers)
 
@@ -99,6 +103,14 @@ def test_who_knows_the_instance_is_answered(host: Host) -> None:
     host.hear(hello())
     assert host.worker.said == [(ONE, Welcome(CONNECTION, []))]
     host.hear(Note(CONNECTION, b"hello"))
+    assert host.notifications() == [("one", b"hello")]
+
+
+def test_a_client_that_is_gone_and_a_message_for_a_client_change_nothing(host: Host) -> None:
+    host.worker.unreachable.add(worker_of(1))
+    host.hear(hello(OTHER, "gone", worker_of(1)), Note(OTHER, b"nobody"))
+    host.hear(hello(), Welcome(CONNECTION, []), Note(CONNECTION, b"hello"))
+    assert host.worker.said == [(ONE, Welcome(CONNECTION, []))]
     assert host.notifications() == [("one", b"hello")]
 
 

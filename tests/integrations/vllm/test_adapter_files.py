@@ -93,18 +93,21 @@ def test_a_pipe_instead_of_a_file(tmp_path: Path) -> None:
         content(path)
 
 
+@pytest.mark.parametrize("gone", [False, True])
 def test_files_that_change_while_they_are_hashed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
     path = write(tmp_path)
 
     def begin(digest_size: int) -> Any:
-        (tmp_path / WEIGHTS[0]).write_bytes(b"changed")
+        weights = tmp_path / WEIGHTS[0]
+        weights.unlink() if gone else weights.write_bytes(b"changed")
         return hashlib.blake2b(digest_size=digest_size)
 
     changing = SimpleNamespace(blake2b=begin, file_digest=hashlib.file_digest)
     monkeypatch.setattr(adapter_files, "hashlib", changing)
-    with pytest.raises(AdapterError, match="changed while they were hashed"):
+    words = "cannot be read" if gone else "changed while they were hashed"
+    with pytest.raises(AdapterError, match=words):
         content(path)
 
 

@@ -5,6 +5,7 @@ Needs no vLLM.
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -123,6 +124,14 @@ def test_a_known_adapter_asks_nobody(engine: Engine) -> None:
     engine.adapters.follow(later := engine.request("later"))
     assert not engine.adapters.waits(later)
     engine.check(later)
+
+
+def test_an_adapter_whose_files_are_gone_asks_nobody(engine: Engine) -> None:
+    engine.settle(engine.load(), name="first")
+    shutil.rmtree(engine.path)
+    engine.adapters.follow(later := engine.request("later"))
+    eventually(lambda: not engine.adapters.waits(later))
+    engine.check(later, "cannot be read")
 
 
 def test_how_the_engine_applies_adapters_is_content(engine: Engine) -> None:

@@ -66,6 +66,7 @@ def test_engines_that_pass(config: Any) -> None:
             r"hisparse_config \(HiSparse\): .* have to be registered; start without it",
         ),
         ({"enabled": True}, "enable_return_routed_experts: .* start without it"),
+        ({"mamba_cache_mode": "all"}, 'mamba_cache_mode "all": .* set "align"'),
         ({"enable_permute_local_kv": True}, "enable_permute_local_kv: .* remove it"),
         (
             {"multimodal_config": media(mm_processor_cache_gb=0)},

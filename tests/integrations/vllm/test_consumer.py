@@ -85,6 +85,19 @@ class TestTickets:
         assert (load.report, load.shared) == (True, False)
         assert [prepared.tokens for prepared in messages.prepare] == [40]
 
+    def test_an_id_that_comes_again_is_another_request(self) -> None:
+        """vLLM did not say how the first has ended, so its ticket is given back."""
+        made = consumer(directory=(users := Users()))
+        arrive(made)
+        [first] = made.drain().prepare
+        each = arrive(made)
+        messages = made.drain()
+        assert [(load.ticket, load.reads) for load in messages.loads] == [(first, False)]
+        assert users.names == {"r"}
+        assert made.num_matched_tokens(each, 0) == 40
+        [load] = allocate(made, each).loads
+        assert ([load.ticket], load.reads) == (messages.prepare, True)
+
     def test_state_past_the_last_token_is_not_loaded(self) -> None:
         """Prefill leaves two tokens out, and of a prompt of two it cannot."""
         each = request(2, dict(PREFILL))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,15 @@ def test_another_module_of_this_name_is_not_imported(
     assert not caplog.records
 
 
+def test_a_module_without_a_spec_is_not_dynamo(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script may be run, or a test may put a stand-in, under this name."""
+    monkeypatch.setitem(sys.modules, "dynamo", ModuleType("dynamo"))
+    dynamo.register(NAME)
+    assert not caplog.records
+
+
 def test_without_its_vllm_workers(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     """ai-dynamo-runtime has the package dynamo, but not dynamo.vllm."""
     install(**{"llm/__init__": ""})
@@ -112,6 +122,7 @@ def test_the_plugin_adds_the_connector(
 def test_another_version_is_named_by_the_process_that_was_started(
     modules: dict[str, str],
     cause: str,
+    tmp_path: Path,
     install: Install,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -122,6 +133,9 @@ def test_another_version_is_named_by_the_process_that_was_started(
     assert record.levelno == logging.WARNING
     for words in ("Dynamo 9.9.9", "Use Dynamo 1.6.1", cause):
         assert words in record.getMessage()
+    shutil.rmtree(tmp_path / "ai_dynamo-9.9.9.dist-info")
+    dynamo.register(NAME)
+    assert "Dynamo (of unknown version)" in caplog.records.pop().getMessage()
     monkeypatch.setattr(multiprocessing, "parent_process", object)
     dynamo.register(NAME)
     assert len(caplog.records) == 1

@@ -225,6 +225,13 @@ class TestProducer:
         prefill.place(1, 2, 3)
         assert prefill.marked(40) == prefill.marked() == []
 
+    def test_nothing_is_published_of_a_request_that_no_hold_was_free_for(self) -> None:
+        prefill = Prefilling(blocks=1)
+        prefill.producer.take_on(request(16, PREFILL, name="other"))
+        prefill.place(1, 2, 3)
+        assert prefill.marked(20) == prefill.marked() == []
+        assert not prefill.news().part
+
     def test_drafts_behind_a_chunk_are_left_to_the_next_part(self) -> None:
         assert computed(40, lookahead=3).part().ticket.tokens == 37
 

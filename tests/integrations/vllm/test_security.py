@@ -120,6 +120,7 @@ FAR: dict[str, Any] = {"allowed_peers": "anywhere"}
         (KEYS | SIGNED, "10.0.0.7", []),
         ({}, "127.0.0.1", []),
         ({}, "::1", []),
+        (KEYS | SIGNED, "no-such-host.invalid", []),  # that nobody can listen there is said later
     ],
 )
 def test_what_is_open_is_said_at_start(

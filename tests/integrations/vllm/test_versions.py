@@ -71,7 +71,13 @@ def test_prefill_lookahead(eagle: bool, multi_module: bool, expected: int) -> No
     assert versions.prefill_lookahead(newer) == 5
 
 
-def test_tokens_are_divided_as_the_spec_says_or_else_those_of_full_attention() -> None:
+def test_routed_experts_were_a_setting_of_the_model() -> None:
+    for on in (True, False):
+        older: Any = SimpleNamespace(model_config=SimpleNamespace(enable_return_routed_experts=on))
+        assert versions.returns_routed_experts(older) is on
+
+
+def test_what_ranks_divide_is_as_the_spec_says_or_else_as_of_full_attention() -> None:
     class FullAttentionSpec:
         num_kv_heads = 1
 
@@ -83,6 +89,10 @@ def test_tokens_are_divided_as_the_spec_says_or_else_those_of_full_attention() -
     specs.append(SimpleNamespace(dcp_sharded=False))
     found = [versions.is_context_sharded(spec) for spec in specs]
     assert found == [True, False, True, True, False, False]
+    specs = [FullAttentionSpec(), MLAAttentionSpec(), SimpleNamespace()]
+    specs += [SimpleNamespace(num_kv_heads=8, max_tp_shards=shards) for shards in (1, None)]
+    found = [versions.is_whole_on_each_rank(spec) for spec in specs]
+    assert found == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import LayoutError
-from kvferry.core.layout import GroupKind
+from kvferry.core.layout import ContextParallel, GroupKind
 from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
 from kvferry.core.planner.plan import make_plan
 from kvferry.integrations.vllm import versions
@@ -298,6 +298,17 @@ def test_groups_that_overlay_each_other(order: str) -> None:
     assert by_key["a/k"] == by_key["c/k"]
 
 
+def test_context_parallel_ranks_divide_the_tokens_of_the_groups_that_say_so() -> None:
+    """A drafter may keep all tokens on each rank."""
+    position = ShardPosition(dcp=1, dcp_size=2, interleave=16)
+    groups = [group(["a"], full()), group(["b"], full(dcp_sharded=False))]
+    found = Rank(groups, backends="FLASH_ATTN", position=position).layout.groups
+    assert [each.context for each in found] == [
+        ContextParallel(size=2, rank=1, interleave=16),
+        ContextParallel(),
+    ]
+
+
 def test_cross_layer_sharing_is_described_once() -> None:
     rank = Rank([group(["a", "b"], full())], backends="FLASH_ATTN", shared={"c": "b"})
     assert [f.key for f in rank.layout.fields] == ["a/k", "a/v", "b/k", "b/v"]
@@ -335,6 +346,7 @@ NOT_READ = [name for name, each in NEWER_PACKINGS.items() if each.fields is unkn
         ("CPU_ATTN/vec", full, {"head_size_v": 32}),
         ("B12X", full, {}),
         ("ROCM_ATTN", full, {}),
+        ("ROCM_ATTN/interleaved V", planes, {"block_size": 20}),  # 8 tokens stand together
         ("ROCM_ATTN", planes, {"head_size": 36, "state_content_bytes": 3 * 36 * 2}),
         ("TRITON_MLA", full, {}),
         # As on processors that are not NVIDIA's.

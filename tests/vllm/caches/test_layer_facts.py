@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.core.errors import LayoutError
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.caches.pages import ShardPosition
 from tests.vllm.caches.layers import full
@@ -16,19 +17,21 @@ KV_HEADS = 8
 """Of the model."""
 
 
-def facts(monkeypatch: pytest.MonkeyPatch, spec: Any, ranks: int = 2, **module: Any) -> Any:
+def facts(
+    monkeypatch: pytest.MonkeyPatch, spec: Any, ranks: int = 2, name: str = "a", **module: Any
+) -> Any:
     """What the last rank knows of a layer with this spec and module."""
     backend = SimpleNamespace(get_name=lambda: "ROCM_ATTN")
     layer = SimpleNamespace(get_attn_backend=lambda: backend, **module)
-    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {"a": layer})
+    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {name: layer})
     model = SimpleNamespace(
         get_total_num_kv_heads=lambda: KV_HEADS, get_total_num_hidden_layers=lambda: 1
     )
     config: Any = SimpleNamespace(
         speculative_config=SimpleNamespace(draft_model_config=model), model_config=model
     )
-    caches: Any = SimpleNamespace(transfer_groups=[group(["a"], spec)])
-    return layer_facts(config, caches, ShardPosition(tp=ranks - 1, tp_size=ranks))["a"]
+    caches: Any = SimpleNamespace(transfer_groups=[group([name], spec)])
+    return layer_facts(config, caches, ShardPosition(tp=ranks - 1, tp_size=ranks))[name]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 16])
@@ -54,6 +57,21 @@ def test_keys_and_values_count_as_all_ranks_have(monkeypatch: pytest.MonkeyPatch
     assert facts(monkeypatch, full(num_kv_heads=4)).heads == KV_HEADS
 
 
+def test_a_head_that_may_be_any_of_the_model_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LayoutError, match=r"'a' has 1 KV head\(s\) on each of 2 ranks"):
+        facts(monkeypatch, full(num_kv_heads=1))
+
+
+def test_a_dilated_convolution_has_as_many_columns_as_its_layer_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    spec = MambaSpec(block_size=16, shapes=((6, 8),), dtypes=(torch.float32,))
+    assert facts(monkeypatch, spec, conv_kernel_size=4, conv_state_len=6).kernel == 7
+
+
 @pytest.mark.parametrize(
     ("impl", "name"),
     [
@@ -72,7 +90,8 @@ def test_a_backend_s_name_says_how_pages_are_filled(
 
 
 def test_layers_that_vllm_calls_a_drafter_s_are_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their names are; vLLM 0.33 says so in the spec."""
+    """By their names; and whatever these are, where the spec says so, as in vLLM 0.33."""
+    assert facts(monkeypatch, full(), name="draft_model.a").draft
     spec = full()
     object.__setattr__(spec, "is_draft", True)
     assert facts(monkeypatch, spec).draft

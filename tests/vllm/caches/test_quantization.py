@@ -65,6 +65,8 @@ def test_static_scales_are_named() -> None:
     """One scale for all heads of a layer is one scale."""
     assert said(layer("fp8", 0.5, 0.25)) == "fp8_e4m3, scales k 0.5, v 0.25"
     assert said(layer("fp8", [0.5] * 4, [0.25] * 4)) == "fp8_e4m3, scales k 0.5, v 0.25"
+    unscaled = SimpleNamespace(kv_cache_dtype="fp8")
+    assert said(unscaled) == "fp8_e4m3, scales k 1.0, v 1.0"
 
 
 def test_every_head_s_scale_counts() -> None:

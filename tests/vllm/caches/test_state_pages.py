@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
 from kvferry.core.planner.plan import make_plan
 from kvferry.integrations.vllm.caches.pages import ShardPosition
+from kvferry.integrations.vllm.caches.state_pages import delta, mamba1, mamba2
 from tests.vllm.caches.recurrent import KINDS, Model, Rank, Setup, Truth
 
 OURS, THEIRS = 1, 3
@@ -180,6 +182,23 @@ def test_what_does_not_add_up_moves_whole(facts: dict[str, Any]) -> None:
     assert _check(Model(kind="mamba2", groups=2), Setup(ranks=2), Setup(ranks=2), **facts) == 2
     with pytest.raises(PlanError, match=r"is held by .* and by no remote rank"):
         make_plan(ours, _layouts(Setup(ranks=1), **facts), 0)
+
+
+@pytest.mark.parametrize(
+    ("described", "shapes"),
+    [
+        (mamba1, ((3, 7), (2, 3, 4))),
+        (mamba2, ((3, 7), (2, 3))),
+        (mamba2, ((3, 7), (1, 2, 2))),  # B and C would have 5 channels, in groups of 2
+        (delta, ((3, 7), (2, 3))),
+        (delta, ((3, 7), (2, 1, 4))),  # so would q and k
+    ],
+)
+def test_shapes_of_other_layers_are_not_described(described: Any, shapes: Any) -> None:
+    page = SimpleNamespace(
+        spec=SimpleNamespace(shapes=shapes), facts=SimpleNamespace(channels_first=False)
+    )
+    assert described(page) == ()
 
 
 @pytest.mark.parametrize(
