@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -217,15 +217,15 @@ class Endpoint:
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
         """Begin, mark as ready, and end holds, as the engine's scheduler has decided in this step.
 
-        All orders take effect before this method returns, except ``ready`` and ``watermarks``,
+        All orders take effect before this method returns, except ``tickets`` and ``watermarks``,
         which do when ``passed`` has returned ``True``: it is polled for whether the device has
         finished the work that was enqueued before this call. ``None`` if it has, or if
-        ``orders.needs_device`` is false. Raises ``CopyError`` if the endpoint stages, and a copy
-        is missing; or it does not, and has one.
+        ``orders.needs_device`` is false. Raises ``CopyError`` if the endpoint stages, and a ticket
+        has no copy; or it does not, and one has.
         """
         if orders:
             self._check_open()
-            self._check_copy(bool(orders.copies))
+            self._check_copies(ticket.copy is not None for ticket in orders.tickets)
             self._hold_server.apply(orders, passed)
             self._next_listen = 0.0  # a hold may be the first
             self._wake.set()
@@ -287,12 +287,8 @@ class Endpoint:
         without a copy, and the endpoint stages.
         """
         self._check_open()
-        self._check_copy(load.copy is not None)
-        if load.reads and load.copy is None and self._copies is not None:
-            raise CopyError(
-                "pages are to be loaded, and their copy to the device was not ordered: this "
-                "endpoint stages its cache, so set Load.copy"
-            )
+        if load.reads:
+            self._check_copies([load.copy is not None])
         if load.report:
             self._results.expect()
         self._post(lambda: self._load_manager.begin(load, passed))
@@ -432,11 +428,16 @@ class Endpoint:
         self._check_open()
         self._post(command)
 
-    def _check_copy(self, has_copy: bool) -> None:
-        if has_copy and self._copies is None:
+    def _check_copies(self, has_copy: Iterable[bool]) -> None:
+        """Refuse pages that are not copied although the cache is staged, or the reverse."""
+        is_staged = self._copies is not None
+        if any(each != is_staged for each in has_copy):
             raise CopyError(
-                "a copy between the device and host pages was ordered, and this endpoint has no "
-                "copies: pass it copies, or leave the copy out"
+                "this endpoint stages its cache, so pass each ticket and load a copy between the "
+                "device and host pages"
+                if is_staged
+                else "a copy between the device and host pages was ordered, and this endpoint has "
+                "no copies: pass it copies, or leave the copy out"
             )
 
     def _check_open(self) -> None:

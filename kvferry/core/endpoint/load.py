@@ -12,9 +12,8 @@ from kvferry.core.driver_calls.transfers import Read
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TicketReason
 from kvferry.core.layout import HOLE, GroupKind
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import PageCopy, RequestId
 from kvferry.core.lifecycle.load_machine import LoadMachine
-from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.renewal_schedule import RenewalId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord, Stage

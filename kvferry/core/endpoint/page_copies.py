@@ -11,7 +11,7 @@ from typing import Protocol
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.errors import CopyError, KVFerryError
-from kvferry.core.lifecycle.page_copy import PageCopy
+from kvferry.core.lifecycle.holds import PageCopy
 from kvferry.core.metrics import COPY_SECONDS, CopyDirection, Metrics
 
 logger = logging.getLogger(__name__)

@@ -97,10 +97,10 @@ class ProducerRank:
             self.table.take_on(request, hold)
         for hold, tokens in orders.watermarks:
             self.queue_mark(hold, tokens)
-        ttls, copied = dict(orders.ttls), {each.hold for each in orders.copies}
-        for hold, lease in orders.ready:
-            self.table.order(hold, lease, ttls.get(hold), now)
-            self._device.queue(self.passed.append, partial(self._ready, hold, hold in copied))
+        for each in orders.tickets:
+            self.table.order(each.hold, each.lease, each.ttl, now)
+            is_copied = each.copy is not None
+            self._device.queue(self.passed.append, partial(self._ready, each.hold, is_copied))
         for hold in orders.ends:
             self.table.end(hold, Cause(why="reset"))
 
