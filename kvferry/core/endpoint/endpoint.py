@@ -36,6 +36,7 @@ from kvferry.core.lifecycle.holds import EndedHold, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.memory import region_of
 from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
 from kvferry.core.options import DEFAULTS, EndpointOptions
@@ -400,8 +401,8 @@ class Endpoint:
     ) -> RankPayload:
         """Register the memory that peers read, and return what the handshake tells of it."""
         identity, table = self._identity, self._slot_table
-        words = (table.region, table.header, table.watermarks.region, scratch.region)
-        for region in (*layout.regions, *words):
+        words, header, watermarks = map(region_of, (table.words, table.header, table.watermarks))
+        for region in (*layout.regions, words, header, watermarks, scratch.region):
             self._transport.register(region)
         return RankPayload(
             oldest=OLDEST_PROTOCOL,
@@ -414,10 +415,10 @@ class Endpoint:
             layout=layout,
             driver=driver,
             address=self._transport.address(),
-            slots=table.region,
+            slots=words,
             lease=lease,
-            fingerprint=table.header,
-            watermarks=table.watermarks.region,
+            fingerprint=header,
+            watermarks=watermarks,
         )
 
     def _post(self, command: Callable[[], object]) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.error_causes import on_one_line
@@ -18,7 +17,6 @@ from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, MAX_SILENT, Silence
 from kvferry.core.lifecycle.worker_holds import ReleaseOutcome, WorkerHolds
-from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import FINGERPRINT_WORDS, Heartbeat, Note, Renewal, decode_notes
 from kvferry.core.metrics import IGNORED, LATE, CopyDirection, Metrics
 from kvferry.core.transport import Notification
@@ -33,41 +31,27 @@ NAMED_REQUESTS = 3
 """The most requests that a warning of expired leases names."""
 
 
-class WordArray:
-    """8-byte words in CPU memory that peers read one-sidedly; the memory belongs to the caller."""
+class SlotTable:
+    """8-byte words in CPU memory that peers read one-sidedly; it is never moved.
 
-    def __init__(self, words: npt.NDArray[np.uint64]) -> None:
-        self._words = words
-        self.region: Region = region_of(words)
+    A word is written by one aligned store, so that a peer sees the old or the new word.
 
-    def __len__(self) -> int:
-        return len(self._words)
-
-    def __getitem__(self, slot: int) -> int:
-        return int(self._words[slot])
-
-    def __setitem__(self, slot: int, word: int) -> None:
-        self._words[slot] = word  # one aligned 8-byte store: a peer sees the old or the new word
-
-
-class SlotTable(WordArray):
-    """One 8-byte word per slot, in CPU memory that peers read one-sidedly; it is never moved.
-
-    In front of the words is a ``header``, the fingerprint of the key that proves tickets (0 until
-    written); behind them are ``watermarks``, which say how far requests' pages are computed.
+    Attributes:
+        header: the fingerprint of the key that proves tickets; 0 until written. Two words.
+        words: one for each slot, which says whether its hold stands.
+        watermarks: one for each slot, which says how far the request's pages are computed.
     """
 
     def __init__(self, slots: int) -> None:
         slots = max(slots, 1)
         memory = np.zeros(FINGERPRINT_WORDS + 2 * slots, dtype=np.uint64)
-        super().__init__(memory[FINGERPRINT_WORDS:-slots])
-        self._header = memory[:FINGERPRINT_WORDS]
-        self.header: Region = region_of(self._header)
-        self.watermarks = WordArray(memory[-slots:])
+        self.header = memory[:FINGERPRINT_WORDS]
+        self.words = memory[FINGERPRINT_WORDS:-slots]
+        self.watermarks = memory[-slots:]
 
     def write_fingerprint(self, fingerprint: bytes) -> None:
         """Write a fingerprint of ``FINGERPRINT_BYTES`` into the header."""
-        self._header[:] = np.frombuffer(fingerprint, dtype="<u8")
+        self.header[:] = np.frombuffer(fingerprint, dtype="<u8")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -93,7 +77,7 @@ class HoldServer:
         metrics: Metrics,
         copies: RunningCopies | None = None,
     ) -> None:
-        self._holds = WorkerHolds(table, incarnation, table.watermarks)
+        self._holds = WorkerHolds(table.words, incarnation, table.watermarks)
         self._clock = clock
         self._metrics = metrics
         self._copies = copies

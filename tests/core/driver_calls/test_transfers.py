@@ -296,8 +296,8 @@ def test_cancelled_reads_that_do_not_end_soon_are_lingering(harness: Harness) ->
 
 
 def test_the_batches_of_a_read_are_read_in_turn_with_others(harness: Harness) -> None:
-    sizes = iter((1, 2, 3))
-    read = harness.add("a", build=lambda: copies(next(sizes)), has_more=lambda: read.nbytes < 6)
+    sizes = [3, 2, 1]
+    read = harness.add("a", build=lambda: copies(sizes.pop()), has_more=lambda: bool(sizes))
     harness.transfers.progress()
     harness.add("b", nbytes=10)
     for number in (1, 3, 4):

@@ -59,7 +59,7 @@ class Rank:
 
     @property
     def words(self) -> list[int]:
-        return [self.table[hold.slot] for hold in self.holds]
+        return [int(self.table.words[hold.slot]) for hold in self.holds]
 
 
 @pytest.fixture
@@ -88,10 +88,10 @@ def test_a_watermark_does_not_wait_for_the_work_of_later_steps(rank: Rank) -> No
     assert rank.table.watermarks[0] == 0
     first.is_done = True
     rank.server.tick()
-    assert rank.holds[0].marked_tokens(rank.table.watermarks[0]) == 16
+    assert rank.holds[0].marked_tokens(int(rank.table.watermarks[0])) == 16
     second.is_done = True
     rank.server.tick()
-    assert rank.holds[0].marked_tokens(rank.table.watermarks[0]) == 32
+    assert rank.holds[0].marked_tokens(int(rank.table.watermarks[0])) == 32
 
 
 def test_the_device_is_not_asked_for_holds_that_have_ended(rank: Rank) -> None:

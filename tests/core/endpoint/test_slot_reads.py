@@ -118,11 +118,11 @@ def test_a_scratch_word_is_cleared_when_it_is_taken() -> None:
 
 
 def test_a_slot_table_has_a_word_per_slot_and_at_least_one() -> None:
-    assert (len(SlotTable(0)), len(SlotTable(5))) == (1, 5)
+    assert (len(SlotTable(0).words), len(SlotTable(5).words)) == (1, 5)
     table = SlotTable(3)
-    table[1] = (1 << 64) - 1
-    assert [table[slot] for slot in range(3)] == [0, (1 << 64) - 1, 0]
-    assert table.region.nbytes == 3 * WORD_BYTES
+    table.words[1] = (1 << 64) - 1
+    assert table.words.tolist() == [0, (1 << 64) - 1, 0]
+    assert table.watermarks.tolist() == [0, 0, 0]
 
 
 RENEWAL = Renewal(incarnation=1, slot=7, generation=1, engine="decode", life=5)

@@ -123,6 +123,7 @@ class ProducerRank:
         self.copies += [
             BlockCopy(source=each, items=list(zip(each.copy.blocks, each.copy.pages, strict=True)))
             for each in self.holds.take_copies()
+            if each.copy is not None
         ]
         expired, expected = self.holds.expire(now), self.table.expire(now)
         same = sorted(expired) == sorted(expected)

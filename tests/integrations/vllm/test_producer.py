@@ -442,18 +442,20 @@ class TestStaged:
         params = staged.producer.request_finished(each, [[7, 3, 9], [0, 5, 6]], SERVING)
         got = read_ticket(params or {})
         orders = staged.producer.drain()
-        [copy] = orders.tickets
-        assert copy.copy.blocks == (7, 3, 9, 5, 6)
-        assert got.pages == (copy.copy.pages[:3], copy.copy.pages[3:])
-        assert set(copy.copy.pages) == set(range(1, 6))
+        [made] = orders.tickets
+        assert made.copy is not None
+        assert made.copy.blocks == (7, 3, 9, 5, 6)
+        assert got.pages == (made.copy.pages[:3], made.copy.pages[3:])
+        assert set(made.copy.pages) == set(range(1, 6))
         assert (got.first_index, got.computed) == ((0, 1), False)
-        assert copy.lease == 30.0
+        assert made.lease == 30.0
 
     def test_a_hole_among_the_blocks_stays_one(self) -> None:
         staged = Staged(8)
         got = read_ticket(staged.prefill("a", 7, 0, 9))
-        [copy] = staged.producer.drain().tickets
-        assert (copy.copy.blocks, got.pages) == ((7, 9), ((1, 0, 2),))
+        [made] = staged.producer.drain().tickets
+        assert made.copy is not None
+        assert (made.copy.blocks, got.pages) == ((7, 9), ((1, 0, 2),))
 
     def test_host_pages_slot_and_id_return_when_all_ranks_say_over(self) -> None:
         staged = Staged(4, ranks=2)
