@@ -187,7 +187,7 @@ class Host:
             "held": lambda: engine.endpoint.held == count,
             "waiting": lambda: len(loads._lease_renewal) == count,
             "peers": lambda: len(loads.peers._connected) == len(loads._lease_renewal) == count,
-            "loading": lambda: len(engine.endpoint._transfers._posted) == count,
+            "loading": lambda: len(engine.endpoint._calls.transfers._posted) == count,
         }
         harness.wait_until(
             lambda: engine.step() and done[what](), f"{count} {what}: it did not come to rest"

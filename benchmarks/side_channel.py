@@ -26,9 +26,7 @@ from benchmarks.harness import Row, WorkerProcess, row
 from benchmarks.no_transport import NoTransport
 from kvferry.core.directory import EncodedReply, ProducerNews
 from kvferry.core.directory.pings import start_pings
-from kvferry.core.driver_calls.connections import BlockingCalls, Connections
-from kvferry.core.driver_calls.error_containment import ErrorContainment
-from kvferry.core.driver_calls.transfers import Transfers
+from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.endpoint import Load
 from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.slot_reads import ScratchWords
@@ -273,22 +271,15 @@ class Rank:
     def __init__(self, count: int) -> None:
         self._now = 0.0
         self._commands: deque[Callable[[], None]] = deque()
-        transport, containment = NoTransport(), ErrorContainment()
-        transfers = Transfers(transport, containment, self._clock)
-        calls = BlockingCalls(threads=False, post=self._commands.append, clock=self._clock)
-        self._connections = Connections(transport, transfers, calls, self._clock)
+        calls = DriverCalls(NoTransport(), post=self._commands.append, clock=self._clock)
+        self._connections = calls.connections
         own = decode_payload(engines.payloads(engines.engine(Shape(), 1, BLOCKS), "decode")[0])
         self._loads = LoadManager(
             own=own,
-            transport=transport,
-            transfers=transfers,
-            connections=self._connections,
-            containment=containment,
+            calls=calls,
             scratch=ScratchWords(),
             zero=lambda spans: None,
             options=DEFAULTS,
-            post=self._commands.append,
-            clock=self._clock,
             metrics=Metrics(driver=own.driver, rank="0"),
             reported=lambda *_: None,
         )

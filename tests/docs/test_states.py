@@ -10,7 +10,7 @@ from pathlib import Path
 from kvferry.core.errors import TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.load_machine import LoadAction, LoadId, LoadMachine, RemoteRank
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal
 from kvferry.core.metrics import Stage
@@ -35,6 +35,7 @@ for before, after, events, reported in table("by"):
         HOLD[before, after][event] = reported
 
 REQUEST, HOLD_OF_REQUEST = RequestId("a"), Hold(slot=0, generation=7)
+TICKET = NewTicket(request=REQUEST, hold=HOLD_OF_REQUEST, lease=30.0)
 DEADLINE, ERROR = 100.0, TransportError("it failed")
 DEPTH = 7
 """The most events that it takes to reach every state and to leave it again."""
@@ -144,7 +145,7 @@ class NamedHold:
             return "free"
         if self.words[0] == HOLD_OF_REQUEST.ready:
             return "ready"
-        return "ticketed" if self.holds.ticketed else "computing"
+        return "ticketed" if self.holds.has_tickets else "computing"
 
     def release(self, *, abandoned: bool) -> None:
         """Receive "done" or "abandon" from the only rank of a decode engine."""
@@ -179,7 +180,7 @@ class NamedHold:
 HOLD_EVENTS: dict[str, Callable[[NamedHold], object]] = {
     "take on": lambda k: k.holds.apply(HoldOrders(take_ons=((REQUEST, HOLD_OF_REQUEST),)), k.now),
     "drop": lambda k: k.holds.apply(HoldOrders(drops=(HOLD_OF_REQUEST,)), k.now),
-    "ticket": lambda k: k.holds.apply(HoldOrders(ready=((HOLD_OF_REQUEST, 30.0),)), k.now),
+    "ticket": lambda k: k.holds.apply(HoldOrders(tickets=(TICKET,)), k.now),
     "passed": lambda k: k.holds.ready(HOLD_OF_REQUEST, k.now),
     "renew": lambda k: k.renew(),
     "expire": lambda k: k.expire(),

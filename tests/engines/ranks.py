@@ -113,7 +113,7 @@ def _held(worker: Any) -> int:
 
 
 def _word(worker: Any, slot: int) -> int:
-    return endpoint()._slot_table[slot]
+    return int(endpoint()._slot_table.words[slot])
 
 
 def _disturb(

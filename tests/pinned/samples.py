@@ -26,7 +26,7 @@ from kvferry.core.layout import ContextParallel, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.prompt_digest import BlockDigests, chain
 from kvferry.core.lifecycle.ticket import Ticket, TicketFields
-from kvferry.core.memory import Region
+from kvferry.core.memory import Region, region_of
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.ticket_proof import check as check_proof
 from kvferry.core.security.ticket_proof import fingerprint
@@ -439,9 +439,9 @@ def _slot_table() -> bytes:
     """Return the memory of a slot table, with the fingerprint in front of it."""
     table = SlotTable(3)
     table.write_fingerprint(fingerprint(TICKET_KEY.public))
-    table[HOLD.slot], table[LAST_HOLD.slot] = HOLD.computing, LAST_HOLD.ready
-    nbytes = table.region.end - table.header.address
-    return ctypes.string_at(table.header.address, nbytes)
+    table.words[HOLD.slot], table.words[LAST_HOLD.slot] = HOLD.computing, LAST_HOLD.ready
+    header, words = region_of(table.header), region_of(table.words)
+    return ctypes.string_at(header.address, words.end - header.address)
 
 
 def _words(data: bytes) -> object:

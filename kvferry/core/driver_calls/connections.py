@@ -5,9 +5,8 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvferry.core.driver_calls.error_containment import as_ours
@@ -30,37 +29,14 @@ Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Acquisition:
-    """A call of ``acquire`` that is not over; the first in ``left`` is the rank being connected."""
-
-    engine: str
-    left: deque[tuple[int, bytes]]
-    over: Acquired
-    ids: dict[int, PeerId] = field(default_factory=dict)
-    error: KVFerryError | None = None
-
-    def fail(self, error: KVFerryError) -> None:
-        rank, _ = self.left[0]
-        self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class _Connection:
-    """A connection; ``engine`` is for log lines, ``tries`` counts failures of ``disconnect``."""
+    """A connection; ``tries`` counts failures of ``disconnect``."""
 
     id: PeerId
-    address: bytes
-    engine: str
+    engine: str  # for log lines
     users: int = 0
-    is_closing: bool = False
-    """From the first call of ``disconnect`` until one has succeeded."""
+    is_closing: bool = False  # from the first call of ``disconnect`` until one has succeeded
     tries: int = 0
-
-    def __repr__(self) -> str:
-        state = "open"
-        if self.is_closing:
-            state = f"closing, {self.tries} failures" if self.tries else "closing"
-        return f"<connection {self.id} to {self.engine}: {state}, {self.users} users>"
 
 
 class Connections:
@@ -84,13 +60,11 @@ class Connections:
         self._transfers = transfers
         self._blocking_calls = blocking_calls
         self._clock = clock
-        self._by_address: dict[bytes, _Connection] = {}
-        """Those that are open."""
         # ``connect`` returns the same id for a remote transport, even if several engines publish
         # its address: so users are counted, and the last one's release closes the connection.
-        self._by_id: dict[PeerId, _Connection] = {}
-        self._dials: dict[bytes, list[_Acquisition]] = {}
-        """Address to those that wait for the call of ``connect`` with it."""
+        self._known: dict[PeerId, _Connection] = {}
+        self._closed_meanwhile: dict[int, set[PeerId]] = {}
+        """For each ``acquire`` that is not over, by ``id``: connections closed since it began."""
         self.closing = 0
         self._retries: list[tuple[float, PeerId]] = []
         self.not_quiesced = 0  # other threads read it without a lock
@@ -107,12 +81,13 @@ class Connections:
 
     def has_not_quiesced(self, connection: PeerId) -> bool:
         """Return whether a connection failed to close, so that reads over it may still write."""
-        known = self._by_id.get(connection)
+        known = self._known.get(connection)
         return known is not None and known.tries > 0
 
     def is_open(self, connection: PeerId) -> bool:
         """Return whether a connection is open, and not being closed."""
-        return self._open(connection) is not None
+        known = self._known.get(connection)
+        return known is not None and not known.is_closing
 
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
         """Connect to the ranks of an engine; connections that are open already are shared.
@@ -122,108 +97,76 @@ class Connections:
             engine: id of the engine, for errors and log lines.
             over: called once, with rank index to connection, each to be released once, or an error.
         """
-        # One rank after the other, so that an address to which ``connect`` hangs delays only the
-        # engines that publish it.
-        left = deque(sorted(addresses.items()))
-        self._advance(_Acquisition(engine=engine, left=left, over=over))
+        made: dict[int, PeerId] = {}
+        closed = set[PeerId]()
+
+        def connect() -> None:
+            # One rank after the other, so that an engine takes one thread, and an address to which
+            # ``connect`` hangs delays only the engines that publish it. While a connection to the
+            # transport is being closed, the driver has the call wait.
+            for rank in sorted(addresses):
+                made[rank] = self._transport.connect(addresses[rank])
+
+        def connected(error: KVFerryError | None) -> None:
+            del self._closed_meanwhile[id(closed)]
+            for each in made.values():
+                if each not in closed:
+                    self._known.setdefault(each, _Connection(id=each, engine=engine)).users += 1
+            if error is None:
+                error = self._flaw(made, engine)
+            else:
+                error = _refused(sorted(addresses)[len(made)], engine, error)
+            if error is None and not all(map(self.is_open, made.values())):
+                # ``disconnect`` of one came later than its ``connect``. The others are kept.
+                self.acquire(addresses, engine, finish)
+            elif error is None:
+                over(made)
+            else:
+                finish(error)
+
+        def finish(result: dict[int, PeerId] | KVFerryError) -> None:
+            over(result)
+            for each in made.values():
+                self.release(each)
+
+        self._closed_meanwhile[id(closed)] = closed
+        self._blocking_calls.run(connect, connected)
+
+    def _flaw(self, made: Mapping[int, PeerId], engine: str) -> ConnectError | None:
+        """Return why connections that were made cannot be used, or ``None``."""
+        ranks: dict[PeerId, int] = {}
+        for rank, connection in made.items():
+            if self.has_not_quiesced(connection):
+                reason = "the last connection to it does not fall silent"
+                return _refused(rank, engine, reason)
+            if (twin := ranks.setdefault(connection, rank)) != rank:
+                return _refused(rank, engine, f"it is the transport of rank {twin}")
+        return None
 
     def release(self, connection: PeerId) -> None:
         """End one use of a connection; when the last use ends, the connection is closed."""
         # One that is not open was closed although it had users.
-        if (known := self._open(connection)) is not None:
+        if self.is_open(connection):
+            known = self._known[connection]
             known.users -= 1
             if not known.users:
                 self._close(known)
 
     def close(self, connection: PeerId) -> None:
         """Close a connection even if it has users; that ends its transfers."""
-        if (known := self._open(connection)) is not None:
-            self._close(known)
+        if self.is_open(connection):
+            self._close(self._known[connection])
 
     def progress(self, now: float) -> None:
         """Try again to close connections, where a try is due."""
         while self._retries and self._retries[0][0] <= now:
             _, connection = heapq.heappop(self._retries)
-            self._close(self._by_id[connection])
-
-    def _open(self, connection: PeerId) -> _Connection | None:
-        known = self._by_id.get(connection)
-        return None if known is None or known.is_closing else known
-
-    # Opening.
-
-    def _advance(self, one: _Acquisition) -> None:
-        """Connect an acquisition's ranks in turn, until it is over or has to wait for a call."""
-        while one.left and one.error is None:
-            rank, address = one.left[0]
-            connection = self._by_address.get(address)
-            if connection is None:
-                self._dial(one, address)
-                return
-            twin = next((r for r, each in one.ids.items() if each == connection.id), None)
-            if twin is not None:  # two ranks cannot share a connection
-                one.fail(ConnectError(f"it is the transport of rank {twin}"))
-            else:
-                one.left.popleft()
-                one.ids[rank] = connection.id
-                connection.users += 1
-        if one.error is None and not all(map(self.is_open, one.ids.values())):
-            one.error = ConnectError(
-                f"a connection to engine {one.engine} was lost while the next was made"
-            )
-        if one.error is not None:
-            for each in one.ids.values():
-                self.release(each)
-        one.over(one.ids if one.error is None else one.error)
-
-    def _dial(self, one: _Acquisition, address: bytes) -> None:
-        """Connect to an address, or wait for the call that does."""
-        # While a connection to the transport is being closed, the driver has the call wait.
-        waiting = self._dials.setdefault(address, [])
-        waiting.append(one)
-        if len(waiting) == 1:
-            self._blocking_calls.run(
-                lambda: self._transport.connect(address),
-                lambda outcome: self._dialled(address, one.engine, outcome),
-            )
-
-    def _dialled(self, address: bytes, engine: str, outcome: PeerId | KVFerryError) -> None:
-        waiting = self._dials.pop(address)
-        error: KVFerryError | None
-        if isinstance(outcome, KVFerryError):
-            error = outcome
-        else:
-            error = self._opened(_Connection(id=outcome, address=address, engine=engine))
-        for one in waiting:
-            if error is not None:
-                one.fail(error)
-            self._advance(one)
-
-    def _opened(self, new: _Connection) -> ConnectError | None:
-        """Record a connection whose id ``connect`` has returned, and that may exist already."""
-        connection = self._by_id.setdefault(new.id, new)
-        if connection.tries:
-            return ConnectError("the last connection to it does not fall silent")
-        if connection.is_closing:
-            return None  # ``disconnect`` came later: who waits dials again, and the driver waits
-        # Two addresses may lead to one transport, and the driver uses the last it was given. An
-        # engine that publishes the other address dials again.
-        self._forget_address(connection)
-        connection.address = new.address
-        self._by_address[new.address] = connection
-        return None
-
-    def _forget_address(self, connection: _Connection) -> None:
-        if self._by_address.get(connection.address) is connection:
-            del self._by_address[connection.address]
-
-    # Closing.
+            self._close(self._known[connection])
 
     def _close(self, connection: _Connection) -> None:
         if not connection.is_closing:
             connection.is_closing = True
             self.closing += 1
-            self._forget_address(connection)
         self._transfers.begin_disconnect(connection.id)
         self._blocking_calls.run(
             lambda: self._transport.disconnect(connection.id),
@@ -235,7 +178,9 @@ class Connections:
             error = None  # it was closed before
         self._transfers.end_disconnect(connection.id, closed=error is None)
         if error is None:
-            del self._by_id[connection.id]
+            del self._known[connection.id]
+            for closed in self._closed_meanwhile.values():
+                closed.add(connection.id)
             self.closing -= 1
             self.not_quiesced -= connection.tries > 0
             return
@@ -253,6 +198,10 @@ class Connections:
         connection.tries += 1
         due = self._clock() + min(2.0**connection.tries, LONGEST_SECONDS)
         heapq.heappush(self._retries, (due, connection.id))
+
+
+def _refused(rank: int, engine: str, reason: object) -> ConnectError:
+    return ConnectError(f"cannot connect to rank {rank} of engine {engine}: {reason}")
 
 
 class BlockingCalls:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from kvferry.core.error_causes import on_one_line
@@ -21,21 +20,9 @@ logger = logging.getLogger(__name__)
 SLOW_RATE = 2e9
 """Bytes per second below which reads of device memory are slow; PCIe, NVLink and RDMA do more."""
 SAMPLE_BYTES = 64 << 20
-"""A rate is the rate of more bytes than this."""
-# With fewer bytes, ``LATE_SECONDS`` would hide even half of ``SLOW_RATE``.
-PERIOD_BYTES = 16 << 20
-"""A busy period of fewer bytes is not measured."""
+"""A rate is that of more bytes than this."""
 LATE_SECONDS = 0.008
-"""How late a read's end may be noticed; busy periods are judged as if it were that much earlier."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """The sizes of some reads, and the ``seconds`` in which at least one of them was under way."""
-
-    nbytes: int
-    copies: int
-    seconds: float
+"""How late a read's end may be noticed; rates are judged as if it were that much earlier."""
 
 
 class Throughput:
@@ -43,15 +30,15 @@ class Throughput:
 
     A busy period lasts from a read that is posted while none is under way until none is, or for
     ``SAMPLE_BYTES``: reads that overlap count once, and idle time does not. ``slow`` is called with
-    a sample below ``SLOW_RATE``, even if all its periods' ends were noticed late.
+    the bytes, copies and seconds of a period below ``SLOW_RATE``, if its end was noticed late, too.
     """
 
-    def __init__(self, slow: Callable[[Sample], None]) -> None:
+    def __init__(self, slow: Callable[[int, int, float], None]) -> None:
         self._slow = slow
         self._under_way = 0
+        # The first read may include the setup of the path.
         self._has_ended_one = False
         self._begin_period(0.0)
-        self._begin_sample()
 
     def begin(self, now: float) -> None:
         """Count a read that has been posted; ``now`` is when the driver was called, monotonic."""
@@ -60,39 +47,22 @@ class Throughput:
         self._under_way += 1
 
     def end(self, now: float, *, nbytes: int, copies: int, succeeded: bool) -> None:
-        """Count a read that has ended; call ``slow`` if it completes a sample that is slow."""
+        """Count a read that has ended; call ``slow`` if it ends a period that is slow."""
         self._under_way -= 1
-        if not succeeded or not self._has_ended_one:
-            # The first read may have included the setup of the path, and nobody knows how many
-            # bytes a failed one has moved.
-            self._has_ended_one = self._has_ended_one or succeeded
-            self._begin_sample()
+        if not succeeded or not self._has_ended_one:  # nobody knows what a failed one has moved
+            self._has_ended_one |= succeeded
             self._begin_period(now)
             return
-        self._period_bytes += nbytes
-        self._period_copies += copies
-        if not self._under_way or self._period_bytes > SAMPLE_BYTES:
-            self._end_period(now)
+        self._nbytes += nbytes
+        self._copies += copies
+        if self._nbytes > SAMPLE_BYTES:
+            seconds, nbytes, copies = now - self._since, self._nbytes, self._copies
+            self._begin_period(now)
+            if nbytes < SLOW_RATE * (seconds - LATE_SECONDS):
+                self._slow(nbytes, copies, seconds)
 
     def _begin_period(self, now: float) -> None:
-        self._since, self._period_bytes, self._period_copies = now, 0, 0
-
-    def _begin_sample(self) -> None:
-        self._bytes, self._copies, self._seconds, self._periods = 0, 0, 0.0, 0
-
-    def _end_period(self, now: float) -> None:
-        if self._period_bytes >= PERIOD_BYTES:
-            self._bytes += self._period_bytes
-            self._copies += self._period_copies
-            self._seconds += now - self._since
-            self._periods += 1
-        self._begin_period(now)
-        if self._bytes > SAMPLE_BYTES:
-            sample = Sample(nbytes=self._bytes, copies=self._copies, seconds=self._seconds)
-            shortest = sample.seconds - LATE_SECONDS * self._periods
-            self._begin_sample()
-            if sample.nbytes < SLOW_RATE * shortest:
-                self._slow(sample)
+        self._since, self._nbytes, self._copies = now, 0, 0
 
 
 class SlowPathWarnings:
@@ -113,7 +83,15 @@ class SlowPathWarnings:
             return None
         return Throughput(partial(self._warn, engine, source, path))
 
-    def _warn(self, engine: str, source: Source, path: Callable[[], str], sample: Sample) -> None:
+    def _warn(
+        self,
+        engine: str,
+        source: Source,
+        path: Callable[[], str],
+        nbytes: int,
+        copies: int,
+        seconds: float,
+    ) -> None:
         if engine in self._warned:
             return
         self._warned.add(engine)
@@ -125,12 +103,12 @@ class SlowPathWarnings:
             source.remote,
             _kinds(source.remote_layout),
             _kinds(source.local_layout),
-            sample.nbytes / sample.seconds / 1e9,
+            nbytes / seconds / 1e9,
             self._driver,
             on_one_line(path()) or "unknown",
-            sample.nbytes,
-            sample.nbytes // sample.copies,
-            sample.seconds * 1e3,
+            nbytes,
+            nbytes // copies,
+            seconds * 1e3,
         )
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 POLL = "the driver's poll"
 CANCEL_SECONDS = 1.0
-"""How long a cancelled read may take to end by itself; see ``Grace``."""
+"""How long a cancelled read may take to end by itself; see ``Transfers.lingering``."""
 LONG_SECONDS = 0.001
 """After a read that took longer to build and post, the driver is polled before the next post."""
 # So many bytes keep the link busy. More reads at once would all end late.
@@ -35,92 +35,61 @@ UNDER_WAY_BYTES = 32 << 20
 """While at least this many bytes are under way over a connection, its next read waits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a read ended. Once there is an outcome, the read writes no more bytes.
-
-    Attributes:
-        copies: number of copies in the read; 0 if they were never built.
-        begun: when posting began, by ``time.perf_counter``; 0 if the read ended before that.
-        seconds: time from ``begun`` to the end; 0 if posting never began.
-        post_seconds: the part of ``seconds`` until the driver had accepted the read, or all of it.
-    """
-
-    error: KVFerryError | None
-    copies: int
-    nbytes: int
-    begun: float
-    seconds: float
-    post_seconds: float
-
-    def after(self, earlier: Outcome) -> Outcome:
-        """Return the outcome of two successive reads as that of one; this was the second.
-
-        The time between the reads counts as ``seconds``, but not as ``post_seconds``.
-        """
-        end = self.begun + self.seconds if self.begun else earlier.begun + earlier.seconds
-        return Outcome(
-            error=self.error,
-            copies=earlier.copies + self.copies,
-            nbytes=earlier.nbytes + self.nbytes,
-            begun=earlier.begun,
-            seconds=end - earlier.begun,
-            post_seconds=earlier.post_seconds + self.post_seconds,
-        )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Grace:
-    """The time that cancelled reads are given to end before ``escalate`` is called.
-
-    Attributes:
-        escalate: called with those reads that were posted and have not ended, every
-            ``CANCEL_SECONDS`` until all have ended or a call returns ``False``.
-        until, reads: when the time is over, and for which reads; kept by ``Transfers``.
-    """
-
-    escalate: Callable[[Sequence[Read]], bool]
-    until: float = 0.0
-    reads: list[Read] = field(default_factory=list)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Read:
-    """A read over one connection. ``Transfers`` keeps it from ``add`` until the read has ended.
+    """A read over one connection, in one batch of copies or in several, one after the other.
+
+    ``Transfers`` keeps it from ``add`` until ``landed`` or ``lost`` is called, once. Then it writes
+    no more bytes. The times are by ``time.perf_counter``.
 
     Attributes:
-        build: returns the copies when the read is posted: their arrays may be a workspace that the
-            next read fills again. Named by pages only if the transport has ``paged_reads``.
-        failing: called at most once, before ``finished``, when the driver knows that the read will
-            fail, but bytes may still land.
+        build: returns a batch when it is posted: its arrays may be a workspace that the next one
+            fills again. Named by pages only if the transport has ``paged_reads``.
+        landed: called when all has been read; if that raises, ``lost`` is called, too.
+        lost: called with the first error if the read has failed.
+        has_more: returns, after each batch, whether another one is to be read.
         notify: payload of the notification that is bound to the read.
         urgent: post it before all others, whatever is under way; for reads of a few bytes.
         tags: what the read is for; it is cancelled when ``Transfers.cancel`` leaves none.
-        started, posted: when posting began and ended, by ``time.perf_counter``; 0 before.
-        failure: the error with which the read will fail; ``None`` while none is known.
-        is_quiesced: whether it can write no more, since its connection has been closed.
-        has_ended: whether ``finished`` was called.
+        deadline: once it is cancelled, how long it may linger while others use its connection.
+        begun: when posting began; 0 before.
+        seconds, post_seconds: time from ``begun`` to the end, and the part of it until the driver
+            had accepted the batches.
+        copies, nbytes: in all batches that were built.
     """
 
     connection: PeerId
     build: Callable[[], Copies | PagedCopies]
-    finished: Callable[[Outcome], None]
-    failing: Callable[[KVFerryError], None]
+    landed: Callable[[Read], None]
+    lost: Callable[[KVFerryError], None]
+    has_more: Callable[[], bool] = lambda: False
     notify: bytes | None = None
     urgent: bool = False
     tags: set[Hashable] = field(default_factory=set)
     throughput: Throughput | None = None
-    started: float = 0.0
-    posted: float = 0.0
+    cancelled: float | None = None
+    deadline: float = 0.0
+    begun: float = 0.0
+    seconds: float = 0.0
+    post_seconds: float = 0.0
     copies: int = 0
     nbytes: int = 0
+    # Of the batch that is posted.
+    batch_copies: int = 0
+    batch_nbytes: int = 0
     failure: KVFerryError | None = None
-    is_quiesced: bool = False
+    is_quiesced: bool = False  # it can write no more, since its connection has been closed
     has_ended: bool = False
 
 
 class Transfers:
-    """Post, poll and cancel all reads of one endpoint. Used by the endpoint's thread only."""
+    """Post, poll and cancel all reads of one endpoint. Used by the endpoint's thread only.
+
+    Attributes:
+        failing: called once with a read of which the driver knows that it will fail, and with the
+            error. Bytes may still land.
+        failed: called with a read that has failed, and the error, after ``Read.lost``.
+    """
 
     def __init__(
         self,
@@ -128,7 +97,10 @@ class Transfers:
         containment: ErrorContainment,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.failing: Callable[[Read, KVFerryError], None] = lambda *_: None
+        self.failed: Callable[[Read, KVFerryError], None] = lambda *_: None
         self._transport = transport
+        self._contain = containment.run
         self._containment = containment
         self._clock = clock
         self._limit = transport.capabilities.max_outstanding
@@ -137,7 +109,7 @@ class Transfers:
         self._posted: dict[TransferId, Read] = {}
         self._under_way: Counter[PeerId] = Counter()
         self._disconnecting: set[PeerId] = set()
-        self._graces: dict[Grace, None] = {}
+        self._cancelled: list[Read] = []
 
     def __len__(self) -> int:
         return len(self._urgent) + sum(map(len, self._queued.values())) + len(self._posted)
@@ -158,8 +130,9 @@ class Transfers:
         posted = False
         while (read := self._next()) is not None:
             posted = True
-            self._post_one(read)
-            if time.perf_counter() - read.started > LONG_SECONDS:
+            before = time.perf_counter()
+            self._post(read, before)
+            if time.perf_counter() - before > LONG_SECONDS:
                 break
             # It may have ended already, and the next post may take long.
             if read.urgent and not self._urgent and self._poll():
@@ -168,40 +141,30 @@ class Transfers:
             self._poll()
         return posted
 
-    def cancel(self, tag: Hashable, grace: Grace | None = None) -> None:
+    def cancel(self, tag: Hashable, deadline: float = 0.0) -> None:
         """Remove a tag from all reads, and cancel the reads that have no tag left.
 
         A queued read ends at once; a posted one may end soon or late, and may even succeed.
-        ``grace`` starts with the first ``cancel`` that it is passed to; without, reads take as long
-        as they need.
         """
         waiting = [read for read in self._waiting() if tag in read.tags]
         posted = [(each, read) for each, read in self._posted.items() if tag in read.tags]
-        reads = [*waiting, *(read for _, read in posted)]
-        for read in reads:
+        for read in (*waiting, *(read for _, read in posted)):
             read.tags.discard(tag)
-        if grace is not None and reads:
-            if grace not in self._graces:
-                grace.until = self._clock() + CANCEL_SECONDS
-                self._graces[grace] = None
-            grace.reads += reads  # those that have other tags may lose them in the meantime
         unwanted = [read for read in waiting if not read.tags]
         self._end(unwanted, TransferCancelledError("cancelled before it was posted"))
         for transfer, read in posted:
-            if not read.tags and read.connection not in self._disconnecting:
-                self._containment.run(
-                    "the driver's cancel", partial(self._transport.cancel, transfer)
-                )
+            if not read.tags:
+                read.cancelled, read.deadline = self._clock(), deadline
+                self._cancelled.append(read)
+                if read.connection not in self._disconnecting:
+                    cancel = partial(self._transport.cancel, transfer)
+                    self._contain("the driver's cancel", cancel)
 
-    def escalate(self, now: float) -> None:
-        """Call ``Grace.escalate`` for cancelled reads that were posted and did not end in time."""
-        for grace in [each for each in self._graces if each.until <= now]:
-            grace.until = now + CANCEL_SECONDS
-            grace.reads = [read for read in grace.reads if not read.has_ended]
-            posted = [read for read in grace.reads if read.posted]
-            escalate, what = partial(grace.escalate, posted), "a read that was cancelled"
-            if not grace.reads or (posted and self._containment.run(what, escalate) is False):
-                del self._graces[grace]
+    def lingering(self, now: float) -> list[Read]:
+        """Return the reads that were cancelled ``CANCEL_SECONDS`` ago or earlier and go on."""
+        if self._cancelled:
+            self._cancelled = [read for read in self._cancelled if not read.has_ended]
+        return [each for each in self._cancelled if now >= (each.cancelled or 0.0) + CANCEL_SECONDS]
 
     def begin_disconnect(self, connection: PeerId) -> None:
         """Fail the reads queued for a connection. Called before the driver closes it."""
@@ -220,18 +183,15 @@ class Transfers:
     def _end(self, reads: Sequence[Read], error: KVFerryError) -> None:
         for read in reads:
             # All leave the queue before the first callback, which may cancel others.
-            self._drop(read)
+            queue = self._urgent if read.urgent else self._queued[read.connection]
+            queue.remove(read)
+            if not queue and not read.urgent:
+                del self._queued[read.connection]
         for read in reads:
             self._finish(read, error)
 
     def _waiting(self) -> list[Read]:
         return list(chain(self._urgent, *self._queued.values()))
-
-    def _drop(self, read: Read) -> None:
-        reads = self._urgent if read.urgent else self._queued[read.connection]
-        reads.remove(read)
-        if not read.urgent and not reads:
-            del self._queued[read.connection]
 
     def _next(self) -> Read | None:
         """Take the next read to post: urgent ones first, then from each connection in turn."""
@@ -248,18 +208,20 @@ class Transfers:
                 return read
         return None
 
-    def _post_one(self, read: Read) -> None:
-        read.started = time.perf_counter()
+    def _post(self, read: Read, now: float) -> None:
+        read.begun = read.begun or now
         begin, fail = partial(self._begin, read), partial(self._finish, read)
-        transfer = self._containment.run("posting a read", begin, fail)
+        transfer = self._contain("posting a read", begin, fail)
         if transfer is not None:
-            read.posted = time.perf_counter()
+            read.post_seconds += time.perf_counter() - now
             self._posted[transfer] = read
-            self._under_way[read.connection] += read.nbytes
+            self._under_way[read.connection] += read.batch_nbytes
 
     def _begin(self, read: Read) -> TransferId:
         copies = read.build()
-        read.copies, read.nbytes = len(copies), copies.total
+        read.batch_copies, read.batch_nbytes = len(copies), copies.total
+        read.copies += read.batch_copies
+        read.nbytes += read.batch_nbytes
         begun = self._clock()  # a measured time does not include building the copies
         if isinstance(copies, PagedCopies):
             transfer = self._transport.read_pages(read.connection, copies, read.notify)
@@ -278,7 +240,7 @@ class Transfers:
         if not ids:
             self._containment.succeeded(POLL)  # nothing had to be polled
             return False
-        statuses = self._containment.run(POLL, partial(self._ask, ids), serves_all=True)
+        statuses = self._contain(POLL, partial(self._ask, ids), serves_all=True)
         if statuses is None:  # perhaps one transfer is the reason
             statuses = [self._status(each) for each in ids]
         has_news = False
@@ -298,7 +260,7 @@ class Transfers:
     def _status(self, transfer: TransferId) -> Status:
         """Return the status of one transfer, also if the driver's ``poll`` raises."""
         errors: list[KVFerryError] = []
-        answer = self._containment.run(POLL, partial(self._ask, [transfer]), errors.append)
+        answer = self._contain(POLL, partial(self._ask, [transfer]), errors.append)
         if answer is not None:
             return answer[0]
         state = State.FAILED if self._posted[transfer].is_quiesced else State.FAILING
@@ -311,36 +273,40 @@ class Transfers:
         error = status.error or TransportError("the transfer failed and the driver gave no reason")
         if status.state is State.FAILING and read.failure is None:
             read.failure = error
-            self._containment.run("a read that is failing", partial(read.failing, error))
+            self._contain("a read that is failing", partial(self.failing, read, error))
             return True
         if not status.state.final:
             return False
         del self._posted[transfer]
-        self._under_way[read.connection] -= read.nbytes
+        self._under_way[read.connection] -= read.batch_nbytes
         if not self._under_way[read.connection]:
             del self._under_way[read.connection]
-        self._containment.run("the driver's forget", partial(self._transport.forget, transfer))
+        self._contain("the driver's forget", partial(self._transport.forget, transfer))
+        has_failed = status.state is State.FAILED
         if read.throughput is not None:
             measure = partial(
                 read.throughput.end,
                 self._clock(),
-                nbytes=read.nbytes,
-                copies=read.copies,
-                succeeded=status.state is State.DONE,
+                nbytes=read.batch_nbytes,
+                copies=read.batch_copies,
+                succeeded=not has_failed,
             )
-            self._containment.run("measuring a read", measure)
-        self._finish(read, error if status.state is State.FAILED else None)
+            self._contain("measuring a read", measure)
+        # The next batch is queued only now: other reads are posted in between, and one that is not
+        # wanted any more ends with this batch.
+        if not has_failed and read.has_more():
+            self.add(read)
+        else:
+            self._finish(read, error if has_failed else None)
         return True
 
     def _finish(self, read: Read, error: KVFerryError | None) -> None:
         read.has_ended = True
         now = time.perf_counter()
-        outcome = Outcome(
-            error=error,
-            copies=read.copies,
-            nbytes=read.nbytes,
-            begun=read.started,
-            seconds=now - (read.started or now),
-            post_seconds=(read.posted or now) - (read.started or now),
-        )
-        self._containment.run("a read that has ended", partial(read.finished, outcome))
+        read.seconds = now - (read.begun or now)
+        what = "a read that has ended"
+        if error is None:
+            self._contain(what, partial(read.landed, read), read.lost)
+        else:
+            self._contain(what, partial(read.lost, read.failure or error))
+            self._contain(what, partial(self.failed, read, error))

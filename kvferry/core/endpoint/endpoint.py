@@ -10,14 +10,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.core.directory.news import ProducerNews
-from kvferry.core.driver_calls.connections import STUCK_SECONDS, BlockingCalls, Connections
-from kvferry.core.driver_calls.error_containment import ErrorContainment
-from kvferry.core.driver_calls.transfers import Transfers
+from kvferry.core.driver_calls.connections import STUCK_SECONDS
+from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.load_manager import LoadManager
@@ -37,6 +36,7 @@ from kvferry.core.lifecycle.holds import EndedHold, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.memory import region_of
 from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
 from kvferry.core.options import DEFAULTS, EndpointOptions
@@ -170,37 +170,24 @@ class Endpoint:
         self._wake = threading.Event()
         self._metrics = Metrics(driver=driver, rank=str(identity.rank))
         self._clock = clock
-        self._containment = ErrorContainment()
-        self._copies = (
-            None
-            if copies is None
-            else RunningCopies(
-                copies, containment=self._containment, metrics=self._metrics, clock=clock
-            )
+        self._calls = DriverCalls(
+            transport,
+            post=self._post,
+            clock=clock,
+            threads=transport.capabilities.concurrent_connect,
+            enter=enter,
         )
+        self._copies = None if copies is None else RunningCopies(copies, self._calls, self._metrics)
         self._hold_server = HoldServer(
             self._slot_table, identity.incarnation, clock, self._metrics, self._copies
         )
-        self._transfers = Transfers(transport, self._containment, clock)
-        self._blocking_calls = BlockingCalls(
-            threads=transport.capabilities.concurrent_connect,
-            post=self._post,
-            clock=clock,
-            enter=enter,
-        )
-        self._connections = Connections(transport, self._transfers, self._blocking_calls, clock)
         self._load_manager = LoadManager(
             own=self.payload,
-            transport=transport,
-            transfers=self._transfers,
-            connections=self._connections,
-            containment=self._containment,
+            calls=self._calls,
             scratch=scratch,
             zero=zero,
             copies=self._copies,
             options=options,
-            post=self._post,
-            clock=clock,
             metrics=self._metrics,
             reported=self._report_load,
         )
@@ -231,15 +218,15 @@ class Endpoint:
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
         """Begin, mark as ready, and end holds, as the engine's scheduler has decided in this step.
 
-        All orders take effect before this method returns, except ``ready`` and ``watermarks``,
+        All orders take effect before this method returns, except ``tickets`` and ``watermarks``,
         which do when ``passed`` has returned ``True``: it is polled for whether the device has
         finished the work that was enqueued before this call. ``None`` if it has, or if
-        ``orders.needs_device`` is false. Raises ``CopyError`` if the endpoint stages, and a copy
-        is missing; or it does not, and has one.
+        ``orders.needs_device`` is false. Raises ``CopyError`` if the endpoint stages, and a ticket
+        has no copy; or it does not, and one has.
         """
         if orders:
             self._check_open()
-            self._check_copy(bool(orders.copies))
+            self._check_copies(ticket.copy is not None for ticket in orders.tickets)
             self._hold_server.apply(orders, passed)
             self._next_listen = 0.0  # a hold may be the first
             self._wake.set()
@@ -301,12 +288,8 @@ class Endpoint:
         without a copy, and the endpoint stages.
         """
         self._check_open()
-        self._check_copy(load.copy is not None)
-        if load.reads and load.copy is None and self._copies is not None:
-            raise CopyError(
-                "pages are to be loaded, and their copy to the device was not ordered: this "
-                "endpoint stages its cache, so set Load.copy"
-            )
+        if load.reads:
+            self._check_copies([load.copy is not None])
         if load.report:
             self._results.expect()
         self._post(lambda: self._load_manager.begin(load, passed))
@@ -345,8 +328,7 @@ class Endpoint:
             problems.append(f"the endpoint has failed: {self._failure}")
         elif self._closing:
             problems.append("the endpoint is closed")
-        for source in (self._connections, self._blocking_calls, self._containment):
-            problems += source.problems
+        problems += self._calls.problems
         problems += () if self._copies is None else self._copies.problems
         if not problems and self._clock() - self._last_round > STUCK_SECONDS:
             problems.append(
@@ -400,7 +382,7 @@ class Endpoint:
         self._wake.set()
         until = self._clock() + JOIN_SECONDS
         self._thread.join(JOIN_SECONDS)
-        if self._thread.is_alive() or not self._blocking_calls.wait(until):
+        if self._thread.is_alive() or not self._calls.blocking.wait(until):
             raise TransportError(
                 f"the driver has been in one call for {JOIN_SECONDS:.0f} s; it is left alone, and "
                 "may still touch this endpoint's memory: keep it until the process ends"
@@ -419,8 +401,8 @@ class Endpoint:
     ) -> RankPayload:
         """Register the memory that peers read, and return what the handshake tells of it."""
         identity, table = self._identity, self._slot_table
-        words = (table.region, table.header, table.watermarks.region, scratch.region)
-        for region in (*layout.regions, *words):
+        words, header, watermarks = map(region_of, (table.words, table.header, table.watermarks))
+        for region in (*layout.regions, words, header, watermarks, scratch.region):
             self._transport.register(region)
         return RankPayload(
             oldest=OLDEST_PROTOCOL,
@@ -433,10 +415,10 @@ class Endpoint:
             layout=layout,
             driver=driver,
             address=self._transport.address(),
-            slots=table.region,
+            slots=words,
             lease=lease,
-            fingerprint=table.header,
-            watermarks=table.watermarks.region,
+            fingerprint=header,
+            watermarks=watermarks,
         )
 
     def _post(self, command: Callable[[], object]) -> None:
@@ -447,11 +429,16 @@ class Endpoint:
         self._check_open()
         self._post(command)
 
-    def _check_copy(self, has_copy: bool) -> None:
-        if has_copy and self._copies is None:
+    def _check_copies(self, has_copy: Iterable[bool]) -> None:
+        """Refuse pages that are not copied although the cache is staged, or the reverse."""
+        is_staged = self._copies is not None
+        if any(each != is_staged for each in has_copy):
             raise CopyError(
-                "a copy between the device and host pages was ordered, and this endpoint has no "
-                "copies: pass it copies, or leave the copy out"
+                "this endpoint stages its cache, so pass each ticket and load a copy between the "
+                "device and host pages"
+                if is_staged
+                else "a copy between the device and host pages was ordered, and this endpoint has "
+                "no copies: pass it copies, or leave the copy out"
             )
 
     def _check_open(self) -> None:
@@ -482,16 +469,16 @@ class Endpoint:
             self._load_manager.abort()
             busy = self._load_manager.progress()
             busy = self._copy_pages() or busy
-            if not (busy or len(self._transfers) or self._unfinished_copies):
+            if not (busy or len(self._calls.transfers) or self._unfinished_copies):
                 break
-            if not self._transfers.progress():
+            if not self._calls.transfers.progress():
                 time.sleep(BUSY_SECONDS)
 
     def _round(self) -> bool:
         """Do a round of the thread's work; return whether the next should follow at once."""
         busy = self._run_commands()
         busy = self._load_manager.progress() or busy
-        busy = self._transfers.progress() or busy
+        busy = self._calls.transfers.progress() or busy
         busy = self._copy_pages() or busy
         self._last_round = now = self._clock()
         if now >= self._next_listen:
@@ -518,18 +505,18 @@ class Endpoint:
         busy = False
         while self._commands:
             busy = True
-            self._containment.run("a command", self._commands.popleft())
+            self._calls.contain("a command", self._commands.popleft())
         return busy
 
     def _listen(self) -> None:
         now = self._clock()
-        notifications = self._containment.run(
+        notifications = self._calls.contain(
             "the driver's notifications",
             lambda: list(self._transport.notifications()),
             serves_all=True,
         )
         for notification in notifications or ():
-            self._containment.run("a message", partial(self._hold_server.hear, [notification]))
+            self._calls.contain("a message", partial(self._hold_server.hear, [notification]))
         if notifications is not None:
             self._hold_server.listened(now)
         self._hold_server.tick()
@@ -539,7 +526,7 @@ class Endpoint:
         self._results.add_ended(*self._hold_server.take_ended())
 
     def _report_load(self, load: Load, record: LoadRecord) -> None:
-        self._containment.run("counting a load", partial(self._count, load, record))
+        self._calls.contain("counting a load", partial(self._count, load, record))
         self._results.add_load(load, record)
 
     def _count(self, load: Load, record: LoadRecord) -> None:
@@ -557,11 +544,11 @@ class Endpoint:
             copies is not None and (holds.waits_for_device or copies.is_busy)
         ):
             return BUSY_SECONDS
-        if len(self._transfers):
+        if len(self._calls.transfers):
             return WOKEN_SECONDS if self._is_woken else BUSY_SECONDS
         if len(loads):
             return HELD_SECONDS if loads.only_computing else LOADING_SECONDS
-        return HELD_SECONDS if self._connections.closing or holds.is_awaited else IDLE_SECONDS
+        return HELD_SECONDS if self._calls.connections.closing or holds.is_awaited else IDLE_SECONDS
 
 
 def _log(load: Load, record: LoadRecord) -> None:

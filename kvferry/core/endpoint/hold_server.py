@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.error_causes import on_one_line
-from kvferry.core.errors import CopyError, KVFerryError, WireError
+from kvferry.core.errors import KVFerryError, WireError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.page_copy import HoldCopy
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, MAX_SILENT, Silence
 from kvferry.core.lifecycle.worker_holds import ReleaseOutcome, WorkerHolds
-from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import FINGERPRINT_WORDS, Heartbeat, Note, Renewal, decode_notes
 from kvferry.core.metrics import IGNORED, LATE, CopyDirection, Metrics
 from kvferry.core.transport import Notification
@@ -31,47 +27,31 @@ logger = logging.getLogger(__name__)
 SILENT_FRACTION = 0.5
 """Where no consumer was heard for this part of a lease, a longer lease does not help."""
 
-BURST_SECONDS = 1.0
-"""Requests whose leases expire within this time of a warning share the next warning."""
 NAMED_REQUESTS = 3
-"""The most requests that such a warning names."""
+"""The most requests that a warning of expired leases names."""
 
 
-class WordArray:
-    """8-byte words in CPU memory that peers read one-sidedly; the memory belongs to the caller."""
+class SlotTable:
+    """8-byte words in CPU memory that peers read one-sidedly; it is never moved.
 
-    def __init__(self, words: npt.NDArray[np.uint64]) -> None:
-        self._words = words
-        self.region: Region = region_of(words)
+    A word is written by one aligned store, so that a peer sees the old or the new word.
 
-    def __len__(self) -> int:
-        return len(self._words)
-
-    def __getitem__(self, slot: int) -> int:
-        return int(self._words[slot])
-
-    def __setitem__(self, slot: int, word: int) -> None:
-        self._words[slot] = word  # one aligned 8-byte store: a peer sees the old or the new word
-
-
-class SlotTable(WordArray):
-    """One 8-byte word per slot, in CPU memory that peers read one-sidedly; it is never moved.
-
-    In front of the words is a ``header``, the fingerprint of the key that proves tickets (0 until
-    written); behind them are ``watermarks``, which say how far requests' pages are computed.
+    Attributes:
+        header: the fingerprint of the key that proves tickets; 0 until written. Two words.
+        words: one for each slot, which says whether its hold stands.
+        watermarks: one for each slot, which says how far the request's pages are computed.
     """
 
     def __init__(self, slots: int) -> None:
         slots = max(slots, 1)
         memory = np.zeros(FINGERPRINT_WORDS + 2 * slots, dtype=np.uint64)
-        super().__init__(memory[FINGERPRINT_WORDS:-slots])
-        self._header = memory[:FINGERPRINT_WORDS]
-        self.header: Region = region_of(self._header)
-        self.watermarks = WordArray(memory[-slots:])
+        self.header = memory[:FINGERPRINT_WORDS]
+        self.words = memory[FINGERPRINT_WORDS:-slots]
+        self.watermarks = memory[-slots:]
 
     def write_fingerprint(self, fingerprint: bytes) -> None:
         """Write a fingerprint of ``FINGERPRINT_BYTES`` into the header."""
-        self._header[:] = np.frombuffer(fingerprint, dtype="<u8")
+        self.header[:] = np.frombuffer(fingerprint, dtype="<u8")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -97,7 +77,7 @@ class HoldServer:
         metrics: Metrics,
         copies: RunningCopies | None = None,
     ) -> None:
-        self._holds = WorkerHolds(table, incarnation, table.watermarks)
+        self._holds = WorkerHolds(table.words, incarnation, table.watermarks)
         self._clock = clock
         self._metrics = metrics
         self._copies = copies
@@ -108,7 +88,6 @@ class HoldServer:
         """When a message of a consumer was last processed; before the first, when this was made."""
         self._lease = 0.0
         self._lock = threading.Lock()
-        self._expired = ExpiredHolds()
 
     @property
     def held(self) -> int:
@@ -120,7 +99,7 @@ class HoldServer:
     def is_awaited(self) -> bool:
         """Return whether consumers may wait: a hold has a ticket, or pages wait for the device."""
         with self._lock:
-            return bool(self._holds.ticketed or self._device_works)
+            return bool(self._device_works) or self._holds.has_tickets
 
     @property
     def waits_for_device(self) -> bool:
@@ -131,16 +110,13 @@ class HoldServer:
         """Begin, mark as ready, and end holds; the words of those that begin or end are written.
 
         ``passed`` is polled by ``progress``, and returns whether the device has filled the pages of
-        ``orders.ready`` and ``orders.watermarks``; ``None`` if it has. Raises ``CopyError`` if the
-        cache is staged, and a hold of ``ready`` has no copy.
+        ``orders.tickets`` and ``orders.watermarks``; ``None`` if it has.
         """
-        marks: list[tuple[Hold, int | None]] = [(hold, None) for hold, _ in orders.ready]
+        marks: list[tuple[Hold, int | None]] = [(ticket.hold, None) for ticket in orders.tickets]
         if self._copies is None:
             marks += orders.watermarks  # host pages have nothing before the ticket is made
-        else:
-            _check_copies(orders)
         with self._lock:
-            self._lease = max((lease for _, lease in orders.ready), default=self._lease)
+            self._lease = max((ticket.lease for ticket in orders.tickets), default=self._lease)
             self._holds.apply(orders, self._clock())
             if passed is None:
                 self._computed(marks)
@@ -161,13 +137,13 @@ class HoldServer:
             waiting = [work for work in self._device_works if not self._is_over(work)]
             busy = len(waiting) < len(self._device_works)
             self._device_works = waiting
-            orders = self._holds.take_copies()
-        for order in orders:
-            if self._copies is not None:
-                what = f"pages of request {on_one_line(order.request)}"
-                ended = partial(self._on_copied, order)
-                self._copies.begin(what, CopyDirection.TO_HOST, order.copy, ended)
-        return busy or bool(orders)
+            tickets = self._holds.take_copies()
+        for ticket in tickets:
+            if self._copies is not None and ticket.copy is not None:
+                what = f"pages of request {on_one_line(ticket.request)}"
+                ended = partial(self._on_copied, ticket)
+                self._copies.begin(what, CopyDirection.TO_HOST, ticket.copy, ended)
+        return busy or bool(tickets)
 
     def _is_over(self, work: _DeviceWork) -> bool:
         """Return whether work has passed, and say so, or its holds have all ended."""
@@ -191,20 +167,20 @@ class HoldServer:
                 self._holds.failed(hold)  # of one with a copy, which does not begin
         return has_passed
 
-    def _on_copied(self, order: HoldCopy, error: KVFerryError | None) -> None:
+    def _on_copied(self, ticket: NewTicket, error: KVFerryError | None) -> None:
         if error is not None:
             logger.warning(
                 "request %s: its pages cannot be read by others, and its hold ends (stage copy, "
                 "cause %s): %s",
-                on_one_line(order.request),
+                on_one_line(ticket.request),
                 error.cause,
                 on_one_line(str(error)),
             )
         with self._lock:
             if error is None:
-                self._holds.copied(order.hold, self._clock())
+                self._holds.copied(ticket.hold, self._clock())
             else:
-                self._holds.failed(order.hold)
+                self._holds.failed(ticket.hold)
 
     def hear(self, notifications: Iterable[Notification]) -> None:
         """Process messages from consumers; malformed messages are logged and dropped."""
@@ -237,7 +213,8 @@ class HoldServer:
             expired = self._holds.expire(now)
             silence = now - self._heard
             is_long = silence >= SILENT_FRACTION * self._lease
-        self._expired.add(expired, now, silence=silence if is_long else None)
+        if expired:
+            _warn_of_expired(expired, silence if is_long else None)
 
     def silent(self) -> list[Silence]:
         """Return at most ``MAX_SILENT`` holds that are silent for ``GONE_SECONDS``, longest first.
@@ -260,7 +237,6 @@ class HoldServer:
         """End all holds and clear their slot words, so that no consumer's fence passes any more."""
         with self._lock:
             self._holds.end_all()
-        self._expired.close()
 
     def _take(self, note: Note) -> None:
         if isinstance(note, Renewal):
@@ -276,63 +252,23 @@ class HoldServer:
             self._metrics.add(IGNORED)
 
 
-def _check_copies(orders: HoldOrders) -> None:
-    copies = {each.hold for each in orders.copies}
-    if missing := [hold for hold, _ in orders.ready if hold not in copies]:
-        raise CopyError(
-            f"{missing[0]} is to be made readable, and its copy was not ordered: this endpoint "
-            "stages its cache, so pass SchedulerHolds.ticket the copy"
+def _warn_of_expired(requests: Sequence[RequestId], silence: float | None) -> None:
+    """Log the requests whose leases have expired.
+
+    ``silence`` is for how long no consumer was heard, if a longer lease would not have helped.
+    """
+    advice = "let decode take requests sooner, or set a longer kv_lease_duration"
+    if silence is not None:
+        advice = (
+            "see whether decode runs, and whether the router sends it requests: for "
+            f"{silence:.0f} s, no decode engine gave a sign of life"
         )
-
-
-class ExpiredHolds:
-    """Log the requests whose leases expired, those of a burst in one line. One thread at a time."""
-
-    def __init__(self) -> None:
-        self._waiting: list[RequestId] = []
-        self._quiet_until = -math.inf
-        self._silence: float | None = None
-
-    def add(
-        self, requests: Sequence[RequestId], now: float, *, silence: float | None = None
-    ) -> None:
-        """Log requests, or keep them for a warning after ``BURST_SECONDS``. Call it in every round.
-
-        ``silence`` is for how long no consumer was heard, if a longer lease would not have helped.
-        """
-        self._silence = silence
-        self._waiting += requests
-        if self._waiting and now >= self._quiet_until:
-            self._quiet_until = now + BURST_SECONDS
-            self.close()
-
-    def close(self) -> None:
-        """Log the requests that are kept."""
-        requests, self._waiting = self._waiting, []
-        if not requests:
-            return
-        one, several = ("its", "its client", "it"), ("their", "their clients", "them")
-        whose, clients, them = one if len(requests) == 1 else several
-        advice = f"let decode take {them} sooner, or set a longer kv_lease_duration"
-        if self._silence is not None:
-            advice = (
-                "see whether decode runs, and whether the router sends it requests: for "
-                f"{self._silence:.0f} s, no decode engine gave a sign of life"
-            )
-        logger.warning(
-            "%s: nobody read %s pages within the lease; they are given back (stage held, cause "
-            "expired; if %s did not go away, %s)",
-            _named(requests),
-            whose,
-            clients,
-            advice,
-        )
-
-
-def _named(requests: Sequence[RequestId]) -> str:
-    """Return requests as text for a log line; of many, how many they are, and the first."""
-    named = ", ".join(map(on_one_line, requests[:NAMED_REQUESTS]))
     more = len(requests) - NAMED_REQUESTS
-    if len(requests) == 1:
-        return f"request {named}"
-    return f"{len(requests)} requests ({named}{f' and {more} more' if more > 0 else ''})"
+    logger.warning(
+        "%d requests (%s%s): nobody read their pages within the lease; they are given back (stage "
+        "held, cause expired; if their clients did not go away, %s)",
+        len(requests),
+        ", ".join(map(on_one_line, requests[:NAMED_REQUESTS])),
+        f" and {more} more" if more > 0 else "",
+        advice,
+    )

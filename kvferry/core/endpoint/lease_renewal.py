@@ -10,23 +10,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvferry.core.driver_calls.transfers import Grace, Read, Transfers
-from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
+from kvferry.core.driver_calls.driver_calls import DriverCalls
+from kvferry.core.endpoint.peers import Peer, Peers
 from kvferry.core.endpoint.slot_reads import SlotRead, SlotReads
-from kvferry.core.errors import KVFerryError, TicketError, TransferCancelledError
+from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.load_machine import gone
 from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.silent_holds import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import Heartbeat, Renewal
+from kvferry.core.messages import Heartbeat, RankPayload, Renewal
 from kvferry.core.security import Proof
 from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +46,14 @@ class _Target:
 class LeaseRenewal:
     """Renew the leases of holds that this rank waits for or reads; send heartbeats.
 
-    Used by the endpoint's thread only. ``lost`` is called when a renewal's read has failed and no
-    more of its bytes will land; ``failing`` when the driver knows that it will fail, but bytes may
-    land (for a cancelled read, after its grace).
+    Used by the endpoint's thread only.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: str,
-        life: int,
-        notify: Callable[[PeerId, bytes], None],
-        slot_reads: SlotReads,
-        transfers: Transfers,
-        lost: Callable[[Peer, int, KVFerryError], None],
-        failing: Callable[[Peer, int, KVFerryError], None],
-    ) -> None:
-        self._engine = engine
-        self._life = life
-        self._notify = notify
-        self._next_heartbeat = -math.inf
+    def __init__(self, own: RankPayload, calls: DriverCalls, slot_reads: SlotReads) -> None:
+        self._engine, self._life = own.engine, own.incarnation
+        self._calls = calls
         self._slot_reads = slot_reads
-        self._transfers = transfers
-        self._lost = lost
-        self._failing = failing
+        self._next_heartbeat = -math.inf
         self._renewals = Renewals()
         self._targets: dict[RenewalId, _Target] = {}
 
@@ -78,19 +61,14 @@ class LeaseRenewal:
         return len(self._renewals)
 
     def begin(
-        self,
-        peer: Peer,
-        hold: Hold,
-        *,
-        now: float,
-        at_once: bool,
-        ended: Callable[[KVFerryError], None],
+        self, peer: Peer, hold: Hold, *, at_once: bool, ended: Callable[[KVFerryError], None]
     ) -> RenewalId:
         """Renew a hold until ``end``, or until it is gone; return the id of the renewals.
 
         ``ended`` is called at most once, if a renewal finds the hold gone. Unless ``at_once``, the
         first renewal is due after ``FIRST_SECONDS`` or a third of the lease, whichever is shorter.
         """
+        now = self._calls.clock()
         renewal = self._renewals.begin(peer.ranks, lease=peer.lease, now=now, at_once=at_once)
         if not self._targets:  # most loads are over before the first heartbeat is due
             self._next_heartbeat = now + HEARTBEAT_SECONDS
@@ -112,9 +90,7 @@ class LeaseRenewal:
         """Renew what is due, cancel overdue reads of earlier renewals, send heartbeats."""
         due, overdue = self._renewals.take_due(now)
         for request in overdue:
-            peer = self._targets[request.renewal].peer
-            escalate = partial(self._end_lingering, peer, request.rank)
-            self._transfers.cancel(request, Grace(escalate=escalate))
+            self._calls.transfers.cancel(request)
         for request in due:
             self._slot_reads.add(self._read(request, self._targets[request.renewal]))
         if self._targets and now >= self._next_heartbeat:
@@ -122,40 +98,23 @@ class LeaseRenewal:
             for peer in {target.peer for target in self._targets.values()}:
                 self._send_heartbeats(peer)
 
-    def _end_lingering(self, peer: Peer, rank: int, reads: Sequence[Read]) -> bool:
-        """Call ``failing`` if a renewal's cancelled read will fail; else have it asked again."""
-        # Other reads are left alone: a renewal has no deadline and may still be answered.
-        failures = [read.failure for read in reads if read.failure is not None]
-        for failure in failures[:1]:
-            self._failing(peer, rank, failure)
-        return not failures
-
     def _send_heartbeats(self, peer: Peer) -> None:
         """Send each rank a heartbeat, which counts for all claimed holds."""
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
         for connection in peer.connections.values() if peer.connected else ():
             try:
-                self._notify(connection, payload)
+                self._calls.transport.notify(connection, payload)
             except Exception:  # whatever a driver raises
                 logger.debug("no heartbeat to engine %s", peer.key.engine, exc_info=True)
 
     def _read(self, request: RenewalRequest, target: _Target) -> SlotRead:
         peer, hold = target.peer, target.hold
 
-        def landed(word: int, seconds: float) -> None:
-            del seconds
+        def landed(word: int, _: float) -> None:
             if self._renewals.answered(request, stands=hold.stands(word)):
                 self.end(request.renewal)
                 target.ended(gone())
-
-        def failing(error: KVFerryError) -> None:
-            if not isinstance(error, TransferCancelledError):  # a cancelled read has its grace
-                self._failing(peer, request.rank, error)
-
-        def lost(error: KVFerryError) -> None:
-            self._renewals.read_ended(request)
-            self._lost(peer, request.rank, error)
 
         return SlotRead(
             tag=request,
@@ -171,8 +130,7 @@ class LeaseRenewal:
                 life=self._life,
             ),
             landed=landed,
-            lost=lost,
-            failing=failing,
+            lost=lambda _: self._renewals.read_ended(request),
         )
 
 
@@ -197,12 +155,9 @@ class PendingTickets:
     Used by the endpoint's thread only.
     """
 
-    def __init__(
-        self, peers: Peers, lease_renewal: LeaseRenewal, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, peers: Peers, lease_renewal: LeaseRenewal) -> None:
         self._peers = peers
         self._lease_renewal = lease_renewal
-        self._clock = clock
         self._tickets: dict[_Key, _PendingTicket] = {}
         self._next_search = 0.0
 
@@ -261,17 +216,16 @@ class PendingTickets:
             self._stop(pending)
 
         pending.peer = peer
-        peer.acquire(PeerUse.TICKET)
-        pending.renewal = self._lease_renewal.begin(
-            peer, pending.ticket.hold, now=self._clock(), at_once=True, ended=ended
-        )
+        peer.acquire()
+        hold = pending.ticket.hold
+        pending.renewal = self._lease_renewal.begin(peer, hold, at_once=True, ended=ended)
 
     def _stop(self, pending: _PendingTicket) -> None:
         """Stop renewing a ticket's hold; the ticket no longer keeps its producer connected."""
         self._lease_renewal.end(pending.renewal)
         pending.renewal = None
         if pending.peer is not None:
-            self._peers.release(pending.peer, PeerUse.TICKET)
+            self._peers.release(pending.peer)
             pending.peer = None
 
 

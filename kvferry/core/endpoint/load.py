@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvferry.core.driver_calls.transfers import Grace, Outcome
+from kvferry.core.driver_calls.transfers import Read
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TicketReason
 from kvferry.core.layout import HOLE, GroupKind
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import PageCopy, RequestId
 from kvferry.core.lifecycle.load_machine import LoadMachine
-from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.renewal_schedule import RenewalId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord, Stage
@@ -70,11 +69,10 @@ class LoadState:
         load: what the engine has asked for, with the newest part of an early load.
         begun: when the load began, the device had finished with its pages, or an early load's last
             part came, whichever was last, by ``time.perf_counter``.
-        grace: the time for the load's cancelled reads to end; ``None`` if none was cancelled.
         peer: the producer; ``None`` until the load's handshake has succeeded.
         handshake_succeeded, fenced: when, the latter of the last fence, by ``time.perf_counter``; 0
             before.
-        copies, nbytes: of the reads that have ended.
+        copies, nbytes: of the reads that have landed.
         early_nbytes: those read before an early load's last part, and used.
         early_groups: producer rank index to the local groups that are read early.
         wait_seconds: how long requests with the ticket had waited for pages before the load.
@@ -83,7 +81,6 @@ class LoadState:
     machine: LoadMachine
     load: Load
     begun: float
-    grace: Grace | None = None
     peer: Peer | None = None
     renewal: RenewalId | None = None
     handshake_succeeded: float = 0.0
@@ -158,23 +155,22 @@ class LoadState:
         """Return the number of this rank's pages that the load may fill."""
         return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
 
-    def add(self, outcome: Outcome, *, is_early: bool = False, is_discarded: bool = False) -> None:
-        """Add the outcome of a read from one producer rank to the load's figures.
+    def add(self, read: Read, *, is_early: bool = False, is_discarded: bool = False) -> None:
+        """Add a read from one producer rank that has landed to the load's figures.
 
         Copies and bytes of all ranks are added up; of their times, the longest counts. Times of
         early reads do not: the producer computed meanwhile. ``is_discarded``: a preemption has made
         an early read void.
         """
-        self.copies += outcome.copies
-        self.nbytes += outcome.nbytes
+        self.copies += read.copies
+        self.nbytes += read.nbytes
         if is_early:
-            self.early_nbytes += 0 if is_discarded else outcome.nbytes
-        elif outcome.begun:
-            waited = outcome.begun - max(self.handshake_succeeded, self.begun)
+            self.early_nbytes += 0 if is_discarded else read.nbytes
+        else:
+            waited = read.begun - max(self.handshake_succeeded, self.begun)
             self.check_seconds = max(self.check_seconds, waited)
-            self.post_seconds = max(self.post_seconds, outcome.post_seconds)
-            transfer_seconds = outcome.seconds - outcome.post_seconds
-            self.transfer_seconds = max(self.transfer_seconds, transfer_seconds)
+            self.post_seconds = max(self.post_seconds, read.post_seconds)
+            self.transfer_seconds = max(self.transfer_seconds, read.seconds - read.post_seconds)
 
     def record(self, error: KVFerryError | None, stage: Stage | None) -> LoadRecord:
         """Return the figures of a load that is over; ``stage`` is where it failed."""

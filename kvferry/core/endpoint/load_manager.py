@@ -6,18 +6,18 @@ import itertools
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvferry.core.driver_calls.connections import Connections
-from kvferry.core.driver_calls.error_containment import ErrorContainment, as_ours
+from kvferry.core.driver_calls.driver_calls import DriverCalls
+from kvferry.core.driver_calls.error_containment import as_ours
 from kvferry.core.driver_calls.slow_path import SlowPathWarnings
-from kvferry.core.driver_calls.transfers import Grace, Outcome, Read, Transfers
+from kvferry.core.driver_calls.transfers import Read
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
-from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
+from kvferry.core.endpoint.peers import Peer, Peers
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
     ScratchWords,
@@ -59,7 +59,7 @@ from kvferry.core.planner.build_copies import (
     unwritten_spans,
 )
 from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import PeerId, Quiescence, Transport
+from kvferry.core.transport import PeerId, Quiescence
 
 logger = logging.getLogger(__name__)
 
@@ -81,66 +81,48 @@ class LoadManager:
         self,
         *,
         own: RankPayload,
-        transport: Transport,
-        transfers: Transfers,
-        connections: Connections,
-        containment: ErrorContainment,
+        calls: DriverCalls,
         scratch: ScratchWords,
         zero: Callable[[list[Spans]], None],
         copies: RunningCopies | None = None,
         options: EndpointOptions,
-        post: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float],
         metrics: Metrics,
         reported: Reported,
     ) -> None:
         self._own = own
-        self._transport = transport
-        self._transfers = transfers
-        self._connections = connections
-        self._containment = containment
+        self._transport = calls.transport
+        self._transfers = calls.transfers
+        self._connections = calls.connections
+        self._contain = calls.contain
+        self._clock = calls.clock
         self._zero = zero
         self._copies = copies
         self._options = options
-        self._capabilities = transport.capabilities
-        self._clock = clock
+        self._capabilities = calls.transport.capabilities
         self._metrics = metrics
         self._reported = reported
-        self._slot_reads = SlotReads(scratch, containment)
+        self._slot_reads = SlotReads(scratch, calls.containment)
         self._fingerprint_reads = FingerprintReads(
-            self._slot_reads,
-            clock=clock,
-            patience=options.handshake_timeout,
-            failing=self._on_peer_failing,
+            self._slot_reads, clock=calls.clock, patience=options.handshake_timeout
         )
         self.peers = Peers(
             rank=own.rank,
-            path_of=transport.path,
+            calls=calls,
             check=self._fingerprint_reads.check,
-            connections=connections,
-            containment=containment,
-            post=post,
-            clock=clock,
             options=options,
             metrics=metrics,
             lost=self._give_up_peer,
         )
+        self._lease_renewal = LeaseRenewal(own, calls, self._slot_reads)
+        self._pending_tickets = PendingTickets(self.peers, self._lease_renewal)
         self._slow_path_warnings = SlowPathWarnings(own.driver)
+        self._transfers.failing = self._on_read_failing
+        self._transfers.failed = self._on_read_failed
         self._states: dict[LoadId, LoadState] = {}
         """The loads, in the order in which they began."""
         self._ids = itertools.count(1)
         self._actions: list[Action] = []
         self._workspace = Workspace()
-        self._lease_renewal = LeaseRenewal(
-            engine=own.engine,
-            life=own.incarnation,
-            notify=transport.notify,
-            slot_reads=self._slot_reads,
-            transfers=transfers,
-            lost=self._on_peer_error,
-            failing=self._on_peer_failing,
-        )
-        self._pending_tickets = PendingTickets(self.peers, self._lease_renewal, clock)
         self._awaiting_device: deque[tuple[LoadState, Passed]] = deque()
         """The loads that wait for the device, in the order in which it works."""
         self._touched: set[LoadId] = set()
@@ -214,19 +196,18 @@ class LoadManager:
             if state.load.request == request and state.machine.early:
                 extend = partial(self._extend, state, part, is_last=is_last)
                 # A load that misses its last part would never end.
-                self._containment.run("a part of a ticket", extend, state.machine.abort)
+                self._contain("a part of a ticket", extend, state.machine.abort)
                 return
 
     def _extend(self, state: LoadState, part: Ticket, *, is_last: bool) -> None:
-        peer = state.peer
         check_same_engine(state.load.ticket, part)
-        if peer is not None:
-            peer.check(part)
+        if state.peer is not None:
+            state.peer.check(part)
         state.extend(part, is_last=is_last)
         deadline = self._clock() + self._options.load_timeout
         if is_last:
-            if peer is not None:
-                self._renew(state, peer)
+            if state.peer is not None:
+                self._renew(state, state.peer)
             state.machine.finish(part.hold, computed=part.computed, deadline=deadline)
         else:
             state.machine.extend(part.hold, part.tokens, deadline)
@@ -276,7 +257,7 @@ class LoadManager:
             state.begun = time.perf_counter()  # its figures do not count the device's time
             if state.peer is not None:
                 zero = partial(self._zero_unwritten, state, state.peer)
-                self._containment.run("zeroing", zero, machine.abort)
+                self._contain("zeroing", zero, machine.abort)
         machine.passed()
         return True
 
@@ -289,7 +270,7 @@ class LoadManager:
         self._lease_renewal.progress(now)
         for state in self._states.values():
             state.machine.tick(now)
-        self._transfers.escalate(now)
+        self._end_lingering_reads(now)
         self._count_quarantined()
 
     def _end_early_loads(self) -> None:
@@ -306,24 +287,19 @@ class LoadManager:
                 for machine in machines:
                     machine.abort(error)
 
-    def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
-        """Close the connections of cancelled reads that go on; return ``True``: call again."""
+    def _end_lingering_reads(self, now: float) -> None:
+        """Close the connections of cancelled reads that go on."""
         # Closing a connection also fails all other loads that read over it, even from other
         # engines. So while one of those is wanted, nothing is closed until the cancelled load's
         # deadline has passed.
-        connections = {
-            each.connection for each in reads if self._connections.is_open(each.connection)
-        }
-        is_late = self._clock() >= state.machine.deadline
-        if is_late or not self._are_wanted(connections):
-            error = PeerLostError("disconnected, to end a read that was cancelled")
-            for connection in connections:
-                self._close_connection(connection, error)
-        return True
+        for read in self._transfers.lingering(now):
+            if now >= read.deadline or not self._is_wanted(read.connection):
+                error = PeerLostError("disconnected, to end a read that was cancelled")
+                self._close_connection(read.connection, error)
 
-    def _are_wanted(self, connections: Collection[PeerId]) -> bool:
-        """Return whether a load uses these connections, but for failed and idle early ones."""
-        peers = {peer for each in connections for peer in self.peers.using(each)}
+    def _is_wanted(self, connection: PeerId) -> bool:
+        """Return whether a load uses a connection, but for failed and idle early ones."""
+        peers = self.peers.using(connection)
         return any(
             state.peer in peers and state.machine.is_wanted and not state.machine.is_idle
             for state in self._states.values()
@@ -344,14 +320,14 @@ class LoadManager:
             state = self._states[action.load]
             do = partial(self._do, action, state, releases)
             fail = partial(self._fail, action, state.machine)
-            self._containment.run("an action of a load", do, fail)
+            self._contain("an action of a load", do, fail)
         for (peer, rank), notes in releases.items():  # one notification for many loads
-            self._containment.run("telling a peer", partial(self._notify, peer, rank, notes))
+            self._contain("telling a peer", partial(self._notify, peer, rank, notes))
         # A load is reported only when its "abandon" is on its way: the engine may close at once.
         for action in actions:
             if action.op is LoadAction.REPORT:
                 report = partial(self._report, action, self._states[action.load])
-                self._containment.run("reporting a load", report)
+                self._contain("reporting a load", report)
 
     def _do(
         self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
@@ -389,7 +365,7 @@ class LoadManager:
         """Check a load's ticket against its producer, zero what no read fills, and go on."""
         machine = state.machine
         state.peer, state.handshake_succeeded = peer, time.perf_counter()
-        peer.acquire(PeerUse.LOAD)
+        peer.acquire(loads=True)
         self._touched.add(machine.id)
         peer.check(state.load.ticket)
         if not machine.is_blocked:
@@ -406,54 +382,32 @@ class LoadManager:
 
     def _renew(self, state: LoadState, peer: Peer) -> None:
         if state.load.reads and state.machine.is_wanted:
-            state.renewal = self._lease_renewal.begin(
-                peer,
-                state.load.ticket.hold,
-                now=self._clock(),
-                at_once=False,
-                ended=state.machine.abort,
-            )
+            hold, ended = state.load.ticket.hold, state.machine.abort
+            state.renewal = self._lease_renewal.begin(peer, hold, at_once=False, ended=ended)
 
     # The data.
 
     def _read(self, action: Action, state: LoadState) -> None:
-        source = state.known_peer.sources[action.rank]
+        peer, rank, machine = state.known_peer, action.rank, state.machine
+        source = peer.sources[rank]
         request = state.request_for(source, action.since, action.until)
         batches = CopyBatches(source, request, self._workspace, self._options.max_copies)
-        self._read_batch(action, state, batches, None)
 
-    def _read_batch(
-        self, action: Action, state: LoadState, batches: CopyBatches, before: Outcome | None
-    ) -> None:
-        peer, rank = state.known_peer, action.rank
-
-        # The next batch is queued only now: other loads are read in between, and a load that has
-        # failed ends with the batch under way.
-        def go_on(outcome: Outcome) -> None:
-            whole = outcome if before is None else outcome.after(before)
-            if outcome.error is None and state.machine.is_wanted and not batches.complete:
-                self._read_batch(action, state, batches, whole)
-                return
+        def landed(read: Read) -> None:
             is_early = action.until is not None
-            is_discarded = is_early and state.machine.is_outdated(rank)
-            state.add(whole, is_early=is_early, is_discarded=is_discarded)
-            if whole.error is None:
-                state.machine.pages_read(rank)
-            else:
-                self._on_lost(state, rank, whole.error)
-
-        def finished(outcome: Outcome) -> None:
-            lost = partial(state.machine.lost, rank)
-            self._containment.run("a read that has ended", partial(go_on, outcome), lost)
+            is_discarded = is_early and machine.is_outdated(rank)
+            state.add(read, is_early=is_early, is_discarded=is_discarded)
+            machine.pages_read(rank)
 
         if rank not in peer.throughput:
             path, measure = partial(self.peers.path, peer), self._slow_path_warnings.measure
-            peer.throughput[rank] = measure(peer.key.engine, peer.sources[rank], path)
+            peer.throughput[rank] = measure(peer.key.engine, source, path)
         read = Read(
             connection=peer.connection(rank),
             build=batches.build_paged if self._capabilities.paged_reads else batches.build,
-            finished=finished,
-            failing=partial(self._on_failing, state, rank),
+            landed=landed,
+            lost=partial(machine.lost, rank),
+            has_more=lambda: machine.is_wanted and not batches.complete,
             tags={(action.load, rank)},
             throughput=peer.throughput[rank],
         )
@@ -471,39 +425,48 @@ class LoadManager:
             slot=state.load.ticket.hold.slot,
             note=self._release(action, state) if tells else None,
             landed=partial(self._on_word, action, state),
-            lost=partial(self._on_lost, state, action.rank),
-            failing=partial(self._on_failing, state, action.rank),
+            lost=partial(state.machine.lost, action.rank),
         )
 
-    def _on_lost(self, state: LoadState, rank: int, error: KVFerryError) -> None:
-        """Fail a load because one of its reads has failed; the read writes no more bytes."""
-        state.machine.lost(rank, error)
-        self._on_peer_error(state.known_peer, rank, error)
+    def _on_word(self, action: Action, state: LoadState, value: int, seconds: float) -> None:
+        if action.op is LoadAction.CHECK:
+            state.machine.checked(action.rank, value)
+        elif action.op is LoadAction.WATERMARK:
+            state.machine.watermark_read(action.rank, value)
+        else:
+            state.fence_seconds = max(state.fence_seconds, seconds)
+            state.fenced = time.perf_counter()
+            state.machine.fenced(action.rank, value)
 
-    def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close a connection that an error shows as lost; other errors make the peer suspect."""
-        if not peer.connected:
-            return
+    def _cancel(self, action: Action, state: LoadState) -> None:
+        tag = action.load, action.rank
+        if self._slot_reads.remove(tag):  # it was not posted yet
+            state.machine.lost(action.rank, EndpointClosedError("cancelled"))
+        self._transfers.cancel(tag, state.machine.deadline)
+
+    # What reads say of connections.
+
+    def _on_read_failed(self, read: Read, error: KVFerryError) -> None:
+        """Close a connection that an error shows as lost; other errors make its users suspect."""
         if isinstance(error, PeerLostError):
-            self._close_connection(peer.connections[rank], error)
+            self._close_connection(read.connection, error)
         elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
-            peer.suspect = True
+            for peer in self.peers.using(read.connection):
+                peer.suspect = True
 
-    def _on_failing(self, state: LoadState, rank: int, error: KVFerryError) -> None:
-        """Fail a load because one of its reads will fail; the read may still write bytes."""
-        state.machine.failing(rank, error)
-        # A read that was cancelled, or whose state is unknown, may end by itself (``Grace``).
-        if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
-            self._on_peer_failing(state.known_peer, rank, error)
+    def _on_read_failing(self, read: Read, error: KVFerryError) -> None:
+        """Fail the loads of a read that will fail; close its connection if only that ends it.
 
-    def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close the connection of a failing read, if the driver ends the read in no other way."""
-        after_disconnect = self._capabilities.quiescence is Quiescence.AFTER_DISCONNECT
-        if after_disconnect or isinstance(error, StatusUnknownError):
-            # Even if the peer was given up before: others that share the connection may keep it
-            # open.
+        The read may still write bytes. One that was cancelled, or whose state is unknown, may end
+        by itself (``Transfers.lingering``).
+        """
+        for tag in list(read.tags):
+            if isinstance(tag, tuple) and (state := self._states.get(tag[0])) is not None:
+                state.machine.failing(tag[1], error)
+        may_end = isinstance(error, (TransferCancelledError, StatusUnknownError))
+        if self._capabilities.quiescence is Quiescence.AFTER_DISCONNECT and not may_end:
             lost = PeerLostError("disconnected, to end a read that had failed")
-            self._close_connection(peer.connections[rank], lost)
+            self._close_connection(read.connection, lost)
 
     def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
         """Close a connection, and give up all peers that use it: their reads end."""
@@ -518,24 +481,6 @@ class LoadManager:
         for state in self._states.values():
             if state.peer is peer:
                 state.machine.abort(error)
-
-    def _cancel(self, action: Action, state: LoadState) -> None:
-        tag = action.load, action.rank
-        if self._slot_reads.remove(tag):  # it was not posted yet
-            state.machine.lost(action.rank, EndpointClosedError("cancelled"))
-        if state.grace is None:  # one for the reads from all ranks, cancelled together
-            state.grace = Grace(escalate=partial(self._end_lingering, state))
-        self._transfers.cancel(tag, state.grace)
-
-    def _on_word(self, action: Action, state: LoadState, value: int, seconds: float) -> None:
-        if action.op is LoadAction.CHECK:
-            state.machine.checked(action.rank, value)
-        elif action.op is LoadAction.WATERMARK:
-            state.machine.watermark_read(action.rank, value)
-        else:
-            state.fence_seconds = max(state.fence_seconds, seconds)
-            state.fenced = time.perf_counter()
-            state.machine.fenced(action.rank, value)
 
     # "done" and "abandon".
 
@@ -596,5 +541,5 @@ class LoadManager:
             if state.machine.is_over:
                 del self._states[load_id]
                 if state.peer is not None:
-                    self.peers.release(state.peer, PeerUse.LOAD)
+                    self.peers.release(state.peer, loads=True)
         self._touched.clear()

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Protocol
 
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
-from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.errors import CopyError, KVFerryError
-from kvferry.core.lifecycle.page_copy import PageCopy
+from kvferry.core.lifecycle.holds import PageCopy
 from kvferry.core.metrics import COPY_SECONDS, CopyDirection, Metrics
 
 logger = logging.getLogger(__name__)
@@ -73,18 +73,11 @@ class _Running:
 class RunningCopies:
     """Begin copies, and say when each is over. Only the properties are for any thread."""
 
-    def __init__(
-        self,
-        copies: PageCopies,
-        *,
-        containment: ErrorContainment,
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, copies: PageCopies, calls: DriverCalls, metrics: Metrics) -> None:
         self._copies = copies
-        self._containment = containment
+        self._contain = calls.contain
+        self._clock = calls.clock
         self._metrics = metrics
-        self._clock = clock
         self._running: list[_Running] = []
 
     def __len__(self) -> int:
@@ -143,7 +136,7 @@ class RunningCopies:
 
     def _tell(self, ended: Ended, error: KVFerryError | None) -> None:
         # Told of the exception instead: whoever waits for the copy would wait for ever.
-        self._containment.run("a copy that has ended", partial(ended, error), ended)
+        self._contain("a copy that has ended", partial(ended, error), ended)
 
     def _has_ended(self, copy: _Running) -> bool:
         if copy.passed is None:

@@ -5,12 +5,9 @@ Engines share connections (``Connections``); what each engine is to this rank is
 
 from __future__ import annotations
 
-import enum
-import heapq
-import itertools
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,8 +15,8 @@ from itertools import takewhile
 
 from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS, backoff_seconds
 from kvferry.core.directory.news import EncodedReply, ProducerNews
-from kvferry.core.driver_calls.connections import BlockingCalls, Connections
-from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.connections import BlockingCalls
+from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.driver_calls.slow_path import Throughput
 from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, ReplyReader
 from kvferry.core.error_causes import on_one_line, with_remedy
@@ -60,15 +57,6 @@ MAX_DOWN = 1 << 12
 """The most engines counted as down; there is a limit because clients choose what tickets name."""
 
 
-class PeerUse(enum.Enum):
-    """A use of a producer, which keeps it from being disconnected as unused or to make room."""
-
-    LOAD = enum.auto()
-    """A load from the producer that is not over."""
-    TICKET = enum.auto()
-    """A ticket of the producer whose request waits for pages."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Peer:
     """A producer engine that is being connected, is connected, or was until it was given up.
@@ -79,49 +67,52 @@ class Peer:
         connections: by producer rank index, where this rank reads or notifies; empty before the
             producer is connected. Once it is given up, reads may still be under way there.
         sources: producer rank index to that rank's part of the plan.
+        lease: the shortest of any rank, in seconds.
         connected: ``False`` once the peer is given up.
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
-        uses: the number of each use, from ``acquire`` to ``Peers.release``.
+        uses: how many loads that are not over, and tickets whose requests wait for pages, use the
+            peer. It is not disconnected then as unused, or to make room.
+        loads: how many of ``uses`` are loads.
     """
 
     key: PeerKey
-    handshake: HandshakeResult
+    handshake: HandshakeResult = field(repr=False)
     begun: float
     last_used: float
-    sources: dict[int, Source] = field(init=False)
+    payloads: tuple[RankPayload, ...] = field(init=False, repr=False)
+    sources: dict[int, Source] = field(init=False, repr=False)
+    incarnation: int = field(init=False)
+    lease: float = field(init=False)
     connections: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
     suspect: bool = False
     path: str | None = None
-    throughput: dict[int, Throughput | None] = field(default_factory=dict)
-    uses: Counter[PeerUse] = field(default_factory=Counter)
+    throughput: dict[int, Throughput | None] = field(default_factory=dict, repr=False)
+    uses: int = 0
+    loads: int = 0
 
     def __post_init__(self) -> None:
+        self.payloads = self.handshake.payloads
         self.sources = {source.remote: source for source in self.handshake.plan.sources}
-
-    def __repr__(self) -> str:
-        state = "connected"
-        if not self.connected:
-            state = "given up"
-        elif not self.connections:
-            state = "connecting"
-        elif self.suspect:
-            state = "suspect"
-        uses = "".join(f", {n} {use.name.lower()}s" for use, n in self.uses.items() if n)
-        name = f"{self.key.engine} {self.incarnation:x}"
-        return f"<peer {name}: {state}{uses}, connections {self.connections}>"
-
-    @property
-    def payloads(self) -> tuple[RankPayload, ...]:
-        """Return what the producer's ranks publish, in rank order."""
-        return self.handshake.payloads
+        self.incarnation = self.payloads[0].incarnation
+        self.lease = min(payload.lease for payload in self.payloads)
 
     @property
     def ticket_key(self) -> bytes:
         """Return the key that proves the producer's tickets; empty if it makes no proofs."""
         return self.handshake.ticket_key
+
+    @property
+    def name(self) -> ProducerName:
+        """Return the producer's id, its incarnation and its ticket key."""
+        return self.key.engine, self.incarnation, self.ticket_key
+
+    @property
+    def ranks(self) -> tuple[RemoteRank, ...]:
+        """Return the producer ranks that this rank reads from or notifies, in rank order."""
+        return tuple(RemoteRank(rank=r, reads=r in self.sources) for r in sorted(self.connections))
 
     def connection(self, rank: int) -> PeerId:
         """Return the connection to a rank; raise ``PeerLostError`` once the peer is given up."""
@@ -129,48 +120,19 @@ class Peer:
             raise self.gone()
         return self.connections[rank]
 
-    def acquire(self, use: PeerUse) -> None:
-        """Count one more use of the peer, which keeps it connected until ``Peers.release``."""
-        self.uses[use] += 1
+    def gone(self) -> PeerLostError:
+        """Return the error for reads that would begin after the peer was given up."""
+        return PeerLostError(f"engine {self.key.engine} was disconnected")
 
-    @property
-    def loads(self) -> int:
-        """Return the number of loads from the peer that are not over."""
-        return self.uses[PeerUse.LOAD]
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether any load or ticket uses the peer (see ``PeerUse``)."""
-        return any(self.uses.values())
-
-    @property
-    def incarnation(self) -> int:
-        """Return the random number that identifies this start of the producer."""
-        return self.payloads[0].incarnation
-
-    @property
-    def name(self) -> ProducerName:
-        """Return the producer's id, its incarnation and its ticket key."""
-        return self.key.engine, self.incarnation, self.ticket_key
+    def acquire(self, *, loads: bool = False) -> None:
+        """Count one more ticket, or load, that uses the peer, until ``Peers.release``."""
+        self.uses += 1
+        self.loads += loads
 
     def check(self, ticket: Ticket) -> None:
         """Refuse a ticket that is not this producer's or does not fit it; see ``check_against``."""
         limits = self.handshake.page_limits
         check_against(ticket, self.payloads, limits, ticket_key=self.ticket_key)
-
-    @property
-    def lease(self) -> float:
-        """Return the shortest lease of any rank, in seconds."""
-        return min(payload.lease for payload in self.payloads)
-
-    def gone(self) -> PeerLostError:
-        """Return the error for reads that would begin after the peer was given up."""
-        return PeerLostError(f"engine {self.key.engine} was disconnected")
-
-    @property
-    def ranks(self) -> tuple[RemoteRank, ...]:
-        """Return the producer ranks that this rank reads from or notifies, in rank order."""
-        return tuple(RemoteRank(rank=r, reads=r in self.sources) for r in sorted(self.connections))
 
 
 Ready = Callable[[Peer], None]
@@ -223,7 +185,7 @@ class _KnownProducer:
 
     @property
     def is_idle(self) -> bool:
-        is_used = self.is_connecting or (self.peer is not None and self.peer.is_used)
+        is_used = self.is_connecting or (self.peer is not None and self.peer.uses > 0)
         return not (is_used or self.waiting or self.handshake is None)
 
 
@@ -231,35 +193,31 @@ class Peers:
     """Connect to the producers that tickets name, keep the connections, and release them.
 
     It asks nobody: replies come by ``relay``, and ``take_wanted`` says which ones are lacking. Used
-    by the endpoint's thread only, but for ``take_wanted``. ``rank`` is this rank's index,
-    ``path_of`` is ``Transport.path``, ``check`` is ``FingerprintReads.check``; ``lost`` must give
-    up a peer that the directory says is lost.
+    by the endpoint's thread only, but for ``take_wanted``. ``rank`` is this rank's index, ``check``
+    is ``FingerprintReads.check``; ``lost`` must give up a peer that the directory says is lost.
     """
 
     def __init__(
         self,
         *,
         rank: int,
-        path_of: Callable[[PeerId], str],
+        calls: DriverCalls,
         check: Callable[[Peer, Callable[[KVFerryError | None], None]], None],
-        connections: Connections,
-        containment: ErrorContainment,
-        post: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float],
         options: EndpointOptions,
         metrics: Metrics,
         lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
-        self._path_of = path_of
+        self._transport = calls.transport
+        self._connections = calls.connections
+        self._contain = calls.contain
+        self._clock = calls.clock
         self._check = check
-        self._containment = containment
-        self._clock = clock
         self._patience = options.handshake_timeout + LONGEST_BACKOFF_SECONDS
         self._engine_ttl = options.engine_ttl
         self._metrics = metrics
+        self._lost = lost
         self._down: dict[str, float] = {}
         """Engine that failed or was not reached, to when it ceases to count as down, in order."""
-        self._lost = lost
         self._producers: dict[ProducerName, _KnownProducer] = {}
         self._unknown: dict[PeerKey, list[_Waiter]] = {}
         """Those that wait for a reply."""
@@ -269,14 +227,12 @@ class Peers:
         self._memory = PeerMemoryBudget()
         self._reader = ReplyReader(options, rank)
         self._read_calls = BlockingCalls(
-            threads=True, post=post, clock=clock, name="kvferry-handshake"
+            threads=True, post=calls.post, clock=calls.clock, name="kvferry-handshake"
         )
         self._unread: deque[_KnownProducer] = deque()
         """Replies to read; the first is being read."""
-        self._connections = connections
-        self._retries: list[tuple[float, int, _KnownProducer]] = []
-        """Heap of those to connect to: (when that is due, number that orders equal times, it)."""
-        self._numbers = itertools.count()
+        self._backing_off: set[ProducerName] = set()
+        """Producers that are wanted, and are connected when that is due."""
         self._deferred: dict[Peer, list[_Waiter]] = {}
         """Loads that wait until a suspect peer has no others."""
 
@@ -291,9 +247,9 @@ class Peers:
     def relay(self, news: ProducerNews) -> None:
         """Use what the engine's directory has learnt about producers, in one step."""
         for gone in news.gone:
-            self._containment.run("a producer that is gone", partial(self._on_gone, *gone))
+            self._contain("a producer that is gone", partial(self._on_gone, *gone))
         for outcome in news.outcomes:
-            self._containment.run("a producer's reply", partial(self._on_outcome, *outcome))
+            self._contain("a producer's reply", partial(self._on_outcome, *outcome))
 
     def connect(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Connect to a ticket's producer if need be; call ``ready``, maybe at once, or ``failed``.
@@ -342,7 +298,7 @@ class Peers:
             else:
                 peer.last_used = self._clock()
                 ready, fail = partial(waiter.ready, peer), partial(self._fail, [waiter])
-                self._containment.run("a ticket whose producer is connected", ready, fail)
+                self._contain("a ticket whose producer is connected", ready, fail)
         self._connect_if_due(producer)
 
     # What the directory tells.
@@ -443,7 +399,7 @@ class Peers:
 
     def _fail(self, waiters: Iterable[_Waiter], error: KVFerryError) -> None:
         for waiter in waiters:
-            self._containment.run("a ticket that failed", partial(waiter.failed, error))
+            self._contain("a ticket that failed", partial(waiter.failed, error))
 
     # Connections.
 
@@ -451,10 +407,12 @@ class Peers:
         """Connect to a producer that is wanted and is not connected, once that is due."""
         handshake = producer.handshake
         if handshake is None or producer.peer is not None or not producer.waiting:
+            self._backing_off.discard(producer.name)
             return
         if self._clock() < producer.due:
-            heapq.heappush(self._retries, (producer.due, next(self._numbers), producer))
+            self._backing_off.add(producer.name)
             return
+        self._backing_off.discard(producer.name)
         key, begun = producer.reply.address, producer.begun or time.perf_counter()
         peer = Peer(key=key, handshake=handshake, begun=begun, last_used=self._clock())
         producer.peer, producer.is_connecting, producer.begun = peer, True, 0.0
@@ -463,7 +421,7 @@ class Peers:
 
         def acquired(made: dict[int, PeerId] | KVFerryError) -> None:
             over, fail = partial(self._on_acquired, producer, peer, made), self._fail_waiting
-            self._containment.run("a producer that is connected", over, partial(fail, producer))
+            self._contain("a producer that is connected", over, partial(fail, producer))
 
         self._connections.acquire(addresses, key.engine, acquired)
 
@@ -530,17 +488,19 @@ class Peers:
     def _drop(self, producer: _KnownProducer) -> None:
         """Keep nothing of a producer; a peer that is used stays connected until it is not."""
         del self._producers[producer.name]
+        self._backing_off.discard(producer.name)
         if producer.handshake is not None:
             self._memory.remove(producer.handshake.memory)
-        if producer.connected is not None and not producer.connected.is_used:
+        if producer.connected is not None and not producer.connected.uses:
             self.give_up(producer.connected)
 
-    def release(self, peer: Peer, use: PeerUse) -> None:
+    def release(self, peer: Peer, *, loads: bool = False) -> None:
         """End one use of a peer that ``Peer.acquire`` has counted."""
-        peer.uses[use] -= 1
+        peer.uses -= 1
+        peer.loads -= loads
         peer.last_used = self._clock()
         producer = self._producers.get(peer.name)
-        if not peer.is_used and (producer is None or producer.peer is not peer):
+        if not peer.uses and (producer is None or producer.peer is not peer):
             self.give_up(peer)  # the directory has let it go meanwhile
 
     def give_up(self, peer: Peer, error: KVFerryError | None = None) -> None:
@@ -599,8 +559,8 @@ class Peers:
     def path(self, peer: Peer) -> str:
         """Return the driver's names for what carries a peer's bytes; empty if it cannot tell."""
         if peer.path is None and peer.connected:
-            found = map(self._path_of, peer.connections.values())
-            paths = self._containment.run("the driver's path", lambda: set(found))
+            found = map(self._transport.path, peer.connections.values())
+            paths = self._contain("the driver's path", lambda: set(found))
             peer.path = "+".join(sorted(filter(None, paths or ())))[:MAX_NAME]
         return peer.path or ""
 
@@ -612,10 +572,8 @@ class Peers:
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
             for waiter in self._deferred.pop(peer):
                 self._connect_for(waiter)
-        while self._retries and self._retries[0][0] <= now:
-            _, _, producer = heapq.heappop(self._retries)
-            if self._is_kept(producer):
-                self._connect_if_due(producer)
+        for name in list(self._backing_off):
+            self._connect_if_due(self._producers[name])
         if self._unknown and now >= self._next_look:
             self._look_after_unknown(now)
 

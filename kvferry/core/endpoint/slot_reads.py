@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvferry.core.driver_calls.error_containment import ErrorContainment
-from kvferry.core.driver_calls.transfers import Outcome, Read, Transfers
+from kvferry.core.driver_calls.transfers import Read, Transfers
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import NOTHING
@@ -44,7 +44,6 @@ class SlotRead:
             the load shares its hold; otherwise ``None``.
         landed: called with the word and the seconds that the read took.
         lost: called instead of ``landed`` if the read failed; no more bytes land.
-        failing: called before ``lost`` if the driver knows earlier; bytes may still land.
     """
 
     tag: Hashable
@@ -52,10 +51,9 @@ class SlotRead:
     rank: int
     table: Region
     slot: int
-    note: Note | None
+    note: Note | None = None
     landed: Callable[[int, float], None]
     lost: Callable[[KVFerryError], None]
-    failing: Callable[[KVFerryError], None]
 
 
 class ScratchWords:
@@ -94,7 +92,7 @@ class SlotReads:
 
     def __init__(self, scratch: ScratchWords, containment: ErrorContainment) -> None:
         self._scratch = scratch
-        self._containment = containment
+        self._contain = containment.run
         self._waiting: list[SlotRead] = []
 
     def __len__(self) -> int:
@@ -119,29 +117,25 @@ class SlotReads:
         groups: dict[tuple[Peer, int, Region, type], list[SlotRead]] = defaultdict(list)
         for read in waiting:
             groups[read.peer, read.rank, read.table, type(read.note)].append(read)
-        for reads in groups.values():
+        for (peer, *_), reads in groups.items():
+            if not peer.connected:
+                self._lose(reads, peer.gone())
+                continue
             notes = [read.note for read in reads if read.note is not None]
-            size = self._containment.run(
+            size = self._contain(
                 "making a notification",
                 partial(_batch_size, notes, max_notification),
                 partial(self._lose, reads),
             )
             for batch in _chunks(reads, size) if size else ():
-                self._post_batch(batch, transfers)
-
-    def _post_batch(self, batch: list[SlotRead], transfers: Transfers) -> None:
-        """Post a batch, if the scratch memory has room for it; fail it if the peer was given up."""
-        first = batch[0]
-        if not first.peer.connected:
-            self._lose(batch, first.peer.gone())
-        elif len(batch) > self._scratch.free:
-            self._waiting.extend(batch)
-        else:
-            transfers.add(self._batch_read(batch))
+                if len(batch) > self._scratch.free:
+                    self._waiting.extend(batch)
+                else:
+                    transfers.add(self._batch_read(batch))
 
     def _lose(self, reads: Iterable[SlotRead], error: KVFerryError) -> None:
         for read in reads:
-            self._containment.run("a slot word that was not read", partial(read.lost, error))
+            self._contain("a slot word that was not read", partial(read.lost, error))
 
     def _batch_read(self, batch: Sequence[SlotRead]) -> Read:
         first = batch[0]
@@ -156,26 +150,22 @@ class SlotReads:
             ]
             return copies_between(pairs, local=near, remote=far)
 
-        def finished(outcome: Outcome) -> None:
-            values = [self._scratch.give_back(word) for word in words]
-            if outcome.error is not None:
-                self._lose(batch, outcome.error)
-                return
+        def landed(whole: Read) -> None:
+            values = list(map(self._scratch.give_back, words))
             for read, value in zip(batch, values, strict=True):
-                landed = partial(read.landed, value, outcome.seconds)
-                lost = partial(self._lose, [read])
-                self._containment.run("a slot word that was read", landed, lost)
+                tell, lose = partial(read.landed, value, whole.seconds), partial(self._lose, [read])
+                self._contain("a slot word that was read", tell, lose)
 
-        def failing(error: KVFerryError) -> None:
-            for read in batch:
-                tell = partial(read.failing, error)
-                self._containment.run("a slot word's read that is failing", tell)
+        def lost(error: KVFerryError) -> None:
+            for word in words:
+                self._scratch.give_back(word)
+            self._lose(batch, error)
 
         return Read(
             connection=first.peer.connections[first.rank],
             build=build,
-            finished=finished,
-            failing=failing,
+            landed=landed,
+            lost=lost,
             notify=encode(notes) if notes else None,
             urgent=True,
             tags={read.tag for read in batch},
@@ -212,23 +202,15 @@ class FingerprintReads:
 
     A hostile process may serve another engine's payloads with a ticket key of its own. So the
     fingerprint in front of the slot table is compared with the handshake's key, once per connected
-    peer, before any other read. A check fails after ``patience`` seconds. ``failing`` is called,
-    after a check has failed, if one of its reads will fail and bytes may still land. Endpoint's
-    thread only.
+    peer, before any other read. A check fails after ``patience`` seconds. Endpoint's thread only.
     """
 
     def __init__(
-        self,
-        slot_reads: SlotReads,
-        *,
-        clock: Callable[[], float],
-        patience: float,
-        failing: Callable[[Peer, int, KVFerryError], None],
+        self, slot_reads: SlotReads, *, clock: Callable[[], float], patience: float
     ) -> None:
         self._slot_reads = slot_reads
         self._clock = clock
         self._patience = patience
-        self._failing = failing
         self._checks: set[_Check] = set()
 
     def check(self, peer: Peer, checked: Checked) -> None:
@@ -245,18 +227,15 @@ class FingerprintReads:
         check = _Check(peer=peer, checked=checked, deadline=deadline, left=left)
         self._checks.add(check)
         for rank in peer.connections:
-            payload = peer.payloads[rank]
             for index, word in enumerate(words):
                 read = SlotRead(
                     tag=check,
                     peer=peer,
                     rank=rank,
-                    table=payload.fingerprint,
+                    table=peer.payloads[rank].fingerprint,
                     slot=index,
-                    note=None,
                     landed=partial(self._landed, check, rank, word),
                     lost=partial(self._end, check),
-                    failing=partial(self._on_failing, check, rank),
                 )
                 self._slot_reads.add(read)
 
@@ -269,17 +248,19 @@ class FingerprintReads:
             )
             self._end(check, error)
 
-    def _landed(self, check: _Check, rank: int, expected: int, word: int, seconds: float) -> None:
-        del seconds
+    def _landed(self, check: _Check, rank: int, expected: int, word: int, _: float) -> None:
         check.left -= 1
         if word != expected:
-            self._end(check, _foreign(check.peer, rank))
+            key = check.peer.key
+            error = HandshakeError(
+                f"engine {key.engine!r} at {key.host} port {key.port} answers with the payloads "
+                f"of another: the memory that rank {rank} names does not bear the fingerprint of "
+                f"the key which it publishes, {fingerprint(check.peer.ticket_key).hex()}. It "
+                "relays another engine, or that engine has not run its first step"
+            )
+            self._end(check, error)
         elif not check.left:
             self._end(check, None)
-
-    def _on_failing(self, check: _Check, rank: int, error: KVFerryError) -> None:
-        self._end(check, error)
-        self._failing(check.peer, rank, error)
 
     def _end(self, check: _Check, error: KVFerryError | None) -> None:
         """End a check, if it is not over: drop the reads that were not posted, and report."""
@@ -287,12 +268,3 @@ class FingerprintReads:
             self._checks.remove(check)
             self._slot_reads.remove(check)
             check.checked(error)
-
-
-def _foreign(peer: Peer, rank: int) -> HandshakeError:
-    return HandshakeError(
-        f"engine {peer.key.engine!r} at {peer.key.host} port {peer.key.port} answers with the "
-        f"payloads of another: the memory that rank {rank} names does not bear the fingerprint of "
-        f"the key which it publishes, {fingerprint(peer.ticket_key).hex()}. It relays another "
-        "engine, or that engine has not run its first step"
-    )

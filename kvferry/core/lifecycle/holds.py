@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import NewType
 
-from kvferry.core.errors import TicketError
+from kvferry.core.errors import CopyError, TicketError
 from kvferry.core.messages import MAX_SLOTS
 from kvferry.core.side_channel_messages import GENERATION_LIMIT
 
@@ -101,6 +101,21 @@ class Hold:
         """
         tokens = watermark & ((1 << _TOKEN_BITS) - 1)
         return tokens if watermark == self.watermark(tokens) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """A copy of whole blocks to or from as many host pages; ``CopyError`` if numbers differ."""
+
+    blocks: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) != len(self.pages):
+            raise CopyError(
+                f"a copy of {len(self.blocks)} blocks names {len(self.pages)} host pages: it needs "
+                "one for each block"
+            )
 
 
 def random_generation() -> int:

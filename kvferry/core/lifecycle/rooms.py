@@ -104,17 +104,14 @@ class Rooms:
 
     def finish(self, room: RoomId, ticket: bytes) -> bool:
         """End a room with its encoded ticket; if it does not fit, with an error, for ``False``."""
-        if not ticket:
-            self.close(room, "its ticket is empty")
-            return False
-        if len(ticket) > MAX_PART_BYTES:
-            self.close(
-                room,
-                f"its ticket has {len(ticket)} bytes; {MAX_PART_BYTES} can be followed: let the "
-                "router send the request to prefill first, and pass the ticket on",
-            )
-            return False
-        return self._replace(room, ticket, is_last=True)
+        if 0 < len(ticket) <= MAX_PART_BYTES:
+            return self._replace(room, ticket, is_last=True)
+        self.close(
+            room,
+            f"its ticket has {len(ticket)} bytes; 1 to {MAX_PART_BYTES} can be followed: let the "
+            "router send the request to prefill first, and pass the ticket on",
+        )
+        return False
 
     def close(self, room: RoomId, reason: str) -> None:
         """End a room without a ticket. Ignored if it is not open."""

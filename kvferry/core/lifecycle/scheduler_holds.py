@@ -11,9 +11,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId, random_generation
-from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, PageCopy, RequestId, random_generation
 from kvferry.core.lifecycle.silent_holds import Silence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTicket:
+    """A ticket that was made in a step, as the workers hear of it. Times are in seconds.
+
+    Attributes:
+        lease: how long the pages are kept after they are ready, and after each renewal.
+        ttl: for a conversation's, how long they are kept until a renewal claims the hold, and
+            starts the lease; otherwise ``None``.
+        copy: where the cache is staged, the copy that makes the pages readable.
+    """
+
+    request: RequestId
+    hold: Hold
+    lease: float
+    ttl: float | None = None
+    copy: PageCopy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,29 +44,23 @@ class HoldOrders:
         take_ons: holds to start, for requests computed from this step on; may reuse slots of
             ``drops``.
         watermarks: of requests that are not computed, the number of first tokens that are.
-        ready: holds of new tickets, whose pages may be read when they are computed, and leases in
-            seconds.
-        ttls: for conversations among ``ready``, the seconds to keep the hold until a renewal claims
-            it, and starts the lease.
-        copies: where the cache is staged, the copy for each of ``ready`` that makes it readable.
+        tickets: the new ones, whose pages may be read when they are computed.
         ends: holds with a ticket that are to end now. Their requests are reported as sent.
     """
 
     drops: tuple[Hold, ...] = ()
     take_ons: tuple[tuple[RequestId, Hold], ...] = ()
     watermarks: tuple[tuple[Hold, int], ...] = ()
-    ready: tuple[tuple[Hold, float], ...] = ()
-    ttls: tuple[tuple[Hold, float], ...] = ()
-    copies: tuple[HoldCopy, ...] = ()
+    tickets: tuple[NewTicket, ...] = ()
     ends: tuple[Hold, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.drops or self.take_ons or self.ready or self.ends or self.watermarks)
+        return bool(self.drops or self.take_ons or self.tickets or self.ends or self.watermarks)
 
     @property
     def needs_device(self) -> bool:
         """Return whether the worker must say when the device has finished its earlier work."""
-        return bool(self.ready or self.watermarks)
+        return bool(self.tickets or self.watermarks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,9 +115,7 @@ class SchedulerHolds:
         self._replaced: list[Hold] = []
         """Holds to drop whose slot another hold of the same request has."""
         self._take_ons: list[tuple[RequestId, Hold]] = []
-        self._ready: list[tuple[Hold, float]] = []
-        self._ttls: list[tuple[Hold, float]] = []
-        self._copies: list[HoldCopy] = []
+        self._tickets: list[NewTicket] = []
         self._ends: list[Hold] = []
 
     @property
@@ -214,12 +223,11 @@ class SchedulerHolds:
             return None
         self._watermarks.pop(request, None)
         entry.ticketed, entry.pages, entry.is_conversation = True, pages, ttl is not None
-        self._ready.append((entry.hold, lease))
-        if copy is not None:
-            self._copies.append(HoldCopy(request=request, hold=entry.hold, copy=copy))
+        self._tickets.append(
+            NewTicket(request=request, hold=entry.hold, lease=lease, ttl=ttl, copy=copy)
+        )
         self._oldest[request] = None
         if ttl is not None:
-            self._ttls.append((entry.hold, ttl))
             self._conversations[request] = None
         for counter in self._counters(entry):
             counter.update(pages)
@@ -309,9 +317,7 @@ class SchedulerHolds:
             drops=(*self._drops, *self._replaced),
             take_ons=tuple(self._take_ons),
             watermarks=tuple((self._entries[request].hold, tokens) for request, tokens in marked),
-            ready=tuple(self._ready),
-            ttls=tuple(self._ttls),
-            copies=tuple(self._copies),
+            tickets=tuple(self._tickets),
             ends=tuple(self._ends),
         )
         # Free from now on: workers apply drops before take-ons.

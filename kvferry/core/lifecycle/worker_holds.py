@@ -10,20 +10,18 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core.lifecycle.holds import NOTHING, EndedHold, Hold, HoldEnd, Incarnation, RequestId
-from kvferry.core.lifecycle.page_copy import HoldCopy
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 MAX_READERS = 64
 """The most consumer engines that may send "done" for one hold, and the most that may claim it."""
 MAX_CLAIMANTS = 1 << 12
-"""The most engines that may claim holds; beyond, their heartbeats are ignored."""
+"""The most engines whose heartbeats count; beyond, those silent for longest are forgotten."""
 
 
 class SlotWords(Protocol):
@@ -63,20 +61,16 @@ _Claimant = tuple[str, int]
 """A consumer engine that claims holds: its id and its incarnation."""
 
 
-@dataclass(slots=True, kw_only=True, repr=False)
+@dataclass(slots=True, kw_only=True)
 class _Held:
     """All that a rank knows of a hold. Times are in seconds, by this rank's clock."""
 
     request: RequestId
     hold: Hold
     state: HoldState = HoldState.COMPUTING
-    lease: float | None = None
-    ttl: float | None = None
-    """How long a conversation's hold is kept until it is renewed; ``None`` from then on."""
+    ticket: NewTicket | None = None
     deadline: float | None = None
     """When the lease ends; ``None`` while there is no ticket."""
-    copy: HoldCopy | None = None
-    """What fills the host pages, where the cache is staged."""
     is_sent: bool = False
     """Whether the blocks were given back, before the hold has ended."""
     end: EndedHold | None = None
@@ -88,11 +82,20 @@ class _Held:
     is_renewed: bool = False
     claimants: set[_Claimant] = field(default_factory=set)
 
-    def __repr__(self) -> str:
-        until = "" if self.deadline is None else f" until {self.deadline:.3f}"
-        end = "" if self.end is None else f" ({self.end.end or 'ordered'})"
-        slot, generation = self.hold.slot, self.hold.generation
-        return f"<hold {slot}:{generation} of {self.request!r}: {self.state.value}{until}{end}>"
+    @property
+    def ttl(self) -> float | None:
+        """How long a conversation's hold is kept until it is renewed; ``None`` from then on."""
+        return None if self.ticket is None or self.is_renewed else self.ticket.ttl
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the pages are copied to host pages, as the cache is staged."""
+        return self.ticket is not None and self.ticket.copy is not None
+
+
+def _is_offered(held: _Held) -> bool:
+    """Return whether a hold has a ticket, and has not ended."""
+    return held.ticket is not None and held.state is not HoldState.ENDED
 
 
 class WorkerHolds:
@@ -116,18 +119,15 @@ class WorkerHolds:
         self._incarnation = incarnation
         self._held: dict[int, _Held] = {}
         """By slot, which the scheduler half gives out again when the hold was reported."""
-        self._ticketed: set[int] = set()
         self._soonest = math.inf
         """No lease expires earlier than this: saves scanning thousands of holds in each round."""
-        self._copies: list[HoldCopy] = []
+        self._copies: list[NewTicket] = []
         self._sent: list[RequestId] = []
         self._ended: list[EndedHold] = []
         self._expired: dict[int, int] = {}
         """Slot to the generation of its last expired hold, to recognise a late "done"."""
-        self._claims = Counter[_Claimant]()
-        """Consumer engine to the number of holds that it claims, at least 1."""
         self._heard: dict[_Claimant, float] = {}
-        """Consumer engine with a claim to the time of its last sign of life."""
+        """Consumer engine that has claimed a hold to the time of its last sign of life."""
 
     @property
     def held(self) -> int:
@@ -135,9 +135,9 @@ class WorkerHolds:
         return sum(held.state is not HoldState.ENDED for held in self._held.values())
 
     @property
-    def ticketed(self) -> int:
-        """Number of holds that have not ended and whose ticket was made."""
-        return len(self._ticketed)
+    def has_tickets(self) -> bool:
+        """Whether a hold has not ended whose ticket was made."""
+        return any(map(_is_offered, self._held.values()))
 
     def __contains__(self, hold: Hold) -> bool:
         return self._find(hold) is not None
@@ -146,17 +146,14 @@ class WorkerHolds:
         """Carry out the scheduler half's orders of an engine step.
 
         When the device has finished the work, the caller must call ``ready`` and ``mark`` for the
-        holds in ``orders.ready`` and ``orders.watermarks``.
+        holds in ``orders.tickets`` and ``orders.watermarks``.
         """
         for hold in orders.drops:
             self.drop(hold)
         for request, hold in orders.take_ons:
             self.take_on(request, hold)
-        for copy in orders.copies:
-            self.stage(copy)
-        ttls = dict(orders.ttls)
-        for hold, lease in orders.ready:
-            self.order(hold, lease, now, ttls.get(hold))
+        for ticket in orders.tickets:
+            self.order(ticket, now)
         for hold in orders.ends:
             self.end(hold)
 
@@ -180,27 +177,16 @@ class WorkerHolds:
             held.marked = tokens
             self._watermarks[hold.slot] = hold.watermark(tokens)
 
-    def stage(self, copy: HoldCopy) -> None:
-        """Have a hold's pages copied to host pages before they may be read; call it first."""
-        held = self._known(copy.hold)
-        if held and held.lease is None:
-            held.copy = copy
-
-    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
-        """Start the lease of a hold whose ticket was made; report it if it has ended.
-
-        A conversation's hold is kept for ``ttl`` until its first renewal, which starts the lease.
-        """
-        held = self._known(hold)
-        if held is None or held.lease is not None:
+    def order(self, ticket: NewTicket, now: float) -> None:
+        """Start the lease of a hold whose ticket was made; report it if it has ended."""
+        held = self._known(ticket.hold)
+        if held is None or held.ticket is not None:
             return
-        held.lease, held.alive = lease, now
-        held.ttl = None if held.is_renewed else ttl
+        held.ticket, held.alive = ticket, now
         if held.state is HoldState.ENDED:
             self._report(held)
             return
         held.state = HoldState.ORDERED
-        self._ticketed.add(hold.slot)
         # For the case that ``ready`` is never called, because the device failed.
         self._start_lease(held, now)
 
@@ -209,16 +195,16 @@ class WorkerHolds:
         held = self._find(hold)
         if held is None or held.state is not HoldState.ORDERED:
             return
-        if held.copy is None:
+        if held.ticket is None or held.ticket.copy is None:
             self._publish(held, now)
         else:
             held.state = HoldState.COPYING
-            self._copies.append(held.copy)
+            self._copies.append(held.ticket)
 
     def copied(self, hold: Hold, now: float) -> None:
         """Let a hold's host pages be read, and free its blocks: its copy has passed."""
         held = self._known(hold)
-        if held is None or held.copy is None:
+        if held is None or not held.is_copied:
             return
         if held.state is HoldState.COPYING:
             self._publish(held, now)
@@ -233,14 +219,14 @@ class WorkerHolds:
         not call this, so that neither blocks nor host pages are ever given back.
         """
         held = self._known(hold)
-        if held is None or held.copy is None or held.state is HoldState.READY:
+        if held is None or not held.is_copied or held.state is HoldState.READY:
             return
         if held.state is not HoldState.ENDED:
             self._clear(held, HoldEnd.REVOKED)
         self._report(held)
 
-    def take_copies(self) -> list[HoldCopy]:
-        """Return, once, the copies to begin, from the device to the host."""
+    def take_copies(self) -> list[NewTicket]:
+        """Return, once, the tickets whose copies to the host are to begin."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -250,14 +236,14 @@ class WorkerHolds:
         if held is None:
             return
         self._claim(held, (message.engine, message.life), now)
-        held.alive, held.is_renewed, held.ttl = now, True, None
+        held.alive, held.is_renewed = now, True
         if held.state is HoldState.READY:
             self._start_lease(held, now)
 
     def heartbeat(self, message: Heartbeat, now: float) -> None:
         """Record a sign of life of an engine for all holds that it claims."""
         claimant = message.engine, message.life
-        if message.incarnation == self._incarnation and claimant in self._claims:
+        if message.incarnation == self._incarnation and claimant in self._heard:
             self._heard[claimant] = now
 
     def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
@@ -266,11 +252,7 @@ class WorkerHolds:
         That is the time since the last sign of life, at least ``beyond``. Signs are ``order``,
         ``ready``, and any message of an engine that claims the hold.
         """
-        aged = [
-            (self._age(held, now), held)
-            for held in self._held.values()
-            if held.lease is not None and held.state is not HoldState.ENDED
-        ]
+        aged = [(self._age(held, now), held) for held in filter(_is_offered, self._held.values())]
         old = [each for each in aged if each[0] >= beyond]
         return [
             Silence(
@@ -291,7 +273,7 @@ class WorkerHolds:
     def end_all(self) -> None:
         """End all holds, at shutdown."""
         for held in list(self._held.values()):
-            if held.lease is None:
+            if held.ticket is None:
                 self.drop(held.hold)
             else:
                 self.end(held.hold)
@@ -343,8 +325,8 @@ class WorkerHolds:
 
     def _start_lease(self, held: _Held, now: float) -> None:
         """Start the lease of a hold, or a conversation's time until it is first renewed."""
-        if held.lease is not None:
-            held.deadline = now + (held.lease if held.ttl is None else held.ttl)
+        if held.ticket is not None:
+            held.deadline = now + (held.ticket.lease if held.ttl is None else held.ttl)
             self._soonest = min(self._soonest, held.deadline)
 
     def _named(self, message: Release | Renewal) -> _Held | None:
@@ -355,24 +337,16 @@ class WorkerHolds:
         return held if stands and held.hold.generation == message.generation else None
 
     def _age(self, held: _Held, now: float) -> float:
-        signs = (self._heard[claimant] for claimant in held.claimants)
+        signs = (self._heard.get(claimant, -math.inf) for claimant in held.claimants)
         return max(0.0, now - max([held.alive, *signs]))
 
     def _claim(self, held: _Held, claimant: _Claimant, now: float) -> None:
         """Record that an engine claims a hold; not beyond the limits."""
-        if claimant not in held.claimants:
-            known = claimant in self._claims or len(self._claims) < MAX_CLAIMANTS
-            if not known or len(held.claimants) >= MAX_READERS:
-                return
+        if claimant in held.claimants or len(held.claimants) < MAX_READERS:
             held.claimants.add(claimant)
-            self._claims[claimant] += 1
-        self._heard[claimant] = now
-
-    def _disclaim(self, held: _Held) -> None:
-        for claimant in held.claimants:
-            self._claims[claimant] -= 1
-            if not self._claims[claimant]:
-                del self._claims[claimant], self._heard[claimant]
+            self._heard[claimant] = now
+            if len(self._heard) > MAX_CLAIMANTS:
+                del self._heard[min(self._heard, key=self._heard.__getitem__)]
 
     def _known(self, hold: Hold) -> _Held | None:
         held = self._held.get(hold.slot)
@@ -400,8 +374,6 @@ class WorkerHolds:
         """Clear the slot word of a hold that stands, and note how it ended."""
         if held.state is not HoldState.ENDED:
             self._words[held.hold.slot] = NOTHING
-            self._ticketed.discard(held.hold.slot)
-            self._disclaim(held)
             held.state, held.deadline = HoldState.ENDED, None
             held.end = EndedHold(request=held.request, end=end, engine=engine)
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import HOLE
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import PageCopy, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.metrics import HOST_PAGE_WAITS, HOST_PAGES, HOST_PAGES_USED, Metrics
 
 if TYPE_CHECKING:

@@ -271,9 +271,9 @@ class UnreadRankWorker:
         for hold in orders.drops:  # holds that ended without a ticket
             self._held.pop(hold, None)
         self._held.update((hold, request) for request, hold in orders.take_ons)
-        for hold, _ in orders.ready:
-            if hold in self._held:
-                self._sent.add(self._held.pop(hold))
+        for ticket in orders.tickets:
+            if ticket.hold in self._held:
+                self._sent.add(self._held.pop(ticket.hold))
         self._refused.update(request for request, _ in step.refused)
 
     def results(self) -> KVConnectorTransferResults:

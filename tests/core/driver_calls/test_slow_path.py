@@ -12,10 +12,8 @@ import pytest
 from kvferry.core.driver_calls import slow_path
 from kvferry.core.driver_calls.slow_path import (
     LATE_SECONDS,
-    PERIOD_BYTES,
     SAMPLE_BYTES,
     SLOW_RATE,
-    Sample,
     SlowPathWarnings,
     Throughput,
 )
@@ -94,7 +92,7 @@ def in_cpu_memory(region: Region) -> Region:
 def test_reads_of_loads_are_measured_also_of_an_engine_that_is_connected_anew(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("SLOW_RATE", math.inf), ("SAMPLE_BYTES", 0), ("PERIOD_BYTES", 1)):
+    for name, value in (("SLOW_RATE", math.inf), ("SAMPLE_BYTES", 0)):
         monkeypatch.setattr(slow_path, name, value)
     monkeypatch.setattr(slow_path, "LATE_SECONDS", 0.0)
     shape = CacheShape(memory="cuda")
@@ -116,17 +114,17 @@ def reads(count: int, seconds: float, nbytes: int) -> list[Event]:
     return [event for now in range(1, count + 1) for event in read(now, now + seconds, nbytes)]
 
 
-def samples_of(events: list[Event]) -> list[Sample]:
-    """Measure reads that begin and end, with a copy per MiB, and return the slow samples."""
-    samples: list[Sample] = []
-    throughput = Throughput(samples.append)
+def slow_ones(events: list[Event]) -> list[tuple[int, int, float]]:
+    """Measure reads that begin and end, with a copy per MiB; return what is slow."""
+    slow: list[tuple[int, int, float]] = []
+    throughput = Throughput(lambda *sizes: slow.append(sizes))
     for now, nbytes, succeeded in events:
         if nbytes:
             copies = max(nbytes // MIB, 1)
             throughput.end(now, nbytes=nbytes, copies=copies, succeeded=succeeded)
         else:
             throughput.begin(now)
-    return samples
+    return slow
 
 
 FIRST = read(0.0, 0.0, 1)
@@ -139,17 +137,15 @@ NOT_SLOW = {
         *(*FIRST, (1.0, 0, True), (1.0, 0, True)),
         *((1 + HALF / FAST, HALF, True), (1 + 2 * HALF / FAST, HALF, True)),
     ],
-    "time between reads does not count": FIRST + reads(10, PERIOD_BYTES / FAST, PERIOD_BYTES),
-    "busy periods of less than 16 MiB": FIRST + reads(99, 0.9, PERIOD_BYTES - 1),
+    "time between reads does not count": FIRST + reads(10, ENOUGH / FAST, ENOUGH),
+    "busy periods of 64 MiB": FIRST + reads(99, 0.9, SAMPLE_BYTES),
     "a failed read, and the time before its end": [
         *(*FIRST, *read(1.0, 2.0, SAMPLE_BYTES), (3.0, 0, True)),
         *read(3.0, 60.0, 2 * SAMPLE_BYTES, succeeded=False),
         (60 + SAMPLE_BYTES / FAST, 2 * SAMPLE_BYTES, True),
     ],
     **{
-        f"{nbytes} bytes, noticed late, at {rate:g} B/s": FIRST
-        + reads(12, nbytes / rate + LATE_SECONDS, nbytes)
-        for nbytes in (PERIOD_BYTES, ENOUGH)
+        f"noticed late, at {rate:g} B/s": FIRST + reads(12, ENOUGH / rate + LATE_SECONDS, ENOUGH)
         for rate in (1.01 * SLOW_RATE, 400e9)
     },
 }
@@ -157,19 +153,16 @@ NOT_SLOW = {
 
 @pytest.mark.parametrize("events", NOT_SLOW.values(), ids=NOT_SLOW)
 def test_what_is_fast_or_not_measured_is_not_slow(events: list[Event]) -> None:
-    assert not samples_of(events)
+    assert not slow_ones(events)
 
 
 def test_slow_reads_of_more_than_64_mib_are_a_sample() -> None:
-    late, half = ENOUGH / 1.9999e9 + LATE_SECONDS, PERIOD_BYTES / (SLOW_RATE / 2)
+    late, part = ENOUGH / 1.9999e9 + LATE_SECONDS, SAMPLE_BYTES // 4
     for events, nbytes, seconds in (
         (read(2.0, 2.0 + late, ENOUGH), ENOUGH, late),
-        # Even in the shortest periods, and if their ends are noticed late.
-        (reads(5, half, PERIOD_BYTES), 5 * PERIOD_BYTES, 5 * half),
-        (reads(5, half + LATE_SECONDS, PERIOD_BYTES), 5 * PERIOD_BYTES, 5 * (half + LATE_SECONDS)),
         # A busy period that does not end.
-        ([(1.0, 0, True)] * 6 + [(2.0, PERIOD_BYTES, True)] * 5, 5 * PERIOD_BYTES, 1.0),
+        ([(1.0, 0, True)] * 6 + [(2.0, part, True)] * 5, 5 * part, 1.0),
     ):
-        [sample] = samples_of(FIRST + events)
-        assert (sample.nbytes, sample.copies) == (nbytes, nbytes // MIB)
-        assert sample.seconds == pytest.approx(seconds)
+        [(moved, copies, measured_seconds)] = slow_ones(FIRST + events)
+        assert (moved, copies) == (nbytes, nbytes // MIB)
+        assert measured_seconds == pytest.approx(seconds)

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.core.driver_calls import transfers as module
 from kvferry.core.driver_calls.error_containment import ErrorContainment
-from kvferry.core.driver_calls.slow_path import Sample, Throughput
-from kvferry.core.driver_calls.transfers import CANCEL_SECONDS, Grace, Outcome, Read, Transfers
+from kvferry.core.driver_calls.slow_path import Throughput
+from kvferry.core.driver_calls.transfers import CANCEL_SECONDS, Read, Transfers
 from kvferry.core.errors import (
     KVFerryError,
     PageError,
@@ -47,6 +47,7 @@ class Harness:
         self.capabilities, self.max_outstanding = self, limit
         self.now = 100.0
         self.transfers = Transfers(self, ErrorContainment(), lambda: self.now)  # type: ignore[arg-type]
+        self.reads: dict[str, Read] = {}
         self.posted: list[tuple[PeerId, int, bytes | None]] = []
         self.statuses: dict[TransferId, Status] = {}
         self.cancelled: list[int] = []
@@ -54,10 +55,11 @@ class Harness:
         self.polls: list[list[TransferId]] = []
         self.poll_result: Any = None
         """If not ``None``, what ``poll`` returns instead of a list of statuses."""
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, KVFerryError | None] = {}
         self.failing: dict[str, KVFerryError] = {}
-        self.escalated: list[set[PeerId]] = []
-        self.keep_grace = True
+        self.failed: list[KVFerryError] = []
+        self.transfers.failing = self._on_failing
+        self.transfers.failed = lambda _, error: self.failed.append(error)
 
     @property
     def sizes(self) -> list[int]:
@@ -98,23 +100,19 @@ class Harness:
         build: Callable[[], Copies] | None = None,
         **how: Any,
     ) -> Read:
-        def finished(outcome: Outcome) -> None:
+        def ended(error: KVFerryError | None) -> None:
             assert name not in self.outcomes, "called once"
-            self.outcomes[name] = outcome
-
-        def failing(error: KVFerryError) -> None:
-            assert name not in self.failing, "called once"
-            assert name not in self.outcomes
-            self.failing[name] = error
+            self.outcomes[name] = error
 
         read = Read(
             connection=peer,
             build=build or (lambda: copies(nbytes)),
-            finished=finished,
-            failing=failing,
+            landed=lambda _: ended(None),
+            lost=ended,
             tags={*tags, name},
             **how,
         )
+        self.reads[name] = read
         self.transfers.add(read)
         return read
 
@@ -123,22 +121,19 @@ class Harness:
         self.statuses.update({TransferId(number): status for number in numbers})
         return self.transfers.progress()
 
+    def _on_failing(self, read: Read, error: KVFerryError) -> None:
+        [name] = [name for name, each in self.reads.items() if each is read]
+        assert name not in self.failing, "called once"
+        assert name not in self.outcomes
+        self.failing[name] = error
+
     def error(self, name: str) -> KVFerryError | None:
-        return self.outcomes[name].error
+        return self.outcomes[name]
 
-    def grace(self) -> Grace:
-        def escalate(reads: Sequence[Read]) -> bool:
-            self.escalated.append({read.connection for read in reads})
-            return self.keep_grace
-
-        return Grace(escalate=escalate)
-
-    def escalated_after(self, seconds: float) -> list[set[PeerId]]:
-        """Let time pass; return the peers of the reads that are escalated then, by grace."""
+    def lingering_after(self, seconds: float) -> list[PeerId]:
+        """Let time pass; return the peers of the cancelled reads that go on then."""
         self.now += seconds
-        self.escalated.clear()
-        self.transfers.escalate(self.now)
-        return list(self.escalated)
+        return [read.connection for read in self.transfers.lingering(self.now)]
 
 
 @pytest.fixture
@@ -151,16 +146,16 @@ def copies(nbytes: int) -> Copies:
 
 
 def test_a_read_is_posted_polled_and_finished_once(harness: Harness) -> None:
-    harness.add("a", nbytes=24, notify=b"done")
+    read = harness.add("a", nbytes=24, notify=b"done")
     assert harness.transfers.progress()
     assert harness.posted == [(ONE, 24, b"done")]
     assert not harness.transfers.progress()
     assert len(harness.transfers) == 1
     assert harness.end(1)
-    outcome = harness.outcomes["a"]
-    assert (outcome.error, outcome.copies, outcome.nbytes) == (None, 1, 24)
-    assert outcome.begun > 0
-    assert 0 <= outcome.post_seconds <= outcome.seconds
+    assert (harness.error("a"), read.copies, read.nbytes) == (None, 1, 24)
+    assert read.begun > 0
+    assert 0 <= read.post_seconds <= read.seconds
+    assert not harness.failed
     assert not harness.statuses
     assert len(harness.transfers) == 0
     assert not harness.transfers.progress()
@@ -232,7 +227,7 @@ def test_a_read_that_cannot_be_posted_fails_alone(harness: Harness) -> None:
     assert harness.transfers.progress()
     assert harness.error("a") is hole
     assert "unexpected ZeroDivisionError" in str(harness.error("b"))
-    assert (harness.outcomes["a"].copies, harness.outcomes["a"].post_seconds >= 0) == (0, True)
+    assert harness.reads["a"].copies == 0
     assert len(harness.posted) == len(harness.transfers) == 1
 
 
@@ -250,8 +245,10 @@ def test_a_failing_read_is_reported_failing_and_then_finished(harness: Harness) 
     harness.add("b")
     harness.transfers.progress()
     assert len(harness.posted) == 2, "others are posted meanwhile"
-    assert harness.end(1, status=failed(error))
-    assert harness.error("a") is error
+    late = TransportError("disconnected")
+    assert harness.end(1, status=failed(late))
+    assert harness.error("a") is error, "the first"
+    assert harness.failed == [late]
     harness.end(2, status=Status(state=State.FAILED))
     assert "gave no reason" in str(harness.error("b"))
 
@@ -266,7 +263,7 @@ def test_cancelling_a_queued_read_ends_only_that_read() -> None:
     for name in "bc":
         harness.transfers.cancel(name)
         assert isinstance(harness.error(name), TransferCancelledError)
-    assert (harness.outcomes["b"].begun, harness.outcomes["b"].seconds) == (0.0, 0.0)
+    assert (harness.reads["b"].begun, harness.reads["b"].seconds) == (0.0, 0.0)
     assert (harness.finished, len(harness.transfers)) == (["b", "c"], 2)
 
 
@@ -283,22 +280,32 @@ def test_a_read_under_way_is_cancelled_once_all_its_tags_are(harness: Harness) -
     assert not harness.outcomes
 
 
-def test_reads_that_outlast_their_grace_are_escalated(harness: Harness) -> None:
-    """The grace of reads that are cancelled one after the other begins with the first."""
-    harness.add("a")
+def test_cancelled_reads_that_do_not_end_soon_are_lingering(harness: Harness) -> None:
+    read = harness.add("a")
     harness.add("b", OTHER)
     harness.transfers.progress()
-    grace = harness.grace()
-    harness.transfers.cancel("a", grace)
-    assert harness.escalated_after(CANCEL_SECONDS - 0.1) == []
-    harness.transfers.cancel("b", grace)
-    assert harness.escalated_after(0.1) == [{ONE, OTHER}]
-    assert harness.escalated_after(CANCEL_SECONDS - 0.1) == [], "the grace starts anew"
-    harness.end(2, status=CANCELLED)
-    assert harness.escalated_after(0.1) == [{ONE}]
-    harness.end(1)
-    assert harness.escalated_after(CANCEL_SECONDS) == []
-    assert not harness.transfers._graces
+    harness.transfers.cancel("a", 7.0)
+    assert read.deadline == 7.0
+    assert harness.lingering_after(CANCEL_SECONDS / 2) == []
+    harness.transfers.cancel("b")
+    assert harness.lingering_after(CANCEL_SECONDS / 2) == [ONE]
+    harness.end(1, status=CANCELLED)
+    assert harness.lingering_after(CANCEL_SECONDS / 2) == [OTHER]
+    harness.end(2)
+    assert harness.lingering_after(CANCEL_SECONDS) == []
+
+
+def test_the_batches_of_a_read_are_read_in_turn_with_others(harness: Harness) -> None:
+    sizes = [3, 2, 1]
+    read = harness.add("a", build=lambda: copies(sizes.pop()), has_more=lambda: bool(sizes))
+    harness.transfers.progress()
+    harness.add("b", nbytes=10)
+    for number in (1, 3, 4):
+        harness.end(number)
+        harness.transfers.progress()
+    assert harness.sizes == [1, 10, 2, 3]
+    assert harness.finished == ["a"]
+    assert (read.copies, read.nbytes) == (3, 6)
 
 
 # Disconnects.
@@ -310,13 +317,13 @@ def test_a_callback_of_a_failed_read_may_cancel_other_queued_reads() -> None:
     read = harness.add("a")
     harness.add("b")
     harness.add("c")
-    finished = read.finished
+    lost = read.lost
 
-    def finish_and_cancel(outcome: Outcome) -> None:
+    def cancel_too(error: KVFerryError) -> None:
         harness.transfers.cancel("b")
-        finished(outcome)
+        lost(error)
 
-    read.finished = finish_and_cancel
+    read.lost = cancel_too
     harness.transfers.begin_disconnect(ONE)
     assert sorted(harness.outcomes) == ["a", "b", "c"]
     assert len(harness.transfers) == 0
@@ -326,13 +333,13 @@ def test_reads_are_left_alone_whose_disconnect_a_callback_has_begun(harness: Har
     """The statuses of both were asked for before."""
     read = harness.add("a")
     harness.add("b")
-    finished = read.finished
+    landed = read.landed
 
-    def finish_and_disconnect(outcome: Outcome) -> None:
+    def disconnect_too(whole: Read) -> None:
         harness.transfers.begin_disconnect(ONE)
-        finished(outcome)
+        landed(whole)
 
-    read.finished = finish_and_disconnect
+    read.landed = disconnect_too
     harness.transfers.progress()
     harness.end(1, 2)
     assert harness.finished == ["a"]
@@ -467,8 +474,8 @@ NBYTES = 100 << 20
 
 def test_the_time_of_a_slow_read_is_that_in_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither that in the queue nor that to build the copies."""
-    harness, samples = Harness(limit=1), list[Sample]()
-    accept, throughput = harness.read, Throughput(samples.append)
+    harness, slow = Harness(limit=1), list[tuple[int, int, float]]()
+    accept, throughput = harness.read, Throughput(lambda *sizes: slow.append(sizes))
 
     def read(peer: PeerId, copies: Copies, notify: bytes | None) -> TransferId:
         harness.now += 1.0  # the driver moves the bytes meanwhile
@@ -490,4 +497,4 @@ def test_the_time_of_a_slow_read_is_that_in_the_driver(monkeypatch: pytest.Monke
     assert harness.transfers.progress()
     harness.now += 3.0
     harness.end(3)
-    assert samples == [Sample(nbytes=NBYTES, copies=1, seconds=4.0)]
+    assert slow == [(NBYTES, 1, 4.0)]

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from kvferry.core.endpoint import Load, Results
 from kvferry.core.errors import CopyError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import PageCopy, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.planner.build_copies import Pages
 from kvferry.testing.engines import SMALL, CacheShape, EngineRank

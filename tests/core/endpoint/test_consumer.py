@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from kvferry.core.directory import EncodedReply, ProducerNews
-from kvferry.core.driver_calls.connections import LONGEST_SECONDS, BlockingCalls, Connections
-from kvferry.core.driver_calls.error_containment import ErrorContainment
-from kvferry.core.driver_calls.transfers import Transfers
+from kvferry.core.driver_calls.connections import LONGEST_SECONDS
+from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.endpoint import EndpointOptions, Load
 from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.slot_reads import ScratchWords
@@ -62,21 +61,14 @@ class Manager:
         self.now = 0.0
         self.commands: deque[Callable[[], None]] = deque()
         self.transport = ManyPeersTransport()
-        containment, clock = ErrorContainment(), lambda: self.now
-        transfers = Transfers(self.transport, containment, clock)
-        calls = BlockingCalls(threads=False, post=self.commands.append, clock=clock)
-        self.connections = Connections(self.transport, transfers, calls, clock)
+        calls = DriverCalls(self.transport, post=self.commands.append, clock=lambda: self.now)
+        self.connections = calls.connections
         self.loads = LoadManager(
             own=own,
-            transport=self.transport,
-            transfers=transfers,
-            connections=self.connections,
-            containment=containment,
+            calls=calls,
             scratch=ScratchWords(),
             zero=zero_cpu,
             options=OPTIONS,
-            post=self.commands.append,
-            clock=clock,
             metrics=Metrics(driver=own.driver, rank="0"),
             reported=lambda *_: None,
         )

@@ -251,7 +251,7 @@ def test_an_exception_elsewhere_ends_the_endpoint_which_says_so(
 ) -> None:
     """Its books cannot be relied on any more."""
     with Engine("decode") as decode:
-        fail_once(monkeypatch, decode.endpoint._transfers, "progress")
+        fail_once(monkeypatch, decode.endpoint._calls.transfers, "progress")
         eventually(lambda: not decode.endpoint.healthy, "the endpoint has failed")
         assert decode.endpoint.problems[0] == "the endpoint has failed: a bug"
         with pytest.raises(EndpointClosedError) as raised:

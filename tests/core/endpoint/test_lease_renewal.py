@@ -7,22 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.driver_calls.transfers import Grace, Read
 from kvferry.core.endpoint.lease_renewal import SEARCH_SECONDS, LeaseRenewal, PendingTickets
-from kvferry.core.endpoint.peers import PeerUse
 from kvferry.core.endpoint.slot_reads import SlotRead
-from kvferry.core.errors import (
-    KVFerryError,
-    StaleError,
-    TicketError,
-    TransferCancelledError,
-    TransportError,
-)
+from kvferry.core.errors import KVFerryError, StaleError, TicketError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId
 from tests.core.messages import ticket
 
 HOLD = Hold(slot=3, generation=7)
@@ -47,13 +38,8 @@ class PeerStub:
         if self.denies is not None:
             raise self.denies
 
-    def acquire(self, use: PeerUse) -> None:
-        assert use is PeerUse.TICKET
+    def acquire(self) -> None:
         self.uses += 1
-
-    def release(self, use: PeerUse) -> None:
-        assert use is PeerUse.TICKET
-        self.uses -= 1
 
 
 class RenewalHarness:
@@ -64,31 +50,20 @@ class RenewalHarness:
         self.reads: list[SlotRead] = []
         self.heartbeats_sent: list[object] = []
         self.cancelled: list[object] = []
-        self.graces: list[Grace] = []
-        self.lost: list[tuple[object, int, KVFerryError]] = []
-        self.failing: list[tuple[object, int, KVFerryError]] = []
         self.ended: list[KVFerryError] = []
-        self.renewal = LeaseRenewal(
-            engine="decode",
-            life=5,
-            notify=lambda peer, _: self.heartbeats_sent.append(peer),
-            slot_reads=self,  # type: ignore[arg-type]
-            transfers=self,  # type: ignore[arg-type]
-            lost=lambda *what: self.lost.append(what),
-            failing=lambda *what: self.failing.append(what),
-        )
+        own: Any = SimpleNamespace(engine="decode", incarnation=5)
+        driver = SimpleNamespace(notify=lambda peer, _: self.heartbeats_sent.append(peer))
+        calls: Any = SimpleNamespace(clock=lambda: self.now, transfers=self, transport=driver)
+        self.renewal = LeaseRenewal(own, calls, self)  # type: ignore[arg-type]
 
     def add(self, read: SlotRead) -> None:
         self.reads.append(read)
 
-    def cancel(self, tag: object, grace: Grace) -> None:
+    def cancel(self, tag: object) -> None:
         self.cancelled.append(tag)
-        self.graces.append(grace)
 
     def begin(self, peer: Any, *, at_once: bool = True) -> Any:
-        return self.renewal.begin(
-            peer, HOLD, now=self.now, at_once=at_once, ended=self.ended.append
-        )
+        return self.renewal.begin(peer, HOLD, at_once=at_once, ended=self.ended.append)
 
     def due(self, now: float) -> list[SlotRead]:
         """Let time pass until ``now``; return the slot reads that were added."""
@@ -139,51 +114,14 @@ def test_ranks_get_a_heartbeat_a_second_and_none_during_a_short_load() -> None:
     assert harness.heartbeats_sent == ["first rank", "second rank"] * 2
 
 
-def unfinished_read(failure: KVFerryError | None) -> Read:
-    """Return a renewal's read that is still under way after its grace."""
-
-    def never(*_: object) -> Any:
-        raise AssertionError("not to be called")
-
-    return Read(connection=PeerId(1), build=never, finished=never, failing=never, failure=failure)
-
-
-def test_an_unanswered_renewal_is_cancelled_and_reported_failing_after_its_grace() -> None:
+def test_an_unanswered_renewal_is_cancelled_and_repeated_once_it_has_ended() -> None:
     harness, peer = RenewalHarness(), PeerStub()
     harness.begin(peer)
     first, second = harness.due(0.0)
     assert harness.due(10.0) == []
     assert harness.cancelled == [first.tag, second.tag]
-    cancelled = TransferCancelledError("cancelled")
-    first.failing(cancelled)
-    second.failing(cancelled)
-    second.lost(cancelled)
-    assert not harness.failing
-    assert not harness.graces[0].escalate([unfinished_read(cancelled)]), "it is reported once"
-    assert harness.failing == [(peer, 0, cancelled)]
-    assert harness.lost == [(peer, 2, cancelled)]
+    second.lost(TransportError("cancelled"))
     assert [read.rank for read in harness.due(20.0)] == [2], "the other is still under way"
-
-
-def test_a_cancelled_renewal_is_reported_failing_only_once_the_driver_says_so() -> None:
-    harness, peer = RenewalHarness(), PeerStub()
-    harness.begin(peer)
-    harness.due(0.0)
-    harness.due(10.0)
-    assert harness.graces[1].escalate([unfinished_read(None)]), "it is looked at again"
-    assert not harness.failing
-    cancelled = TransferCancelledError("cancelled")
-    assert not harness.graces[1].escalate([unfinished_read(cancelled)])
-    assert harness.failing == [(peer, 2, cancelled)]
-
-
-def test_a_renewal_that_fails_without_being_cancelled_is_reported_at_once() -> None:
-    harness, peer = RenewalHarness(), PeerStub()
-    harness.begin(peer)
-    first, _ = harness.due(0.0)
-    error = TransportError("out")
-    first.failing(error)
-    assert harness.failing == [(peer, 0, error)]
 
 
 # Pending tickets.
@@ -195,13 +133,13 @@ class PendingTicketsHarness:
     def __init__(self) -> None:
         self.reach_calls: list[tuple[Any, Any]] = []
         self.renewals = RenewalHarness()
-        self.pending_tickets = PendingTickets(self, self.renewals.renewal, lambda: 0.0)  # type: ignore[arg-type]
+        self.pending_tickets = PendingTickets(self, self.renewals.renewal)  # type: ignore[arg-type]
 
     def connect(self, _: Ticket, ready: Any, failed: Any) -> None:
         self.reach_calls.append((ready, failed))
 
-    def release(self, peer: PeerStub, use: PeerUse) -> None:
-        peer.release(use)
+    def release(self, peer: PeerStub) -> None:
+        peer.uses -= 1
 
 
 def test_requests_with_the_same_ticket_share_one_renewal() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.core.driver_calls.transfers import Outcome
+from kvferry.core.driver_calls.transfers import Read
 from kvferry.core.endpoint.load import Load, LoadState
 from kvferry.core.errors import (
     EndpointClosedError,
@@ -44,32 +44,22 @@ def sample_load(**how: Any) -> Load:
     return Load(request=RequestId("d-1"), ticket=ticket(), **parts)
 
 
-def outcome(**how: Any) -> Outcome:
+def read(**how: Any) -> Read:
+    """Return a read that has landed."""
     parts: dict[str, Any] = {
-        "error": None, "copies": 2, "nbytes": 10, "begun": 5.0, "seconds": 3.0, "post_seconds": 1.0,
-        **how,
+        "copies": 2, "nbytes": 10, "begun": 5.0, "seconds": 3.0, "post_seconds": 1.0, **how,
     }  # fmt: skip
-    return Outcome(**parts)
+    unused: Any = None
+    return Read(connection=unused, build=unused, landed=unused, lost=unused, **parts)
 
 
 def test_bytes_of_several_ranks_are_summed_and_the_longest_times_kept() -> None:
     state = LoadState(machine=MACHINE, load=sample_load(), begun=1.0, handshake_succeeded=2.0)
-    state.add(outcome())
-    state.add(outcome(begun=4.0, seconds=7.0, post_seconds=2.5))
-    state.add(outcome(begun=0.0, seconds=100.0, post_seconds=50.0))  # never posted
-    assert (state.copies, state.nbytes) == (6, 30)
+    state.add(read())
+    state.add(read(begun=4.0, seconds=7.0, post_seconds=2.5))
+    assert (state.copies, state.nbytes) == (4, 20)
     times = state.check_seconds, state.post_seconds, state.transfer_seconds
     assert times == (3.0, 2.5, 4.5)
-
-
-def test_successive_reads_have_one_outcome() -> None:
-    error = EndpointClosedError("cancelled")
-    both = outcome(error=error, begun=10.0).after(outcome())
-    assert (both.error, both.copies, both.nbytes) == (error, 4, 20)
-    assert (both.begun, both.seconds, both.post_seconds) == (5.0, 8.0, 2.0)
-    never_posted = outcome(begun=0.0, seconds=0.0, post_seconds=0.0)
-    both = never_posted.after(outcome())
-    assert (both.begun, both.seconds, both.post_seconds) == (5.0, 3.0, 1.0)
 
 
 def test_the_record_of_a_failed_load_names_the_stage() -> None:
@@ -130,11 +120,11 @@ def test_a_ticket_before_the_first_early_read_does_not_add_to_what_is_read_early
 
 def test_the_times_of_an_early_load_count_from_its_last_part() -> None:
     state = early(part((1,)))
-    state.add(outcome(), is_early=True)
+    state.add(read(), is_early=True)
     before = time.perf_counter()
     state.extend(part((1, 2)), is_last=True)
     assert state.record(None, None).seconds <= time.perf_counter() - before
-    state.add(outcome(begun=state.begun + 1.0))
+    state.add(read(begun=state.begun + 1.0))
     record = state.record(None, None)
     assert record.handshake_seconds == 0.0
     assert record.check_seconds == pytest.approx(1.0)
@@ -144,9 +134,9 @@ def test_the_times_of_an_early_load_count_from_its_last_part() -> None:
 
 def test_bytes_of_an_older_hold_were_not_read_early() -> None:
     state = early(part((1,)))
-    state.add(outcome(), is_early=True)
+    state.add(read(), is_early=True)
     state.extend(part((1,), generation=8), is_last=False)
-    state.add(outcome(), is_early=True, is_discarded=True)
-    state.add(outcome(nbytes=3), is_early=True)
+    state.add(read(), is_early=True, is_discarded=True)
+    state.add(read(nbytes=3), is_early=True)
     state.extend(part((1, 2), generation=8), is_last=True)
     assert (state.nbytes, state.early_nbytes) == (23, 3)

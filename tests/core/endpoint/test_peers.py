@@ -51,27 +51,6 @@ from tests.core.endpoint.side_channels import SideChannel
 from tests.core.messages import payload
 
 
-def test_a_peer_shows_its_state() -> None:
-    ranks = (payload(),)
-    plan = make_plan([ranks[0].layout], [ranks[0].layout], 0)
-    peer = Peer(
-        key=PeerKey("prefill", "127.0.0.1", 1),
-        handshake=HandshakeResult(payloads=ranks, plan=plan, page_limits=()),
-        begun=0.0,
-        last_used=0.0,
-    )
-    start = f"<peer prefill {ranks[0].incarnation:x}: "
-    assert repr(peer) == start + "connecting, connections {}>"
-    peer.connections = {0: PeerId(7)}
-    peer.acquire(PeerUse.LOAD)
-    assert repr(peer) == start + "connected, 1 loads, connections {0: 7}>"
-    peer.suspect = True
-    assert repr(peer) == start + "suspect, 1 loads, connections {0: 7}>"
-    peer.uses[PeerUse.LOAD] -= 1
-    peer.connected = False
-    assert repr(peer) == start + "given up, connections {0: 7}>"
-
-
 def test_engines_that_are_down_are_counted_and_forgotten(
     prefill: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

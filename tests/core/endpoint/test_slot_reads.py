@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.driver_calls.error_containment import ErrorContainment
-from kvferry.core.driver_calls.transfers import Outcome, Read
+from kvferry.core.driver_calls.transfers import Read
 from kvferry.core.endpoint.hold_server import SlotTable
 from kvferry.core.endpoint.slot_reads import MAX_BATCH, ScratchWords, SlotRead, SlotReads, fitting
 from kvferry.core.errors import KVFerryError, PeerLostError, TransportError
@@ -60,9 +60,12 @@ class TransfersStub:
         self.reads.append(read)
 
     def end(self, index: int, error: KVFerryError | None = None, seconds: float = 0.5) -> None:
-        self.reads[index].finished(
-            Outcome(error=error, copies=1, nbytes=8, begun=1.0, seconds=seconds, post_seconds=0.1)
-        )
+        read = self.reads[index]
+        read.seconds = seconds
+        if error is None:
+            read.landed(read)
+        else:
+            read.lost(error)
 
 
 class SlotReadsHarness:
@@ -74,7 +77,6 @@ class SlotReadsHarness:
         self.queue = TransfersStub()
         self.landed: list[tuple[Any, int, float]] = []
         self.lost: list[tuple[Any, KVFerryError]] = []
-        self.failing: list[tuple[object, KVFerryError]] = []
 
     def add(
         self, tag: object, peer: PeerStub, rank: int = 0, slot: int = 0, note: Note | None = None
@@ -88,7 +90,6 @@ class SlotReadsHarness:
             note=note,
             landed=lambda value, seconds: self.landed.append((tag, value, seconds)),
             lost=lambda error: self.lost.append((tag, error)),
-            failing=lambda error: self.failing.append((tag, error)),
         )
         self.reads.add(read)
 
@@ -117,11 +118,11 @@ def test_a_scratch_word_is_cleared_when_it_is_taken() -> None:
 
 
 def test_a_slot_table_has_a_word_per_slot_and_at_least_one() -> None:
-    assert (len(SlotTable(0)), len(SlotTable(5))) == (1, 5)
+    assert (len(SlotTable(0).words), len(SlotTable(5).words)) == (1, 5)
     table = SlotTable(3)
-    table[1] = (1 << 64) - 1
-    assert [table[slot] for slot in range(3)] == [0, (1 << 64) - 1, 0]
-    assert table.region.nbytes == 3 * WORD_BYTES
+    table.words[1] = (1 << 64) - 1
+    assert table.words.tolist() == [0, (1 << 64) - 1, 0]
+    assert table.watermarks.tolist() == [0, 0, 0]
 
 
 RENEWAL = Renewal(incarnation=1, slot=7, generation=1, engine="decode", life=5)
@@ -159,10 +160,8 @@ def test_a_failed_batch_fails_all_its_reads_and_frees_their_scratch_words() -> N
     harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
     for tag in ("a", "b"):
         harness.add(tag, peer)
-    [read] = harness.post()
+    harness.post()
     error = TransportError("out")
-    read.failing(error)
-    assert harness.failing == [("a", error), ("b", error)]
     assert harness.scratch.free == 254, "the words may still be written"
     harness.queue.end(0, error)
     assert harness.lost == [("a", error), ("b", error)]
@@ -206,13 +205,11 @@ def test_a_callback_that_raises_loses_only_its_own_read() -> None:
     harness.reads.add(
         SlotRead(
             tag="b", peer=peer, rank=0, table=TABLE, slot=1, note=None,  # type: ignore[arg-type]
-            landed=fails, lost=lost.append, failing=fails,
+            landed=fails, lost=lost.append,
         )
     )  # fmt: skip
     harness.add("c", peer)
-    [read] = harness.post()
-    read.failing(TransportError("out"))
-    assert [tag for tag, _ in harness.failing] == ["a", "c"]
+    harness.post()
     harness.queue.end(0)
     assert [tag for tag, *_ in harness.landed] == ["a", "c"]
     assert [str(error) for error in lost] == ["unexpected ZeroDivisionError: a bug"]

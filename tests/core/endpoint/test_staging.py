@@ -13,10 +13,9 @@ from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.endpoint import endpoint as endpoint_module
 from kvferry.core.endpoint.page_copies import RunningCopies
 from kvferry.core.errors import Cause, CopyError, StaleError
-from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, PageCopy, RequestId
 from kvferry.core.lifecycle.load_machine import LoadMachine
-from kvferry.core.lifecycle.page_copy import PageCopy
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
 from kvferry.testing.engines import CacheShape, EngineRank
@@ -196,10 +195,11 @@ def test_a_copy_is_refused_where_nothing_is_staged_and_needed_where_it_is(prefil
     with pytest.raises(CopyError, match="has no copies"):
         prefill.endpoint.apply(orders)
     with pair() as (staged, decode):
-        with pytest.raises(CopyError, match="its copy was not ordered"):
-            staged.endpoint.apply(HoldOrders(ready=((Hold(slot=0, generation=7), 30.0),)))
+        bare = NewTicket(request=RequestId("p"), hold=Hold(slot=0, generation=7), lease=30.0)
+        with pytest.raises(CopyError, match="stages its cache"):
+            staged.endpoint.apply(HoldOrders(tickets=(bare,)))
         ticket = staged.serve("p-2", BLOCKS, TOKENS)
-        with pytest.raises(CopyError, match=r"set Load\.copy"):
+        with pytest.raises(CopyError, match="stages its cache"):
             Engine.pull(decode, "d-1", ticket, [3, 4])
         Engine.pull(decode, "d-1", ticket, [], nothing=True)
         staged.over("p-2")

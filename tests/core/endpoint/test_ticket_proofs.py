@@ -20,6 +20,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.memory import region_of
 from kvferry.core.security import TicketKey
 from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES
 from kvferry.core.side_channel.dialer import Dialer
@@ -210,9 +211,9 @@ def test_a_failing_fingerprint_read_is_ended_by_a_disconnect(prefill: Engine, cl
 def test_the_fingerprint_lies_before_the_slots_of_the_table() -> None:
     table = SlotTable(3)
     table.write_fingerprint(bytes(range(FINGERPRINT_BYTES)))
-    assert [table[slot] for slot in range(len(table))] == [0, 0, 0]
-    assert table.header.end == table.region.address
-    assert table.region.nbytes == 8 * 3
+    assert table.words.tolist() == [0, 0, 0]
+    assert region_of(table.header).end == region_of(table.words).address
+    assert region_of(table.words).nbytes == 8 * 3
 
 
 # The producer's own address, and the router's.

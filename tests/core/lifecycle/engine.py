@@ -16,10 +16,16 @@ from msgspec import structs
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.hold_users import HoldUsers
-from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import (
+    EndedHold,
+    Hold,
+    HoldEnd,
+    PageCopy,
+    RequestId,
+    random_incarnation,
+)
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.load_machine import RemoteRank
-from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure

@@ -6,6 +6,7 @@ half of a rank. ``kind`` says in which simulation it is looked for.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.hold_users import HoldUsers
-from kvferry.core.lifecycle.holds import NOTHING, EndedHold, Hold, RequestId
+from kvferry.core.lifecycle.holds import NOTHING, EndedHold, Hold, PageCopy, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.load_machine import (
     LoadAction,
@@ -25,9 +26,8 @@ from kvferry.core.lifecycle.load_machine import (
     RemoteRank,
     _At,
 )
-from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
 from kvferry.core.lifecycle.renewal_schedule import RenewalRequest, Renewals
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
@@ -207,10 +207,10 @@ class ExpiryForgets(WorkerHolds):
 
 @PLANTED.add("ready before the device has finished")
 class ReadyWithTheOrder(WorkerHolds):
-    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
-        super().order(hold, lease, now, ttl)
-        if self._find(hold):
-            self._words[hold.slot] = hold.ready
+    def order(self, ticket: NewTicket, now: float) -> None:
+        super().order(ticket, now)
+        if self._find(ticket.hold):
+            self._words[ticket.hold.slot] = ticket.hold.ready
 
 
 @PLANTED.add("drops after take-ons", by_table=True)
@@ -221,7 +221,7 @@ class DropsLate(WorkerHolds):
 
     def apply(self, orders: HoldOrders, now: float) -> None:
         late, self._late = self._late, orders.drops
-        rest = HoldOrders(take_ons=orders.take_ons, ready=orders.ready, ends=orders.ends)
+        rest = HoldOrders(take_ons=orders.take_ons, tickets=orders.tickets, ends=orders.ends)
         super().apply(rest, now)
         for hold in late:
             self._held.pop(hold.slot, None)
@@ -526,7 +526,9 @@ class TtlOfTheConsumer(ConsumerRank):
 PLANTED.replace(
     "no TTL",
     WorkerHolds,
-    order=lambda self, hold, lease, now, ttl=None: WorkerHolds.order(self, hold, lease, now),
+    order=lambda self, ticket, now: WorkerHolds.order(
+        self, dataclasses.replace(ticket, ttl=None), now
+    ),
 )
 
 
@@ -547,7 +549,7 @@ class TtlAtEachRenewal(WorkerHolds):
         ttl = held.ttl if held is not None else None
         super().renew(message, now)
         if held is not None and ttl is not None and held.state is HoldState.READY:
-            held.ttl, held.deadline = ttl, now + ttl
+            held.is_renewed, held.deadline = False, now + ttl
 
 
 @PLANTED.add("a claim before ready does not count", by_table=True)
@@ -557,18 +559,17 @@ class TtlAfterTheClaim(WorkerHolds):
         ttl = held.ttl if held is not None and held.state is not HoldState.READY else None
         super().renew(message, now)
         if held is not None and ttl is not None:
-            held.ttl = ttl
+            held.is_renewed = False
 
 
 @PLANTED.add("a claim before the order is lost", by_table=True)
 class ClaimBeforeTheOrderLost(WorkerHolds):
-    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
-        held = self._find(hold)
+    def order(self, ticket: NewTicket, now: float) -> None:
+        held = self._find(ticket.hold)
         if held is not None:
-            self._disclaim(held)
             held.claimants.clear()
             held.is_renewed = False
-        super().order(hold, lease, now, ttl)
+        super().order(ticket, now)
 
 
 # Faults of engines that each prefill for and decode from the other.
@@ -611,7 +612,7 @@ class FailureEndsTheHold(Rank):
     def launch(self) -> None:
         failed = {turn.id for turn, error in self.consumer._results if error is not None}
         for held in list(self.producer.holds._held.values()):
-            if held.request in failed and held.lease is None:
+            if held.request in failed and held.ticket is None:
                 self.producer.holds.drop(held.hold)
         super().launch()
 
@@ -679,7 +680,7 @@ PLANTED.replace(
 
 @PLANTED.add("sent before the event", "staged")
 class SentBeforeTheEvent(WorkerHolds):
-    def take_copies(self) -> list[HoldCopy]:
+    def take_copies(self) -> list[NewTicket]:
         copies = super().take_copies()
         self._sent += [each.request for each in copies]
         return copies
@@ -692,24 +693,24 @@ class SentBeforeTheEvent(WorkerHolds):
 
 @PLANTED.add("copied to the host before the event", "staged")
 class CopiedBeforeTheEvent(WorkerHolds):
-    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
-        super().order(hold, lease, now, ttl)
-        super().ready(hold, now)
+    def order(self, ticket: NewTicket, now: float) -> None:
+        super().order(ticket, now)
+        super().ready(ticket.hold, now)
 
 
 @PLANTED.add("ready before the copy has passed", "staged")
 class ReadyBeforeTheCopy(WorkerHolds):
-    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
-        super().order(hold, lease, now, ttl)
-        if hold in self:
-            self._words[hold.slot] = hold.ready
+    def order(self, ticket: NewTicket, now: float) -> None:
+        super().order(ticket, now)
+        if ticket.hold in self:
+            self._words[ticket.hold.slot] = ticket.hold.ready
 
 
 PLANTED.replace(
     "over while it is copied",
     OverTooEarly,
     "staged",
-    is_early=lambda self, held: held.copy is not None and held.state is HoldState.ENDED,
+    is_early=lambda self, held: held.is_copied and held.state is HoldState.ENDED,
 )
 
 
@@ -949,10 +950,10 @@ class OldHoldNotDropped(SchedulerHolds):
 
 @PLANTED.add("an abandon before the order forgotten", "early")
 class AbandonForgottenBeforeTheOrder(WorkerHolds):
-    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
-        if hold not in self:
-            self.drop(hold)
-        super().order(hold, lease, now, ttl)
+    def order(self, ticket: NewTicket, now: float) -> None:
+        if ticket.hold not in self:
+            self.drop(ticket.hold)
+        super().order(ticket, now)
 
 
 PLANTED.add("a load does not wait for the device", "pair")(DeviceNotAwaited)

@@ -97,10 +97,10 @@ class ProducerRank:
             self.table.take_on(request, hold)
         for hold, tokens in orders.watermarks:
             self.queue_mark(hold, tokens)
-        ttls, copied = dict(orders.ttls), {each.hold for each in orders.copies}
-        for hold, lease in orders.ready:
-            self.table.order(hold, lease, ttls.get(hold), now)
-            self._device.queue(self.passed.append, partial(self._ready, hold, hold in copied))
+        for each in orders.tickets:
+            self.table.order(each.hold, each.lease, each.ttl, now)
+            is_copied = each.copy is not None
+            self._device.queue(self.passed.append, partial(self._ready, each.hold, is_copied))
         for hold in orders.ends:
             self.table.end(hold, Cause(why="reset"))
 
@@ -123,6 +123,7 @@ class ProducerRank:
         self.copies += [
             BlockCopy(source=each, items=list(zip(each.copy.blocks, each.copy.pages, strict=True)))
             for each in self.holds.take_copies()
+            if each.copy is not None
         ]
         expired, expected = self.holds.expire(now), self.table.expire(now)
         same = sorted(expired) == sorted(expected)

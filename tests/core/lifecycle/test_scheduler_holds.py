@@ -7,9 +7,8 @@ import pickle
 import pytest
 
 from kvferry.core.errors import CopyError
-from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
-from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, PageCopy, RequestId
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import Silence
 
 A, B, C = (RequestId(name) for name in "abc")
@@ -113,7 +112,7 @@ def test_a_revoked_ticket_ends_its_hold_in_the_same_orders(four: SchedulerHolds)
     four.ticket(A, LEASE, frozenset({1, 2}))
     assert [four.revoke(each) for each in (A, A, B)] == [True, False, False]
     orders = four.drain()
-    assert (orders.ready, orders.ends) == (((hold, LEASE),), (hold,))
+    assert ([each.hold for each in orders.tickets], orders.ends) == ([hold], (hold,))
     assert (four.held_pages, four.held) == (0, 1)
     assert four.sent(A) is HoldEnd.REVOKED
     assert four.held == 0
@@ -154,7 +153,7 @@ ANY = Hold(slot=0, generation=1)
     [
         HoldOrders(drops=(ANY,)),
         HoldOrders(take_ons=((A, ANY),)),
-        HoldOrders(ready=((ANY, LEASE),)),
+        HoldOrders(tickets=(NewTicket(request=A, hold=ANY, lease=LEASE),)),
         HoldOrders(ends=(ANY,)),
     ],
 )
@@ -167,8 +166,9 @@ def test_orders_of_any_kind_are_true_and_can_be_pickled(orders: HoldOrders) -> N
 def test_the_copy_of_a_ticket_goes_with_its_hold(one: SchedulerHolds) -> None:
     copy, hold = PageCopy(blocks=(30, 31), pages=(1, 2)), take_on(one)
     assert one.ticket(A, LEASE, frozenset(copy.pages), copy=copy) == hold
-    assert one.drain().copies == (HoldCopy(request=A, hold=hold, copy=copy),)
-    assert one.drain().copies == ()
+    made = NewTicket(request=A, hold=hold, lease=LEASE, copy=copy)
+    assert one.drain().tickets == (made,)
+    assert one.drain().tickets == ()
     with pytest.raises(CopyError, match="1 blocks names 2 host pages"):
         PageCopy(blocks=(1,), pages=(1, 2))
 
@@ -272,7 +272,7 @@ def eight() -> SchedulerHolds:
 
 
 def silences(holds: SchedulerHolds, *numbers: int) -> list[Silence]:
-    held = {hold.slot: hold for hold, _ in holds.drain().ready}
+    held = {each.hold.slot: each.hold for each in holds.drain().tickets}
     return [
         Silence(request=RequestId(f"r{number}"), hold=held[number], age=9.0) for number in numbers
     ]

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvferry.core.lifecycle import worker_holds as module
-from kvferry.core.lifecycle.holds import NOTHING, EndedHold, Hold, HoldEnd, Incarnation, RequestId
-from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.holds import (
+    NOTHING,
+    EndedHold,
+    Hold,
+    HoldEnd,
+    Incarnation,
+    PageCopy,
+    RequestId,
+)
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.lifecycle.worker_holds import MAX_READERS, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
@@ -20,8 +28,9 @@ INCARNATION = Incarnation(99)
 HOLD = Hold(slot=1, generation=7)
 NEXT = Hold(slot=1, generation=8)
 """The next hold in that slot."""
-COPY = HoldCopy(request=A, hold=HOLD, copy=PageCopy(blocks=(30, 31), pages=(1, 2)))
 LEASE = 30.0
+TICKET = NewTicket(request=A, hold=HOLD, lease=LEASE)
+STAGED = replace(TICKET, copy=PageCopy(blocks=(30, 31), pages=(1, 2)))
 COUNTED, IGNORED, LATE = ReleaseOutcome.COUNTED, ReleaseOutcome.IGNORED, ReleaseOutcome.LATE
 
 
@@ -49,7 +58,7 @@ class Rank:
         self.holds = WorkerHolds(self.words, INCARNATION, self.watermarks)
         self.holds.take_on(A, HOLD)
         if ordered:
-            self.holds.order(HOLD, LEASE, 100.0)
+            self.holds.order(TICKET, 100.0)
             self.holds.ready(HOLD, 100.0)
 
     def release(self, rank: int = 0, expected: int = 1, **changes: Any) -> ReleaseOutcome:
@@ -161,7 +170,7 @@ def test_a_watermark_is_zero_before_the_next_hold_s_slot_word_is_written(computi
 @pytest.fixture
 def staged(computing: Rank) -> Rank:
     """Return a rank with a hold that is to be copied."""
-    computing.holds.apply(HoldOrders(ready=((HOLD, LEASE),), copies=(COPY,)), 100.0)
+    computing.holds.apply(HoldOrders(tickets=(STAGED,)), 100.0)
     return computing
 
 
@@ -174,12 +183,12 @@ def many(holds: int = 8) -> tuple[Rank, list[Hold]]:
     more = [Hold(slot=2 + number, generation=7 + number) for number in range(holds)]
     for number, hold in enumerate(more):
         rank.holds.take_on(RequestId(f"r{number}"), hold)
-        rank.holds.order(hold, LEASE, 100.0)
+        rank.holds.order(replace(TICKET, hold=hold), 100.0)
         rank.holds.ready(hold, 100.0)
     return rank, more
 
 
-def test_engines_are_forgotten_with_their_last_claim() -> None:
+def test_a_heartbeat_counts_for_all_holds_that_its_engine_claims() -> None:
     rank, (first, second) = many(2)
     for hold in (first, second):
         rank.renew(101.0, hold, engine="d")
@@ -187,8 +196,6 @@ def test_engines_are_forgotten_with_their_last_claim() -> None:
     rank.heartbeat(102.0)
     assert rank.age(102.0, second) == 0.0
     rank.holds.end(second)
-    rank.heartbeat(103.0)
-    assert (len(rank.holds._claims), len(rank.holds._heard)) == (0, 0)
 
 
 def test_the_number_of_claims_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +204,13 @@ def test_the_number_of_claims_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     rank, holds = many()
     for number in range(6):
         rank.renew(101.0, holds[0], engine=f"d{number}")
-    assert len(rank.holds._claims) == 2
+    assert len(rank.holds._heard) == 2
     for number in range(6):
-        rank.renew(101.0, holds[1 + number], engine=f"e{number}")
-    assert len(rank.holds._claims) == 4
-    assert rank.age(105.0, holds[6]) == 4.0
+        rank.renew(102.0 + number, holds[1 + number], engine=f"e{number}")
+    assert len(rank.holds._heard) == 4
+    rank.heartbeat(109.0, engine="e0")
+    rank.heartbeat(109.0, engine="e5")
+    assert (rank.age(110.0, holds[1]), rank.age(110.0, holds[6])) == (8.0, 1.0)
 
 
 def test_silent_holds_are_sorted_by_age_and_limited() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.lifecycle.page_copy import PageCopy
+from kvferry.core.lifecycle.holds import PageCopy
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.core.security.ticket_proof import check

@@ -55,7 +55,7 @@ class TestTickets:
         assert (got.tokens, got.pages, got.first_index) == (40, ((7, 8, 9), (6,)), (0, 2))
         assert (got.hold, got.host, got.port) == (hold, "10.0.0.1", 5600)
         assert (got.computed, got.missing) == (True, (0, 5))
-        assert made.drain().ready == ((hold, 30.0),)
+        assert [(each.hold, each.lease) for each in made.drain().tickets] == [(hold, 30.0)]
 
     @pytest.mark.parametrize(
         ("settings", "change", "reason", "words"),
@@ -145,7 +145,7 @@ class TestTickets:
             tickets.append(finish(made, samples[index], index, 8, 9))
             assert made.holds(samples[index].request_id) == (index == 1)
         assert tickets == [tickets[0]] * 3
-        [(hold, _)] = made.drain().ready
+        hold = made.drain().tickets[0].hold
         assert hold == read_ticket(tickets[0]).hold
         made.sends_finished([samples[1].request_id])
         late = finish(made, request(40, PREFILL, name=f"3_{SAMPLE}"))
@@ -194,14 +194,15 @@ class TestAnswers:
         check(got.proof, TICKET_KEY.public)
         orders = made.drain()
         [(_, hold)] = orders.take_ons
-        assert (orders.ready, orders.ttls) == (((hold, 30.0),), ((hold, TTL),))
+        [made_ticket] = orders.tickets
+        assert (made_ticket.hold, made_ticket.lease, made_ticket.ttl) == (hold, 30.0, TTL)
 
     def test_a_request_with_both_flags_is_handed_over_as_a_prompt(self) -> None:
         """Such a request is prefilled here with what another engine has, and decoded elsewhere."""
         made = producer(**TALKS)
         got = read_ticket(finish(made, answered(40, 1, 40, params=PREFILL | TURNED)))
         assert (got.blocks, got.tokens) == (None, 40)
-        assert made.drain().ttls == ()
+        assert [each.ttl for each in made.drain().tickets] == [None]
 
     @pytest.mark.parametrize(
         ("groups", "each", "ids", "tokens", "digests"),
@@ -450,18 +451,20 @@ class TestStaged:
         params = staged.producer.request_finished(each, [[7, 3, 9], [0, 5, 6]], SERVING)
         got = read_ticket(params or {})
         orders = staged.producer.drain()
-        [copy] = orders.copies
-        assert copy.copy.blocks == (7, 3, 9, 5, 6)
-        assert got.pages == (copy.copy.pages[:3], copy.copy.pages[3:])
-        assert set(copy.copy.pages) == set(range(1, 6))
+        [made] = orders.tickets
+        assert made.copy is not None
+        assert made.copy.blocks == (7, 3, 9, 5, 6)
+        assert got.pages == (made.copy.pages[:3], made.copy.pages[3:])
+        assert set(made.copy.pages) == set(range(1, 6))
         assert (got.first_index, got.computed) == ((0, 1), False)
-        assert orders.ready == ((copy.hold, 30.0),)
+        assert made.lease == 30.0
 
     def test_a_hole_among_the_blocks_stays_one(self) -> None:
         staged = Staged(8)
         got = read_ticket(staged.prefill("a", 7, 0, 9))
-        [copy] = staged.producer.drain().copies
-        assert (copy.copy.blocks, got.pages) == ((7, 9), ((1, 0, 2),))
+        [made] = staged.producer.drain().tickets
+        assert made.copy is not None
+        assert (made.copy.blocks, got.pages) == ((7, 9), ((1, 0, 2),))
 
     def test_host_pages_slot_and_id_return_when_all_ranks_say_over(self) -> None:
         staged = Staged(4, ranks=2)
@@ -507,7 +510,7 @@ class TestStaged:
         staged = Staged(4)
         made = staged.producer
         staged.prefill("a", 1, 2, 3)
-        [copy] = made.drain().copies
+        [copy] = made.drain().tickets
         made.sends_finished(["a"])
         made.allocation_attempted(request(40, name="other"), 0)
         assert not made.relieve_block_pressure(request_waits=True)
@@ -521,7 +524,7 @@ class TestStaged:
     def test_reset_ends_host_holds(self) -> None:
         staged = Staged(8, max_held_fraction=1 / 64)  # which does not count
         staged.prefill("a", 1, 2, 3)
-        [copy] = staged.producer.drain().copies
+        [copy] = staged.producer.drain().tickets
         staged.producer.sends_finished(["a"])
         assert staged.producer.reset()
         assert staged.producer.drain().ends == (copy.hold,)

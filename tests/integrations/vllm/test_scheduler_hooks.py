@@ -286,7 +286,7 @@ class TestProducing:
         assert params["kvferry"]["computed"] is True
         info = fetch("127.0.0.1", port, "decode", timeout=60)
         check(read_ticket(params).proof, info.ticket_key)
-        assert half.step().orders.ready == ((hold, 30.0),)
+        assert [(each.hold, each.lease) for each in half.step().orders.tickets] == [(hold, 30.0)]
         stats = half.counted()
         assert stats["held_pages"] == 3
         assert 0 < stats["held_fraction"] < 1
@@ -309,11 +309,11 @@ class TestProducing:
         )
         assert half.prefill(1, 2, 3) == (False, None)
         assert half.prefill(4, 5, name="small")[0]
-        [(_, lease)] = half.step().orders.ready
+        lease = half.step().orders.tickets[0].lease
         half.hear(sending={"small"})
         half.allocate(each := answered(20))
         assert half.finish(each, 6, 7)[0]
-        [(_, ttl)] = half.step().orders.ttls
+        ttl = half.step().orders.tickets[0].ttl
         assert (lease, ttl) == (7.0, 8.0)
 
     def test_host_pages_are_held_until_all_ranks_say_over(self, make: Any) -> None:
@@ -329,7 +329,7 @@ class TestProducing:
         assert half.matched(each) == (0, False)
         half.allocate(each)
         assert half.finish(each)[0]
-        assert len(half.step().orders.copies) == 1
+        assert [each.copy is not None for each in half.step().orders.tickets] == [True]
         assert half.matched(late := request(40, dict(PREFILL), name="late")) == (None, False)
         half.hear(sending={"r"}, over={0: ("r",), 1: ("r",)})
         assert half.made.has_pending_push_work()
@@ -426,7 +426,7 @@ class TestAdapters:
         path, other = write(tmp_path / "adapter"), write(tmp_path / "other", weights=b"others")
         assert prefill.prefill_adapted(path, prefill.load_of(other, b"others")) is not None
         orders = prefill.step().orders
-        assert orders.ends == tuple(hold for hold, _ in orders.ready)
+        assert orders.ends == tuple(each.hold for each in orders.tickets)
         assert len(orders.ends) == 1
         assert prefill.counted()["tickets_not_made"] == {"adapter": 1}
 

@@ -16,7 +16,7 @@ from kvferry.core.directory import ProducerNews
 from kvferry.core.endpoint import Load, Results
 from kvferry.core.errors import KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import LoadRecord
@@ -77,7 +77,7 @@ def ended(name: str, end: HoldEnd | None, engine: str = "") -> EndedHold:
     return EndedHold(request=RequestId(name), end=end, engine=engine)
 
 
-READY = HoldOrders(ready=((HOLD, 30.0),))
+READY = HoldOrders(tickets=(NewTicket(request=RequestId("a"), hold=HOLD, lease=30.0),))
 
 
 def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) -> None:

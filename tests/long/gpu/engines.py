@@ -12,9 +12,8 @@ import numpy as np
 from kvferry import EndpointOptions, Load, Pages, Ticket, create_transport
 from kvferry.core.layout import Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import PageCopy, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.integrations.vllm.device import device_zero_function
