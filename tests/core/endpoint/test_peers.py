@@ -20,7 +20,6 @@ from kvferry.core.directory import EncodedReply, ProducerNews, directory
 from kvferry.core.directory.pings import start_pings
 from kvferry.core.endpoint import EndpointOptions, handshake_reader, peers
 from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, memory_of
-from kvferry.core.endpoint.peers import Peer, PeerUse
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
