@@ -16,7 +16,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.metrics import LoadRecord
-from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.core.planner.unwritten import zero_cpu
 from kvferry.integrations.vllm.device import device_zero_function
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.testing import CacheShape as ModelShape
