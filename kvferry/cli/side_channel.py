@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.errors import KVFerryError, SecretError
-from kvferry.core.security import Access, KeyPair, listed_keys, read_secret
+from kvferry.core.security import OPEN, Access, KeyPair, listed_keys, read_secret
 
 ADDRESS = re.compile(r"(?P<host>\[[^][]+\]|[^][:]+):(?P<port>[0-9]{1,5})")
 MAX_PORT = 65535
@@ -44,7 +44,7 @@ class Keys:
         server: The engine's public key; empty if its side channel is not encrypted.
     """
 
-    access: Access = Access(is_command=True)  # noqa: RUF009 - frozen
+    access: Access = OPEN
     server: bytes = b""
 
 
@@ -64,5 +64,5 @@ def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.envi
         )
     if len(peers) != 1:
         raise SecretError(f"--curve-peer names {len(peers)} keys, and an engine has one")
-    access = Access(own=KeyPair.of(own.text, own.source), peers=peers, is_command=True)
+    access = Access(own=KeyPair.of(own.text, own.source), peers=peers)
     return Keys(access=access, server=next(iter(peers)))

@@ -70,8 +70,8 @@ def test_exit_status_is_the_health(
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        ("127.0.0.1", "127.0.0.1 is a loopback address: it means this host"),
-        ("no-such-host.invalid", "correct the host, or ask from a host that"),
+        ("127.0.0.1", "127.0.0.1 is a loopback address: it means the host that asks"),
+        ("no-such-host.invalid", "set side_channel_host to an IP address"),
     ],
 )
 def test_unreachable_engine_is_reported_without_tickets(host: str, said: str) -> None:
@@ -83,7 +83,7 @@ def test_unreachable_engine_is_reported_without_tickets(host: str, said: str) ->
 def test_another_listener_is_reported_with_the_port_to_give() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        pytest.raises(HandshakeError, match="Give side_channel_port, not the port of vLLM's"),
+        pytest.raises(HandshakeError, match="give side_channel_port, not the port of vLLM's"),
     ):
         run("127.0.0.1", other.getsockname()[1], timeout=0.2)
 
@@ -95,9 +95,9 @@ def test_another_listener_is_reported_with_the_port_to_give() -> None:
         (OPEN, KEYS, "or ask without --curve-secret-key and --curve-peer"),
         (
             *(Access(own=ENGINE, peers=frozenset({OTHER.public})), KEYS),
-            "it refuses the key of --curve-secret-key",
+            "it refuses this engine's key",
         ),
-        (KEYED, KEYS | {"peer": OTHER.public.hex()}, "by which it is known to --curve-peer"),
+        (KEYED, KEYS | {"peer": OTHER.public.hex()}, "by which it is known here .--curve-peer"),
     ],
 )
 def test_wrong_keys_are_reported_with_options(
@@ -115,7 +115,7 @@ def test_command_passes_the_options_on(command: Command) -> None:
         assert (by_typer.exit_code, by_typer.output) == (0, HEALTHY)
         refused = command.run(*asked)
     assert (refused.status, refused.out) == (1, "")
-    assert "encrypted: ask with --curve-secret-key and --curve-peer" in refused.err
+    assert "or ask with --curve-secret-key and --curve-peer" in refused.err
 
 
 def test_probe_and_typer_have_the_same_options() -> None:

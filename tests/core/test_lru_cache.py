@@ -47,13 +47,13 @@ def assert_equal(found: Plan, wanted: Plan) -> None:
     for mine, theirs in zip(found.sources, wanted.sources, strict=True):
         assert mine.remote_layout == theirs.remote_layout
         for here, there in zip(mine.matches, theirs.matches, strict=True):
-            assert (here.local_pages, here.remote_pages) == (there.local_pages, there.remote_pages)
             assert here.overlaps == there.overlaps
-            for one, other in zip(here.batches, there.batches, strict=True):
-                assert (one.strides, one.nbytes) == (other.strides, other.nbytes)
-                assert one.segments == other.segments
-                np.testing.assert_array_equal(one.local, other.local)
-                np.testing.assert_array_equal(one.remote, other.remote)
+            for one, other in zip(here.strips, there.strips, strict=True):
+                assert (one.nbytes, one.segments) == (other.nbytes, other.segments)
+                for a, b in (one.local, other.local), (one.remote, other.remote):
+                    assert (a.stride, a.pages) == (b.stride, b.pages)
+                    np.testing.assert_array_equal(a.start, b.start)
+                    np.testing.assert_array_equal(a.within, b.within)
 
 
 def tp(size: int, layers: int = 3) -> list[Layout]:

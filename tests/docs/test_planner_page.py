@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvferry.core.layout import Layout
-from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies, unwritten_spans
+from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
 from kvferry.core.planner.plan import Plan, make_plan
+from kvferry.core.planner.unwritten import unwritten_spans
 from tests.core.layouts import DIM, heads, layout, paged
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.memory import region_of
-from kvferry.core.planner.build_copies import Spans
-from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.core.planner.unwritten import Spans, zero_cpu
 from kvferry.integrations.vllm.device import HighPriorityStream, device_zero_function, zero_function
 
 NBYTES = 4099

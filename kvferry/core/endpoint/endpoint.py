@@ -40,8 +40,7 @@ from kvferry.core.memory import region_of
 from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
 from kvferry.core.options import DEFAULTS, EndpointOptions
-from kvferry.core.planner.build_copies import Spans
-from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.core.planner.unwritten import Spans, zero_cpu
 from kvferry.core.security.ticket_proof import fingerprint
 from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 DECODED = 5
 """Decoded fields take at most this many times the bytes of the encoded payload."""
 RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
-"""Estimated bytes of a payload's rest, a region, an ``agreement`` entry, a ``StripBatch`` cut."""
+"""Estimated bytes of a payload's rest, a region, an ``agreement`` entry, a cut of ``Strips``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +115,10 @@ def memory_of(
     for payload, size in zip(payloads, sizes, strict=True):
         memory[id(payload.layout.fields)] = DECODED * size
     for source in plan.sources:
-        for batch in (batch for match in source.matches for batch in match.batches):
-            memory[id(batch.local)] = batch.local.nbytes
-            memory[id(batch.remote)] = batch.remote.nbytes
-            memory[id(plan)] += CUT_BYTES * (1 + len(batch.segments))
+        for strips in (strips for match in source.matches for strips in match.strips):
+            for side in (strips.local, strips.remote):
+                memory[id(side)] = side.start.nbytes + side.within.nbytes
+            memory[id(plan)] += CUT_BYTES * (1 + len(strips.segments))
     return memory
 
 

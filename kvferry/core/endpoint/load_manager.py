@@ -51,13 +51,8 @@ from kvferry.core.metrics import (
     Stage,
 )
 from kvferry.core.options import EndpointOptions
-from kvferry.core.planner.build_copies import (
-    CopyBatches,
-    Spans,
-    Workspace,
-    first_written_tokens,
-    unwritten_spans,
-)
+from kvferry.core.planner.build_copies import CopyBatches, Workspace
+from kvferry.core.planner.unwritten import Spans, first_written_tokens, unwritten_spans
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId, Quiescence
 

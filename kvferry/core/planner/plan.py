@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import numpy as np
+
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.layout.fields import FieldSet
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.planner.coverage import EngineHoldings, assign_pieces, engine_holdings, held
-from kvferry.core.planner.strips import Overlap, Overlaps, StripBatch, find_strips
+from kvferry.core.planner.strips import Overlap, Overlaps, find_strips
 from kvferry.core.planner.token_blocks import Pairing
+from kvferry.core.transport.copies import Segment
 from kvferry.core.transport.paged import Strips
 from kvferry.core.work_budget import MAX_STEPS, WorkBudget
 
@@ -38,12 +41,8 @@ class Match:
     local_group: int
     remote_group: int
     pairing: Pairing  # cuts the request's tokens into sub-blocks
-    local_pages: int  # page ids are below
-    remote_pages: int  # page ids are below
     parts: tuple[Overlaps, ...] = field(repr=False)  # fields differ in where they start
-    batches: tuple[StripBatch, ...] = field(repr=False)  # the strips of these fields
-    # Of batches that were read by pages, with all their places (``CopyBatches.build_paged``).
-    strips: dict[StripBatch, Strips] = field(default_factory=dict, init=False, repr=False)
+    strips: tuple[Strips, ...] = field(repr=False)  # of these fields, by length and placement
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
@@ -90,11 +89,11 @@ class Plan:
     notified_ranks: tuple[int, ...]  # the remote ranks, ascending, that only this one notifies
     local_groups: tuple[LocalGroup, ...]
     steps: int = 0  # of ``work_budget``, that making the plan took
-    _page_strips: dict[tuple[int, bool], tuple[StripBatch, ...]] = field(
+    _page_strips: dict[tuple[int, bool], tuple[Strips, ...]] = field(
         default_factory=dict, repr=False
     )
 
-    def page_strips(self, layout: Layout, group: int, *, read: bool) -> tuple[StripBatch, ...]:
+    def page_strips(self, layout: Layout, group: int, *, read: bool) -> tuple[Strips, ...]:
         """Return strips of this rank's whole pages, to be zeroed; remote addresses are local ones.
 
         They are of all fields, or without ``read`` of those that are not read. Raises ``PlanError``
@@ -233,10 +232,8 @@ def _source(
             local_group=near,
             remote_group=far,
             pairing=pairing,
-            local_pages=min(part.local.first.pages for part in parts),
-            remote_pages=min(part.remote.first.pages for part in parts),
             parts=tuple(parts),
-            batches=find_strips(parts, local, remote, pairing.granularity, budget=budget),
+            strips=find_strips(parts, local, remote, pairing.granularity, budget=budget),
         )
         matches.append(match)
     return Source(remote=rank, local_layout=local, remote_layout=remote, matches=tuple(matches))
@@ -283,17 +280,23 @@ def _moved(source: Source, layout: Layout) -> Source:
     """Return what is read from a rank whose layout differs only in addresses."""
     regions = dict(zip(source.remote_layout.regions, layout.regions, strict=True))
     matches = tuple(
-        replace(match, batches=tuple(_moved_strips(each, regions) for each in match.batches))
+        replace(match, strips=tuple(_moved_strips(each, regions) for each in match.strips))
         for match in source.matches
     )
     return replace(source, remote_layout=layout, matches=matches)
 
 
-def _moved_strips(batch: StripBatch, regions: dict[Region, Region]) -> StripBatch:
-    remote = batch.remote.copy()
-    segments = []
-    for old in batch.segments:
-        new = regions[old.remote]
-        remote[old.start : old.stop] += new.address - old.remote.address
-        segments.append(replace(old, remote=new))
-    return replace(batch, remote=remote, segments=tuple(segments))
+def _moved_strips(strips: Strips, regions: dict[Region, Region]) -> Strips:
+    there = [regions[each.remote] for each in strips.segments]
+    distances = [
+        new.address - each.remote.address for new, each in zip(there, strips.segments, strict=True)
+    ]
+    counts = [each.stop - each.start for each in strips.segments]
+    start = strips.remote.start.view(np.int64) + np.repeat(distances, counts)
+    segments = tuple(
+        Segment(start=each.start, stop=each.stop, local=each.local, remote=new)
+        for new, each in zip(there, strips.segments, strict=True)
+    )
+    return replace(
+        strips, remote=replace(strips.remote, start=start.view(np.uint64)), segments=segments
+    )

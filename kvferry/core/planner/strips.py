@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,11 +36,13 @@ from kvferry.core.planner.strides import (
     StrideWalk,
     axis_dims,
     coarsen,
+    entry_offsets,
     merge_dims,
     uniform_run,
     walk_together,
 )
 from kvferry.core.transport.copies import Segment
+from kvferry.core.transport.paged import Strips, StripSide
 from kvferry.core.work_budget import (
     BATCH_STEPS,
     LOOP_STEPS,
@@ -78,49 +81,21 @@ class Overlaps:
         return Overlap(local=self.local.first, remote=self.remote.first, shard=self.shard)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strides:
-    """Distances from sub-block to sub-block, in the memory of one side."""
-
-    page: int  # bytes from one page to the next
-    within: Dims  # dims of the page's sub-blocks, coarse to fine; empty if it has only one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockStrides:
-    """Distances from sub-block to sub-block of ``granularity`` tokens, in both memories."""
+class _Placement(NamedTuple):
+    """Where sub-blocks of ``granularity`` tokens lie, by page stride and dims within a page."""
 
     granularity: int
-    local: Strides
-    remote: Strides
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StripBatch:
-    """n strips of equal length and equal strides, sorted by region pair and local address."""
-
-    strides: BlockStrides
-    nbytes: int  # length of each strip in one sub-block
-    local: I64Array  # (n,): local address of each strip in sub-block 0 of page 0
-    remote: I64Array  # (n,): its remote address there
-    segments: tuple[Segment, ...]  # the strips cut by pairs of regions
-
-    def select(self, start: int, stop: int) -> StripBatch:
-        """Return the strips from index ``start`` up to ``stop``, whose arrays are views."""
-        segments = tuple(
-            replace(each, start=max(each.start - start, 0), stop=min(each.stop, stop) - start)
-            for each in self.segments
-            if each.start < stop and each.stop > start
-        )
-        local, remote = self.local[start:stop], self.remote[start:stop]
-        return replace(self, local=local, remote=remote, segments=segments)
+    local_page: int  # bytes from one page to the next
+    local: Dims  # of the page's sub-blocks, coarse to fine; empty if it has only one
+    remote_page: int
+    remote: Dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shape:
     """Where a sub-block's n boxes lie in two fields, equal in all equal layers of a model."""
 
-    strides: BlockStrides
+    placement: _Placement
     # (n,) int64: the bytes from the start of the field to each box.
     local: I64Array
     remote: I64Array
@@ -135,11 +110,11 @@ def find_strips(
     granularity: int,
     *,
     budget: WorkBudget | None = None,
-) -> tuple[StripBatch, ...]:
+) -> tuple[Strips, ...]:
     """Return the strips of fields of one local group that are read from one remote group.
 
-    A batch's ``strides.granularity`` may be a divisor of ``granularity``. Raises ``PlanError``,
-    which names a field, if there are too many strips, or is too much work.
+    The places of a page are its sub-blocks of ``granularity`` tokens, or of a divisor. Raises
+    ``PlanError``, which names a field, if there are too many strips, or is too much work.
     """
     first = parts[0].first
     budget = budget or WorkBudget(PlanError, "finding strips")
@@ -160,14 +135,15 @@ def find_strips(
     _check_count(first, box_count)
     budget.spend(box_count, WHERE)
     pairs = _RegionPairs(local, remote)
-    by_strides: dict[BlockStrides, list[Boxes]] = {}
+    pages = min(part.local.first.pages for part in parts), min(p.remote.first.pages for p in parts)
+    by_placement: dict[_Placement, list[Boxes]] = {}
     for shape, overlaps in shapes.values():
         runs = concatenate([pairs.runs(shape, part) for part in overlaps])
-        by_strides.setdefault(shape.strides, []).append((shape.dims, runs))
+        by_placement.setdefault(shape.placement, []).append((shape.dims, runs))
     return tuple(
-        batch
-        for strides, boxes in by_strides.items()
-        for batch in _batches(strides, boxes, first, pairs, budget)
+        strips
+        for placement, boxes in by_placement.items()
+        for strips in _strips(placement, boxes, first, pairs, pages, budget)
     )
 
 
@@ -195,10 +171,12 @@ def _shape(o: Overlap, granularity: int) -> _Shape:
     unit = math.gcd(o.local.unit, o.remote.unit)
     nbytes, dims = absorb_dims(unit, tuple(dim for walk in walks for dim in walk.dims))
     return _Shape(
-        strides=BlockStrides(
+        placement=_Placement(
             granularity=entries * per_entry,
-            local=Strides(page=o.local.page_stride, within=coarsen(near, entries)),
-            remote=Strides(page=o.remote.page_stride, within=coarsen(far, entries)),
+            local_page=o.local.page_stride,
+            local=coarsen(near, entries),
+            remote_page=o.remote.page_stride,
+            remote=coarsen(far, entries),
         ),
         local=outer_sums([walk.local for walk in walks]),
         remote=outer_sums([walk.remote for walk in walks]),
@@ -266,29 +244,51 @@ class _RegionPairs:
         return tuple(segments)
 
 
-def _batches(
-    strides: BlockStrides, boxes: list[Boxes], o: Overlap, pairs: _RegionPairs, budget: WorkBudget
-) -> Iterator[StripBatch]:
-    """Yield boxes as batches of sorted strips, one for each length that occurs."""
+def _strips(
+    placement: _Placement,
+    boxes: list[Boxes],
+    o: Overlap,
+    pairs: _RegionPairs,
+    pages: tuple[int, int],
+    budget: WorkBudget,
+) -> Iterator[Strips]:
+    """Yield boxes as sorted strips, together those of one length."""
     fewest = merge_boxes(boxes, budget)
-    strips = count_runs(fewest)
-    _check_count(o, strips)
-    budget.spend(STRIP_STEPS * strips, WHERE)
+    count = count_runs(fewest)
+    _check_count(o, count)
+    budget.spend(STRIP_STEPS * count, WHERE)
     runs = unfold(fewest)
     lengths = np.unique(runs.nbytes).tolist()
     budget.spend(
         len(lengths) * (BATCH_STEPS + runs.n // SELECTED_RUNS_PER_STEP),
         "strips of many lengths",
     )
+    near, far = (_offsets(dims, budget) for dims in (placement.local, placement.remote))
     for nbytes in lengths:
         part = runs.select(runs.nbytes == nbytes) if len(lengths) > 1 else runs
-        yield StripBatch(
-            strides=strides,
+        yield Strips(
             nbytes=nbytes,
-            local=part.local,
-            remote=part.remote,
+            local=StripSide(
+                start=part.local.view(np.uint64),
+                within=near,
+                stride=placement.local_page,
+                pages=pages[0],
+            ),
+            remote=StripSide(
+                start=part.remote.view(np.uint64),
+                within=far,
+                stride=placement.remote_page,
+                pages=pages[1],
+            ),
             segments=pairs.segments(part.pair),
         )
+
+
+def _offsets(dims: Dims, budget: WorkBudget) -> I64Array:
+    """Return the bytes from a page's first sub-block to each of its sub-blocks."""
+    places = math.prod(extent for extent, _ in dims)
+    budget.spend(places, "pages of many sub-blocks")
+    return entry_offsets(dims, np.arange(places, dtype=np.int64))
 
 
 def _check_count(o: Overlap, strips: int) -> None:

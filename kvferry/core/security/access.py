@@ -106,7 +106,6 @@ class Access:
     own: KeyPair | None = None
     peers: AbstractSet[bytes] = frozenset()  # public keys
     networks: Networks | None = None  # that have a peer's address; ``None`` for any address
-    is_command: bool = False  # a ``kvferry`` command connects: errors name its flags
 
     def __post_init__(self) -> None:
         if self.own is None and self.peers:

@@ -15,7 +15,7 @@ import zmq
 
 from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError, WireError
 from kvferry.core.security import OPEN, Access
-from kvferry.core.side_channel.dialer import ENDINGS, RIGHT_PORT, Dialer, HungUpError
+from kvferry.core.side_channel.dialer import ENDINGS, Dialer, HungUpError
 from kvferry.core.side_channel.sockets import Socket, is_loopback, port_at, tcp_url
 from kvferry.core.side_channel.tasks import call, ready
 from kvferry.core.side_channel_messages import (
@@ -88,9 +88,9 @@ class SideChannelConnection:
     def __init__(self, dialer: Dialer) -> None:
         """Begin to connect to the address that was found; raise ``zmq.ZMQError`` if that fails."""
         self._dialer = dialer
-        # The event that ended the connection, and its value. The error is not kept, because its
-        # traceback would refer back to this object.
-        self._ended: tuple[int, int] | None = None
+        # The event that ended the connection. The error is not kept, because its traceback would
+        # refer back to this object.
+        self._ended: int | None = None
         self._unanswered = 0
         self._channel = dialer.channel()
         self._monitor: Socket | None = None
@@ -122,7 +122,7 @@ class SideChannelConnection:
                 self._drop_monitor()
                 return reply
             if time.monotonic() >= deadline:
-                raise self._no_answer()
+                raise self._dialer.no_answer()
 
     async def rest(self, until: float) -> None:
         """Wait until a time by ``time.monotonic``; raise if the connection has ended before."""
@@ -134,14 +134,6 @@ class SideChannelConnection:
         """Close the connection. May be called twice."""
         self._drop_monitor()
         self._channel.close(0)
-
-    def _no_answer(self) -> HandshakeError:
-        is_command = self._dialer.access.is_command
-        hint = f", or what listens there is no side channel. {RIGHT_PORT}" if is_command else ""
-        return HandshakeError(
-            f"it took the connection, but did not answer within {self._dialer.timeout:g} s: its "
-            f"process is stopped or overloaded{hint}"
-        )
 
     def _drop_monitor(self) -> None:
         # After an answer, an end has no reason that only the monitor knows.
@@ -176,7 +168,7 @@ class SideChannelConnection:
         while not (events := _events(self._channel)) & READABLE:
             # The answer may have come before the connection ended.
             if self._has_ended(events) and not self._has_answer():
-                raise await self._why_ended()
+                raise self._why_ended()
             if time.monotonic() >= until:
                 return False
             await ready(until, *self._descriptors)
@@ -186,13 +178,13 @@ class SideChannelConnection:
         if self._monitor is None:
             return self._ended is not None or not events & WRITABLE
         if self._ended is None and _events(self._monitor) & READABLE:
-            self._ended = struct.unpack("=hi", self._monitor.recv_multipart(zmq.DONTWAIT)[0])
+            self._ended, _ = struct.unpack("=hi", self._monitor.recv_multipart(zmq.DONTWAIT)[0])
         return self._ended is not None
 
-    async def _why_ended(self) -> HandshakeError:
+    def _why_ended(self) -> HandshakeError:
         if self._ended is None:
             return HungUpError("the connection was closed: the engine has ended, or refuses this")
-        return await self._dialer.why_ended(*self._ended)
+        return self._dialer.why_ended(self._ended)
 
 
 def _events(channel: Socket) -> int:
@@ -218,15 +210,9 @@ def _loopback_hint(dialer: Dialer) -> str:
     """Return a hint where a loopback address leads to the reader of a ticket, not to its engine."""
     if not dialer.numeric or not all(map(is_loopback, dialer.numeric)):
         return ""
-    if dialer.access.is_command:
-        return (
-            f". {dialer.host} is a loopback address: it means this host. Ask an engine of another "
-            "host at its side_channel_host"
-        )
     return (
-        f". {dialer.host} is a loopback address: it means the host that this engine runs on. If "
-        "engine and ticket are from another host, set side_channel_host there to an address that "
-        "other hosts can reach"
+        f". {dialer.host} is a loopback address: it means the host that asks. If the engine is on "
+        "another host, set side_channel_host there to an address that other hosts can reach"
     )
 
 

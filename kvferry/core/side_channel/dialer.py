@@ -1,4 +1,4 @@
-"""Reach a side channel, and find out what is wrong if no answer comes."""
+"""Reach a side channel, and say what is wrong if no answer comes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES
 if TYPE_CHECKING:
     from kvferry.core.lifecycle.ticket import PeerKey
 
-STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
-RIGHT_PORT = "Give side_channel_port, not the port of vLLM's server"
-"""What the user of a command can correct if no side channel listens at the port."""
+NO_SIDE_CHANNEL = (
+    "what listens there is no side channel of kvferry (give side_channel_port, not the port of "
+    "vLLM's server)"
+)
+STRANGER = f"{NO_SIDE_CHANNEL}, or the engine has just ended"
 ENDINGS: dict[int, str] = {
     zmq.EVENT_CLOSED: "the connection could not be made again: the engine has just ended",
     zmq.EVENT_DISCONNECTED: f"the connection was closed without an answer: {STRANGER}",
@@ -33,10 +35,8 @@ ENDINGS: dict[int, str] = {
 }
 """Events of a ZMQ monitor socket after which no answer can come, with their meaning in words."""
 UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-"""Events whose reason may be known to the other side only."""
+"""Events of which only the other side may know the reason: mostly its key is another."""
 
-LOOK_SECONDS = 1.0
-"""The most seconds to find out after a failed connection how the peer is secured."""
 HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
 """ZMTP's signature and version, after which the other side sends its security mechanism."""
 GREETING_BYTES = 64
@@ -70,14 +70,12 @@ class Dialer:
     async def find(self) -> None:
         """Find the first address of the host that accepts a TCP connection; sets ``found``.
 
-        Raises ``AdmissionError`` if ``access`` allows none, and ``HandshakeError`` if the host does
-        not resolve or none accepts a connection in time.
+        Raises ``AdmissionError`` if ``access`` allows none, or only one of both sides has keys, and
+        ``HandshakeError`` if the host does not resolve, or there is no side channel in time.
         """
         self.access.check_server(self.key)
         if not self.numeric:
-            self.numeric = await resolved(
-                self.host, self.port, self.timeout, is_command=self.access.is_command
-            )
+            self.numeric = await resolved(self.host, self.port, self.timeout)
         # ZMQ is not given the name: it would use only its first address (::1 for localhost), retry
         # for ever without an error, and the name could resolve to an address that was not checked.
         deadline = time.monotonic() + self.timeout
@@ -85,13 +83,14 @@ class Dialer:
         for numeric in self._allowed():
             try:
                 async with asyncio.timeout_at(deadline):
-                    _, writer = await asyncio.open_connection(numeric, self.port)
-                writer.close()
+                    reader, writer = await asyncio.open_connection(numeric, self.port)
             except OSError as exc:
                 reasons[_why_unreachable(exc, self.timeout)] = None
-            else:
-                self.found = numeric
-                return
+                continue
+            with closing(writer):
+                self._check_mechanism(await self._mechanism(reader, writer, deadline))
+            self.found = numeric
+            return
         raise HandshakeError(" and ".join(reasons))
 
     def channel(self) -> Socket:
@@ -111,26 +110,24 @@ class Dialer:
             made.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self.key))
         return made
 
-    async def why_ended(self, event: int, value: int) -> HandshakeError:
-        """Return the error for a connection's end, which the monitor reported (``ENDINGS``).
-
-        May connect once more, to find out whether the ends differ in security mechanism or keys.
-        """
+    def why_ended(self, event: int) -> HandshakeError:
+        """Return the error for a connection's end, which the monitor reported (``ENDINGS``)."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AdmissionError(self._why_refused())
-        if event in UNCLEAR:
-            # Only the side that first notices that the mechanisms differ gets a reason from ZMQ;
-            # the other side sees the connection end.
-            until = time.monotonic() + min(self.timeout, LOOK_SECONDS)
-            mechanism = await _mechanism(self.found, self.port, until)
-            mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-            reason = self._why_unlike(mechanism, mismatch)
-            if reason:
-                return AdmissionError(reason)
+        if event in UNCLEAR and self.access.own is not None:
+            return AdmissionError(
+                "whoever listens there does not have the secret key of the public key "
+                f"{self.key.hex()}, by which it is known here (--curve-peer of a command)"
+            )
         error = HungUpError if event == zmq.EVENT_DISCONNECTED else HandshakeError
-        text = ENDINGS.get(event, STRANGER)
-        hint = f". {RIGHT_PORT}" if self.access.is_command and text.endswith(STRANGER) else ""
-        return error(f"{text}{hint}")
+        return error(ENDINGS.get(event, STRANGER))
+
+    def no_answer(self) -> HandshakeError:
+        """Return the error for a side channel that says nothing."""
+        return HandshakeError(
+            f"it took the connection, but did not answer within {self.timeout:g} s: its process is "
+            f"stopped or overloaded, or {NO_SIDE_CHANNEL}"
+        )
 
     def _allowed(self) -> list[str]:
         allowed = [numeric for numeric in self.numeric if self.access.allows(numeric)]
@@ -149,45 +146,40 @@ class Dialer:
                 "it refuses this host: add the address by which this host reaches it to "
                 "allowed_peers there"
             )
-        whose = "the key of --curve-secret-key" if self.access.is_command else "this engine's key"
         return (
-            f"it refuses {whose}, {own.public.hex()}, or this host's address: add them "
+            f"it refuses this engine's key, {own.public.hex()}, or this host's address: add them "
             "to curve_peers and allowed_peers there; its log says which"
         )
 
-    def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
-        """Say how the security of the two ends differs; nothing if no difference is known."""
-        is_keyed, is_command = self.access.own is not None, self.access.is_command
-        if mechanism == b"CURVE" and not is_keyed:
-            remedy = "set curve_secret_key and curve_peers here"
-            if is_command:
-                remedy = "ask with --curve-secret-key and --curve-peer"
-            return f"its side channel is encrypted: {remedy}"
-        if mechanism == b"NULL" and is_keyed:
-            text = "its side channel is open: set curve_secret_key and curve_peers on that engine"
-            if is_command:
-                text += ", or ask without --curve-secret-key and --curve-peer"
-            return text
-        if mechanism == b"CURVE" and not mismatch:
-            return (
-                "whoever listens there does not have the secret key of the public key "
-                f"{self.key.hex()}, by which it is known "
-                f"{'to --curve-peer' if is_command else 'here'}"
-            )
-        return ""
-
-
-async def _mechanism(numeric: str, port: int, until: float) -> bytes:
-    """Return a ZMQ socket's security mechanism (``NULL``, ``CURVE``); empty if none answers."""
-    try:
-        async with asyncio.timeout_at(until):
-            reader, writer = await asyncio.open_connection(numeric, port)
-            with closing(writer):
+    async def _mechanism(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, deadline: float
+    ) -> bytes:
+        """Return a ZMQ socket's security mechanism (``NULL``, ``CURVE``); empty without one."""
+        # ZMQ itself tells only one of the sides that their mechanisms differ.
+        try:
+            async with asyncio.timeout_at(deadline):
                 writer.write(HALF_GREETING)
                 heard = await reader.readexactly(GREETING_BYTES)
-    except (OSError, EOFError):
-        return b""
-    return heard[MECHANISM].rstrip(b"\0") if heard[:1] == HALF_GREETING[:1] else b""
+        except TimeoutError:
+            raise self.no_answer() from None
+        except (OSError, EOFError):
+            return b""
+        return heard[MECHANISM].rstrip(b"\0") if heard[:1] == HALF_GREETING[:1] else b""
+
+    def _check_mechanism(self, mechanism: bytes) -> None:
+        is_keyed = self.access.own is not None
+        if mechanism == b"CURVE" and not is_keyed:
+            raise AdmissionError(
+                "its side channel is encrypted: set curve_secret_key and curve_peers here, or ask "
+                "with --curve-secret-key and --curve-peer"
+            )
+        if mechanism == b"NULL" and is_keyed:
+            raise AdmissionError(
+                "its side channel is open: set curve_secret_key and curve_peers on that engine, or "
+                "ask without --curve-secret-key and --curve-peer"
+            )
+        if not mechanism:
+            raise HandshakeError(STRANGER)
 
 
 def _why_unreachable(exc: OSError, timeout: float) -> str:

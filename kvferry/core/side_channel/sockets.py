@@ -33,43 +33,40 @@ def bare(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def numeric_hosts(host: str, port: int, *, is_command: bool = False) -> list[str]:
+def numeric_hosts(host: str, port: int) -> list[str]:
     """Return the numeric addresses of a host, in the resolver's order; at least one.
 
-    ``is_command`` words errors for a command's arguments, and not for settings. Raises
-    ``HandshakeError`` if the name does not resolve, the host is empty or stands for all addresses
-    (``0.0.0.0``), or the port is invalid.
+    Raises ``HandshakeError`` if the name does not resolve, the host is empty or stands for all
+    addresses (``0.0.0.0``), or the port is invalid.
     """
     if not 0 <= port <= 65535:
-        what = "the port" if is_command else "side_channel_port"
-        raise HandshakeError(f"port {port} is not in 0 to 65535: correct {what}")
+        raise HandshakeError(f"port {port} is not in 0 to 65535: correct side_channel_port")
     try:
         found = _looked_up(host, port)
     except (OSError, ValueError) as exc:  # ValueError: a name that is not even encodable
-        raise _unresolved(host, exc, is_command=is_command) from exc
+        raise _unresolved(host, exc) from exc
     if bare(host) in ("", "*") or any(ipaddress.ip_address(name).is_unspecified for name in found):
-        remedy = "give" if is_command else "set side_channel_host to"
         raise HandshakeError(
-            f"host {host!r} is no address that a peer could connect to: {remedy} an address of the "
-            "engine's host"
+            f"host {host!r} is no address that a peer could connect to: set side_channel_host to "
+            "an address of the engine's host"
         )
     return list(dict.fromkeys(found))
 
 
-async def resolved(host: str, port: int, timeout: float, *, is_command: bool) -> list[str]:
+async def resolved(host: str, port: int, timeout: float) -> list[str]:
     """As ``numeric_hosts``; a name is looked up on a thread of its own.
 
     That thread cannot be ended, and is left running if it is late. Raises ``HandshakeError`` also
     if it takes longer than the timeout, in seconds, or cannot be started.
     """
-    look_up = partial(numeric_hosts, host, port, is_command=is_command)
+    look_up = partial(numeric_hosts, host, port)
     with suppress(OSError, ValueError):
         _looked_up(host, port, socket.AI_NUMERICHOST)
         return look_up()
     resolvers = _resolvers
     if not resolvers.acquire(blocking=False):
         why = OSError(f"{MAX_RESOLVERS} names are being looked up already")
-        raise _unresolved(host, why, is_command=is_command)
+        raise _unresolved(host, why)
     found = Future[list[str]]()
 
     def answer() -> None:
@@ -85,7 +82,7 @@ async def resolved(host: str, port: int, timeout: float, *, is_command: bool) ->
         return await asyncio.wait_for(asyncio.wrap_future(found), timeout)
     except TimeoutError:
         why = OSError(f"no answer from the resolver within {timeout:g} s")
-        raise _unresolved(host, why, is_command=is_command) from None
+        raise _unresolved(host, why) from None
     except RuntimeError as exc:
         resolvers.release()  # it was not begun
         raise HandshakeError(f"host {host!r} cannot be looked up: {exc}; {RAISE_LIMITS}") from exc
@@ -98,13 +95,11 @@ def _looked_up(host: str, port: int, flags: int = 0) -> list[str]:
     return [socket.getnameinfo(entry[4], numeric)[0] for entry in found]
 
 
-def _unresolved(host: str, why: Exception, *, is_command: bool) -> HandshakeError:
-    remedy = (
-        "correct the host, or ask from a host that resolves it"
-        if is_command
-        else "set side_channel_host to an IP address of the engine's host"
+def _unresolved(host: str, why: Exception) -> HandshakeError:
+    return HandshakeError(
+        f"host {host!r} does not resolve ({why}): set side_channel_host to an IP address of the "
+        "engine's host"
     )
-    return HandshakeError(f"host {host!r} does not resolve ({why}): {remedy}")
 
 
 _resolvers = threading.BoundedSemaphore(MAX_RESOLVERS)

@@ -73,24 +73,26 @@ class Strips:
                 f"{n} strips of {self.nbytes} bytes: all must be in segments, in order, and have "
                 "at least 1 byte"
             )
-        for segment in self.segments:
-            self._check_bounds("local", self.local, segment, segment.local)
-            self._check_bounds("remote", self.remote, segment, segment.remote)
+        self._check_bounds("local", self.local, [segment.local for segment in self.segments])
+        self._check_bounds("remote", self.remote, [segment.remote for segment in self.segments])
 
     def __len__(self) -> int:
         return len(self.local.start)
 
-    def _check_bounds(self, name: str, side: StripSide, segment: Segment, region: Region) -> None:
+    def _check_bounds(self, name: str, side: StripSide, regions: list[Region]) -> None:
         """Refuse strips that leave their region in some page."""
-        start = side.start[segment.start : segment.stop]
-        low = int(start.min()) + int(side.within.min())
-        last = (side.pages - 1) * side.stride + int(side.within.max())
-        high = int(start.max()) + last + self.nbytes
-        if low < region.address or high > region.end:
-            raise TransportUsageError(
-                f"strips {segment.start} to {segment.stop - 1} leave their {name} region: bytes "
-                f"{low:#x} to {high:#x}, in {region} which ends at {region.end:#x}"
-            )
+        first = [segment.start for segment in self.segments]
+        before = int(side.within.min())
+        beyond = (side.pages - 1) * side.stride + int(side.within.max()) + self.nbytes
+        lows = np.minimum.reduceat(side.start, first).tolist()
+        highs = np.maximum.reduceat(side.start, first).tolist()
+        for segment, region, low, high in zip(self.segments, regions, lows, highs, strict=True):
+            if low + before < region.address or high + beyond > region.end:
+                raise TransportUsageError(
+                    f"strips {segment.start} to {segment.stop - 1} leave their {name} region: "
+                    f"bytes {low + before:#x} to {high + beyond:#x}, in {region} which ends at "
+                    f"{region.end:#x}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

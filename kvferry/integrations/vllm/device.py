@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvferry.core.memory import CPU, I64Array, region_of
-from kvferry.core.planner.build_copies import Spans
-from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.core.planner.unwritten import Spans, zero_cpu
 from kvferry.core.transport import EnterThread, Transport, enter_nothing, registry
 from kvferry.integrations.vllm.config import Config, ConfigError
 

@@ -26,7 +26,7 @@ from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import Metrics
 from kvferry.core.planner.build_copies import Pages
-from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.core.planner.unwritten import zero_cpu
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId
 from kvferry.testing.engines import CacheShape

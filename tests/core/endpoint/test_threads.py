@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 
 from kvferry.core.errors import EndpointClosedError
-from kvferry.core.planner.build_copies import Spans
-from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.core.planner.unwritten import Spans, zero_cpu
 from kvferry.core.transport import Copies, Notification, PeerId, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import Engine, eventually

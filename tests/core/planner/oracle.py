@@ -14,15 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.layout import HOLE, Axis, Field, Group, GroupKind, Layout
-from kvferry.core.planner.build_copies import (
-    Pages,
-    ReadRequest,
-    Spans,
-    Workspace,
-    build_copies,
-    unwritten_spans,
-)
+from kvferry.core.planner.build_copies import Pages, ReadRequest, Workspace, build_copies
 from kvferry.core.planner.plan import make_plan
+from kvferry.core.planner.unwritten import Spans, unwritten_spans
 from kvferry.core.transport.copies import Copies
 
 Labels = npt.NDArray[np.int64]

@@ -16,13 +16,11 @@ from kvferry.core.planner.build_copies import (
     CopyBatches,
     Pages,
     ReadRequest,
-    Spans,
     Workspace,
     build_copies,
-    first_written_tokens,
-    unwritten_spans,
 )
 from kvferry.core.planner.plan import make_plan
+from kvferry.core.planner.unwritten import Spans, first_written_tokens, unwritten_spans
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies
 from tests.core.layouts import DIM, STATE, heads, layout, model, paged, plain_field, stacked
@@ -72,11 +70,10 @@ def blocks_of(tokens: int, order: str = "NHD") -> Layout:
     return layout(heads(order=order, block=tokens), groups=[paged(tokens)])
 
 
-@pytest.mark.parametrize(("block", "named"), [(4096, True), (32768, False)])
+@pytest.mark.parametrize(("block", "named"), [(4096, True), (1 << 19, False)])
 def test_pages_in_which_strips_have_too_many_places_are_written_out(
     block: int, named: bool
 ) -> None:
-    """A peer's layout decides how many places are kept for a plan."""
     source = make_plan([blocks_of(16, "HND")], [blocks_of(block, "HND")], 0).sources[0]
     read_request = request((0, 16 * 20), list(range(40, 0, -2)), [1])
     found = CopyBatches(source, read_request, Workspace()).build_paged()

@@ -71,9 +71,8 @@ def test_the_ranks_that_are_read_and_those_that_are_only_notified(
 
 
 def count_strips(found: Plan) -> list[int]:
-    """Return the number of strips per sub-block, of every batch of every source."""
-    batches = [b for source in found.sources for match in source.matches for b in match.batches]
-    return [len(batch.local) for batch in batches]
+    """Return the number of strips of each placement and length, of every source."""
+    return [len(s) for source in found.sources for match in source.matches for s in match.strips]
 
 
 def tiled(coarse: int, fine: int) -> Layout:
@@ -284,11 +283,13 @@ def test_strips_that_are_neighbours_on_both_sides_are_joined() -> None:
             for match in source.matches:
                 starts: set[object] = set()
                 ends: set[object] = set()
-                for batch in match.batches:
-                    for segment in batch.segments:
-                        where = batch.strides, segment.local, segment.remote
+                for strips in match.strips:
+                    sides = strips.local, strips.remote
+                    placement = [(side.stride, *side.within.tolist()) for side in sides]
+                    for segment in strips.segments:
+                        where = *placement, segment.local, segment.remote
                         for i in range(segment.start, segment.stop):
-                            local, remote = batch.local.item(i), batch.remote.item(i)
+                            local, remote = (side.start.item(i) for side in sides)
                             starts.add((*where, local, remote))
-                            ends.add((*where, local + batch.nbytes, remote + batch.nbytes))
+                            ends.add((*where, local + strips.nbytes, remote + strips.nbytes))
                 assert not starts & ends

@@ -175,7 +175,9 @@ def test_an_endless_reply_is_refused(frame: bytes) -> None:
     before = resident_bytes()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(fetch, "127.0.0.1", listener.getsockname()[1], "prefill", timeout=LONG)
-        listener.accept()[0].close()  # the check that something listens
+        with listener.accept()[0] as looking:  # the check that a side channel listens
+            looking.sendall(GREETING)
+            looking.recv(100)
         with listener.accept()[0] as raw:
             exchange_greetings(raw)
             send_until_closed(raw, frame * (1 + 4096 // len(frame)), 1 << 30)

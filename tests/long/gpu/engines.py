@@ -15,7 +15,7 @@ from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.holds import PageCopy, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.metrics import LoadRecord
-from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.core.planner.unwritten import zero_cpu
 from kvferry.integrations.vllm.device import device_zero_function
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.testing import CacheShape as ModelShape

@@ -15,7 +15,7 @@ import pytest
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.memory import region_of
-from kvferry.core.planner.build_copies import Spans
+from kvferry.core.planner.unwritten import Spans
 from kvferry.integrations.vllm.device import device_zero_function
 from kvferry.integrations.vllm.host_pool import HostPool
 from tests.long.gpu.conftest import Table
