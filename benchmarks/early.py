@@ -3,7 +3,7 @@
     python -m benchmarks.early [--rate MB/S] [--rounds 10] [--prompt 3840] [--quick] [--json FILE]
 
 One engine prefills in chunks of 256 tokens, another decodes, both by ``KVFerryConnector`` over
-loopback. The decode engine's reads keep to a rate (``kvferry.testing.throttled``), by default such
+loopback. The decode engine's reads keep to a rate (``benchmarks.throttled``), by default such
 that moving a prompt takes half as long as computing it, which is measured first. Three ways take
 turns: prefill alone; the sequential way, which gives decode the ticket of prefill's answer; and the
 early way, which sends the request to both engines at once, with a common ``transfer_id``. The time
@@ -64,7 +64,7 @@ ARGUMENTS = {
 SHORT = (64, 256)
 """Tokens of prompts that early tickets must not make slower."""
 LOAD_PROMPTS, LOAD_TOKENS = 4, 960
-DRIVER, MODULE = "throttled", "from kvferry.testing.throttled import ThrottledTransport\n"
+DRIVER, MODULE = "throttled", "from benchmarks.throttled import ThrottledTransport\n"
 SEQUENTIAL = "time one after the other"
 
 Prompts = Sequence[list[int]]

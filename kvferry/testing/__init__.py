@@ -23,8 +23,7 @@ leaves out the transfer of 1 GiB. If the driver cannot run on a machine, say why
 by the test's name.
 
 ``FaultyTransport`` wraps any driver and injects faults into its transfers, by schedule or by seed,
-for tests of code that uses a transport. It also keeps reads to a rate of bytes per second;
-``kvferry.testing.throttled.ThrottledTransport`` does so as a driver, in an engine.
+for tests of code that uses a transport.
 
 ``ModelFreeEngine`` is an engine without a model, for tests of whole hand-overs: over your driver,
 with another engine's connector, or through a router. Its ranks have caches in numpy arrays, of any

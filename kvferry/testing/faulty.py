@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 import random
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -95,55 +92,6 @@ class Schedule:
         return chance.choice(self.faults) if chance.random() < self.rate else None
 
 
-class ReadPacer:
-    """Decide when reads may end, so that all of them together keep to a rate.
-
-    Reads that are under way at the same time get equal shares of the rate. So a small read ends
-    soon beside a large one, as on a network. All methods may be called from any thread.
-    """
-
-    def __init__(
-        self, bytes_per_second: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._rate = bytes_per_second
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._time = clock()
-        self._share = 0.0  # bytes that a read which never ends would have been given
-        self._ends: dict[int, float] = {}  # for each read under way, the share at which it ends
-
-    def begin(self, read: int, nbytes: int) -> None:
-        """Count a read as under way from now on."""
-        with self._lock:
-            self._advance()
-            self._ends[read] = self._share + nbytes
-
-    def is_under_way(self, read: int) -> bool:
-        """Return whether a read that has begun may not end yet."""
-        with self._lock:
-            self._advance()
-            return read in self._ends
-
-    def end(self, read: int) -> None:
-        """End a read at once, whatever is left of it; the others share the rate."""
-        with self._lock:
-            self._advance()
-            self._ends.pop(read, None)
-
-    def _advance(self) -> None:
-        """Give the reads under way their shares of the time since the last call."""
-        now = self._clock()
-        while self._ends:
-            first = min(self._ends, key=self._ends.__getitem__)
-            each = self._rate / len(self._ends)
-            ended = self._time + (self._ends[first] - self._share) / each
-            if ended > now:
-                self._share += (now - self._time) * each
-                break
-            self._share, self._time = self._ends.pop(first), ended
-        self._time = now
-
-
 _PENDING = Status(state=State.PENDING)
 
 
@@ -168,10 +116,6 @@ class FaultyTransport(Transport):
         schedule: Which calls get a fault; none by default.
         quiescence: The ``quiescence`` that ``capabilities`` report; by default that of ``inner``.
             With AFTER_DISCONNECT, a transfer with DOOM stays FAILING until ``disconnect``.
-        bytes_per_second: What all reads together may move in a second, above 0; ``None`` for no
-            limit. A read that succeeds stays PENDING for that long. Its bytes, and the notification
-            that is bound to it, may arrive sooner.
-        clock: Returns the seconds since some fixed time, for ``bytes_per_second``.
     """
 
     interface_version: ClassVar[tuple[int, int]] = (2, 0)
@@ -182,15 +126,12 @@ class FaultyTransport(Transport):
         schedule: Schedule | None = None,
         *,
         quiescence: Quiescence | None = None,
-        bytes_per_second: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inner = inner
         self._schedule = schedule or Schedule()
         self._quiescence = quiescence or inner.capabilities.quiescence
         self._name = inner.name
         self._capabilities = replace(inner.capabilities, quiescence=self._quiescence)
-        self._pacer = ReadPacer(bytes_per_second or math.inf, clock)
         self._calls = itertools.count()
         self._ids = itertools.count(1)
         self._transfers: dict[TransferId, _Transfer] = {}
@@ -264,7 +205,6 @@ class FaultyTransport(Transport):
         for transfer in list(self._transfers.values()):  # others may begin meanwhile
             if transfer.peer == peer:
                 transfer.polls = 0
-                self._pacer.end(transfer.number)
                 self._update(transfer, count=False, disconnected=True)
 
     def notifications(self) -> list[Notification]:
@@ -280,7 +220,6 @@ class FaultyTransport(Transport):
     def cancel(self, transfer: TransferId) -> None:
         """Cancel the transfer in the wrapped transport, unless that has died."""
         record = self._record(transfer)
-        self._pacer.end(record.number)
         if self._alive():
             self._inner.cancel(record.inner)
 
@@ -354,7 +293,6 @@ class FaultyTransport(Transport):
         else:
             error = PeerLostError(f"{self._name} has died")
             transfer.status = Status(state=State.FAILED, error=error)
-        self._pacer.begin(transfer.number, copies.total)
         self._transfers[transfer.number] = transfer
         return transfer.number
 
@@ -377,10 +315,6 @@ class FaultyTransport(Transport):
                 transfer.status = Status(state=State.FAILED, error=_injected(transfer.fault))
             case _:
                 transfer.status = status
-        if transfer.status.state is State.DONE and self._pacer.is_under_way(transfer.number):
-            transfer.status = _PENDING
-        elif transfer.status.state.final:
-            self._pacer.end(transfer.number)
 
     def _next_fault(self) -> Fault | None:
         """Count a call, and return its fault; if the fault is DIE, let the transport die."""

@@ -13,24 +13,13 @@ from kvferry.core.errors import ConnectError, PeerLostError, TransportUsageError
 from kvferry.core.transport import Quiescence, State, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
-from kvferry.testing.faulty import ReadPacer
-from tests.drivers.pairs import Pair, paired, received, until
+from tests.drivers.pairs import Pair, paired, received
 
 HALF = 1024
 HALVES = [(0, 0, HALF), (HALF, HALF, HALF)]
 
 FaultyPair = Pair[FaultyTransport, LoopbackTransport]
 Make = Callable[..., FaultyPair]
-
-
-class Clock:
-    """A clock that stands still unless a test moves it."""
-
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 @pytest.fixture
@@ -164,73 +153,3 @@ def test_rate_is_the_share_of_faulty_calls() -> None:
     assert 200 < hits < 400
     named = Schedule(seed=1, rate=1.0, at={3: Fault.DIE}, faults=(Fault.DROP,))
     assert [named.fault(call) for call in (2, 3)] == [Fault.DROP, Fault.DIE]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def paced(make: Make, clock: Clock) -> FaultyPair:
-    """A pair that reads both halves in a second."""
-    return make(bytes_per_second=2 * HALF, clock=clock)
-
-
-def settled(pair: FaultyPair, transfer: TransferId) -> State:
-    """Return a transfer's state once loopback has had time to move the bytes."""
-    assert until(lambda: moved(pair) == [True, True])
-    return states(pair, transfer, 3)[-1]
-
-
-def test_paced_read_ends_when_its_bytes_have_had_their_time(
-    paced: FaultyPair, clock: Clock
-) -> None:
-    transfer = begin(paced)
-    assert settled(paced, transfer) is P
-    with pytest.raises(TransportUsageError, match="not final"):
-        paced.reader.forget(transfer)
-    clock.seconds += 0.99
-    assert states(paced, transfer, 1) == [P]
-    clock.seconds += 0.02
-    assert states(paced, transfer, 1) == [DONE]
-    given_up = [begin(paced), begin(paced)]
-    assert settled(paced, given_up[1]) is P
-    paced.reader.cancel(given_up[0])
-    assert states(paced, given_up[0], 1)[0].final
-    paced.reader.disconnect(paced.peer)
-    assert states(paced, given_up[1], 1)[0].final
-
-
-def test_small_read_ends_soon_beside_a_large_one() -> None:
-    clock = Clock()
-    pacer = ReadPacer(1000.0, clock)
-    pacer.begin(1, 1000)
-    pacer.begin(2, 10)
-    clock.seconds += 0.021
-    assert (pacer.is_under_way(1), pacer.is_under_way(2)) == (True, False)
-    clock.seconds += 0.98
-    assert pacer.is_under_way(1)
-    clock.seconds += 0.01
-    assert not pacer.is_under_way(1)
-
-
-@given(
-    reads=st.lists(st.tuples(st.floats(0, 2), st.integers(0, 5000)), min_size=1, max_size=8),
-    looks=st.lists(st.floats(0.001, 1), max_size=20),
-)
-def test_the_last_read_ends_when_all_bytes_had_their_time(
-    reads: list[tuple[float, int]], looks: list[float]
-) -> None:
-    clock = Clock()
-    pacer = ReadPacer(1000.0, clock)
-    end = clock.seconds
-    for number, (pause, nbytes) in enumerate(reads):
-        clock.seconds += pause
-        end = max(end, clock.seconds) + nbytes / 1000.0
-        pacer.begin(number, nbytes)
-    for pause in looks:
-        clock.seconds += pause
-        busy = any(pacer.is_under_way(number) for number in range(len(reads)))
-        if abs(clock.seconds - end) > 1e-6:
-            assert busy == (clock.seconds < end)

@@ -16,8 +16,8 @@ from kvferry.core.errors import ConnectError, DriverError, TransportUsageError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import State, registry
 from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx import UcxTransport, client, server, transport
-from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.ucp import BRIEF_BYTES
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import (

@@ -12,7 +12,6 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ def main() -> None:
     owners: dict[str, str] = {}
     for info in installed():
         drivers.append(_driver(describe(info)))
-        owners = dict.fromkeys(_loaded("libucp"), info.name) | owners
+        owners = dict.fromkeys(map(str, dlopen.mapped("libucp")), info.name) | owners
     send(drivers=drivers)
     send(gpus=gpus(find_cuda()))
     found: list[Ucx] = []
@@ -210,14 +209,6 @@ def _advice() -> str:
         return find().advice
     except DriverError:  # the driver's own report has it
         return ""
-
-
-def _loaded(name: str) -> Iterator[str]:
-    """Yield the paths of the libraries in this process whose file names begin with ``name``."""
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        path = line.partition("/")[2]
-        if Path(path).name.startswith(name):
-            yield f"/{path}"
 
 
 def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library

@@ -15,7 +15,6 @@ import mmap
 import operator
 import secrets
 import struct
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -84,9 +83,6 @@ class RegionRegistry:
 
     def __init__(self, instance: bytes | None = None) -> None:
         self.instance = instance or secrets.token_bytes(INSTANCE_BYTES)
-        # Held by copies within this process, so that none touches a region once ``remove`` has
-        # returned.
-        self.lock = threading.Lock()
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, _offset(MAX_REGIONS), flags=flags)
         with contextlib.suppress(OSError):  # before Linux 4.14
@@ -96,7 +92,6 @@ class RegionRegistry:
         self._unused = iter(range(MAX_REGIONS))
         self._erased: list[int] = []
         self._last_key = 0
-        _registries[self.instance] = self
 
     def add(self, region: Region) -> LoopbackRegion:
         """Write a row with a new key for a region, of which at most ``MAX_REGIONS`` have one."""
@@ -108,26 +103,10 @@ class RegionRegistry:
         return LoopbackRegion(region.address, region.nbytes, region.device, slot, self._last_key)
 
     def remove(self, row: LoopbackRegion) -> None:
-        """Erase a region's row, and return once no copy within this process uses the region."""
-        with self.lock:
-            _ROW.pack_into(self._memory, _offset(row.slot), 0, 0, 0)
+        """Erase a region's row, so that reads of the region fail from now on."""
+        _ROW.pack_into(self._memory, _offset(row.slot), 0, 0, 0)
         self._erased.append(row.slot)
-
-    def read(self, claims: Claims) -> bytes:
-        """Return what a peer reads for these claims: the instance, and the rows."""
-        rows = self._memory[claims.start : claims.start + claims.nbytes]
-        return self._memory[:INSTANCE_BYTES] + rows
 
     def close(self) -> None:
         """Erase the instance, so that every later check of a peer fails."""
-        _registries.pop(self.instance, None)
-        with self.lock:
-            self._memory[:INSTANCE_BYTES] = bytes(INSTANCE_BYTES)
-
-
-_registries: dict[bytes, RegionRegistry] = {}
-
-
-def registry_in_this_process(instance: bytes) -> RegionRegistry | None:
-    """Return this process's registry that begins with these 16 bytes; ``None`` if none does."""
-    return _registries.get(instance)
+        self._memory[:INSTANCE_BYTES] = bytes(INSTANCE_BYTES)

@@ -28,12 +28,16 @@ from kvferry.core.transport import (
     procfs,
 )
 from kvferry.core.transport.addresses import decode_regions
+from kvferry.core.transport.merged_copies import merge_copies
 from kvferry.drivers.loopback import address as wire
-from kvferry.drivers.loopback import process_memory
 from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion
-from kvferry.drivers.loopback.chunked_copy import CopyRuns, one_copy
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, Mailbox, NotificationChannel
-from kvferry.drivers.loopback.peer_memory import PeerMemory, open_memory
+from kvferry.drivers.loopback.process_memory import (
+    PeerMemory,
+    allow_readers,
+    chunk_of_one,
+    open_memory,
+)
 from kvferry.drivers.loopback.registry import Claims, RegionRegistry, claims_of
 from kvferry.drivers.loopback.worker_pool import (
     MOVED,
@@ -41,6 +45,8 @@ from kvferry.drivers.loopback.worker_pool import (
     LoopbackTransfer,
     WorkerPool,
 )
+
+_INLINE_RUNS = 1024
 
 
 class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,9 +82,9 @@ class LoopbackTransport(
 ):
     """Read CPU memory of this process and of other processes of this host.
 
-    Other processes' memory is read with ``process_vm_readv``. To make a transport allows every
-    process of the same user to read this process's memory (``prctl(PR_SET_PTRACER)``), which Yama
-    otherwise allows to ancestors only.
+    All of it is read with ``process_vm_readv``, also that of this process. To make a transport
+    allows every process of the same user to read this process's memory
+    (``prctl(PR_SET_PTRACER)``), which Yama otherwise allows to ancestors only.
 
     A transfer is DONE only if the peer lived and had the regions registered after the last byte
     moved. So if it fails, bytes may have arrived, even of memory that was deregistered before. Not
@@ -105,7 +111,7 @@ class LoopbackTransport(
                 concurrent_connect=True,
             ),
         )
-        process_memory.allow_readers()
+        allow_readers()
         self._start_time = procfs.start_time(os.getpid()) or 0
         self._registry = RegionRegistry()
         self._mailbox = Mailbox(self._registry.instance, self.name, enter)
@@ -177,7 +183,7 @@ class LoopbackTransport(
         return self._mailbox.open_channel(address.name, address.instance, address.socket)
 
     def _path(self, connection: LoopbackConnection) -> str:
-        return connection.memory.path
+        return "process_vm"
 
     # Transfers.
 
@@ -191,7 +197,8 @@ class LoopbackTransport(
         if len(nbytes) == len(request.remote) == 1 and nbytes.item() <= self._one_call:
             return self._move_one(request)
         transfer = self._make_transfer(request)
-        if transfer.runs.small(self._options.inline_bytes):
+        runs = transfer.runs
+        if runs.total <= self._options.inline_bytes and len(runs) <= _INLINE_RUNS:
             self._workers.run_here(transfer)
         else:
             self._workers.submit(transfer)
@@ -200,14 +207,9 @@ class LoopbackTransport(
     def _fail(self, transfer: LoopbackTransfer, error: TransportError) -> None:
         self._workers.stop(transfer, error)
 
-    def _end_transfers(self, transfers: Sequence[LoopbackTransfer], error: TransportError) -> bool:
-        for transfer in transfers:
-            self._workers.stop(transfer, error)
-        return self._workers.wait_final(transfers, time.monotonic() + self.grace_seconds)
-
     def _move_one(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
         peer, copies, (region,) = request.connection, request.copies, request.remote
-        chunk = one_copy(copies.local.item(), copies.remote.item(), copies.nbytes.item())
+        chunk = chunk_of_one(copies.local.item(), copies.remote.item(), copies.nbytes.item())
         try:
             peer.memory.move(chunk, peer.regions[region])
             if request.notify is not None:
@@ -219,9 +221,11 @@ class LoopbackTransport(
     def _make_transfer(self, request: TransferRequest[LoopbackConnection]) -> ChunkedTransfer:
         peer, notify = request.connection, request.notify
         rows = [row for region in request.remote for row in peer.regions[region].rows]
+        # Copies of 4 KiB take 0.7 times as long in the order of their sources as in random order.
+        runs = merge_copies(request.copies, sort=True)
         return ChunkedTransfer(
             memory=peer.memory,
-            runs=CopyRuns(request.copies),
+            runs=runs.split(self._options.chunk_bytes),
             claims=claims_of(peer.instance, rows),
             # Bound now, since ``_refresh`` may replace the peer's channel.
             send=None if notify is None else partial(peer.channel.send, notify),
@@ -237,7 +241,7 @@ class LoopbackTransport(
         return self._mailbox.take()
 
     def _close(self, transfers: Sequence[LoopbackTransfer]) -> None:
-        # ``_end_transfers`` has already waited for a thread that is still in a system call.
+        # The base class has already waited for a thread that is still in a system call.
         held = any(not transfer.final for transfer in transfers)
         self._workers.close(time.monotonic() + (0.0 if held else self.grace_seconds))
         self._registry.close()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import EnterThread, State, Status, start_thread
-from kvferry.drivers.loopback.chunked_copy import CopyRuns
-from kvferry.drivers.loopback.peer_memory import PeerMemory
+from kvferry.core.transport.merged_copies import MergedCopies
+from kvferry.drivers.loopback.process_memory import MAX_RUNS, PeerMemory, chunk_of_runs
 from kvferry.drivers.loopback.registry import Claims
 
 _SMALLEST_CHUNK = 4 << 20
@@ -40,7 +40,7 @@ MOVED = LoopbackTransfer(status=_DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChunkedTransfer(LoopbackTransfer):
-    """A transfer which is moved in *chunks*: parts that one system call moves.
+    """A transfer which is moved in *chunks*: successive runs that one system call moves.
 
     Once all bytes have been moved, it is *concluding* and can no longer be cancelled: the peer is
     checked a last time, the notification is sent, and it is DONE, or FAILED. Once ``stop`` is set,
@@ -48,30 +48,35 @@ class ChunkedTransfer(LoopbackTransfer):
     """
 
     memory: PeerMemory
-    runs: CopyRuns
+    runs: MergedCopies
     claims: Claims
     send: Callable[[], None] | None  # sends the bound notification
+    limit: int  # the most bytes of a chunk
     position: int = 0  # in ``runs``, where the next chunk starts
     running: int = 0  # chunks that threads are moving now
     concluding: bool = False
     stop: TransportError | None = None  # what the transfer fails with
-    limit: int  # the most bytes of a chunk
 
     @property
     def handed_out(self) -> bool:
         """Whether no further chunk will start: all have started, or the transfer was stopped."""
-        return self.stop is not None or self.position == self.runs.total
+        return self.stop is not None or self.position == len(self.runs)
 
-    def next_span(self) -> tuple[int, int]:
-        """Count the next chunk as running; return its start and end in ``runs``. One is left."""
+    def split(self, limit: int) -> None:
+        """Make the chunks no longer than ``limit`` bytes."""
+        self.limit = min(self.limit, limit)
+        self.runs = self.runs.split(self.limit)
+
+    def next_chunk(self) -> slice:
+        """Count the next chunk as running, and return its part of ``runs``. One is left."""
         start = self.position
-        self.position = self.runs.next_stop(start, self.limit)
+        self.position = self.runs.window_end(start, MAX_RUNS, self.limit)
         self.running += 1
-        return start, self.position
+        return slice(start, self.position)
 
-    def move(self, span: tuple[int, int]) -> None:
-        """Move a chunk from ``next_span``; raise as ``PeerMemory.move``."""
-        self.memory.move(self.runs.chunk(*span), self.claims)
+    def move(self, part: slice) -> None:
+        """Move a chunk from ``next_chunk``; raise as ``PeerMemory.move``."""
+        self.memory.move(chunk_of_runs(self.runs, part), self.claims)
 
     def conclude(self) -> None:
         """Check the peer a last time, once all is moved, and send the bound notification."""
@@ -92,15 +97,15 @@ class WorkerPool:
         self._closing = False
         # Called, on one of the threads, when a transfer has become final there.
         self.ended: Callable[[], None] = lambda: None
-        # Guards the fields of submitted transfers, ``_queue`` and ``_closing``; notified when any
-        # of them changes.
+        # Guards the fields of submitted transfers, ``_queue`` and ``_closing``; notified when there
+        # is work, or none any more.
         self._changed = threading.Condition()
 
     def run_here(self, transfer: ChunkedTransfer) -> None:
         """Run a small transfer on the calling thread, and set its final status."""
         try:
             while not transfer.handed_out:
-                transfer.move(transfer.next_span())
+                transfer.move(transfer.next_chunk())
             transfer.conclude()
         except TransportError as exc:
             transfer.status = _failed(exc)
@@ -108,9 +113,8 @@ class WorkerPool:
             transfer.status = _DONE
 
     def submit(self, transfer: ChunkedTransfer) -> None:
-        """Queue a transfer for the threads, behind the transfers that were submitted before it."""
-        even_share = transfer.runs.total // (2 * self._wanted)
-        transfer.limit = min(transfer.limit, max(_SMALLEST_CHUNK, even_share))
+        """Queue a transfer for the threads, behind those that were submitted before it."""
+        transfer.split(max(_SMALLEST_CHUNK, transfer.runs.total // (2 * self._wanted)))
         while len(self._threads) < self._wanted:
             thread = start_thread(self._work, name=self._name, enter=self._enter)
             self._threads.append(thread)
@@ -123,18 +127,8 @@ class WorkerPool:
         if not isinstance(transfer, ChunkedTransfer):
             return  # it ended before its ``read`` returned
         with self._changed:
-            if transfer.final or transfer.concluding or transfer.stop is not None:
-                return
-            self._fail(transfer, error)
-
-    def wait_final(self, transfers: Iterable[LoopbackTransfer], deadline: float) -> bool:
-        """Wait until a deadline, by ``time.monotonic``; return whether the transfers are final."""
-        transfers = list(transfers)
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: all(transfer.final for transfer in transfers),
-                max(0.0, deadline - time.monotonic()),
-            )
+            if not (transfer.final or transfer.concluding or transfer.stop is not None):
+                self._fail(transfer, error)
 
     def close(self, deadline: float) -> None:
         """End the threads; at the deadline (monotonic), leave those that are in system calls."""
@@ -146,27 +140,25 @@ class WorkerPool:
 
     def _work(self) -> None:
         while (task := self._next()) is not None:
-            transfer, span = task
-            error = _error_of(partial(transfer.move, span))
+            transfer, part = task
+            error = _error_of(partial(transfer.move, part))
             if self._chunk_ended(transfer, error):
                 error = _error_of(transfer.conclude)
-                with self._changed:
-                    transfer.status = _DONE if error is None else _failed(error)
-                    self._changed.notify_all()
+                transfer.status = _DONE if error is None else _failed(error)
             if transfer.final:
                 self.ended()
 
-    def _next(self) -> tuple[ChunkedTransfer, tuple[int, int]] | None:
-        """Wait for a chunk to move, and return its transfer and span; ``None`` at the end."""
+    def _next(self) -> tuple[ChunkedTransfer, slice] | None:
+        """Wait for a chunk to move, and return its transfer and part; ``None`` at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             if self._closing:
                 return None
             transfer = self._queue[0]
-            span = transfer.next_span()
+            part = transfer.next_chunk()
             if transfer.handed_out:
                 self._queue.popleft()
-            return transfer, span
+            return transfer, part
 
     def _chunk_ended(self, transfer: ChunkedTransfer, error: TransportError | None) -> bool:
         """Record that a chunk has ended; return whether ``conclude`` is due."""
@@ -183,11 +175,8 @@ class WorkerPool:
         transfer.stop = error
         if transfer in self._queue:
             self._queue.remove(transfer)
-        if transfer.running:
-            transfer.status = Status(state=State.FAILING, error=error)
-        else:
-            transfer.status = _failed(error)
-            self._changed.notify_all()
+        state = State.FAILING if transfer.running else State.FAILED
+        transfer.status = Status(state=state, error=error)
 
 
 def _error_of(step: Callable[[], None]) -> TransportError | None:
@@ -203,5 +192,5 @@ def _error_of(step: Callable[[], None]) -> TransportError | None:
     return None
 
 
-def _failed(error: TransportError | None) -> Status:
+def _failed(error: TransportError) -> Status:
     return Status(state=State.FAILED, error=error)

@@ -39,12 +39,17 @@ def version(library: ctypes.CDLL) -> tuple[int, ...]:
 
 def loaded_elsewhere(folder: Path) -> str | None:
     """Return a UCX library loaded from another folder, which the linker would mix with this one."""
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    for name in sorted({line[line.find("/") :] for line in lines if "/libuc" in line}):
-        path = Path(name)
+    for path in mapped("libuc"):
         if _UNDISGUISED.fullmatch(path.name) and path.parent.resolve() != folder.resolve():
-            return name
+            return str(path)
     return None
+
+
+def mapped(prefix: str) -> list[Path]:
+    """Return the files in this process's memory, each once, whose names begin so."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    found = {Path(line[line.find("/") :]) for line in lines if f"/{prefix}" in line}
+    return sorted(path for path in found if path.name.startswith(prefix))
 
 
 def rdma_modules(path: Path) -> list[Path]:
@@ -72,28 +77,12 @@ def loads(module: Path) -> bool:
     return True
 
 
-class _DlInfo(ctypes.Structure):
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-def _path_of(library: ctypes.CDLL) -> Path:
-    info = _DlInfo()
-    if not ctypes.CDLL(None).dladdr(library.ucp_get_version, ctypes.byref(info)):
-        raise OSError("the dynamic linker does not know its file")
-    return Path(os.fsdecode(info.file)).absolute()
-
-
 def _describe(name: str) -> dict[str, object]:
     try:
-        library = opened(name)
-        numbers, path = version(library), _path_of(library)
+        numbers = version(opened(name))
     except (OSError, AttributeError) as exc:
         return {"problem": str(exc)}
+    path = next(iter(mapped("libucp")), Path(name).absolute())
     return {"path": str(path), "version": numbers, "rdma": any(map(loads, rdma_modules(path)))}
 
 

@@ -8,12 +8,11 @@ same calls, in up to twice the time for blocks of 4 KiB in random order (docs/ad
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -37,9 +36,6 @@ _PROBLEM = (
 )
 
 _WORD = ctypes.c_uint64
-
-Value = Any
-"""A number of 64 bits, or a function, for LLVM: llvmlite has no types."""
 
 
 class Poster:
@@ -103,19 +99,16 @@ class CompiledPoster(Poster):
         super().__init__(ucp)
         self._engine = compiled_loops()  # owns the code
         libc = ctypes.CDLL(None)
-        self._post = self._loop("post", ucp.function("ucp_get_nbx"))
-        self._sweep = self._loop(
-            "sweep", ucp.function("ucp_request_check_status"), ucp.function("ucp_request_free")
-        )
-        self._progress = self._loop(
-            "progress", ucp.function("ucp_worker_progress"), libc.clock_gettime
-        )
-        self._copy = self._loop("copy", libc.memmove)
+        check, free = map(ucp.function, ("ucp_request_check_status", "ucp_request_free"))
+        self._post = self._loop("post", 10, ucp.function("ucp_get_nbx"))
+        self._sweep = self._loop("sweep", 6, check, free)
+        work = ucp.function("ucp_worker_progress")
+        self._progress = self._loop("progress", 4, work, libc.clock_gettime)
+        self._copy = self._loop("copy", 6, libc.memmove)
 
-    def _loop(self, name: str, *calls: Any) -> Callable[..., int]:  # noqa: ANN401 - of C
-        """Return a compiled loop with its first arguments, the C functions that it calls."""
-        arguments, _ = _LOOPS[name]
-        function = ctypes.CFUNCTYPE(_WORD, *[_WORD] * arguments)
+    def _loop(self, name: str, count: int, *calls: Any) -> Callable[..., int]:  # noqa: ANN401
+        """Return a loop of ``count`` arguments with its first, the C functions that it calls."""
+        function = ctypes.CFUNCTYPE(_WORD, *[_WORD] * count)
         addresses = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
         return partial(function(self._engine.get_function_address(name)), *addresses)
 
@@ -125,7 +118,7 @@ class CompiledPoster(Poster):
         if n < WORTH_CALLING:
             return super().post(endpoint, *columns)
         answers = np.empty(n, np.uint64)
-        self._post(endpoint, n, *(column.ctypes.data for column in (*columns, answers)))
+        self._post(endpoint, 0, n, *(column.ctypes.data for column in (*columns, answers)))
         return answers
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
@@ -146,7 +139,7 @@ class CompiledPoster(Poster):
             super().copy(targets, sources, nbytes)
             return
         arrays = (array.ctypes.data for array in (targets, sources, nbytes))
-        self._copy(len(targets), *arrays)
+        self._copy(0, len(targets), *arrays)
 
 
 @functools.cache
@@ -166,140 +159,121 @@ def compiled_loops() -> Any:  # noqa: ANN401 - llvmlite has no types
 
     Raises ``ImportError`` if there is no llvmlite.
     """
-    from llvmlite import binding, ir
+    from llvmlite import binding
 
-    with contextlib.suppress(RuntimeError):  # from llvmlite 0.45 on, LLVM needs no such call
-        binding.initialize()
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    module = ir.Module("kvferry")
-    for name, (arguments, write) in _LOOPS.items():
-        write(_Function(ir, module, name, arguments))
     target = binding.Target.from_default_triple().create_target_machine()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), target)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(_ASSEMBLY), target)
     engine.finalize_object()
     return engine
 
 
-class _Function:
-    """A function written for LLVM. Its arguments, such as addresses of arrays, are numbers."""
-
-    def __init__(self, ir: Any, module: Any, name: str, arguments: int) -> None:  # noqa: ANN401
-        self._ir, self._word = ir, ir.IntType(64)
-        self._function = ir.Function(module, self._type(arguments), name)
-        self.arguments = self._function.args
-        self.build = ir.IRBuilder(self._function.append_basic_block())
-        self.zero = self.number(0)
-
-    def number(self, value: int) -> Value:
-        return self._word(value)
-
-    def array(self, n: int) -> Value:
-        """Return the address of a new array of n numbers, which lives as long as the call."""
-        return self.build.ptrtoint(self.build.alloca(self._word, n), self._word)
-
-    def load(self, array: Value, index: Value) -> Value:
-        return self.build.load(self._element(array, index))
-
-    def store(self, array: Value, index: Value, value: Value) -> None:
-        self.build.store(value, self._element(array, index))
-
-    def call(self, function: Value, *arguments: Value, bits: int = 64) -> Value:
-        """Call a C function with a signed result of so many bits: those above are undefined."""
-        pointer = self.build.inttoptr(function, self._type(len(arguments)).as_pointer())
-        result = self.build.call(pointer, arguments)
-        if bits == 64:
-            return result
-        return self.build.sext(self.build.trunc(result, self._ir.IntType(bits)), self._word)
-
-    @contextlib.contextmanager
-    def repeat(self) -> Iterator[None]:
-        """Write an endless loop, whose body is what is written within; it returns from there."""
-        body = self._function.append_basic_block()
-        self.build.branch(body)
-        self.build.position_at_end(body)
-        yield
-        self.build.branch(body)
-
-    @contextlib.contextmanager
-    def for_each(self, start: Value, stop: Value) -> Iterator[Value]:
-        """Write a loop over indices, whose body is what is written within; it returns ``stop``."""
-        counter = self.array(1)
-        self.store(counter, self.zero, start)
-        with self.repeat():
-            index = self.load(counter, self.zero)
-            with self.build.if_then(self.build.icmp_unsigned(">=", index, stop)):
-                self.build.ret(stop)
-            yield index
-            self.store(counter, self.zero, self.build.add(index, self.number(1)))
-
-    def _element(self, array: Value, index: Value) -> Value:
-        address = self.build.add(array, self.build.mul(index, self.number(8)))
-        return self.build.inttoptr(address, self._word.as_pointer())
-
-    def _type(self, arguments: int) -> Value:
-        return self._ir.FunctionType(self._word, [self._word] * arguments)
+def _load_row(*columns: str) -> str:
+    """Return the instructions that load the numbers of row ``%i`` of arrays: ``%column.i``."""
+    return "".join(
+        f"  %{name}.at = getelementptr i64, ptr %{name}, i64 %i\n"
+        f"  %{name}.i = load i64, ptr %{name}.at\n"
+        for name in columns
+    )
 
 
-def _write_post(function: _Function) -> None:
-    get, endpoint, n, *columns, answers = function.arguments
-    with function.for_each(function.zero, n) as index:
-        row = [function.load(column, index) for column in columns]
-        function.store(answers, index, function.call(get, endpoint, *row))
+def _for_each_row(head: str, row: str) -> str:
+    """Return a function that does something for every row ``%i`` from ``%start`` to ``%n``."""
+    return f"""
+{head} {{
+  br label %test
+test:
+  %i = phi i64 [ %start, %0 ], [ %following, %next ]
+  %left = icmp ult i64 %i, %n
+  br i1 %left, label %row, label %end
+row:
+{row}  br label %next
+next:
+  %following = add i64 %i, 1
+  br label %test
+end:
+  ret i64 %n
+}}
+"""
 
 
-def _write_sweep(function: _Function) -> None:
-    check, free, requests, start, n, first_error = function.arguments
-    build, zero, code = function.build, function.zero, function.array(1)
-    with function.for_each(start, n) as index:
-        answer = function.load(requests, index)
-        function.store(code, zero, answer)  # 0 or an error, if it is no request
-        is_request = build.and_(
-            build.icmp_unsigned("!=", answer, zero),
-            build.icmp_unsigned("<", answer, function.number(ERRORS_FROM)),
-        )
-        with build.if_then(is_request):
-            status = function.call(check, answer, bits=STATUS_BITS)
-            with build.if_then(build.icmp_signed(">", status, zero)):
-                build.ret(index)  # in progress
-            function.call(free, answer)
-            function.store(code, zero, status)
-        is_first = build.and_(
-            build.icmp_signed("<", function.load(code, zero), zero),
-            build.icmp_signed("==", function.load(first_error, zero), zero),
-        )
-        with build.if_then(is_first):
-            function.store(first_error, zero, function.load(code, zero))
+_POST = _for_each_row(
+    "define i64 @post(ptr %get, i64 %endpoint, i64 %start, i64 %n, ptr %local, ptr %nbytes, "
+    "ptr %remote, ptr %key, ptr %params, ptr %answers)",
+    _load_row("local", "nbytes", "remote", "key", "params")
+    + """
+  %answer = call i64 %get(i64 %endpoint, i64 %local.i, i64 %nbytes.i, i64 %remote.i, i64 %key.i,
+                          i64 %params.i)
+  %answers.at = getelementptr i64, ptr %answers, i64 %i
+  store i64 %answer, ptr %answers.at
+""",
+)
 
+_SWEEP = _for_each_row(
+    "define i64 @sweep(ptr %check, ptr %free, ptr %answers, i64 %start, i64 %n, ptr %first_error)",
+    _load_row("answers")
+    + f"""
+  %less = sub i64 %answers.i, 1  ; so that 0, too, is no request
+  %is_request = icmp ult i64 %less, {ERRORS_FROM - 1 - (1 << 64)}
+  br i1 %is_request, label %ask, label %known
+ask:
+  %status = call i{STATUS_BITS} %check(i64 %answers.i)
+  %in_progress = icmp sgt i{STATUS_BITS} %status, 0
+  br i1 %in_progress, label %stop, label %completed
+stop:
+  ret i64 %i
+completed:
+  call void %free(i64 %answers.i)
+  %code = sext i{STATUS_BITS} %status to i64
+  br label %known
+known:
+  %result = phi i64 [ %answers.i, %row ], [ %code, %completed ]
+  %before = load i64, ptr %first_error
+  %failed = icmp slt i64 %result, 0
+  %none = icmp eq i64 %before, 0
+  %is_first = and i1 %failed, %none
+  %error = select i1 %is_first, i64 %result, i64 %before
+  store i64 %error, ptr %first_error
+""",
+)
 
-def _write_progress(function: _Function) -> None:
-    progress, clock, worker, nanoseconds = function.arguments
-    build, zero, timespec = function.build, function.zero, function.array(2)
+_COPY = _for_each_row(
+    "define i64 @copy(ptr %memmove, i64 %start, i64 %n, ptr %target, ptr %source, ptr %nbytes)",
+    _load_row("target", "source", "nbytes")
+    + "  call i64 %memmove(i64 %target.i, i64 %source.i, i64 %nbytes.i)\n",
+)
 
-    def now() -> Value:
-        function.call(clock, function.number(time.CLOCK_MONOTONIC), timespec)
-        seconds = build.mul(function.load(timespec, zero), function.number(1_000_000_000))
-        return build.add(seconds, function.load(timespec, function.number(1)))
+_PROGRESS = f"""
+define i64 @now(ptr %clock) {{
+  %seconds.at = alloca [2 x i64]
+  %nanoseconds.at = getelementptr i64, ptr %seconds.at, i64 1
+  call i32 %clock(i32 {time.CLOCK_MONOTONIC}, ptr %seconds.at)
+  %seconds = load i64, ptr %seconds.at
+  %nanoseconds = load i64, ptr %nanoseconds.at
+  %whole = mul i64 %seconds, 1000000000
+  %now = add i64 %whole, %nanoseconds
+  ret i64 %now
+}}
 
-    end = build.add(now(), nanoseconds)
-    with function.repeat():
-        with build.if_then(build.icmp_signed(">=", now(), end)):
-            build.ret(function.number(1))  # there may be more to do
-        done = function.call(progress, worker, bits=32)
-        with build.if_then(build.icmp_signed("==", done, zero)):
-            build.ret(zero)
+define i64 @progress(ptr %work, ptr %clock, i64 %worker, i64 %nanoseconds) {{
+  %began = call i64 @now(ptr %clock)
+  %deadline = add i64 %began, %nanoseconds
+  br label %turn
+turn:
+  %now = call i64 @now(ptr %clock)
+  %late = icmp sge i64 %now, %deadline
+  br i1 %late, label %stop, label %go_on
+go_on:
+  %done = call i32 %work(i64 %worker)
+  %idle = icmp eq i32 %done, 0
+  br i1 %idle, label %end, label %turn
+stop:
+  ret i64 1
+end:
+  ret i64 0
+}}
+"""
 
-
-def _write_copy(function: _Function) -> None:
-    memmove, n, *columns = function.arguments
-    with function.for_each(function.zero, n) as index:
-        function.call(memmove, *(function.load(column, index) for column in columns))
-
-
-_LOOPS: dict[str, tuple[int, Callable[[_Function], None]]] = {
-    "post": (9, _write_post),
-    "sweep": (6, _write_sweep),
-    "progress": (4, _write_progress),
-    "copy": (5, _write_copy),
-}
-"""For each loop, the number of its arguments, and what writes it."""
+_ASSEMBLY = _POST + _SWEEP + _COPY + _PROGRESS
+"""The loops in LLVM's assembly language. Their arguments are words: numbers and addresses."""

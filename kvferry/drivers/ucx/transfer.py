@@ -11,12 +11,12 @@ import numpy as np
 from kvferry.core.errors import TransportError, TransportUnsupportedError
 from kvferry.core.memory import CPU, U64Array
 from kvferry.core.transport import EnterThread, State, Status
+from kvferry.core.transport.merged_copies import NO_RUNS, MergedCopies
 from kvferry.drivers.cuda import CudaDriver, DeviceWait
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, UcxRegion
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, Window
 from kvferry.drivers.ucx.fetch_rows import build_rows
-from kvferry.drivers.ucx.merged_copies import NO_RUNS, MergedCopies
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
 from kvferry.drivers.ucx.ucp_structs import Code
 

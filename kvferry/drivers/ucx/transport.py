@@ -33,6 +33,7 @@ from kvferry.core.transport import (
     parse_options,
 )
 from kvferry.core.transport.addresses import decode_regions
+from kvferry.core.transport.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.cuda import find_cuda
 from kvferry.drivers.ucx import address as wire
 from kvferry.drivers.ucx import library
@@ -41,7 +42,6 @@ from kvferry.drivers.ucx.address import KeyId, ProcessIdentity, UcxAddress, UcxR
 from kvferry.drivers.ucx.client import Client
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer
 from kvferry.drivers.ucx.library import UcxLibrary
-from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
 from kvferry.drivers.ucx.options import UcxOptions, default_settings, user_settings
 from kvferry.drivers.ucx.posting import poster
@@ -309,8 +309,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             ) from exc
         connection, second = self._client.connection_to(peer), None
         kinds = frozenset(one.kind for one in request.local | request.remote)
-        large = len(runs) and int(runs.end_bytes[-1]) >= _SECOND_THREAD_BYTES
-        if large and kinds == {CPU}:
+        if runs.total >= _SECOND_THREAD_BYTES and kinds == {CPU}:
             second = self._client.second_connection_to(peer)
         return UcxTransfer(
             connection=connection,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from kvferry.testing.contract.closing import ClosingTests
-from kvferry.testing.contract.concurrent_connect import ConcurrentConnectTests
-from kvferry.testing.contract.in_flight import InFlightTests
+from kvferry.testing.contract.closing import ClosingTests, ThreadTests
+from kvferry.testing.contract.in_flight import ConcurrentConnectTests, InFlightTests
 from kvferry.testing.contract.notifications import NotificationTests
-from kvferry.testing.contract.paged_reads import PagedReadTests
 from kvferry.testing.contract.peers import PeerTests
 from kvferry.testing.contract.processes import ProcessTests
-from kvferry.testing.contract.quiescence import QuiescenceTests
+from kvferry.testing.contract.quiescence import QuiescenceTests, StoppedPeerTests
 from kvferry.testing.contract.refusals import RefusalTests
 from kvferry.testing.contract.state_machine import StateMachineTests
-from kvferry.testing.contract.stopped_peers import StoppedPeerTests
-from kvferry.testing.contract.threads import ThreadTests
-from kvferry.testing.contract.transfers import TransferTests
+from kvferry.testing.contract.transfers import PagedReadTests, TransferTests
 from kvferry.testing.contract.workbench import ContractSettings
 
 __all__ = [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import TransportUnsupportedError, TransportUsageError
-from kvferry.core.transport import PeerId, State
+from kvferry.core.transport import State
 from kvferry.testing.contract.copy_batches import batch, joined
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.peers import Process, TransportPeer
@@ -24,12 +24,23 @@ class NotificationTests(ContractSettings):
     A driver that has no notifications (``max_notification`` is 0) must refuse to send them.
     """
 
+    def test_without_the_capability_they_are_refused(self, lab: Workbench, shared: Process) -> None:
+        if lab.notifies:
+            return
+        peer = lab.connect(shared)
+        for call in (
+            lambda: lab.transport.notify(peer, b"x"),
+            lambda: lab.transport.read(peer, lab.whole(shared), b"x"),
+        ):
+            with pytest.raises((TransportUnsupportedError, TransportUsageError)):
+                call()
+
     def test_each_arrives_once_in_order_and_says_from_whom(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        peer = lab.connect(remote)
-        if _refuses(lab, peer, remote):
+        if not lab.notifies:
             return
+        peer = lab.connect(remote)
         payloads = [lab.payload(number) for number in range(2000)]
         for payload in payloads:
             lab.transport.notify(peer, payload)
@@ -39,10 +50,10 @@ class NotificationTests(ContractSettings):
         assert remote.notifications(1, 0.05) == []
 
     def test_only_the_peer_that_is_named_gets_it(self, lab: Workbench) -> None:
+        if not lab.notifies:
+            return
         one, other, stranger = (lab.neighbour(seed) for seed in range(3))
         to_one, to_other = (lab.transport.connect(peer.address()) for peer in (one, other))
-        if _refuses(lab, to_one, one):
-            return
         for number, known, peer in ((1, to_one, one), (2, to_other, other)):
             lab.transport.notify(known, lab.payload(number))
             copies = batch(lab.mine.region, peer.region, [0], [0], [8])
@@ -55,10 +66,10 @@ class NotificationTests(ContractSettings):
 
     def test_senders_are_told_apart(self, lab: Workbench, shared: Process) -> None:
         """Two of this process, and one of another, which sends more."""
-        senders = [lab.make() for _ in range(2)]
-        peers = [sender.connect(lab.transport.address()) for sender in senders]
         if not lab.notifies:
             return
+        senders = [lab.make() for _ in range(2)]
+        peers = [sender.connect(lab.transport.address()) for sender in senders]
         many = [lab.payload(index) for index in range(2000)]
         shared.notify(shared.connect(lab.transport.address()), many)
         for payload in many[:100]:
@@ -72,10 +83,10 @@ class NotificationTests(ContractSettings):
     def test_from_1_byte_to_the_limit(
         self, lab: Workbench, everywhere: list[TransportPeer]
     ) -> None:
+        if not lab.notifies:
+            return
         for remote in everywhere:
             peer = lab.connect(remote)
-            if _refuses(lab, peer, remote):
-                return
             limit = lab.capabilities.max_notification
             payloads = [b"\0", b"\xff", bytes(range(256))[:limit], bytes(limit), b"\xff" * limit]
             for payload in payloads:
@@ -89,9 +100,9 @@ class NotificationTests(ContractSettings):
     def test_other_lengths_are_refused_and_nothing_has_moved(
         self, lab: Workbench, shared: Process
     ) -> None:
-        peer = lab.connect(shared)
-        if _refuses(lab, peer, shared):
+        if not lab.notifies:
             return
+        peer = lab.connect(shared)
         copies = batch(lab.mine.region, shared.region, [0], [0], [8])
         mine, theirs = lab.mine.get(), shared.get()
         for payload in (b"", bytes(lab.capabilities.max_notification + 1)):
@@ -106,12 +117,12 @@ class NotificationTests(ContractSettings):
 
         It never arrives if the transfer fails.
         """
+        if not lab.notifies:
+            return
         neighbour = lab.neighbour()
         peer = lab.connect(neighbour)
         short = batch(lab.mine.region, neighbour.region, [0], [0], [8])
         copies = joined([short, lab.lasting(neighbour), short])
-        if not lab.notifies:
-            return
         transfer = lab.transport.read(peer, copies, lab.bound())
 
         def early() -> bool:
@@ -128,9 +139,9 @@ class NotificationTests(ContractSettings):
     def test_a_bound_one_comes_with_every_transfer(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        peer = lab.connect(remote)
         if not lab.notifies:
             return
+        peer = lab.connect(remote)
         sizes = [[8], [], [0], [MIB], [4096] * 20, [0, 0]]
         for index, size in enumerate(sizes):
             starts = 8192 * np.arange(len(size))
@@ -141,28 +152,9 @@ class NotificationTests(ContractSettings):
         assert {one.sender for one in found} == {lab.transport.name}
         assert remote.notifications(1, 0.05) == []
 
-    def test_bound_and_free_ones_each_keep_their_order(
-        self, lab: Workbench, shared: Process
-    ) -> None:
-        """Free notifications arrive in the order of their calls, and so do bound notifications.
-
-        A free notification may arrive before or after any bound notification.
-        """
-        peer = lab.connect(shared)
+    def test_notifications_does_not_block(self, lab: Workbench, shared: Process) -> None:
         if not lab.notifies:
             return
-        for number in range(60):
-            if number % 2:
-                lab.transport.notify(peer, lab.payload(number))
-            else:
-                copies = batch(lab.mine.region, shared.region, [0], [0], [8])
-                lab.finish(lab.transport.read(peer, copies, lab.payload(number)))
-        found = [one.payload for one in lab.received_by(shared, 60)]
-        for sort in (0, 1):
-            wanted = [lab.payload(number) for number in range(sort, 60, 2)]
-            assert [one for one in found if one[-1] % 2 == sort] == wanted
-
-    def test_notifications_does_not_block(self, lab: Workbench, shared: Process) -> None:
         lab.connect(shared)
         took = []
         for _ in range(20):
@@ -170,19 +162,3 @@ class NotificationTests(ContractSettings):
             assert lab.transport.notifications() == []
             took.append(time.monotonic() - before)
         assert sorted(took)[10] < 0.05, took  # a busy machine may hold one call up, but not all
-
-
-def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
-    """Return whether the driver lacks notifications.
-
-    If so, assert that the driver refuses a notification by itself, and one bound to a transfer.
-    """
-    if lab.notifies:
-        return False
-    copies = batch(lab.mine.region, remote.region, [0], [0], [8])
-    refusal = (TransportUnsupportedError, TransportUsageError)
-    with pytest.raises(refusal):
-        lab.transport.notify(peer, b"x")
-    with pytest.raises(refusal):
-        lab.transport.read(peer, copies, b"x")
-    return True

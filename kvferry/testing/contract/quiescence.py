@@ -1,10 +1,22 @@
-"""After a transfer is DONE or FAILED, the driver does not access the transfer's memory any more."""
+"""After a transfer is DONE or FAILED, the driver does not access the transfer's memory any more.
+
+What a stopped process was asked for, it sends when it continues. So with a stopped peer, the tests
+overwrite the local buffer, let the peer go on, and look for bytes that arrive after the end.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from kvferry.core.transport import PeerId, State, TransferId
+import numpy as np
+import pytest
+
+from kvferry.core.errors import TransportError, TransportUsageError
+from kvferry.core.memory import CPU, Region
+from kvferry.core.transport import PeerId, State, TransferId, Transport
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench
 from kvferry.testing.memory import Buffer
@@ -110,3 +122,155 @@ def _begin(
     """Begin a long read into a buffer of its own."""
     mine, peer = _mine(lab), lab.connect(remote)
     return mine, peer, lab.transport.read(peer, lab.lasting(remote, mine.region), notify)
+
+
+_PILES_UP_SECONDS = 0.1
+"""How long a transfer sends to its stopped peer before the test continues."""
+_SOON_SECONDS = 1.0
+"""How long to wait for a cancelled transfer's end before the stopped peer continues."""
+_MOST_BYTES = 64 << 20
+"""About how many bytes of notifications are sent to a stopped peer at most."""
+_MOST_MESSAGES = 5000
+"""How many notifications are sent to a stopped peer at most."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Caught:
+    """A transfer of which some bytes have arrived, and whose peer was stopped then."""
+
+    lab: Workbench
+    there: Process
+    transport: Transport
+    mine: Buffer = field(init=False)
+    peer: PeerId = field(init=False)
+    transfer: TransferId = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mine = self.lab.buffer(MIB, self.transport, CPU)
+        self.mine.put(self.lab.fresh())
+        self.peer = self.transport.connect(self.there.address())
+        copies = self.lab.lasting(self.there, self.mine.region)
+        self.transfer = self.transport.read(self.peer, copies)
+        self.lab.await_some(self.transfer, self.mine, self.transport)
+        self.there.stop()
+        # What is asked for now reaches the peer's kernel, but not its process.
+        self.lab.until(lambda: self.final, _PILES_UP_SECONDS)
+
+    @property
+    def final(self) -> bool:
+        """Whether the transfer has ended: its status is DONE or FAILED, and changes no more."""
+        return self.lab.state(self.transfer, self.transport).final
+
+    def keeps(self, region: Region) -> None:
+        """Assert that ``deregister`` refuses a region of the transfer until the transfer ends."""
+        if self.final:
+            return
+        with contextlib.suppress(TransportUsageError):
+            self.transport.deregister(region)
+            assert self.final, "memory that an unfinished transfer uses was deregistered"
+
+    def quiet(self) -> None:
+        """Overwrite the buffer, let the stopped peer go on, and assert that no byte changes."""
+        contents = self.lab.overwrite(self.mine)
+        self.there.go_on()
+        self.lab.stay_quiet(contents)
+
+
+class StoppedPeerTests(ContractSettings):
+    """Every way to end a transfer whose peer is stopped, and notifications to such a peer."""
+
+    @pytest.fixture
+    def stoppable(self, lab: Workbench) -> Iterator[Process]:
+        """A peer with CPU memory for one test, which stops it."""
+        if CPU not in lab.capabilities.memory:
+            pytest.skip("a GPU may go on for a stopped process")
+        with Process(self.factory, self.options, CPU, MIB) as process, lab.turning_for(process):
+            yield process
+
+    def test_a_stopped_peer_keeps_what_was_cancelled_in_use(
+        self, lab: Workbench, stoppable: Process
+    ) -> None:
+        """A cancelled transfer with a stopped peer keeps its memory in use until it has ended.
+
+        Until the transfer is DONE or FAILED, its memory cannot be deregistered; afterwards no byte
+        of the memory changes any more.
+        """
+        if not lab.capabilities.cancel:
+            return
+        caught = Caught(lab=lab, there=stoppable, transport=lab.transport)
+        lab.transport.cancel(caught.transfer)
+        caught.keeps(caught.mine.region)
+        if not lab.until(lambda: caught.final, _SOON_SECONDS):
+            caught.keeps(caught.mine.region)
+            stoppable.go_on()
+            lab.settled(caught.transfer, caught.peer)
+        caught.quiet()
+
+    def test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing(
+        self, lab: Workbench, stoppable: Process
+    ) -> None:
+        """``disconnect`` of a stopped peer ends the transfer, or raises if it cannot do so in time.
+
+        In the first case no byte of the transfer's memory changes any more. In the second the
+        transfer stays FAILING, and its memory stays in use.
+        """
+        caught = Caught(lab=lab, there=stoppable, transport=lab.transport)
+        try:
+            lab.transport.disconnect(caught.peer)
+        except TransportError:
+            caught.keeps(caught.mine.region)
+        else:
+            assert caught.final, "disconnect has returned"
+        if caught.final:
+            caught.quiet()
+        else:
+            assert lab.state(caught.transfer) is State.FAILING
+            stoppable.go_on()
+
+    def test_close_beside_a_stopped_peer_is_quiet_or_an_error(
+        self, lab: Workbench, stoppable: Process
+    ) -> None:
+        transport = lab.make()
+        caught = Caught(lab=lab, there=stoppable, transport=transport)
+        try:
+            transport.close()
+        except TransportError:
+            stoppable.go_on()  # the error means that bytes may still land
+        else:
+            caught.quiet()
+
+    def test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order(
+        self, lab: Workbench, process: Process
+    ) -> None:
+        """``notify`` to a stopped peer does not block; it may raise once a queue is full.
+
+        All notifications that it accepted arrive in order when the peer continues. Long and short
+        ones are sent in turn.
+        """
+        if not lab.notifies:
+            return
+        peer = lab.connect(process)
+        process.stop()
+        taken: list[bytes] = []
+        end = time.monotonic() + lab.settings.patience
+        with lab.within_patience("notify"), contextlib.suppress(TransportError):
+            for payload in _long_and_short(lab):
+                lab.transport.notify(peer, payload)
+                taken.append(payload)
+                if time.monotonic() > end:
+                    break
+        process.go_on()
+        found = [one.payload for one in process.notifications(len(taken))]
+        lost = len(taken) - len(found)
+        assert not lost, f"{lost} notifications that were taken have not arrived {lab.waited()}"
+        wrong = [index for index, one in enumerate(taken) if found[index] != one]
+        assert not wrong, f"out of order from number {wrong[0]} on"
+        lab.works(process)
+
+
+def _long_and_short(lab: Workbench) -> Iterator[bytes]:
+    limit = lab.capabilities.max_notification
+    count = min(_MOST_MESSAGES, 2 * _MOST_BYTES // limit)
+    for number in range(count):
+        payload = lab.payload(number)
+        yield payload if number % 2 else payload.ljust(limit, b"x")

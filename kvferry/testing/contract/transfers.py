@@ -1,18 +1,29 @@
-"""Transfers: bytes arrive where the copies say, and nowhere else."""
+"""Transfers, also by pages: bytes arrive where the copies say, and nowhere else."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvferry.core.memory import U64Array
-from kvferry.core.transport import State, Status, Transport
+from kvferry.core.errors import TransportUnsupportedError
+from kvferry.core.memory import Region, U64Array
+from kvferry.core.transport import (
+    PagedCopies,
+    PlacedStrips,
+    State,
+    Status,
+    Strips,
+    StripSide,
+    Transport,
+)
+from kvferry.core.transport.copies import Segment
 from kvferry.testing.contract.copy_batches import Offsets, batch, joined, moved, part_of
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
-from kvferry.testing.memory import Buffer, available, pattern
+from kvferry.testing.memory import Buffer, Bytes, available, pattern
 from kvferry.testing.peers import Process, TransportPeer
 
 GIB = 1 << 30
@@ -70,10 +81,6 @@ class TransferTests(ContractSettings):
             where = f"{type(remote).__name__} {remote.name}"
             np.testing.assert_array_equal(lab.mine.get(), mine, f"this side's memory, {where}")
             np.testing.assert_array_equal(remote.get(), theirs, f"the peer's memory, {where}")
-
-    def test_no_segments_at_all(self, lab: Workbench, shared: Process) -> None:
-        empty = batch(lab.mine.region, shared.region, [], [], [])
-        lab.finish(lab.transport.read(lab.connect(shared), replace(empty, segments=())))
 
     def test_several_regions_in_one_transfer(self, lab: Workbench, shared: Process) -> None:
         """Empty segments lie between the others."""
@@ -239,6 +246,156 @@ class TransferTests(ContractSettings):
         refused(lab.transport.poll, [transfer])
         again = lab.transport.read(peer, lab.whole(shared))
         assert again != transfer, "the id of a transfer was used again"
+
+
+PAGES, REMOTE_PAGES = 150, 240
+STRIDE, REMOTE_STRIDE = 512, 1000
+WITHIN = [0, 100]
+STARTS, REMOTE_STARTS = [0, 300_000, 600_001], [5, 200_000, 700_000]
+SHUFFLED = np.random.default_rng(3).permutation(len(WITHIN) * PAGES)
+REMOTE_SHUFFLED = np.random.default_rng(4).permutation(REMOTE_PAGES)
+
+Places = Sequence[int] | np.ndarray
+"""Numbers of places, see ``StripSide``."""
+
+
+class PagedReadTests(ContractSettings):
+    """``read_pages`` moves the bytes that its strips and places name, as often as it is called."""
+
+    def test_read_pages_is_refused_without_the_capability(
+        self, lab: Workbench, shared: Process
+    ) -> None:
+        if lab.capabilities.paged_reads:
+            return
+        before, peer = lab.mine.get(), lab.connect(shared)
+        pages = _paged(_strips(lab.mine.region, shared.region), [0], [0])
+        with pytest.raises(TransportUnsupportedError):
+            lab.transport.read_pages(peer, pages)
+        np.testing.assert_array_equal(lab.mine.get(), before)
+
+    def test_paged_read_moves_the_right_bytes(
+        self, lab: Workbench, everywhere: list[TransportPeer]
+    ) -> None:
+        if not lab.capabilities.paged_reads:
+            return
+        for remote in everywhere:
+            strips = _strips(lab.mine.region, remote.region)
+            # The same strips with other places: what a driver has prepared must still be right.
+            for count in (0, 1, 2, 200):
+                _read(lab, remote, _paged(strips, SHUFFLED[:count], REMOTE_SHUFFLED[:count]))
+            _read(lab, remote, PagedCopies(parts=()))
+
+    def test_strips_of_two_objects_in_one_read(self, lab: Workbench, shared: Process) -> None:
+        if not lab.capabilities.paged_reads:
+            return
+        mine, theirs = lab.mine.region, shared.region
+        first = _paged(_strips(mine, theirs), [3, 1], [0, 9])
+        second = _paged(_strips(mine, theirs, nbytes=7, shift=48), [1, 0], [9, 0])
+        _read(lab, shared, PagedCopies(parts=first.parts + second.parts))
+
+    def test_strips_of_one_page(self, lab: Workbench, shared: Process) -> None:
+        """Of one page, the distance to the next means nothing."""
+        if not lab.capabilities.paged_reads:
+            return
+        many = _strips(lab.mine.region, shared.region)
+        one, other = (
+            replace(side, within=np.zeros(1, np.int64), stride=0, pages=1)
+            for side in (many.local, many.remote)
+        )
+        _read(lab, shared, _paged(replace(many, local=one, remote=other), [0], [0]))
+
+    def test_notification_bound_to_a_paged_read(self, lab: Workbench) -> None:
+        if not (lab.notifies and lab.capabilities.paged_reads):
+            return
+        near = lab.neighbour()
+        pages = _paged(_strips(lab.mine.region, near.region), [4], [2])
+        peer = lab.connect(near)
+        lab.finish(lab.transport.read_pages(peer, pages, lab.payload(9)))
+        (arrived,) = lab.receive(near.transport, 1)
+        assert (arrived.sender, arrived.payload) == (lab.transport.name, lab.payload(9))
+
+    def test_places_that_do_not_exist_are_refused(self, lab: Workbench, shared: Process) -> None:
+        if not lab.capabilities.paged_reads:
+            return
+        strips = _strips(lab.mine.region, shared.region)
+        before, peer = lab.mine.get(), lab.connect(shared)
+        for local, there in (([-1], [0]), ([0], [-1]), ([300], [0]), ([0], [240]), ([0, 1], [0])):
+            refused(lab.transport.read_pages, peer, _paged(strips, local, there))
+        np.testing.assert_array_equal(lab.mine.get(), before)
+
+    def test_strips_outlive_what_a_driver_prepared(self, lab: Workbench) -> None:
+        """The same strips are read after new registrations, and over a new connection."""
+        if not lab.capabilities.paged_reads:
+            return
+        near, transport, mine = lab.neighbour(), lab.transport, lab.mine.region
+        strips = _strips(mine, near.region)
+
+        def read(start: int) -> None:
+            places = slice(start, start + 3)
+            _read(lab, near, _paged(strips, SHUFFLED[places], REMOTE_SHUFFLED[places]))
+
+        read(0)
+        peer, pages = lab.connect(near), _paged(strips, [0], [0])
+        transport.deregister(mine)
+        refused(transport.read_pages, peer, pages)
+        transport.register(mine)
+        read(3)
+        near.transport.deregister(near.region)
+        near.transport.register(near.region)
+        assert lab.connect(near) == peer
+        read(6)
+        transport.disconnect(peer)
+        refused(transport.read_pages, peer, pages)
+        read(9)
+
+
+def _strips(local: Region, remote: Region, *, nbytes: int = 48, shift: int = 0) -> Strips:
+    """Return three strips, with two places in each local page and one in each remote page."""
+    return Strips(
+        nbytes=nbytes,
+        local=StripSide(
+            start=np.array(STARTS, np.uint64) + np.uint64(local.address + shift),
+            within=np.array(WITHIN, np.int64),
+            stride=STRIDE,
+            pages=PAGES,
+        ),
+        remote=StripSide(
+            start=np.array(REMOTE_STARTS, np.uint64) + np.uint64(remote.address + shift),
+            within=np.zeros(1, np.int64),
+            stride=REMOTE_STRIDE,
+            pages=REMOTE_PAGES,
+        ),
+        segments=(
+            Segment(start=0, stop=2, local=local, remote=remote),
+            Segment(start=2, stop=3, local=local, remote=remote),
+        ),
+    )
+
+
+def _paged(strips: Strips, local: Places, remote: Places) -> PagedCopies:
+    near, far = np.array(local, np.int64), np.array(remote, np.int64)
+    return PagedCopies(parts=(PlacedStrips(strips=strips, local=near, remote=far),))
+
+
+def _read(lab: Workbench, remote: TransportPeer, pages: PagedCopies) -> None:
+    """Read strips at places, and assert that the right bytes arrive and no others."""
+    expected = lab.fresh()
+    lab.mine.put(expected)
+    for part in pages.parts:
+        expected = _moved(part, expected, remote.get())
+    lab.finish(lab.transport.read_pages(lab.connect(remote), pages))
+    np.testing.assert_array_equal(lab.mine.get(), expected)
+
+
+def _moved(part: PlacedStrips, target: Bytes, source: Bytes) -> Bytes:
+    """Return the target's bytes after a read by pages, computed place by place."""
+    shift = int(part.strips.local.start[0]) - part.strips.segments[0].local.address
+    for local, remote in zip(part.local.tolist(), part.remote.tolist(), strict=True):
+        near = WITHIN[local // PAGES] + local % PAGES * STRIDE + shift
+        far = remote * REMOTE_STRIDE + shift
+        to, of = [start + near for start in STARTS], [start + far for start in REMOTE_STARTS]
+        target = moved(target, to, source, of, [part.strips.nbytes] * len(to))
+    return target
 
 
 def _filled_buffer(lab: Workbench, transport: Transport, memory: str, seed: int) -> Buffer:

@@ -21,4 +21,4 @@ class TestLoopback(TransportContract):
 class TestLoopbackOnThreads(TransferTests, NotificationTests, InFlightTests, StateMachineTests):
     factory = "kvferry.drivers.loopback:LoopbackTransport"
     options = {"inline_bytes": 0, "chunk_bytes": 4096, "threads": 3}  # noqa: RUF012
-    lasting_bytes = LASTING
+    lasting_bytes = 4 << 30

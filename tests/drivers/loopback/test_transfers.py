@@ -1,38 +1,15 @@
-"""Reads in chunks, by the caller and by threads, that overlap, are cancelled or fail."""
+"""Reads in chunks, by the caller and by threads, that are cancelled or fail."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvferry.core.errors import TransportError
-from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import State
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.chunked_copy import CopyRuns
-from kvferry.testing.contract.copy_batches import batch
-from kvferry.testing.memory import pattern
 from tests.drivers.loopback.conftest import Make
 from tests.drivers.loopback.peer import Peer
-from tests.drivers.pairs import MIB, Pair, copies_of, paired, until
-
-
-def test_adjacent_copies_are_merged_in_any_order() -> None:
-    near, far = (Region(address=address, nbytes=4096) for address in (1 << 20, 1 << 30))
-    order = np.random.default_rng(5).permutation(4096 // 32) * 32
-    assert CopyRuns(batch(near, far, order, order, np.full(len(order), 32))).count == 1
-
-
-def test_source_and_target_may_overlap_in_one_buffer(transport: LoopbackTransport) -> None:
-    content = pattern(MIB, 3)
-    buffer = content.copy()
-    region = region_of(buffer)
-    transport.register(region)
-    peer = transport.connect(transport.address())
-    copies = copies_of(region, region, [(100, 0, 500_000)])
-    [status] = transport.poll([transport.read(peer, copies)])
-    assert status.state is State.DONE
-    np.testing.assert_array_equal(buffer[100:500_100], content[:500_000])
+from tests.drivers.pairs import Pair, paired, until
 
 
 def test_transfer_that_has_not_begun_is_cancelled_at_once_and_small_ones_do_not_wait(
@@ -57,7 +34,7 @@ def test_unexpected_exception_in_thread_fails_the_transfer(
 ) -> None:
     pair: Pair[LoopbackTransport, Peer] = paired(make(inline_bytes=0), shared_peer)
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.drivers.loopback.peer_memory.vm_read", lambda *_, **__: 1 / 0)
+        patched.setattr("kvferry.drivers.loopback.process_memory.vm_read", lambda *_, **__: 1 / 0)
         status = pair.moved()
     assert status.state is State.FAILED
     assert isinstance(status.error, TransportError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
@@ -114,6 +115,13 @@ def alters_status(
 def transfer_of(driver: LoopbackTransport, transfer: TransferId) -> LoopbackTransfer:
     """Return the driver's own object of a transfer; refuse an unknown id."""
     return driver._find_transfer(transfer)
+
+
+def wait_final(driver: LoopbackTransport, transfers: Sequence[TransferId], seconds: float) -> None:
+    """Wait until transfers have ended, or the time is over."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all(transfer_of(driver, one).final for one in transfers):
+        time.sleep(0.001)
 
 
 def connection_of(driver: LoopbackTransport, peer: PeerId) -> LoopbackConnection:

@@ -421,7 +421,7 @@ class IgnoresPlacesWithinPages(ReadsPages):
         return PagedCopies(parts=parts).written_out()
 
 
-@caught_by("test_paged_read_moves_the_right_bytes")
+@caught_by("test_read_pages_is_refused_without_the_capability")
 class ExceedsCapabilities(OtherCapabilities, ReadsPages):
     """It can do what its capabilities deny."""
 

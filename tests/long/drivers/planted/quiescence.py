@@ -25,7 +25,6 @@ from kvferry.core.errors import (
 from kvferry.core.transport import PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.peer_memory import OtherProcess
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.long.drivers.planted.base import (
     DONE,
@@ -201,10 +200,9 @@ _GIVES_UP_SECONDS = 20.0
 
 
 def process_of(transport: LoopbackTransport, peer: PeerId) -> int | None:
-    """Return the process of a peer."""
+    """Return the process of a peer, if it is stopped."""
     found = transport._peers.get(peer)
-    reach = None if found is None else found.memory
-    return reach.pid if isinstance(reach, OtherProcess) and is_stopped(reach.pid) else None
+    return found.memory.pid if found is not None and is_stopped(found.memory.pid) else None
 
 
 def is_stopped(pid: int) -> bool:
@@ -392,8 +390,6 @@ def poll_waits_for_the_peer(
 ) -> list[Status]:
     """``poll`` waits for an answer of the peer."""
     for peer in driver._peers.values():
-        if isinstance(peer.memory, OtherProcess) and transfers:
-            stat = Path(f"/proc/{peer.memory.pid}/stat").read_text()
-            if stat.rpartition(")")[2].split()[0] == "T":
-                time.sleep(0.1)
+        if transfers and is_stopped(peer.memory.pid):
+            time.sleep(0.1)
     return LoopbackTransport.poll(driver, transfers)

@@ -26,6 +26,7 @@ from tests.long.drivers.planted.base import (
     failed,
     replaces,
     transfer_of,
+    wait_final,
 )
 from tests.long.drivers.planted.batches import KeepsArraysUntilPoll
 
@@ -78,9 +79,7 @@ def forgets_running_transfers(driver: LoopbackTransport, transfer: TransferId) -
 @replaces("poll", "test_poll_does_not_block")
 def poll_blocks(driver: LoopbackTransport, transfers: Sequence[TransferId]) -> list[Status]:
     """``poll`` waits a while for the end of a transfer."""
-    driver._workers.wait_final(
-        [transfer_of(driver, one) for one in transfers], time.monotonic() + 0.06
-    )
+    wait_final(driver, transfers, 0.06)
     return LoopbackTransport.poll(driver, transfers)
 
 

@@ -29,6 +29,11 @@ class MergedCopies:
     def __len__(self) -> int:
         return len(self.nbytes)
 
+    @property
+    def total(self) -> int:
+        """The number of bytes of all runs together."""
+        return int(self.end_bytes[-1]) if len(self) else 0
+
     def split(self, max_bytes: int) -> MergedCopies:
         """Return the same bytes in runs of at most ``max_bytes`` bytes, by cutting longer runs."""
         if not len(self) or int(self.nbytes.max()) <= max_bytes:
@@ -48,16 +53,23 @@ class MergedCopies:
         return min(start + max_runs, max(within, start + 1), len(self))
 
 
-def merge_copies(copies: Copies) -> MergedCopies:
-    """Merge adjacent copies of a checked batch into runs, which do not refer to its arrays."""
-    segment = np.repeat(
-        np.arange(len(copies.segments)), [s.stop - s.start for s in copies.segments]
-    )
-    local, remote, nbytes = copies.local, copies.remote, copies.nbytes
+def merge_copies(copies: Copies, *, sort: bool = False) -> MergedCopies:
+    """Merge adjacent copies of a checked batch into runs, which do not refer to its arrays.
+
+    With ``sort``, the copies are sorted by their remote addresses beforehand.
+    """
+    local, remote, nbytes, segments = copies.local, copies.remote, copies.nbytes, copies.segments
+    if len(segments) == 1:
+        segment = np.zeros(len(nbytes), np.int64)
+    else:
+        segment = np.repeat(np.arange(len(segments)), [s.stop - s.start for s in segments])
     if not nbytes.all():
         full = np.flatnonzero(nbytes)
         local, remote, nbytes, segment = local[full], remote[full], nbytes[full], segment[full]
-    first = run_starts(local, remote, nbytes, segment)
+    if sort and (remote[1:] < remote[:-1]).any():
+        order = remote.argsort()
+        local, remote, nbytes, segment = local[order], remote[order], nbytes[order], segment[order]
+    first = run_starts(local, remote, nbytes, segment if len(segments) > 1 else None)
     merged = np.add.reduceat(nbytes, first)
     return _merged(local[first], remote[first], merged, segment[first]).split(MAX_RUN_BYTES)
 

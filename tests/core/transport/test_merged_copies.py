@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.memory import Region
 from kvferry.core.transport.copies import Copies
-from kvferry.drivers.ucx.merged_copies import MAX_RUN_BYTES, MergedCopies, merge_copies
+from kvferry.core.transport.merged_copies import MAX_RUN_BYTES, MergedCopies, merge_copies
 from kvferry.testing.contract.copy_batches import batch, joined
 
 HERE = [Region(address=1 << 20, nbytes=4096), Region(address=(1 << 20) + 4096, nbytes=4096)]
@@ -61,3 +61,11 @@ def test_long_copies_are_split() -> None:
     starts = [0, MAX_RUN_BYTES, 2 * MAX_RUN_BYTES, 0]
     assert (runs.local - np.uint64(near.address)).tolist() == starts
     assert (runs.remote - np.uint64(far.address)).tolist() == starts
+
+
+def test_adjacent_copies_are_merged_in_any_order_if_sorted() -> None:
+    order = np.random.default_rng(5).permutation(4096 // 32) * 32
+    copies = batch(HERE[0], THERE[0], order, order, np.full(len(order), 32))
+    runs = merge_copies(copies, sort=True)
+    assert byte_moves(runs) == sorted(byte_moves(copies))
+    assert len(runs) == 1

@@ -1,0 +1,72 @@
+"""The driver that keeps reads to a rate, for a benchmark."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.throttled import ReadPacer, ThrottledTransport
+from kvferry.core.transport import State
+from kvferry.drivers.loopback import LoopbackTransport
+from tests.drivers.pairs import paired, until
+
+
+class Clock:
+    """A clock that stands still unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_a_read_is_pending_until_its_time_or_it_is_cancelled() -> None:
+    with (
+        closing(ThrottledTransport(bytes_per_second=1e-3)) as slow,
+        closing(LoopbackTransport()) as source,
+    ):
+        pair = paired(slow, source, 4096)
+        transfers = [pair.read(), pair.read()]
+        assert until(lambda: (pair.mine == pair.theirs).all())
+        assert {pair.status(transfers[0]).state for _ in range(20)} == {State.PENDING}
+        slow.cancel(transfers[0])
+        assert pair.comes_to(transfers[0], State.DONE)
+        slow.disconnect(pair.peer)
+        assert pair.status(transfers[1]).state.final
+
+
+def test_small_read_ends_soon_beside_a_large_one() -> None:
+    clock = Clock()
+    pacer = ReadPacer(1000.0, clock)
+    pacer.begin(1, 1000)
+    pacer.begin(2, 10)
+    clock.seconds += 0.021
+    assert (pacer.is_under_way(1), pacer.is_under_way(2)) == (True, False)
+    clock.seconds += 0.98
+    assert pacer.is_under_way(1)
+    clock.seconds += 0.01
+    assert not pacer.is_under_way(1)
+
+
+@given(
+    reads=st.lists(st.tuples(st.floats(0, 2), st.integers(0, 5000)), min_size=1, max_size=8),
+    looks=st.lists(st.floats(0.001, 1), max_size=20),
+)
+def test_the_last_read_ends_when_all_bytes_had_their_time(
+    reads: list[tuple[float, int]], looks: list[float]
+) -> None:
+    clock = Clock()
+    pacer = ReadPacer(1000.0, clock)
+    end = clock.seconds
+    for number, (pause, nbytes) in enumerate(reads):
+        clock.seconds += pause
+        end = max(end, clock.seconds) + nbytes / 1000.0
+        pacer.begin(number, nbytes)
+    for pause in looks:
+        clock.seconds += pause
+        busy = any(pacer.is_under_way(number) for number in range(len(reads)))
+        if abs(clock.seconds - end) > 1e-6:
+            assert busy == (clock.seconds < end)
