@@ -87,13 +87,13 @@ def test_malformed_config_files_are_refused(tmp_path: Path, content: bytes) -> N
 
 WRONG_SETTINGS = [
     (TINY | {"num_kv_shared_layers": 4}, "tp=1", "no layer has a cache of its own"),
-    (TINY, "tq=2", "unknown setting 'tq': did you mean 'tp'?"),
-    (TINY, "layout=HNDD", "unknown layout 'HNDD': did you mean 'HND'?"),
-    (TINY, "layout=XYZ", "unknown layout 'XYZ'; allowed are LBHNC, LBNHC, LHBNC"),
-    (TINY, "tp=0", "tp=0 must be a number in 1 to 1024"),
-    (TINY, "tp=two", "tp=two must be a number"),
-    (TINY, "tp=", "'tp' has no value"),
-    (TINY, "tp=1,tp=2", "'tp' stands twice"),
+    (TINY, "tq=2", "'tq=2': Object contains unknown field `tq`. Write key=value pairs"),
+    (TINY, "layout=XYZ", "Invalid enum value 'XYZ' - at `$.layout`. Write"),
+    (TINY, "layout=XYZ,", "layouts HND, NHD, LBHNC, LBNHC, LHBNC"),
+    (TINY, "tp=0", "'tp=0': Expected `int` >= 1 - at `$.tp`"),
+    (TINY, "tp=two", "'tp=two': Expected `int`, got `str` - at `$.tp`"),
+    (TINY, "tp=", "'tp=': Expected `int`, got `str` - at `$.tp`"),
+    (TINY, "tp=1,tp=2", "'tp=1,tp=2': a setting stands twice"),
     (TINY, "tp=3", "tp=3 does not divide the 8 attention heads"),
     (TINY | {"num_attention_heads": 18, "num_key_value_heads": 9}, "tp=6", "9 KV heads"),
     (TINY, "pp=5", "pp=5 is more than the 4 layers"),
@@ -128,7 +128,7 @@ def test_invalid_settings_are_refused(
 def test_refusals_are_errors_of_the_command(plan: PlanCommand) -> None:
     for model, settings, said in (
         ({"a": 1}, "tp=1", "has no 'num_hidden_layers', which the size of a cache"),
-        (TINY, "tq=2", "kvferry: --decode: unknown setting 'tq': did you mean 'tp'?"),
+        (TINY, "tq=2", "kvferry: --decode: 'tq=2': Object contains unknown field"),
         (TINY, "tp=3", "tp=3 does not divide the 8 attention heads"),
         (SMALL_STATES, "kernel_block=12,block_size=24", "kvferry: --decode: kernel_block=12 does"),
         (TINY, "nowhere.json", "nowhere.json cannot be read: No such file"),

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
 from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
-from kvferry.cli.formatting import size
+from kvferry.cli.formatting import size as text_of
 from kvferry.cli.output import output, print_json, print_table, require_matplotlib
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create, find
@@ -33,9 +33,9 @@ FORMATS = (".svg", ".png", ".pdf")
 def run(
     *,
     driver: str,
-    options: Sequence[str],
-    sizes: str,
-    blocks: str,
+    option: Sequence[str] | None,
+    size: str,
+    block: str,
     memory: str,
     seconds: float,
     as_json: bool,
@@ -47,10 +47,10 @@ def run(
         KVFerryError: The driver could not be measured, or moved a wrong byte. All processes have
             ended then, as after Ctrl-C.
     """
-    grid = cases(sizes_of(sizes, "--size"), sizes_of(blocks, "--block"))
+    grid = cases(sizes_of(size, "--size"), sizes_of(block, "--block"))
     if plot is not None:
         _check_plot(plot)
-    conditions, results = _measured(driver, options_of(options), grid, memory, seconds)
+    conditions, results = _measured(driver, options_of(option or ()), grid, memory, seconds)
     if plot is not None:
         from kvferry.cli.bench.picture import draw
 
@@ -153,8 +153,8 @@ def _print(conditions: Mapping[str, object], results: Sequence[Result]) -> None:
     rows: list[Sequence[str | Text]] = [
         (
             one.case.order,
-            size(one.case.size),
-            size(one.case.block),
+            text_of(one.case.size),
+            text_of(one.case.block),
             f"{one.case.copies:,}",
             Text(_short(one.gb_per_s), "bold"),
             *map(_short, (one.us_per_copy, one.memcpy_gb_per_s, one.ratio)),

@@ -15,7 +15,7 @@ from kvferry.cli.doctor import channel, devices, kernel, nvidia, software, topol
 from kvferry.cli.doctor.finding import Finding, FindingLevel
 from kvferry.cli.doctor.probe import Probed, probe
 from kvferry.cli.output import output, print_json
-from kvferry.cli.side_channel import NONE, Keys
+from kvferry.cli.side_channel import NONE, engine_address, keys_of
 from kvferry.core.errors import KVFerryError
 
 MARKS = {
@@ -31,13 +31,18 @@ class DoctorError(KVFerryError):
 
 def run(
     *,
+    address: str | None = None,
     host: str | None = None,
     port: int | None = None,
     engine: str | None = None,
-    keys: Keys = NONE,
+    curve_secret_key: str = "",
+    curve_peer: str = "",
     as_json: bool = False,
 ) -> int:
     """Run all checks, and print the findings; the exit status is 1 if something is bad."""
+    if address is not None:
+        host, port = engine_address([address])
+    keys = keys_of(curve_secret_key, curve_peer)
     about = engine is not None or keys != NONE
     if (host is None) != (port is None) or (about and host is None):
         raise DoctorError("a running engine is asked by its address: give HOST:PORT, too")

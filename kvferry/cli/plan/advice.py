@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvferry.cli.formatting import counted
-from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_engine
+from kvferry.cli.plan.engines import ORDERS, WHOLE, PlanSettings, make_engine
 from kvferry.cli.plan.estimate import Estimate, estimate_reads, merged
 from kvferry.cli.plan.model import Model
+from kvferry.cli.plan.sides import Side
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import Field, axis_length
 from kvferry.core.planner.plan import Match
@@ -99,22 +102,21 @@ def is_many(estimate: Estimate) -> bool:
 
 
 def advice_for(
-    model: Model | None,
-    prefill: tuple[Engine, object],
-    decode: tuple[Engine, object],
-    estimate: Estimate,
+    model: Model | None, prefill: Side, decode: Side, estimate: Estimate
 ) -> Advice | None:
     """Return advice on how to make copies larger; ``None`` without need, or if many cannot be few.
 
-    Engines that were computed have their settings beside them.
+    Settings can be tried for engines that were computed from a model.
     """
     if not is_small(estimate) and not is_many(estimate):
         return None
-    (one, near), (other, far) = prefill, decode
+    near, far = prefill.source, decode.source
     if model is not None and isinstance(near, PlanSettings) and isinstance(far, PlanSettings):
         changes = _tried(model, (near, far), estimate)
     else:
-        alike = (estimate_reads(engine, engine, estimate.tokens) for engine in (other, one))
+        alike = (
+            estimate_reads(one.engine, one.engine, estimate.tokens) for one in (decode, prefill)
+        )
         said = ((LIKE.format("decode"), ""), ("", LIKE.format("prefill")))
         changes = _best(list(map(Change.of, said, alike)), estimate.sizes.copies)
     # Small copies are explained even where nothing helps.
