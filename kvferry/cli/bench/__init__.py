@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import track
 from rich.text import Text
 
 from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
@@ -97,23 +97,15 @@ def _measured(
         # Close transports before buffers are freed: each side may still touch the other's buffer.
         stack.callback(transport.close)
         console = Console(stderr=True)
-        bar = stack.enter_context(
-            Progress(
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}"),
-                console=console,
-                transient=True,
-                refresh_per_second=2,  # drawing takes CPU time from the transfer
-                disable=not console.is_terminal,
-            )
+        progress = track(
+            grid,
+            "measuring",
+            console=console,
+            transient=True,
+            refresh_per_second=2,  # drawing takes CPU time from the transfer
+            disable=not console.is_terminal,
         )
-        task, results = bar.add_task("", total=len(grid)), []
-        for case in grid:
-            bar.update(task, description=str(case))
-            results.append(bench.measure(case, seconds / len(grid)))
-            bar.advance(task)
-        return conditions, results
+        return conditions, [bench.measure(case, seconds / len(grid)) for case in progress]
 
 
 def _conditions(

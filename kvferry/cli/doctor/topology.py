@@ -115,41 +115,24 @@ def bound(
 def _binding(
     mapping: str, selection: str, cards: Sequence[PciDevice], network: Sequence[PciDevice]
 ) -> Finding:
-    if not mapping or not selection:
-        return BINDING.bad(
-            f"{MAPPING if mapping else SELECTION} is set alone, and vLLM then does not start",
-            f"set both, such as {MAPPING}=GPU=NIC,... and {SELECTION}={UCX_DEVICES}:1",
-        )
+    """Return the finding about the variables by which vLLM's workers bind GPUs to NICs."""
+    remedy = (
+        f"set both: {MAPPING}=GPU=NIC,... with PCI addresses (0000:1b:00.0=0000:1c:00.0), one pair "
+        f"for each GPU that an engine uses, and {SELECTION}={UCX_DEVICES}:1"
+    )
     pairs = [tuple(map(_address, pair.split("=", 1))) for pair in mapping.split(",") if pair]
-    if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        return BINDING.bad(
-            f"{MAPPING}={mapping} is no list of GPU=NIC, both PCI addresses",
-            "write it as 0000:1b:00.0=0000:1c:00.0,...",
-        )
     known = {_address(nic.bus): nic.name for nic in network}
-    missing = [_written(pair[1]) for pair in pairs if pair[1] not in known]
-    if missing:
-        return BINDING.bad(
-            f"{MAPPING} names {', '.join(missing)}, where no NIC with RDMA is: vLLM's worker ends",
-            f"name one of {', '.join(nic.bus for nic in network) or 'none, there is no NIC'}",
-        )
+    if not mapping or not selection:
+        return BINDING.bad(f"{MAPPING if mapping else SELECTION} is set alone", remedy)
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        return BINDING.bad(f"{MAPPING}={mapping} is no list of GPU=NIC", remedy)
+    if missing := [_written(pair[1]) for pair in pairs if pair[1] not in known]:
+        return BINDING.bad(f"{MAPPING} names {', '.join(missing)}, where no NIC is", remedy)
     wanted = {pair[0]: known[pair[1]] for pair in pairs}
-    return _coverage(wanted, selection, cards)
-
-
-def _coverage(wanted: Mapping[Address, str], selection: str, cards: Sequence[PciDevice]) -> Finding:
-    """Return the finding about a mapping whose NICs exist."""
-    unbound = [card.name for card in cards if _address(card.bus) not in wanted]
-    if unbound:
-        return BINDING.warn(
-            f"{MAPPING} has no entry for GPU {', '.join(unbound)}: vLLM's worker on it ends",
-            "add entries, unless no engine uses these GPUs",
-        )
+    if unbound := [card.name for card in cards if _address(card.bus) not in wanted]:
+        return BINDING.warn(f"{MAPPING} has no entry for GPU {', '.join(unbound)}", remedy)
     if UCX_DEVICES not in [name.partition(":")[0].strip() for name in selection.split(",")]:
-        return BINDING.warn(
-            f"{SELECTION}={selection} does not set {UCX_DEVICES}: UCX and NIXL stay unbound",
-            f"add {UCX_DEVICES}:1 to it",
-        )
+        return BINDING.warn(f"{SELECTION}={selection} does not set {UCX_DEVICES}", remedy)
     return BINDING.ok(", ".join(f"{_written(gpu)}: {nic}" for gpu, nic in wanted.items()))
 
 
