@@ -16,6 +16,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Self
@@ -35,6 +36,8 @@ Way = Callable[[], Sequence[float]]
 """A function that does the work once, and returns its figures, such as the seconds of each step."""
 
 AT_LEAST, AT_MOST = "≥ ", "≤ "
+SCALES = {"ms": 1e3, "µs": 1e6, "%": 1e2, "GB/s": 1e-9, "KB": 1e-3, "MiB": 2.0**-20}
+"""How many of a unit are a second, a byte, or the whole; of other units, it is one."""
 NOTHING = 3
 """The exit status of a benchmark that cannot measure anything on this machine."""
 
@@ -137,19 +140,19 @@ def row(
     theirs: npt.ArrayLike = 1.0,
     *,
     unit: str,
-    scale: float = 1.0,
     target: str | None = None,
     measured: float | str | None = None,
 ) -> Row:
     """A row of what was measured round by round, and what it is divided by.
 
-    ``unit`` is that of ours times ``scale``, whose median is shown unless ``measured`` says what to
-    show.
+    Figures are seconds, bytes, or parts of a whole; the median of ours is shown in the unit that
+    ``unit`` begins with (``SCALES``), unless ``measured`` is to be shown.
     """
     figures = np.atleast_1d(np.asarray(ours, dtype=np.float64))
     low, middle, high = spread(figures / np.asarray(theirs))
     if not isinstance(measured, str):
-        measured = number(float(np.median(figures)) * scale if measured is None else measured)
+        shown = float(np.median(figures)) if measured is None else measured
+        measured = number(shown * SCALES.get(unit.split()[0], 1.0))
     return Row(
         section=section,
         case=case,
@@ -242,6 +245,12 @@ def nothing(why: str) -> NoReturn:
     """End a benchmark that cannot run here, with the reason."""
     print(why, flush=True)
     raise SystemExit(NOTHING)
+
+
+def need_vllm() -> None:
+    """End a benchmark of vLLM where there is none."""
+    if find_spec("vllm") is None:
+        nothing("vLLM is not installed here")
 
 
 def working_drivers() -> list[str]:

@@ -344,7 +344,7 @@ def _case(
     if not peers or case.refused:
         took = np.array([ours.ask("built", False)[0] for _ in range(ROUNDS)])
         of = f"itself: {REFUSED if peers else 'there is no vLLM here'}"
-        yield row(FIRST, str(case), of, took, float(np.median(took)), unit="ms", scale=1e3)
+        yield row(FIRST, str(case), of, took, float(np.median(took)), unit="ms")
         return
     for peer in peers.values():
         peer.ask("prepare", case)
@@ -376,7 +376,7 @@ def _beside(
     for (name, peer), target in zip(peers.items(), targets, strict=False):
         ways = [ours.way(*what), peer.way(*what)]
         mine, other = harness.by_turns(ways, ROUNDS, seconds, fewest=1)[:, :, 0]
-        figure = float(np.median(mine)) * 1e3
+        figure = float(np.median(mine))
         of = f"{name}'s time to ours"
         yield row(section, str(case), of, other, mine, unit="ms", measured=figure, target=target)
 

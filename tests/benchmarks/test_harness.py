@@ -16,7 +16,7 @@ from tests.benchmarks.results import row
 def test_interval_is_from_the_order_of_the_rounds_ratios() -> None:
     ratios = np.random.default_rng(0).permutation(np.arange(1.0, 101.0))
     assert harness.spread(ratios) == (41, 51, 61)
-    found = harness.row("a", "b", "c", [4.0, 2.0], [2.0, 2.0], unit="ms", scale=1e3)
+    found = harness.row("a", "b", "c", [4.0, 2.0], [2.0, 2.0], unit="ms")
     assert (found.low, found.high, found.measured) == (1, 2, "3,000 ms")
 
 
