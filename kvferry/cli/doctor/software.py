@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 
@@ -13,7 +13,7 @@ from kvferry.cli.doctor.finding import Check, Finding, FindingLevel
 from kvferry.core.side_channel_messages import SPOKEN
 from kvferry.core.transport import INTERFACE_VERSION
 from kvferry.core.transport.registry import DriverReport
-from kvferry.drivers.ucx.library import listed
+from kvferry.drivers.ucx.library import Devices, listed
 from kvferry.integrations.vllm import versions
 
 PYTHONS = ((3, 11), (3, 13))
@@ -115,7 +115,7 @@ class LoadedUcx:
     driver: str
     version: str
     path: str
-    transports: Mapping[str, Sequence[str]]
+    transports: Devices
     rdma: bool
     advice: str
 

@@ -55,7 +55,7 @@ def run(
         described,
         max(tokens, *prompts),
     )
-    engines = [side.engine for side in sides]
+    engines = sides[0].engine, sides[1].engine
     refused = refusal(*sides)
     try:
         estimate = estimate_reads(*engines, tokens)

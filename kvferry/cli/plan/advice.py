@@ -18,7 +18,7 @@ from kvferry.cli.plan.estimate import Estimate, estimate_reads, merged
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.sides import Side
 from kvferry.core.errors import KVFerryError
-from kvferry.core.layout import Field, axis_length
+from kvferry.core.layout import Field, Group, axis_length
 from kvferry.core.planner.plan import Match
 from kvferry.core.planner.strips import Overlap
 from kvferry.core.transport.copies import SMALL_COPY
@@ -205,10 +205,10 @@ def _difference(before: PlanSettings, after: PlanSettings) -> str:
 
 
 def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
-    """Yield the reasons why the copies of one pair of fields are not larger, a sentence each."""
-    fields = {"prefill": overlap.remote, "decode": overlap.local}
-    inside = {name: _heads_inside(f) for name, f in fields.items()}
-    wanted = overlap.shard[1] - overlap.shard[0]
+    """Yield why the copies of one pair of fields are not larger, a sentence each."""
+    pairing, wanted = match.pairing, overlap.shard[1] - overlap.shard[0]
+    sides = {"prefill": (overlap.remote, pairing.remote), "decode": (overlap.local, pairing.local)}
+    inside = {name: _heads_inside(f) for name, (f, _) in sides.items()}
     if wanted > 1 and set(inside.values()) == {True, False}:
         first, then = sorted(inside, key=lambda name: not inside[name])
         yield (
@@ -216,36 +216,32 @@ def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
             "of a head (HND): no more than one head of one token is in one piece on both."
         )
         return
-    for name, f in fields.items():
+    for name, (f, _) in sides.items():
         if inside[name] and wanted < axis_length(f.shard):
             yield (
                 f"{name.capitalize()} keeps the heads of a token together (NHD), and only {wanted} "
                 f"of a rank's {axis_length(f.shard)} cross to or from one rank."
             )
-    same = match.pairing.holds_same_tokens
-    if same and any(inside.values()):
+    if pairing.holds_same_tokens and any(inside.values()):
         return
-    blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in fields.items()}
-    for name, f in fields.items():
-        if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
-            cut = counted(blocks[name], "token")
-            yield f"The kernels of {name} cut its pages into blocks of {cut}."
-    local, remote = match.pairing.local, match.pairing.remote
-    most = counted(match.pairing.granularity, "token")
-    if not same:
-        spread = (
-            counted(one.size, "rank") + (f" by {one.interleave}" if one.size > 1 else "")
-            for one in (remote.context, local.context)
-        )
+    pages = {name: _pages(*side) for name, side in sides.items()}
+    if len(set(pages.values())) > 1:
+        blocks = [f.tokens[-1].extent for f, _ in sides.values() if f.tokens]
+        most = counted(min([pairing.granularity, *blocks]), "token")
         yield (
-            f"A request's tokens are spread over {' on prefill and '.join(spread)} on decode: at "
-            f"most {most} in one piece on both."
+            f"Prefill has {pages['prefill']}, decode {pages['decode']}: at most {most} in one "
+            "piece on both."
         )
-    elif local.block_tokens != remote.block_tokens:
-        yield (
-            f"Pages hold {counted(remote.block_tokens, 'token')} on prefill and "
-            f"{local.block_tokens:,} on decode: at most {most} in one page on both."
-        )
+
+
+def _pages(f: Field, group: Group) -> str:
+    """Return what a page holds of a field's tokens, and which ranks have the others."""
+    text = f"pages of {counted(group.block_tokens, 'token')}"
+    if len(f.tokens) > 1:
+        text += f" in blocks of {f.tokens[-1].extent} for the kernels"
+    if (context := group.context).size > 1:
+        text += f" on {context.size} ranks by {context.interleave}"
+    return text
 
 
 def _heads_inside(f: Field) -> bool | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct, structs
@@ -89,7 +89,7 @@ class PlanSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dcp: Ranks = 1
     interleave: Tokens = 1
     block_size: Tokens = 16
-    layout: Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"] = "LBNHC"
+    layout: Annotated[str, Meta(pattern=f"^({'|'.join(ORDERS)})$")] = "LBNHC"
     kernel_block: Tokens = 0
 
     def __post_init__(self) -> None:
@@ -133,8 +133,7 @@ def parse(text: str) -> PlanSettings:
     except msgspec.ValidationError as exc:
         known = ", ".join(f.name for f in structs.fields(PlanSettings))
         raise SettingsError(
-            f"{text[:64]!r}: {exc}. Write key=value pairs with commas between; the keys are "
-            f"{known}, and layouts {', '.join((*ALIASES, *ORDERS))}"
+            f"{text[:64]!r}: {exc}. Write key=value pairs with commas between; the keys are {known}"
         ) from exc
 
 

@@ -271,7 +271,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
     if inner is None:
         name = str(config.get("model_type") or "")
-        if f"{name}_text" in LEFT_OUT.keys() | UNLIKE.keys():
+        if f"{name}_text" in LEFT_OUT.keys() | UNLIKE:
             name = f"{name}_text"  # a multimodal model's file does not name its text model's type
         return config | {"model_type": name}
     # The inner value counts if both levels have a key, but for the element type: as in vLLM.
@@ -336,14 +336,15 @@ def _refuse_unsupported(keys: _Keys, name: str) -> None:
         raise ModelError(
             "is of an encoder and a decoder ('is_encoder_decoder'): only decoders are drawn"
         )
-    reasons = [f"has {key!r}, {what}" for key, what in UNSUPPORTED.items() if keys.all.get(key)]
-    if name in UNLIKE:
-        reasons.append(f"has model_type {name!r}, {UNLIKE[name]}")
+    unlike = [key for key in UNSUPPORTED if keys.all.get(key)]
     if keys.all.get("index_topk") and name not in INDEXED:
-        known = " or ".join(sorted(INDEXED))
-        reasons.append(f"has 'index_topk', an index in every layer, and not model_type {known}")
-    if reasons:
-        raise ModelError(f"{reasons[0]}: that is not drawn from a file; {REMEDY}")
+        unlike.append("index_topk")
+    shown = [f"{key!r}" for key in unlike] + [f"model_type {name!r}"] * (name in UNLIKE)
+    if shown:
+        raise ModelError(
+            f"has {' and '.join(shown)}: a cache that its keys do not describe completely is not "
+            f"drawn from a file; {REMEDY}"
+        )
 
 
 def _head_dim(keys: _Keys, heads: int) -> int:

@@ -15,7 +15,7 @@ from kvferry.cli.output import output, print_table
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
 from kvferry.cli.plan.early import EarlyCase, Prefill
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
-from kvferry.cli.plan.fields import contents_of, shape_of, text_of
+from kvferry.cli.plan.fields import Contents, contents_of, shape_of, text_of
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.sides import Side
 from kvferry.core.transport.copies import SMALL_COPY
@@ -159,7 +159,7 @@ def _read_rows(result: PlanResult) -> Iterator[list[str]]:
             who = ""
 
 
-def _contents(read: ReadEstimate) -> list[Any]:
+def _contents(read: ReadEstimate) -> Contents:
     return contents_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
 
 

@@ -83,7 +83,7 @@ def read_sides(
     keys: tuple[str, Sequence[str]],
     model: Model | None,
     tokens: int,
-) -> list[Side]:
+) -> tuple[Side, Side]:
     """Return the engines that options describe, with room for a request of so many tokens.
 
     ``texts`` has settings or a file by the engine's name; an engine without is one that runs, at
@@ -115,7 +115,7 @@ def read_sides(
         computed, engine = sides[one], sides[other].engine
         if isinstance(computed.source, PlanSettings) and running:
             sides[one] = replace(computed, engine=with_keys_of(computed.engine, engine))
-    return sides
+    return sides[0], sides[1]
 
 
 def _ask(address: str, keys: Keys) -> RunningEngine:
