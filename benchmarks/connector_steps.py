@@ -33,19 +33,9 @@ def ticket_params(
     engine: str, number: int, port: int, pages: Sequence[int], tokens: int
 ) -> TicketParams:
     """The ticket of a producer on this host, before it is signed."""
-    return TicketParams(
-        engine=engine,
-        incarnation=engines.INCARNATION,
-        request=f"there-{number}",
-        host="127.0.0.1",
-        port=port,
-        hold=Hold(slot=number, generation=WORD >> 1),
-        pages=(tuple(pages),),
-        first_index=(0,),
-        tokens=tokens,
-        digest=bytes(16),
-        computed=True,
-    )
+    hold = Hold(slot=number, generation=WORD >> 1)
+    fields = engines.ticket_fields(engine, f"there-{number}", port, pages, hold, tokens=tokens)
+    return TicketParams(**fields)
 
 
 class Engine:
@@ -227,7 +217,7 @@ class Host:
 
 def steps(quick: bool) -> Iterator[Row]:
     """Engines with few and with many requests take turns, each in a process of its own."""
-    _need_vllm()
+    harness.need_vllm()
     with ExitStack() as stack:
         port = stack.enter_context(WorkerProcess(Deployment)).ask("port")
         hosts = [stack.enter_context(WorkerProcess(Host)) for _ in range(3)]
@@ -246,22 +236,22 @@ def steps(quick: bool) -> Iterator[Row]:
                 grown = (sizes[-1] - sizes[0]) / (counts[len(made) - 1] - counts[0])
                 section = "memory for each producer that is known"
                 of, figure = f"{counts[0]} and {counts[len(made) - 1]:,} producers", max(grown, 1)
-                yield row(section, "one layer", of, figure, figure, unit="KB", scale=1e-3)
+                yield row(section, "one layer", of, figure, figure, unit="KB")
 
 
 def _rows(
     name: str, count: int, own: harness.Times, first: harness.Times, what: str
 ) -> Iterator[Row]:
     promised = "≤ 1.1" if count > 1 and what != "loading" else None
-    for index, (section, unit, scale, target) in enumerate(
+    for index, (section, unit, target) in enumerate(
         (
-            (f"engine step, {name}", "µs CPU", 1e6, promised),
-            (f"beside, {name}", "% of a core", 1e2, None),
+            (f"engine step, {name}", "µs CPU", promised),
+            (f"beside, {name}", "% of a core", None),
         )
     ):
         figures, of = own[:, index], "the same with 1"
         others = first[:, index]
-        yield row(section, f"{count:,}", of, figures, others, unit=unit, scale=scale, target=target)
+        yield row(section, f"{count:,}", of, figures, others, unit=unit, target=target)
 
 
 # Requests.
@@ -359,7 +349,7 @@ class Pair:
 
 def request_profile(quick: bool) -> Iterator[Row]:
     """What one request costs in Python: CPU time of each engine's threads."""
-    _need_vllm()
+    harness.need_vllm()
     vllm_worker.quiet()
     pair = Pair()
     found = [pair.hand_over() for _ in range(WARM_UP + (20 if quick else 400))][WARM_UP:]
@@ -368,9 +358,4 @@ def request_profile(quick: bool) -> Iterator[Row]:
     whole = sum(times.values())
     for name, own in {"all": whole, **times}.items():
         section = "what a request costs in Python"
-        yield row(section, name, "all of it", own, whole, unit="µs CPU", scale=1e6)
-
-
-def _need_vllm() -> None:
-    if not vllm_worker.available():
-        harness.nothing("there is no vLLM here, whose connector this is")
+        yield row(section, name, "all of it", own, whole, unit="µs CPU")

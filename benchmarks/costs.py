@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,7 +102,6 @@ def fence(quick: bool) -> Iterator[Row]:
                 fences,
                 loads,
                 unit=f"µs of {np.median(loads) * 1e3:.3g} ms",
-                scale=1e6,
                 target="≤ 0.1",
             )
 
@@ -151,7 +149,7 @@ def proofs(quick: bool) -> Iterator[Row]:
                 with_proof,
                 without,
                 unit=f"µs more than {np.median(without) * 1e6:.3g}",
-                measured=float(np.median(with_proof) - np.median(without)) * 1e6,
+                measured=float(np.median(with_proof) - np.median(without)),
             )
 
 
@@ -181,10 +179,9 @@ def posting(quick: bool) -> Iterator[Row]:
         f"posting {case.copies:,} scattered copies of 4 KiB by ucx",
         "calls of UCX, shm",
         "time of a loop in Python",
-        compiled,
-        plain,
+        compiled / case.copies,
+        plain / case.copies,
         unit="µs of CPU each",
-        scale=1e6 / case.copies,
         target="≤ 0.333",
     )
 
@@ -227,7 +224,7 @@ def startup(quick: bool) -> Iterator[Row]:
     empty = seconds([sys.executable, "-c", "pass"])
     for case, command in commands.items():
         above = max(seconds(command) - empty, 1e-3)
-        yield row("starting", case, "0.3 s", above, 0.3, unit="ms", scale=1e3, target="≤ 1")
+        yield row("starting", case, "0.3 s", above, 0.3, unit="ms", target="≤ 1")
 
 
 # A decode engine that dies with most of prefill's cache held for it.
@@ -239,8 +236,7 @@ decode's own, of which it runs one at a time: it gets to nothing else."""
 
 def orphaned(quick: bool) -> Iterator[Row]:
     """Kill decode: how long until prefill goes on, and between two requests after that."""
-    if find_spec("vllm") is None:
-        harness.nothing("vLLM is not installed here")
+    harness.need_vllm()
     from tests.engines import engines as real
     from tests.engines.fixtures import _build
 

@@ -126,10 +126,9 @@ def _speeds(
             f"{driver}, two processes",
             f"read of {blocks} blocks, {case.order}",
             f"speed of {of}",
-            1 / ours[:, 0],
-            1 / theirs[:, 0],
+            case.size / ours[:, 0],
+            case.size / theirs[:, 0],
             unit="GB/s",
-            scale=case.size / 1e9,
             target=_target(driver, of, case),
         )
     if agent and driver == "nixl" and case.block == BLOCKS[0]:
@@ -140,7 +139,6 @@ def _speeds(
             ours[:, 1],
             others[-1][:, 1],
             unit="ms",
-            scale=1e3,
             target="≤ 2" if case.scattered else None,
         )
 
@@ -183,7 +181,7 @@ PINGS = 20
 
 
 def _latency(lab: Lab, driver: str, transport: Transport, rounds: int) -> Iterator[Row]:
-    say = partial(row, "latency between two processes", of=f"time of {NIXL}", unit="µs", scale=1e6)
+    say = partial(row, "latency between two processes", of=f"time of {NIXL}", unit="µs")
     harness.say(f"latency of {driver}")
     far, near = lab.process(driver), lab.near.region
     peer = transport.connect(far.address())
@@ -267,7 +265,6 @@ def _beside_nixl(over: str, grid: list[Case], rounds: int) -> Iterator[Row]:
                 ours,
                 theirs,
                 unit="ms",
-                scale=1e3,
                 target="≤ 0.2" if small else "≤ 1",
             )
 

@@ -26,7 +26,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -120,8 +119,7 @@ class Pair:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Throttled, prefill's own time, and short prompts."""
-    if find_spec("vllm") is None:
-        harness.nothing("vLLM is not installed here")
+    harness.need_vllm()
     rounds = options.rounds or (1 if options.quick else 10)
     tokens = options.prompt or (3 if options.quick else 15) * CHUNK
     with ExitStack() as stack:
@@ -178,7 +176,7 @@ def _row(
     target: str | None = None,
 ) -> Row:
     section += ", vLLM on a CPU"
-    return row(section, case, of, ours, theirs, unit="ms", scale=1e3, target=target)
+    return row(section, case, of, ours, theirs, unit="ms", target=target)
 
 
 def _engine(

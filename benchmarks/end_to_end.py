@@ -25,7 +25,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +146,7 @@ def beside(pairs: Sequence[Pair], at_once: int, rounds: int) -> harness.Times:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Each driver beside NixlConnector, or staging beside none."""
-    if find_spec("vllm") is None:
-        harness.nothing("vLLM is not installed here")
+    harness.need_vllm()
     working = harness.working_drivers()
     rounds = options.rounds or (2 if options.quick else 10)
     usual = [1, 8] if options.staging else [1, 8, 32]
@@ -164,7 +162,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             for number in at_once:
                 ours, theirs = beside(pairs, number, rounds)
                 case, of = f"loopback, {number} at once", "time without staging"
-                yield row(section, case, of, ours, theirs, unit="ms", scale=1e3)
+                yield row(section, case, of, ours, theirs, unit="ms")
             return
         if "nixl" not in working:
             harness.nothing(f"{NIXL_CONNECTOR} needs NIXL, which does not work here")
@@ -188,7 +186,6 @@ def _rows(name: str, number: int, found: harness.Times) -> Iterator[Row]:
             found[0],
             found[which],
             unit="ms",
-            scale=1e3,
             target=target,
         )
 

@@ -13,7 +13,6 @@ import zmq
 
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
 from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.side_channel_messages import (
@@ -84,33 +83,31 @@ def rank_layout(
     return Layout(regions=(region,), groups=(group,), fields=tuple(fields))
 
 
-def payload(
-    layout: Layout,
-    rank: int = 0,
-    *,
-    engine: str = "prefill",
-    address: bytes | None = None,
-    slots: Region = SLOTS,
-) -> bytes:
-    """What a rank publishes, as it is served; by default with an address of its own."""
-    return encode(
-        RankPayload(
-            oldest=OLDEST_PROTOCOL,
-            newest=NEWEST_PROTOCOL,
-            engine=engine,
-            incarnation=INCARNATION,
-            rank=rank,
-            coordinates=Coordinates(tp=rank),
-            agreement={"model": "a model of 80 layers", "cache dtype": "bfloat16"},
-            layout=layout,
-            driver="nixl",
-            address=f"{engine} {rank}".encode().ljust(600) if address is None else address,
-            slots=slots,
-            lease=30.0,
-            fingerprint=Region(address=slots.address - 16, nbytes=16),
-            watermarks=Region(address=slots.end, nbytes=slots.nbytes),
-        )
-    )
+def published(layout: Layout, rank: int = 0, **more: Any) -> RankPayload:
+    """What a rank publishes; by default, its address is its own."""
+    name, slots = more.get("engine", "prefill"), more.get("slots", SLOTS)
+    usual: dict[str, Any] = {
+        "oldest": OLDEST_PROTOCOL,
+        "newest": NEWEST_PROTOCOL,
+        "engine": name,
+        "incarnation": INCARNATION,
+        "rank": rank,
+        "coordinates": Coordinates(tp=rank),
+        "agreement": {"model": "a model of 80 layers", "cache dtype": "bfloat16"},
+        "layout": layout,
+        "driver": "nixl",
+        "address": f"{name} {rank}".encode().ljust(600),
+        "slots": slots,
+        "lease": 30.0,
+        "fingerprint": Region(address=slots.address - 16, nbytes=16),
+        "watermarks": Region(address=slots.end, nbytes=slots.nbytes),
+    }
+    return RankPayload(**(usual | more))
+
+
+def payload(layout: Layout, rank: int = 0, **more: Any) -> bytes:
+    """The same, as it is served."""
+    return encode(published(layout, rank, **more))
 
 
 def payloads(layouts: Sequence[Layout], name: str = "prefill") -> list[bytes]:
@@ -118,10 +115,10 @@ def payloads(layouts: Sequence[Layout], name: str = "prefill") -> list[bytes]:
     return [payload(layout, rank, engine=name) for rank, layout in enumerate(layouts)]
 
 
-def ticket(
+def ticket_fields(
     name: str, request: str, port: int, blocks: Sequence[int], hold: Hold, **more: Any
-) -> Ticket:
-    """A ticket of an engine on this host, whose pages are complete."""
+) -> dict[str, Any]:
+    """What a ticket of an engine on this host says, whose pages are complete."""
     common: dict[str, Any] = {
         "engine": name,
         "incarnation": INCARNATION,
@@ -135,7 +132,7 @@ def ticket(
         "digest": bytes(16),
         "computed": True,
     }
-    return Ticket(**(common | more))
+    return common | more
 
 
 def block_ids(count: int, blocks: int, *, scattered: bool, seed: int) -> list[int]:

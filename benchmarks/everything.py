@@ -27,9 +27,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
-from benchmarks import compare, harness, results
+from benchmarks import harness, results
 from kvferry.core.transport.registry import describe, installed
 
 HERE = Path(__file__).parent
@@ -104,21 +105,20 @@ PARTS = (
 def main() -> int:
     options = _options()
     try:
-        before = None
-        if options.against is not None:
-            before = compare.baseline(Path(options.against) if options.against else None)
-    except compare.BaselineError as exc:
+        before = None if options.against is None else results.baseline(options.against)
+    except results.BaselineError as exc:
         console.print(f"[red]{exc}[/]")
         return UNUSABLE
-    parts = _parts(options)
-    store = results.load(options.out / "results.json")
+    parts, kept = _parts(options), options.out / "results.json"
+    store = results.loads(kept.read_bytes()) if kept.exists() else {}
     try:
         failed = _measure(parts, store, options)
     except KeyboardInterrupt:
         console.print("interrupted; the parts that were measured are kept: call it again to go on")
         return INTERRUPTED
     results.write_page(store, {part.name: part.title for part in PARTS}, options.out / "page.md")
-    worse = before is not None and _compared(before, _chosen(store, parts), options.margin)
+    now = {part.name: store[part.name] for part in parts if not store[part.name].why_not}
+    worse = before is not None and _compared(before, now, options.margin)
     return WORSE if failed or worse else 0
 
 
@@ -139,14 +139,15 @@ def _measure(parts: Sequence[Part], store: results.Store, options: argparse.Name
     now = _machine() | {"source": _source(), "extent": options.extent}
     for index, part in enumerate(parts):
         console.print(f"[bold]{index + 1}/{len(parts)} {part.name}[/]: {part.title}")
-        entry = store.get(part.name, {})
-        if not options.again and _is_fresh(entry, now):
-            date = entry["conditions"]["date"]
+        old = store.get(part.name, results.Entry())
+        if not options.again and _is_fresh(old, now):
+            date = old.conditions["date"]
             console.print(f"   measured on {date} already; --again measures it anew")
             continue
-        entry = _run(part, options, now)
-        failed += "failed" in entry
-        results.remember(store, part.name, entry)
+        entry = store[part.name] = _run(part, options, now)
+        if entry.why_not:  # rows stay until there are others
+            entry.conditions, entry.rows = old.conditions, old.rows
+        failed += bool(entry.failed)
         results.save(options.out / "results.json", store)
     console.print(f"{time.monotonic() - began:.0f} s in all; see {options.out}/page.md")
     if failed:
@@ -154,41 +155,32 @@ def _measure(parts: Sequence[Part], store: results.Store, options: argparse.Name
     return failed
 
 
-def _is_fresh(entry: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _is_fresh(entry: results.Entry, now: Mapping[str, Any]) -> bool:
     """Return whether a part was measured under the present conditions, at least as extensively."""
-    if "failed" in entry or "missing" in entry or "conditions" not in entry:
-        return False
-    then = entry["conditions"]
+    then = entry.conditions
     enough = then.get("extent") in EXTENTS[EXTENTS.index(now["extent"]) :]
-    same = results.conditions_of(entry) == results.conditions_of({"conditions": now})
-    return enough and same and then.get("source") == now["source"]
+    same = entry.machine == results.Entry(conditions=dict(now)).machine
+    return not entry.why_not and enough and same and then.get("source") == now["source"]
 
 
 def _compared(before: results.Store, after: results.Store, margin: float) -> bool:
     """Print the cases that have changed, and return whether any became worse beyond the margin."""
-    found = compare.changes(before, after)
-    compare.show(found, margin)
-    if differing := compare.differing(before, after):
+    found = results.changes(before, after)
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, highlight=False).print(results.changes_table(found, margin))
+    if differing := results.differing(before, after):
         console.print(f"not as in the earlier results: {', '.join(differing)}")
     worse = sum(change.is_worse(margin) for change in found)
     console.print(
         f"{len(found)} cases have changed, {worse} became worse by more than {margin:.0%} "
-        f"(--margin); {compare.unmatched(before, after)} have no earlier result"
+        f"(--margin); {results.unmatched(before, after)} have no earlier result"
     )
     return worse > 0
 
 
-def _chosen(store: results.Store, parts: Sequence[Part]) -> results.Store:
-    """Return the results of these parts, without parts that could not be measured now."""
-    entries = {part.name: store[part.name] for part in parts}
-    return {
-        name: e for name, e in entries.items() if "rows" in e and not {"failed", "missing"} & {*e}
-    }
-
-
-def _run(part: Part, options: argparse.Namespace, now: dict[str, Any]) -> dict[str, Any]:
+def _run(part: Part, options: argparse.Namespace, now: dict[str, Any]) -> results.Entry:
     """Run a part and return its rows, or the reason why there are none."""
-    begun = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "load": _load()}
+    date, load = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), _load()
     extent = {"quick": "--quick", "short": part.short, "long": ""}[options.extent].split()
     newer = ["--newer", str(options.newer)] if part.newer and options.newer.is_dir() else []
     with tempfile.TemporaryDirectory() as folder:
@@ -199,13 +191,15 @@ def _run(part: Part, options: argparse.Namespace, now: dict[str, Any]) -> dict[s
         status, said = _called([*command, *arguments, *extent, *newer])
         console.print(f"   {time.monotonic() - started:.0f} s")
         try:
-            text = file.read_text(encoding="utf-8")
-            found = results.loads(f'{{"it": {{"rows": {text}}}}}')["it"]["rows"]
-            return {"conditions": begun | {"load after": _load()} | now, "rows": found}
+            rows = msgspec.json.decode(file.read_bytes(), type=list[harness.Row])
+            conditions = now | {"date": date, "load": load, "load after": _load()}
+            return results.Entry(conditions=conditions, rows=rows)
         except (OSError, ValueError) as exc:
             why = said[-1] if said else f"status {status}, and no rows: {exc}"
     console.print(f"   [yellow]not measured:[/] {why}")
-    return {"missing" if status == harness.NOTHING else "failed": why, "date": begun["date"]}
+    if status == harness.NOTHING:
+        return results.Entry(date=date, missing=why)
+    return results.Entry(date=date, failed=why)
 
 
 def _called(command: Sequence[str]) -> tuple[int, list[str]]:

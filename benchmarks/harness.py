@@ -10,20 +10,22 @@ import argparse
 import atexit
 import contextlib
 import gc
-import json
 import multiprocessing
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
+from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +36,8 @@ Way = Callable[[], Sequence[float]]
 """A function that does the work once, and returns its figures, such as the seconds of each step."""
 
 AT_LEAST, AT_MOST = "≥ ", "≤ "
+SCALES = {"ms": 1e3, "µs": 1e6, "%": 1e2, "GB/s": 1e-9, "KB": 1e-3, "MiB": 2.0**-20}
+"""How many of a unit are a second, a byte, or the whole; of other units, it is one."""
 NOTHING = 3
 """The exit status of a benchmark that cannot measure anything on this machine."""
 
@@ -91,8 +95,7 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> 
 # Rows.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """One measured case.
 
     Attributes:
@@ -111,25 +114,22 @@ class Row:
     low: float
     high: float
     measured: str
-    target: str | None = None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the interval keeps the target; ``None``: on both sides, or there is none."""
-        return verdict(self.target, self.low, self.high)
+    target: Annotated[str, Meta(pattern=r"^[≥≤] [0-9.]+$")] | None = None
 
     @property
     def verdict(self) -> str:
         """``met``, ``missed``, ``open`` where the interval lies on both sides, or nothing."""
-        return {True: "met", False: "missed", None: "open"}[self.met] if self.target else ""
+        if self.target is None:
+            return ""
+        low, high, limit = self.low, self.high, float(self.target[2:])
+        if self.target.startswith(AT_MOST):
+            low, high, limit = -high, -low, -limit
+        return "met" if low >= limit else "missed" if high < limit else "open"
 
     @property
     def interval(self) -> str:
         """Both ends of the interval."""
         return f"{number(self.low)} to {number(self.high)}"
-
-
-FIELDS = tuple(each.name for each in fields(Row))
 
 
 def row(
@@ -140,19 +140,19 @@ def row(
     theirs: npt.ArrayLike = 1.0,
     *,
     unit: str,
-    scale: float = 1.0,
     target: str | None = None,
     measured: float | str | None = None,
 ) -> Row:
     """A row of what was measured round by round, and what it is divided by.
 
-    ``unit`` is that of ours times ``scale``, whose median is shown unless ``measured`` says what to
-    show.
+    Figures are seconds, bytes, or parts of a whole; the median of ours is shown in the unit that
+    ``unit`` begins with (``SCALES``), unless ``measured`` is to be shown.
     """
     figures = np.atleast_1d(np.asarray(ours, dtype=np.float64))
     low, middle, high = spread(figures / np.asarray(theirs))
     if not isinstance(measured, str):
-        measured = number(float(np.median(figures)) * scale if measured is None else measured)
+        shown = float(np.median(figures)) if measured is None else measured
+        measured = number(shown * SCALES.get(unit.split()[0], 1.0))
     return Row(
         section=section,
         case=case,
@@ -165,11 +165,6 @@ def row(
     )
 
 
-def without_target(found: Row) -> Row:
-    """The same row, of something for which the target does not hold."""
-    return replace(found, target=None)
-
-
 def spread(ratios: Times) -> tuple[float, float, float]:
     """The median, between the ends of its interval of 95 % confidence, by their order alone."""
     ordered, n = np.sort(ratios), len(ratios)
@@ -177,29 +172,6 @@ def spread(ratios: Times) -> tuple[float, float, float]:
     ends = ordered[[max(0, int(n / 2 - reach)), n // 2, min(n - 1, int(n / 2 + reach) + 1)]]
     low, median, high = (float(f"{end:.3g}") for end in ends)
     return low, median, high
-
-
-def verdict(target: str | None, low: float, high: float) -> bool | None:
-    """Return whether an interval meets a target; ``None`` if it lies on both sides."""
-    if target is None:
-        return None
-    sign, limit = target[:2], float(target[2:])
-    if sign not in (AT_LEAST, AT_MOST):
-        raise ValueError(f"target {target!r}: write it as '≥ 0.9' or '≤ 1.03'")
-    if sign == AT_MOST:
-        low, high, limit = -high, -low, -limit
-    return True if low >= limit else False if high < limit else None
-
-
-def row_of(found: Any) -> Row:
-    """Return a row from a list in JSON, with the values of its fields; else ``ValueError``."""
-    kinds = [type(value) for value in found] if isinstance(found, list) else []
-    if len(kinds) != len(FIELDS) or not set(kinds[3:6]) <= {int, float}:
-        raise ValueError(f"a row is a list of {', '.join(FIELDS)}, and this is {found!r}")
-    if {*kinds[:3], kinds[6]} != {str} or kinds[7] not in (str, type(None)):
-        raise ValueError(f"a row's texts are text, and here is {found!r}")
-    verdict(found[-1], 0.0, 0.0)
-    return Row(**dict(zip(FIELDS, found, strict=True)))
 
 
 def number(value: float) -> str:
@@ -228,8 +200,7 @@ def main(
     found = sorted(measure(chosen), key=lambda each: each.section)  # stable: cases stay in order
     show(found)
     if chosen.json:
-        text = json.dumps([astuple(each) for each in found], ensure_ascii=False)
-        chosen.json.write_text(text, encoding="utf-8")
+        chosen.json.write_bytes(msgspec.json.encode(found))
     sys.stdout.flush()
     atexit._run_exitfuncs()
     os._exit(0)  # some transport libraries crash in their own exit handlers
@@ -238,16 +209,31 @@ def main(
 def show(found: Sequence[Row]) -> None:
     """Print a table for each section."""
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for section, own in groupby(found, key=lambda each: each.section):
-        table = Table(title=section, title_justify="left")
-        for heading in ("case", "ratio", "95 %", "of", "target", "measured"):
-            right = heading in ("ratio", "95 %", "measured")
-            table.add_column(heading, justify="right" if right else "left")
-        for each in own:
-            target = f"{each.target} {each.verdict}" if each.target else ""
-            cells = (each.case, number(each.ratio), each.interval, each.of, target, each.measured)
-            table.add_row(*cells)
-        console.print(table)
+    for section, rows in sections(found):
+        console.print(table(rows, title=section))
+
+
+def sections(found: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the rows of each section."""
+    for section, rows in groupby(found, key=lambda each: each.section):
+        yield section, list(rows)
+
+
+def table(
+    rows: Iterable[Row],
+    style: Box = HEAVY_HEAD,
+    name: Callable[[Row], str] = lambda row: row.case,
+    title: str | None = None,
+) -> Table:
+    """Return the table of some rows."""
+    made = Table(title=title, title_justify="left", box=style)
+    for heading in ("case", "ratio", "95 %", "of", "target", "measured"):
+        right = heading in ("ratio", "95 %", "measured")
+        made.add_column(heading, justify="right" if right else "left")
+    for row in rows:
+        target = f"{row.target} {row.verdict}" if row.target else ""
+        made.add_row(name(row), number(row.ratio), row.interval, row.of, target, row.measured)
+    return made
 
 
 def say(what: str) -> None:
@@ -259,6 +245,12 @@ def nothing(why: str) -> NoReturn:
     """End a benchmark that cannot run here, with the reason."""
     print(why, flush=True)
     raise SystemExit(NOTHING)
+
+
+def need_vllm() -> None:
+    """End a benchmark of vLLM where there is none."""
+    if find_spec("vllm") is None:
+        nothing("vLLM is not installed here")
 
 
 def working_drivers() -> list[str]:

@@ -21,16 +21,11 @@ from kvferry.core.directory.handshake_queue import MAX_HANDSHAKES
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region, region_of
-from kvferry.core.messages import Coordinates, RankPayload
+from kvferry.core.messages import RankPayload
 from kvferry.core.planner.build_copies import Pages
-from kvferry.core.side_channel_messages import (
-    NEWEST_PROTOCOL,
-    OLDEST_PROTOCOL,
-    Payloads,
-    decode_request,
-    encode,
-)
+from kvferry.core.side_channel_messages import Payloads, decode_request, encode
 from kvferry.core.transport import PeerId
 from kvferry.drivers.loopback import LoopbackTransport
 
@@ -131,20 +126,14 @@ class Hostile:
             self._reply = encode(Payloads(ranks=[_short(each) for each in published]))
 
     def _published(self, rank: int, layout: Layout) -> RankPayload:
-        return RankPayload(
-            oldest=OLDEST_PROTOCOL,
-            newest=NEWEST_PROTOCOL,
+        return engines.published(
+            layout,
+            rank,
             engine=FIRST,
-            incarnation=engines.INCARNATION,
-            rank=rank,
-            coordinates=Coordinates(tp=rank),
             agreement={},
-            layout=layout,
             driver="loopback",
             address=self._transport.address() + bytes([rank]),
             slots=region_of(self._words),
-            lease=30.0,
-            fingerprint=region_of(np.zeros(2, dtype=np.uint64)),
             watermarks=region_of(self._words),
         )
 
@@ -236,7 +225,9 @@ class Decode:
 
     def _load(self, port: int) -> Load:
         number, hold = next(self._numbers), Hold(slot=3, generation=7)
-        ticket = engines.ticket(NAME.format(number), f"r-{number}", port, [1], hold, tokens=1)
+        ticket = Ticket(
+            **engines.ticket_fields(NAME.format(number), f"r-{number}", port, [1], hold, tokens=1)
+        )
         return Load(
             request=RequestId(ticket.request),
             ticket=ticket,
@@ -267,10 +258,10 @@ def replies(quick: bool) -> Iterator[Row]:
     section = "hostile replies, as many at once as may be"
     for kind, figures in found.items():
         late, nbytes, took = np.array(figures).T
-        for what, own, limit, of, unit, scale in (
-            ("another thread stopped, at most", late, MOST_SECONDS, "50 ms", "ms", 1e3),
-            ("memory, at most", nbytes, MOST_BYTES, "256 MiB", "MiB", 2.0**-20),
+        for what, own, limit, of, unit in (
+            ("another thread stopped, at most", late, MOST_SECONDS, "50 ms", "ms"),
+            ("memory, at most", nbytes, MOST_BYTES, "256 MiB", "MiB"),
         ):
-            worst, case = float(own.max()) * scale, f"{what}, {kind}"
+            worst, case = float(own.max()), f"{what}, {kind}"
             yield row(section, case, of, own, limit, unit=unit, target="≤ 1", measured=worst)
         yield row(section, f"all of it, {kind}", "itself", took, took, unit="s")

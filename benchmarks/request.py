@@ -32,6 +32,7 @@ from benchmarks.no_transport import WORD
 from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
 from kvferry.core.messages import WORD_BYTES
 from kvferry.core.planner.build_copies import Pages
@@ -141,7 +142,7 @@ class Ferry:
         """A load; CPU seconds until it was posted."""
         request, hold = f"request-{next(self._numbers)}", Hold(slot=3, generation=WORD >> 1)
         here, there = _lists(scattered)
-        ticket = engines.ticket("prefill", request, self._server.port, there, hold)
+        ticket = Ticket(**engines.ticket_fields("prefill", request, self._server.port, there, hold))
         load = Load(
             request=RequestId(request),
             ticket=ticket,
@@ -240,7 +241,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                     theirs,
                     mine,
                     unit="µs CPU",
-                    measured=float(np.median(mine)) * 1e6,
+                    measured=float(np.median(mine)),
                     target=TARGETS[scattered],
                 )
 

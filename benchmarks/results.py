@@ -1,25 +1,37 @@
-"""Results of ``make bench``: kept as JSON, and shown as a page."""
+"""Results of ``make bench``: kept as JSON, shown as a page, and compared with earlier ones.
+
+A case of two results has changed if its intervals of 95 % confidence do not overlap. Each is a
+ratio to something that was measured in the same run, so another machine, or a busy one, changes it
+less than it changes seconds.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct, structs
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from benchmarks import harness
+from benchmarks.harness import Row
 
 ROOT = Path(__file__).parent.parent
-RELEASE = ROOT / "benchmarks/results/release.json"
+RELEASE = "benchmarks/results/release.json"
 """The results of the last release, with which ``--against`` compares."""
 BUSY = "**Other work wanted the same cores meanwhile: take these figures as rough.**"
 VARYING = ("date", "load", "load after", "source", "extent")
 """Conditions that are not those of the machine and its software."""
-
-Store = dict[str, dict[str, Any]]
-"""By part: ``conditions`` and ``rows`` of the last run that measured something, and ``missing`` or
-``failed`` (with its ``date``) where a later one did not."""
+HIGHER_IS_BETTER = ("speed of ", "that with ")
+"""Ratios to one of these are better if higher: what they compare is a rate."""
+OURS_BELOW = " to ours"
+"""What such ratios are to ends so: something of a peer's, divided by ours."""
 
 HEAD = """# Results of make bench
 
@@ -29,107 +41,184 @@ does, and otherwise open. docs/performance.md says why the last release missed s
 """
 
 
-def loads(text: str) -> Store:
+class Entry(Struct, kw_only=True, omit_defaults=True):
+    """A part of the benchmarks.
+
+    Attributes:
+        conditions, rows: Of the last run that measured something.
+        missing, failed: Why a later one did not, at ``date``: it cannot run here, or it failed.
+    """
+
+    conditions: dict[str, Any] = {}
+    date: str = ""
+    failed: str = ""
+    missing: str = ""
+    rows: list[Row] = []
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The machine and the software with which it was measured."""
+        return {k: v for k, v in self.conditions.items() if k not in VARYING}
+
+    @property
+    def why_not(self) -> str:
+        """Why the last run measured nothing; empty if it did."""
+        return self.missing or self.failed
+
+
+Store = dict[str, Entry]
+"""The results by part."""
+
+
+def loads(text: str | bytes) -> Store:
     """Return results from their text; ``ValueError`` if it is something else."""
-    found = json.loads(text)
-    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
-        raise ValueError("no results by part")
-    for entry in found.values():
-        rows_of(entry)
-    return found
-
-
-def load(path: Path) -> Store:
-    """Return what is kept; nothing where there is no file."""
-    return loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return msgspec.json.decode(text, type=Store)
 
 
 def save(path: Path, store: Store) -> None:
-    """Keep it, with a line for each row."""
-    parts = [f"{_json(name)}: {_entry(entry)}" for name, entry in sorted(store.items())]
+    """Keep results, with a line for each row."""
+    parts = []
+    for name, entry in sorted(store.items()):
+        lines = ",\n  ".join(_json(row) for row in entry.rows)
+        head = _json(structs.replace(entry, rows=[])).removesuffix("}")
+        comma = ",\n " * (head != "{")
+        parts.append(f'{_json(name)}: {head}{comma}"rows": [\n  {lines}]}}')
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
-def _entry(entry: Mapping[str, Any]) -> str:
-    fields = [f"{_json(name)}: {_json(entry[name])}" for name in sorted(entry) if name != "rows"]
-    lines = ",\n  ".join(map(_json, entry.get("rows", ())))
-    return "{" + ",\n ".join(fields + [f'"rows": [\n  {lines}]'] * ("rows" in entry)) + "}"
-
-
 def _json(found: object) -> str:
-    return json.dumps(found, ensure_ascii=False)
+    return msgspec.json.encode(found).decode()
 
 
-def remember(store: Store, name: str, entry: Mapping[str, Any]) -> None:
-    """Put what came of a run in place of what was there; rows stay until there are others."""
-    old = {} if "rows" in entry else store.get(name, {})
-    store[name] = {key: old[key] for key in ("conditions", "rows") if key in old} | dict(entry)
-
-
-def rows_of(entry: Mapping[str, Any]) -> list[harness.Row]:
-    """Return a part's rows."""
-    return [harness.row_of(each) for each in entry.get("rows", ())]
-
-
-def conditions_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the machine and the software with which a part was measured."""
-    return {k: v for k, v in entry.get("conditions", {}).items() if k not in VARYING}
+# The page.
 
 
 def write_page(store: Store, titles: Mapping[str, str], path: Path) -> None:
     """Write the page of all parts, in the order of their titles."""
-    path.write_text("\n".join(_page(store, titles)) + "\n", encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        page = Console(file=file, width=1000, highlight=False, markup=False)
+        page.print(HEAD)
+        every = [(name, row) for name in titles if name in store for row in store[name].rows]
+        page.print("## Targets\n")
+        targets = [row for _, row in every if row.target]
+        page.print(harness.table(targets, box.MARKDOWN, lambda row: f"{row.section}: {row.case}"))
+        for name, title in titles.items():
+            page.print(f"\n## {title}\n")
+            page.print("\n".join(_said(name, store.get(name))))
+            for section, rows in harness.sections([row for part, row in every if part == name]):
+                page.print(f"\n### {section}\n")
+                page.print(harness.table(rows, box.MARKDOWN))
 
 
-def _page(store: Store, titles: Mapping[str, str]) -> Iterator[str]:
-    yield HEAD
-    every = [row for name in titles for row in rows_of(store.get(name, {}))]
-    yield "## Targets\n"
-    yield from _table(
-        ("work", "target", "ratio", "95 %", "of", "verdict"),
-        [
-            (f"{r.section}: {r.case}", r.target, _bold(r), r.interval, r.of, r.verdict)
-            for r in every
-            if r.target
-        ],
-    )
-    for name, title in titles.items():
-        entry = store.get(name, {})
-        yield f"\n## {title}\n"
-        if "conditions" in entry:
-            yield f"`{name}`, {_conditions(entry)}\n"
-        if why := entry.get("missing") or entry.get("failed"):
-            yield f"Not measured on {entry['date']}: {why}\n"
-        elif not entry:
-            yield f"`{name}` has not been run.\n"
-        for section, found in groupby(rows_of(entry), key=lambda row: row.section):
-            yield f"\n### {section}\n"
-            yield from _table(
-                ("case", "ratio", "to", "target", "measured"),
-                [
-                    (r.case, f"{_bold(r)} ({r.interval})", r.of, _target(r), r.measured)
-                    for r in found
-                ],
-            )
+def _said(name: str, entry: Entry | None) -> Iterator[str]:
+    """Yield the conditions of a part, and why it was not measured."""
+    if entry is None:
+        yield f"`{name}` has not been run."
+        return
+    if found := entry.conditions:
+        loads = [found["load"], found["load after"]]
+        machine = ", ".join(f"{key} {value}" for key, value in entry.machine.items())
+        busy = f" {BUSY}" if max(loads) > found.get("cores", 1) else ""
+        yield f"`{name}`, {found['date']}, load {loads[0]} to {loads[1]}; {machine}.{busy}"
+    if entry.why_not:
+        yield f"Not measured on {entry.date}: {entry.why_not}"
 
 
-def _bold(row: harness.Row) -> str:
-    return f"**{harness.number(row.ratio)}**"
+# Changes.
 
 
-def _target(row: harness.Row) -> str:
-    return f"{row.target} {row.verdict}" if row.target else ""
+class BaselineError(Exception):
+    """The results to compare with cannot be read; says why, and what to do."""
 
 
-def _conditions(entry: Mapping[str, Any]) -> str:
-    found = entry["conditions"]
-    said = ", ".join(f"{name} {value}" for name, value in conditions_of(entry).items())
-    said = f"{found['date']}, load {found['load']} before and {found['load after']} after; {said}."
-    busy = max(found["load"], found["load after"]) > found.get("cores", 1)
-    return f"{said} {BUSY}" if busy else said
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A case whose two intervals do not overlap: its earlier row, and that measured now."""
+
+    part: str
+    before: Row
+    after: Row
+
+    @property
+    def factor(self) -> float:
+        """How many times as good as before the case is; below 1 if it has become worse."""
+        factor = self.after.ratio / self.before.ratio
+        return factor if higher_is_better(self.after) else 1 / factor
+
+    def is_worse(self, margin: float) -> bool:
+        """Return whether kvferry has become worse by more than a margin.
+
+        Args:
+            margin: 0.2 allows a ratio that was 1 to become 1.2, or 1 / 1.2 if higher is better.
+        """
+        return self.factor * (1 + margin) < 1
 
 
-def _table(headings: Sequence[str], lines: Sequence[Sequence[object]]) -> Iterator[str]:
-    for line in (headings, ["---"] * len(headings), *lines):
-        yield f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |"
+def higher_is_better(row: Row) -> bool:
+    """Return whether a higher ratio is better: by the row's target, or by what the ratio is to."""
+    if row.target is not None:
+        return row.target.startswith(harness.AT_LEAST)
+    return row.of.startswith(HIGHER_IS_BETTER) or row.of.endswith(OURS_BELOW)
+
+
+def baseline(file: str = "") -> Store:
+    """Return the results to compare with: of a file, or those of the last release.
+
+    Raises:
+        BaselineError: there is no such file or commit, or it has something else in it.
+    """
+    committed = ["git", "-C", str(ROOT), "show", f"HEAD:{RELEASE}"]
+    try:
+        return loads(Path(file).read_bytes() if file else subprocess.check_output(committed))
+    except (OSError, ValueError, subprocess.CalledProcessError) as exc:
+        name = file or "the last release's results"
+        raise BaselineError(
+            f"{name} cannot be read ({exc}): pass a file of results, as --against FILE"
+        ) from exc
+
+
+def changes(before: Store, after: Store) -> list[Change]:
+    """Return the cases of both stores that have changed, the one that became worst first."""
+    earlier = _by_case(before)
+    found = [
+        Change(part=key[0], before=earlier[key], after=row)
+        for key, row in _by_case(after).items()
+        if key in earlier and (earlier[key].high < row.low or row.high < earlier[key].low)
+    ]
+    return sorted(found, key=lambda change: change.factor)
+
+
+def unmatched(before: Store, after: Store) -> int:
+    """Return how many cases of ``after`` are not in ``before``."""
+    return len(_by_case(after).keys() - _by_case(before).keys())
+
+
+def differing(before: Store, after: Store) -> list[str]:
+    """Return the names of the conditions, such as the processor, that are not as they were."""
+    pairs = [(before[name].machine, after[name].machine) for name in before.keys() & after]
+    return sorted({key for a, b in pairs for key in a | b if a.get(key) != b.get(key)})
+
+
+def _by_case(store: Store) -> dict[tuple[str, str, str, str], Row]:
+    return {
+        (part, row.section, row.case, row.of): row
+        for part, entry in store.items()
+        for row in entry.rows
+    }
+
+
+def changes_table(found: list[Change], margin: float) -> Table:
+    """Return a table with a line for each changed case."""
+    table = Table(title="Cases that have changed, worse first", title_justify="left")
+    for heading in ("part", "case", "ratio to", "before", "now", ""):
+        table.add_column(heading)
+    for change in found:
+        row, factor = change.after, change.factor
+        both = [f"{harness.number(r.ratio)} ({r.interval})" for r in (change.before, row)]
+        times = f"{harness.number(max(factor, 1 / factor))} times"
+        verdict = f"{times} better" if factor >= 1 else f"{times} worse"
+        if factor < 1 and not change.is_worse(margin):
+            verdict += ", within the margin"
+        table.add_row(change.part, f"{row.section}: {row.case}", row.of, *both, verdict)
+    return table

@@ -26,7 +26,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +150,7 @@ def table(found: harness.Times) -> Iterator[Row]:
         ("every further token", found[:, :, TURNS], None),
     ]
     for case, (ours, theirs), target in cases:
-        yield row(SECTION, case, OF, ours, theirs, unit="ms", scale=1e3, target=target)
+        yield row(SECTION, case, OF, ours, theirs, unit="ms", target=target)
 
 
 def vllm_source() -> Path:
@@ -170,8 +169,7 @@ def vllm_source() -> Path:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Both pairs by turns, each in the same conversation."""
-    if find_spec("vllm") is None:
-        harness.nothing("vLLM is not installed here")
+    harness.need_vllm()
     rounds = options.rounds or (1 if options.quick else 12)
     with ExitStack() as stack:
         harness.say("starting two pairs of servers")

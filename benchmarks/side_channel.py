@@ -31,7 +31,7 @@ from kvferry.core.endpoint import Load
 from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.ticket import PeerKey
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import decode_payload
 from kvferry.core.metrics import Metrics
 from kvferry.core.options import DEFAULTS
@@ -212,13 +212,12 @@ class _Run:
         served, server = "until the last is served", "CPU of the server for each"
         yield say(served, limit, last[0], LIMIT_SECONDS, unit="s", target="≤ 1")
         yield say(served, "our time to a bare socket's", last[0], last[1], unit="s")
-        each = 1e6 / self._count
         of = "our CPU time to a bare socket's"
-        yield say(server, of, cpu[0], cpu[1], unit="µs", scale=each)
+        yield say(server, of, cpu[0] / self._count, cpu[1] / self._count, unit="µs")
         name, of = "engine step of 4 ms CPU, median", "the same with a bare socket in its place"
-        yield say(name, of, median[0], median[1], unit="ms", scale=1e3, target="≤ 1.1")
+        yield say(name, of, median[0], median[1], unit="ms", target="≤ 1.1")
         of = "the same with nobody asking"
-        yield say(name, of, median[0], median[2], unit="ms", scale=1e3)
+        yield say(name, of, median[0], median[2], unit="ms")
 
     def watches(self, seconds: float) -> Iterator[Row]:
         """All watch the server for some seconds; then nobody does."""
@@ -236,10 +235,10 @@ class _Run:
         pings = self._count / DEFAULTS.liveness_interval
         say = partial(row, f"watching: {self._count:,} consumers, {pings:,.0f} pings a second")
         of, name = f"{CPU_SHARE:.0%} of a core", "a core's share"
-        yield say(name, of, share, CPU_SHARE, unit="%", scale=1e2, target="≤ 1")
+        yield say(name, of, share, CPU_SHARE, unit="%", target="≤ 1")
         name, of = "engine step of 4 ms CPU, median", "the same while nobody asks"
-        yield say(name, of, step, idle_step, unit="ms", scale=1e3, target="≤ 1.1")
-        yield say("memory of the server for each", "itself", grown, grown, unit="KB", scale=1e-3)
+        yield say(name, of, step, idle_step, unit="ms", target="≤ 1.1")
+        yield say("memory of the server for each", "itself", grown, grown, unit="KB")
 
     def _asked(self, port: int) -> float:
         for one in self._consumers:
@@ -307,7 +306,7 @@ class Rank:
     def _meet(self, name: str, ranks: tuple[bytes, ...]) -> None:
         """Hear what a producer has answered, and that nothing is to be loaded from it."""
         hold = Hold(slot=0, generation=1)
-        ticket = engines.ticket(name, "request", 1, [1], hold, tp_size=KNOWN_RANKS)
+        ticket = Ticket(**engines.ticket_fields(name, "request", 1, [1], hold, tp_size=KNOWN_RANKS))
         key = PeerKey.of(ticket)
         reply = EncodedReply(address=key, incarnation=Incarnation(INCARNATION), ranks=ranks)
         self._loads.peers.relay(ProducerNews(outcomes=((key, reply),)))
@@ -334,7 +333,7 @@ def known_producers(quick: bool) -> Iterator[Row]:
     many, one = Rank(count), Rank(1)
     ours, alone = harness.by_turns([many.ticks, one.ticks], rounds)[:, :, 0]
     say = partial(row, f"a tick with {count:,} idle producers of {KNOWN_RANKS} ranks")
-    yield say("CPU of a tick", "the same with 1 producer", ours, alone, unit="µs", scale=1e6)
+    yield say("CPU of a tick", "the same with 1 producer", ours, alone, unit="µs")
     share = ours / TICK_SECONDS
     of = f"{IDLE_SHARE:.0%} of a core"
-    yield say("a core's share", of, share, IDLE_SHARE, unit="%", scale=1e2, target="≤ 1")
+    yield say("a core's share", of, share, IDLE_SHARE, unit="%", target="≤ 1")

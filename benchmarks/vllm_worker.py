@@ -226,7 +226,7 @@ NEWER = (
 
 def sources(newer: Path | None) -> list[Path | None]:
     """The vLLMs to measure beside: the installed one (``None``) first, if there is one."""
-    installed: list[Path | None] = [None] if available() else []
+    installed: list[Path | None] = [None] if find_spec("vllm") else []
     return installed + ([newer] if newer else [])
 
 
@@ -235,8 +235,3 @@ def quiet() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.disable(logging.WARNING)
-
-
-def available() -> bool:
-    """Whether there is a vLLM to measure against."""
-    return find_spec("vllm") is not None

@@ -26,8 +26,8 @@ from kvferry.integrations.vllm.config import (
     acceptable,
     problems,
     risks,
-    schema,
 )
+from kvferry.integrations.vllm.config import schema as settings_schema
 from kvferry.integrations.vllm.security import examine_security_settings, open_access_risks
 from kvferry.integrations.vllm.side_channel import loopback_risk
 from kvferry.integrations.vllm.transfer_config import (
@@ -58,15 +58,15 @@ class InputError(KVFerryError):
     """There is nothing to check: the argument is neither a JSON object nor a file with one."""
 
 
-def print_schema() -> None:
-    """Print the JSON schema of ``kv_connector_extra_config``."""
-    typer.echo(json.dumps(schema(), indent=2))
-
-
-def run(text: str, peers: Sequence[str] = ()) -> int:
-    """Check a configuration, and print what is wrong with it."""
-    given = read(text)
-    addresses = [(peer, *host_and_port("--peer", peer)) for peer in peers]
+def run(config: str, peer: Sequence[str] | None = None, schema: bool = False) -> int:
+    """Check a configuration, and print what is wrong with it; or print the schema of settings."""
+    if schema:
+        typer.echo(json.dumps(settings_schema(), indent=2))
+        return 0
+    if not config:
+        raise typer.BadParameter("name a file, or give JSON", param_hint="FILE|JSON")
+    given, peers = read(config), peer or ()
+    addresses = [(each, *host_and_port("--peer", each)) for each in peers]
     found = list(_problems(given))
     notes: list[str] = []
     for own in own_transfers(given) if is_transfer(given) else [{EXTRA: given}]:

@@ -6,7 +6,9 @@ costs no more than typer.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -58,15 +60,30 @@ def _common(
     del version
 
 
-@app.command()
+def _command(declared: Callable[..., None]) -> Callable[..., None]:
+    """Add a command with these options and this help; ``run`` of its module does its work.
+
+    The module ``kvferry.cli.NAME`` is imported only when the command runs. ``run`` takes the
+    options by their names, and returns the exit status, or nothing for 0.
+    """
+    name = declared.__name__
+
+    @wraps(declared)
+    def run(**options: object) -> None:
+        raise typer.Exit(import_module(f"kvferry.cli.{name}").run(**options) or 0)
+
+    # typer cuts the summaries that it takes from docstrings to what fits into a line.
+    summary = (declared.__doc__ or "").partition("\n")[0]
+    app.command(name.replace("_", "-"), short_help=summary)(run)
+    return run
+
+
+@_command
 def drivers(as_json: Json = False) -> None:
     """List the installed drivers, and what each can do here."""
-    from kvferry.cli.drivers import run
-
-    run(as_json=as_json)
 
 
-@app.command()
+@_command
 def demo(
     megabytes: Annotated[
         int,
@@ -106,12 +123,9 @@ def demo(
     --decode, only the given pair is moved. A cache of any shape can be moved into any other: try
     --prefill 3/HND/16 --decode NHD/48.
     """
-    from kvferry.cli.demo import run
-
-    raise typer.Exit(run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))
 
 
-@app.command()
+@_command
 def doctor(
     address: Annotated[
         str | None,
@@ -136,16 +150,9 @@ def doctor(
     Exit status 0 unless something is bad. Findings that are only worth knowing do not change the
     exit status.
     """
-    from kvferry.cli.doctor import run
-    from kvferry.cli.side_channel import engine_address, keys_of
-
-    if address is not None:
-        host, port = engine_address([address])
-    keys = keys_of(curve_secret_key, curve_peer)
-    raise typer.Exit(run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
 
 
-@app.command("check-config")
+@_command
 def check_config(
     config: Annotated[
         str,
@@ -179,17 +186,9 @@ def check_config(
       kvferry check-config prefill.json
       kvferry check-config '{"driver": "nixl"}' --peer 10.0.0.5:5600
     """
-    from kvferry.cli.check_config import print_schema, run
-
-    if schema:
-        print_schema()
-        return
-    if not config:
-        raise typer.BadParameter("name a file, or give JSON", param_hint="FILE|JSON")
-    raise typer.Exit(run(config, peer or ()))
 
 
-@app.command()
+@_command
 def health(
     address: Annotated[
         list[str],
@@ -207,15 +206,9 @@ def health(
     its ranks find: a transport that failed, or pages that are quarantined (not reused while bytes
     of a failed read may still arrive in them).
     """
-    # kvferry.cli runs the command itself, unless help or an error has to be printed.
-    from kvferry.cli.health import run
-    from kvferry.cli.side_channel import engine_address
-
-    host, port = engine_address(address)
-    raise typer.Exit(run(host, port, timeout=timeout, secret_key=curve_secret_key, peer=curve_peer))
 
 
-@app.command()
+@_command
 def top(
     addresses: Annotated[
         list[str],
@@ -265,12 +258,9 @@ def top(
 
     With --once, the exit status is 1 if an engine did not answer.
     """
-    from kvferry.cli.top import run
-
-    raise typer.Exit(run(addresses, interval=interval, timeout=timeout, once=once, as_json=as_json))
 
 
-@app.command()
+@_command
 def keygen(
     folder: Annotated[Path, argument(metavar="DIR", help="Where to; made if need be.")],
     engine: Annotated[
@@ -288,12 +278,9 @@ def keygen(
     secret for all engines. Prints what to configure on each engine. Only the owner can read the
     files, and no file is overwritten.
     """
-    from kvferry.cli.keygen import run
-
-    run(folder, engine or ["prefill", "decode"])
 
 
-@app.command()
+@_command
 def bench(
     driver: Annotated[str, argument(help="Which driver; 'kvferry drivers' lists them.")],
     option: Annotated[
@@ -332,21 +319,9 @@ def bench(
       kvferry bench loopback --option threads=4
       kvferry bench nixl --size 8,1M --block 8,512,64K --plot nixl.svg
     """
-    from kvferry.cli.bench import run
-
-    run(
-        driver=driver,
-        options=option or (),
-        sizes=size,
-        blocks=block,
-        memory=memory,
-        seconds=seconds,
-        as_json=as_json,
-        plot=plot,
-    )
 
 
-@app.command("new-driver")
+@_command
 def new_driver(
     name: Annotated[str, argument(help="The name by which users will configure it.")],
 ) -> None:
@@ -355,12 +330,9 @@ def new_driver(
     Writes the folder kvferry-NAME: a driver that reads the memory of other processes of this host,
     and the conformance suite for it. docs/writing-a-driver.md begins with it.
     """
-    from kvferry.cli.new_driver import run
-
-    run(name)
 
 
-@app.command()
+@_command
 def plan(
     model: Annotated[
         Path | None,
@@ -496,25 +468,3 @@ def plan(
     With --bandwidth, a table follows: how long until decode has a prompt's cache, if it is moved
     after prefill, and if pages are moved chunk by chunk while prefill computes (early tickets).
     """
-    from kvferry.cli.plan import run
-    from kvferry.cli.plan.early import make_question
-    from kvferry.cli.plan.sides import RunningOptions
-
-    run(
-        model=model,
-        sides={"prefill": prefill, "decode": decode},
-        running=RunningOptions(
-            addresses=addresses or (), secret_key=curve_secret_key, peers=curve_peer or ()
-        ),
-        tokens=tokens,
-        dtype=dtype,
-        early=make_question(bandwidth or (), prompt or (), chunk, prefill_rate, hop / 1e3),
-        svg=svg,
-        as_json=as_json,
-        write_layouts=write_layouts,
-    )
-
-
-for _command in app.registered_commands:
-    # typer cuts the summaries that it takes from docstrings to what fits into a line.
-    _command.short_help = (_command.callback.__doc__ or "").partition("\n")[0]

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from kvferry.cli.formatting import counted
 from kvferry.cli.output import output, print_table
@@ -180,7 +179,7 @@ def _run(
     """Start both engines, hand over the requests, and print what was moved; return the status."""
     transport = _transport(driver)
     like = (prefill.heads_first, prefill.block) == (decode.heads_first, decode.block)
-    count, tokens = len(requests), sum(request.tokens for request in requests)
+    tokens = sum(request.tokens for request in requests)
     lease = 60.0 + tokens * TOKEN_BYTES / 1e7
     console.print(f"\n[bold]Engines of {'like' if like else 'unlike'} pages[/]")
     with ExitStack() as stack:
@@ -201,21 +200,20 @@ def _run(
                 f"  {name}, process {process}: {counted(shape.tp, 'rank')}, {_order(shape)}, "
                 f"pages of {counted(shape.block, 'token')}"
             )
-        title = f"prefill computed {tokens:,} tokens of {count} requests"
-        with _step(console, title, count) as advance:
-            tickets: dict[Request, Ticket] = {one: receive(pipe) for one in map(advance, requests)}
+        with _step(console, f"prefill computed {tokens:,} tokens of {len(requests)} requests"):
+            tickets: dict[Request, Ticket] = {one: receive(pipe) for one in requests}
         [rank] = engine.ranks
         pages = scattered_pages(rank.shape, requests, seed=2)
-        with _step(console, "decode pulled them", count) as advance:
+        with _step(console, "decode pulled them"):
             begun = perf_counter()
             for request, ticket in tickets.items():
                 engine.pull(request.name, ticket, pages[request])
-            records = [_loaded(engine, request) for request in map(advance, requests)]
+            records = [_loaded(engine, request) for request in requests]
             seconds = perf_counter() - begun
-        with _step(console, "every byte was compared with what it must be", count) as advance:
+        with _step(console, "every byte was compared with what it must be"):
             wrong = {
-                request.name: rank.wrong_bytes(pages[request], request.tokens, request.first_token)
-                for request in map(advance, requests)
+                one.name: rank.wrong_bytes(pages[one], one.tokens, one.first_token)
+                for one in requests
             }
             wrong["other pages"] = wrong_spare_bytes(rank, pages)
         with _step(console, f"the same bytes were copied by numpy, {COPY_ROUNDS} times"):
@@ -242,30 +240,12 @@ def _order(shape: CacheShape) -> str:
 
 
 @contextmanager
-def _step(
-    console: Console, title: str, total: int | None = None
-) -> Iterator[Callable[[Request], Request]]:
-    """Show a step: a progress bar of ``total`` parts meanwhile, and a line when it has ended.
-
-    Yields a function to call with each request of the step; it returns the request.
-    """
+def _step(console: Console, title: str) -> Iterator[None]:
+    """Print a line when a step has ended; on a terminal, it says meanwhile what is done."""
     begun = perf_counter()
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        *((BarColumn(), MofNCompleteColumn()) if total else ()),
-        console=console,
-        transient=True,
-        refresh_per_second=5,  # drawing takes CPU time from the transfer
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task(title, total=total)
-
-        def advance(request: Request) -> Request:
-            progress.advance(task)
-            return request
-
-        yield advance
+    # Drawing takes CPU time from the transfer.
+    with console.status(title, refresh_per_second=5):
+        yield
     console.print(f"[green]✓[/] {title} [dim]{perf_counter() - begun:.2f} s[/]")
 
 

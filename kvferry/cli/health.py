@@ -6,11 +6,11 @@ Imports as little as it can: a probe runs every few seconds, also on a busy host
 from __future__ import annotations
 
 import getopt
-import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from kvferry.cli.side_channel import AddressError, engine_address, keys_of
+from kvferry.cli.side_channel import engine_address, keys_of
 from kvferry.core.side_channel import health
 
 SECONDS = 5.0
@@ -24,28 +24,26 @@ def parse(arguments: list[str]) -> dict[str, Any] | None:
     They are ``None`` if typer has to print help or an error.
     """
     try:
-        pairs, words = getopt.gnu_getopt(arguments, "", [f"{name[2:]}=" for name in OPTIONS])
-        options = dict(pairs)
-        host, port = engine_address(words)
-        timeout = float(options.get("--timeout", SECONDS))
-    except (AddressError, IndexError, ValueError, getopt.GetoptError):
+        pairs, address = getopt.gnu_getopt(arguments, "", [f"{name[2:]}=" for name in OPTIONS])
+        options = {name[2:].replace("-", "_"): value for name, value in pairs}
+        timeout = float(options.get("timeout", SECONDS))
+    except (ValueError, getopt.GetoptError):
         return None
-    if not 0 < timeout < math.inf:
+    if not address or not 0.001 <= timeout <= 86400:
         return None
-    return {
-        "host": host,
-        "port": port,
-        "timeout": timeout,
-        "secret_key": options.get("--curve-secret-key", ""),
-        "peer": options.get("--curve-peer", ""),
-    }
+    return options | {"address": address, "timeout": timeout}
 
 
 def run(
-    host: str, port: int, *, timeout: float = SECONDS, secret_key: str = "", peer: str = ""
+    address: Sequence[str],
+    *,
+    timeout: float = SECONDS,
+    curve_secret_key: str = "",
+    curve_peer: str = "",
 ) -> int:
     """Ask an engine for its problems, and print them."""
-    keys = keys_of(secret_key, peer)
+    host, port = engine_address(address)
+    keys = keys_of(curve_secret_key, curve_peer)
     condition = health(host, port, timeout=timeout, access=keys.access, key=keys.server)
     lines = [f"engine {condition.engine}: {problem}" for problem in condition.problems] or [
         f"engine {condition.engine} is well: its driver and its side channel are up, and "

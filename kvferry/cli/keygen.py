@@ -21,8 +21,9 @@ ONLY_OWNER = 0o600
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def run(folder: Path, engines: Sequence[str]) -> None:
+def run(folder: Path, engine: Sequence[str] | None = None) -> None:
     """Write the keys of engines, and print the settings of each."""
+    engines = engine or ["prefill", "decode"]
     _check_names(engines)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -36,8 +37,8 @@ def run(folder: Path, engines: Sequence[str]) -> None:
     console.print(f"Wrote, for their owner only: {', '.join(path.name for path in contents)}.")
     if folder / f"{TICKETS}{SECRET}" not in contents:
         console.print(f"Kept {TICKETS}{SECRET}, which was there.")
-    for engine in engines:
-        console.print(_instructions(folder.absolute(), engine), markup=False, soft_wrap=True)
+    for name in engines:
+        console.print(_instructions(folder.absolute(), name), markup=False, soft_wrap=True)
     console.print(
         "\nCopy to the host of each engine only the files that it names, by a way that you trust, "
         "and correct the paths there. Engines that were set up before need the new .public files "

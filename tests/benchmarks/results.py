@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.harness import Row
+from benchmarks.results import Entry
+
 CONDITIONS = {"date": "2026-01-02 03:04 UTC", "load": 0.1, "load after": 0.2, "kernel": "6.1"}
 
 
@@ -15,12 +18,20 @@ def row(
     section: str = "a section",
     of: str = "speed of memcpy",
     target: str | None = None,
-) -> list[Any]:
+) -> Row:
     """Return a row whose interval is as wide as a part of its ratio on both sides."""
-    low, high = ratio * (1 - spread), ratio * (1 + spread)
-    return [section, case, of, ratio, low, high, "1.5 GB/s", target]
+    return Row(
+        section=section,
+        case=case,
+        of=of,
+        ratio=ratio,
+        low=ratio * (1 - spread),
+        high=ratio * (1 + spread),
+        measured="1.5 GB/s",
+        target=target,
+    )
 
 
-def entry(*rows: list[Any], **conditions: Any) -> dict[str, Any]:
+def entry(*rows: Row, **conditions: Any) -> Entry:
     """Return the results of a part."""
-    return {"conditions": CONDITIONS | conditions, "rows": list(rows)}
+    return Entry(conditions=CONDITIONS | conditions, rows=list(rows))

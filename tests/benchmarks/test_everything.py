@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks import everything
@@ -43,7 +44,7 @@ class Bench:
         self.runs += 1
         if not self.rows:
             return self.status, ["no such thing here"]
-        Path(command[command.index("--json") + 1]).write_text(json.dumps(self.rows))
+        Path(command[command.index("--json") + 1]).write_bytes(msgspec.json.encode(self.rows))
         return 0, []
 
     @property
@@ -68,7 +69,8 @@ def test_a_part_with_results_of_this_source_is_not_measured_again(bench: Bench) 
     (bench.out / "page.md").unlink()
     assert bench.run("--quick") == 0
     assert bench.runs == 1
-    assert "| one | **2** (1 to 3) | speed of memcpy |  | 1.5 GB/s |" in bench.page
+    [line] = [line for line in bench.page.splitlines() if "speed of memcpy" in line]
+    assert [cell.strip() for cell in line.split("|")][1:4] == ["one", "2", "1 to 3"]
     assert bench.run("--again") == 0
     assert bench.runs == 2
 
@@ -117,7 +119,7 @@ def test_only_worse_results_have_an_exit_status(
     verdict: str,
 ) -> None:
     old = bench.source / "old.json"
-    old.write_text(json.dumps({PART: {"rows": [row("one", 2 / factor)]}}), encoding="utf-8")
+    old.write_bytes(msgspec.json.encode({PART: {"rows": [row("one", 2 / factor)]}}))
     assert bench.run("--against", str(old), "--margin", margin) == status
     said = " ".join(capsys.readouterr().out.split())
     assert verdict in said

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from benchmarks import harness
 from tests.benchmarks.results import row
@@ -14,43 +16,48 @@ from tests.benchmarks.results import row
 def test_interval_is_from_the_order_of_the_rounds_ratios() -> None:
     ratios = np.random.default_rng(0).permutation(np.arange(1.0, 101.0))
     assert harness.spread(ratios) == (41, 51, 61)
-    found = harness.row("a", "b", "c", [4.0, 2.0], [2.0, 2.0], unit="ms", scale=1e3)
+    found = harness.row("a", "b", "c", [4.0, 2.0], [2.0, 2.0], unit="ms")
     assert (found.low, found.high, found.measured) == (1, 2, "3,000 ms")
 
 
 @pytest.mark.parametrize(
-    ("target", "low", "high", "met"),
+    ("target", "low", "high", "verdict"),
     [
-        (None, 0.0, 9.0, None),
-        ("≥ 1", 1.0, 2.0, True),
-        ("≥ 1", 0.5, 0.9, False),
-        ("≥ 1", 0.5, 1.5, None),
-        ("≤ 1", 0.5, 1.0, True),
-        ("≤ 1", 1.1, 2.0, False),
-        ("≤ 1", 0.5, 1.5, None),
+        (None, 0.0, 9.0, ""),
+        ("≥ 1", 1.0, 2.0, "met"),
+        ("≥ 1", 0.5, 0.9, "missed"),
+        ("≥ 1", 0.5, 1.5, "open"),
+        ("≤ 1", 0.5, 1.0, "met"),
+        ("≤ 1", 1.1, 2.0, "missed"),
+        ("≤ 1", 0.5, 1.5, "open"),
     ],
 )
 def test_verdict_compares_the_interval_with_the_target(
-    target: str | None, low: float, high: float, met: bool | None
+    target: str | None, low: float, high: float, verdict: str
 ) -> None:
-    assert harness.verdict(target, low, high) is met
+    assert structs.replace(row("x", target=target), low=low, high=high).verdict == verdict
+
+
+GOOD = ["a", "b", "c", 1, 1.5, 2.0, "1 s", None]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {},
-        ["no more"],
-        [*row("x")[:3], "1", *row("x")[4:]],
-        row("x", target="0.9"),
-        row("x", target="≥ much"),
-        [*row("x")[:4], True, *row("x")[5:]],
-        [1, *row("x")[1:]],
+        GOOD[:-2],
+        [*GOOD, 1],
+        [*GOOD[:3], "1", *GOOD[4:]],
+        [*GOOD[:7], "0.9"],
+        [*GOOD[:7], "≥ much"],
+        [*GOOD[:4], True, *GOOD[5:]],
+        [1, *GOOD[1:]],
     ],
 )
 def test_malformed_rows_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"row|target|much"):
-        harness.row_of(wrong)
+    assert msgspec.convert(GOOD, harness.Row).ratio == 1
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(wrong, harness.Row)
 
 
 def test_ways_take_turns_and_each_has_run_once_before() -> None:

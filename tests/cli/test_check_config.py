@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvferry.cli.check_config import InputError, print_schema, run
+from kvferry.cli.check_config import InputError, run
 from kvferry.core.security import Access, generate
 from kvferry.core.side_channel import HandshakeServer
 from kvferry.integrations.vllm.config import Config, ConfigError, parse
@@ -240,7 +240,7 @@ def test_peer_with_one_of_the_keys(checked: Checker, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def schema(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    print_schema()
+    run("", schema=True)
     made: dict[str, Any] = json.loads(capsys.readouterr().out)
     return made
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from kvferry.cli import doctor
-from kvferry.cli.doctor import DoctorError, channel, kernel, run, software, worst
+from kvferry.cli.doctor import DoctorError, channel, hardware, run, software, worst
 from kvferry.cli.doctor.finding import Check, FindingLevel
-from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx, probe
+from kvferry.cli.doctor.probe import Probed, probe
+from kvferry.cli.doctor.software import LoadedUcx
 from kvferry.cli.side_channel import keys_of
 from kvferry.core.security import OPEN, Access, generate
 from kvferry.core.side_channel import HandshakeServer
@@ -87,9 +88,10 @@ def test_driver_that_kills_its_process_is_bad(
     environment = install_drivers(tmp_path, DYING_CODE, deadly="Driver")
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
     found = probe()
-    (finding,) = software.drivers(found)
+    assert found.drivers == []
+    (finding,) = software.no_driver(found.drivers, found.trouble)
     check(finding, BAD, "status 3: segmentation fault, say")
-    check(kernel.reading(found.reading), OK, "a process read this one")
+    check(hardware.reading(found.reading), OK, "a process read this one")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_drivers_that_say_nothing_are_bad(
 def test_unreachable_engine_is_bad_in_the_table(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lame = Driver(name="lame", works=True, found="lame 1: cpu memory")
+    lame = Check("driver lame").ok("lame 1: cpu memory")
     monkeypatch.setattr(doctor, "probe", lambda: Probed(drivers=[lame]))
     for address in (["127.0.0.1:1"], ["--host", "127.0.0.1", "--port", "1"]):
         ran = command.run("doctor", *address)
@@ -136,30 +138,39 @@ def test_worst_finding_decides() -> None:
 
 
 def test_no_working_driver_is_bad() -> None:
-    lame = Driver(name="lame", works=False, found="it is lame")
-    assert [f.verdict for f in software.drivers(Probed(drivers=[lame]))] == [WARN, BAD]
+    lame, fine = Check("driver lame").warn("it is lame", "mend it"), Check("driver fine").ok("fine")
+    (finding,) = software.no_driver([lame], "")
+    check(finding, BAD, "none of them works here")
+    assert list(software.no_driver([lame, fine], "")) == []
 
 
 @pytest.mark.parametrize(
-    ("transports", "nics", "gpus", "advice", "found", "remedy"),
+    ("transports", "nics", "cuda", "advice", "found", "remedy"),
     [
-        (["self", "posix"], [], 0, "", "none of them leads to another host", "UCX_TLS"),
-        ([], [], 0, "", "no transport", "UCX_TLS"),
-        (["tcp"], [NIC], 0, "", "which it cannot use", "library"),
-        (["tcp", "rc_mlx5"], [NIC, "mlx5_1"], 0, "", "not use the NIC mlx5_1", "UCX_NET_DEVICES"),
-        (["tcp", "cuda_copy"], [], 2, "", "it lacks cuda_ipc for GPU memory", "UCX_TLS"),
-        (["tcp"], [], 0, "take the other one", "", "take the other one"),
+        (["self", "posix"], [], False, "", "none of them leads to another host", "UCX_TLS"),
+        ([], [], False, "", "no transport", "UCX_TLS"),
+        (["tcp"], [NIC], False, "", "which it cannot use", "library"),
+        (
+            ["tcp", "rc_mlx5"],
+            [NIC, "mlx5_1"],
+            False,
+            "",
+            "not use the NIC mlx5_1",
+            "UCX_NET_DEVICES",
+        ),
+        (["tcp", "cuda_copy"], [], True, "", "it lacks cuda_ipc for GPU memory", "UCX_TLS"),
+        (["tcp"], [], False, "take the other one", "", "take the other one"),
         # Nothing is lacking.
-        (["tcp"], [], 0, "", "1.23.0, without RDMA (/lib/libucp.so.0): tcp", ""),
-        (["rc_mlx5"], [], 0, "", "", ""),
-        (["tcp", "rc_mlx5"], [NIC], 0, "", "", ""),
-        (["tcp", "cuda_copy", "cuda_ipc"], [], 2, "", "", ""),
+        (["tcp"], [], False, "", "1.23.0, without RDMA (/lib/libucp.so.0): tcp", ""),
+        (["rc_mlx5"], [], False, "", "", ""),
+        (["tcp", "rc_mlx5"], [NIC], False, "", "", ""),
+        (["tcp", "cuda_copy", "cuda_ipc"], [], True, "", "", ""),
     ],
 )
 def test_what_ucx_lacks_is_a_warning(
-    transports: list[str], nics: list[str], gpus: int, advice: str, found: str, remedy: str
+    transports: list[str], nics: list[str], cuda: bool, advice: str, found: str, remedy: str
 ) -> None:
-    ucx = Ucx(
+    ucx = LoadedUcx(
         driver="ucx",
         path="/lib/libucp.so.0",
         version="1.23.0",
@@ -167,11 +178,7 @@ def test_what_ucx_lacks_is_a_warning(
         transports={key: ["mlx5_0:1" if "mlx5" in key else "memory"] for key in transports},
         advice=advice,
     )
-    seen = [
-        Gpu(index=n, address=f"1b:0{n}.0", dmabuf=True, needs_flush=False, can_flush=True)
-        for n in range(gpus)
-    ]
-    (finding,) = software.drivers(Probed(ucx=[ucx], gpus=seen), nics=nics)
+    finding = software.ucx(ucx, nics, cuda=cuda)
     check(finding, WARN if remedy else OK, found, remedy)
 
 
@@ -202,8 +209,8 @@ def test_untested_python_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_forbidden_memory_access_is_bad() -> None:
     said = "the kernel forbids reading the memory of process 7: set kernel.x to 0"
-    check(kernel.reading(said), BAD, "the memory of process 7", "set kernel.x to 0")
-    check(kernel.reading(None), WARN, "not known")
+    check(hardware.reading(said), BAD, "the memory of process 7", "set kernel.x to 0")
+    check(hardware.reading(None), WARN, "not known")
 
 
 # Side channels.

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.doctor import devices, hardware, kernel, nvidia, topology
+from kvferry.cli.doctor import hardware
 from kvferry.cli.doctor.finding import Finding, FindingLevel
-from kvferry.cli.doctor.probe import Gpu, Probed, gpus
+from kvferry.cli.doctor.machine import CudaGpu, Machine
+from kvferry.cli.doctor.probe import gpus
 from kvferry.cli.plan.report import BACKENDS
 from kvferry.drivers.cuda import CudaDriver
 from tests.cli.findings import BAD, OK, WARN, check
@@ -46,9 +47,9 @@ def write_files(root: Path, files: Files) -> Path:
     return root
 
 
-def gpu(*, index: int = 0, dmabuf: bool = True, flush: bool = False, can: bool = True) -> Gpu:
+def gpu(*, index: int = 0, dmabuf: bool = True, flush: bool = False, can: bool = True) -> CudaGpu:
     address = f"0000:{0x1B + index:02X}:00.0"
-    return Gpu(index=index, address=address, dmabuf=dmabuf, needs_flush=flush, can_flush=can)
+    return CudaGpu(index=index, address=address, dmabuf=dmabuf, needs_flush=flush, can_flush=can)
 
 
 # Findings that a few files decide.
@@ -62,64 +63,74 @@ ACTIVE = {
 DOWN = ACTIVE | {PORT + "state": "1: DOWN\n"}
 PORT_FOUND = "mlx5_0:1 InfiniBand, 400 Gb/sec (4X NDR), "
 VERBS = {"dev/infiniband/uverbs0": ""}
-YAMA, PID = "sys/kernel/yama/ptrace_scope", "proc/self/ns/pid"
+YAMA, PID = "proc/sys/kernel/yama/ptrace_scope", "proc/self/ns/pid"
 VERSION, RELEASE = "proc/driver/nvidia/version", "proc/sys/kernel/osrelease"
 NEWER = {RELEASE: "6.8.0-60-generic", VERSION: OPEN}
 MIG = "proc/driver/nvidia/capabilities/gpu0/mig/gi1/access"
 IMEX = {"dev/nvidia-caps-imex-channels/channel0": ""}
 
 
-def h200(library: str = LIBC, *, answers: bool = True) -> Callable[[Path], Finding]:
-    said = partial(devices.gpu, ["NVIDIA H200"], answers, library=library)
-    return lambda root: said(root=root)
+CheckOfMachine = Callable[[Machine], Finding]
+MODEL = {"proc/driver/nvidia/gpus/0/information": "Model: \t NVIDIA H200\n"}
+GB200 = {"proc/driver/nvidia/gpus/0/information": "Model: NVIDIA GB200\n"}
 
 
-def direct(*seen: Gpu) -> Callable[[Path], Finding]:
-    return lambda root: nvidia.direct(seen or None, root)
+def h200(library: str = LIBC, *, answers: bool = True) -> CheckOfMachine:
+    return partial(hardware.gpu, cuda_answers=answers, library=library)
 
 
-def imex(name: str) -> Callable[[Path], Finding]:
-    return lambda root: nvidia.imex([name], root)
+def locked(limit: int, *, rdma: bool) -> CheckOfMachine:
+    return lambda _: hardware.locked_memory(rdma=rdma, limit=limit)
 
 
-def locked(limit: int, *, rdma: bool) -> Callable[[Path], Finding]:
-    return lambda root: kernel.locked_memory(rdma=rdma, limit=limit)
+def seen(check: CheckOfMachine, *by_cuda: CudaGpu) -> CheckOfMachine:
+    return lambda machine: check(Machine(by_cuda, {}, machine.root))
 
 
-def visibility(*seen: Gpu) -> Callable[[Path], Finding]:
-    return lambda root: nvidia.visibility(seen)
+direct, visibility = partial(seen, hardware.direct), partial(seen, hardware.visibility)
 
 
 @pytest.mark.parametrize(
     ("files", "finding", "verdict", "found", "remedy"),
     [
-        ({YAMA: "1\n"}, kernel.ptrace_scope, OK, "ptrace_scope is 1", ""),
-        ({YAMA: "2\n"}, kernel.ptrace_scope, WARN, "ptrace_scope is 2", "ptrace_scope=1"),
-        ({}, kernel.ptrace_scope, OK, "no Yama", ""),
+        ({YAMA: "1\n"}, hardware.ptrace_scope, OK, "ptrace_scope is 1", ""),
+        ({YAMA: "2\n"}, hardware.ptrace_scope, WARN, "ptrace_scope is 2", "ptrace_scope=1"),
+        ({}, hardware.ptrace_scope, OK, "no Yama", ""),
         ({}, locked(resource.RLIM_INFINITY, rdma=True), OK, "unlimited", ""),
         ({}, locked(1 << 23, rdma=True), WARN, "8 MiB: registering", "ulimit -l unlimited"),
         ({}, locked(1 << 16, rdma=False), OK, "64 KiB (matters only with RDMA)", ""),
-        ({}, devices.rdma, OK, "no NIC with RDMA", ""),
-        (ACTIVE | VERBS, devices.rdma, OK, f"{PORT_FOUND}4: ACTIVE", ""),
-        (DOWN | VERBS, devices.rdma, WARN, f"{PORT_FOUND}1: DOWN", "check the cable"),
-        (ACTIVE, devices.rdma, WARN, "may not use /dev/infiniband", "--device=/dev/infiniband"),
+        ({}, hardware.rdma, OK, "no NIC with RDMA", ""),
+        (ACTIVE | VERBS, hardware.rdma, OK, f"{PORT_FOUND}4: ACTIVE", ""),
+        (DOWN | VERBS, hardware.rdma, WARN, f"{PORT_FOUND}1: DOWN", "check the cable"),
+        (ACTIVE, hardware.rdma, WARN, "may not use /dev/infiniband", "--device=/dev/infiniband"),
         # The GPU's driver.
-        ({}, lambda _: devices.gpu([]), OK, "none", ""),
-        ({VERSION: OPEN}, h200(), OK, "NVIDIA H200; kernel module open 580.95.05", ""),
-        ({VERSION: OPEN}, h200("libno_such.so.1"), WARN, "", "NVIDIA_DRIVER_CAPABILITIES"),
-        ({}, h200("libno_such.so.1"), WARN, "does not load", "install NVIDIA's driver"),
-        ({}, h200(answers=False), WARN, "CUDA finds no GPU", "CUDA_VISIBLE_DEVICES"),
+        ({}, hardware.gpu, OK, "none", ""),
+        (MODEL | {VERSION: OPEN}, h200(), OK, "NVIDIA H200; kernel module open 580.95.05", ""),
+        (MODEL, h200("libno_such.so.1"), WARN, "does not load", "NVIDIA_DRIVER_CAPABILITIES"),
+        (MODEL, h200(answers=False), WARN, "CUDA finds no GPU", "CUDA_VISIBLE_DEVICES"),
         # GPU memory and NICs.
-        ({"sys/module/nvidia_peermem/version": "1"}, direct(), OK, "nvidia_peermem is loaded", ""),
-        ({"sys/module/nv_peer_mem/version": "1"}, direct(), OK, "nv_peer_mem is loaded", ""),
-        ({}, direct(), WARN, "none of the kernel modules", "modprobe nvidia_peermem"),
+        (
+            {"sys/module/nvidia_peermem/version": "1"},
+            hardware.direct,
+            OK,
+            "nvidia_peermem is loaded",
+            "",
+        ),
+        ({"sys/module/nv_peer_mem/version": "1"}, hardware.direct, OK, "nv_peer_mem is loaded", ""),
+        ({}, hardware.direct, WARN, "none of the kernel modules", "modprobe nvidia_peermem"),
         (NEWER, direct(gpu()), OK, "CUDA exports GPU memory", ""),
         ({RELEASE: "5.12.0", VERSION: PROPRIETARY}, direct(gpu()), OK, "CUDA exports", ""),
-        (NEWER, direct(), OK, "the kernel module is open", ""),
+        (NEWER, hardware.direct, OK, "the kernel module is open", ""),
         (NEWER | {RELEASE: "5.11.22"}, direct(gpu()), WARN, "5.11.22 is older than 5.12", "5.12"),
         (NEWER, direct(gpu(), gpu(index=1, dmabuf=False)), WARN, "memory of GPU 1", "modprobe"),
-        (NEWER | {VERSION: PROPRIETARY}, direct(), WARN, "is proprietary 535.104.05", "modprobe"),
-        ({RELEASE: "6.8.0"}, direct(), WARN, "modules is loaded cannot be told", "modprobe"),
+        (
+            NEWER | {VERSION: PROPRIETARY},
+            hardware.direct,
+            WARN,
+            "is proprietary 535.104.05",
+            "modprobe",
+        ),
+        ({RELEASE: "6.8.0"}, hardware.direct, WARN, "modules is loaded cannot be told", "modprobe"),
         ({VERSION: OPEN}, direct(gpu()), WARN, "the version of Linux cannot be told", "modprobe"),
         ({}, visibility(gpu()), OK, "in order", ""),
         ({}, visibility(gpu(index=2, flush=True)), OK, "kvferry flushes GPU 2", ""),
@@ -128,24 +139,33 @@ def visibility(*seen: Gpu) -> Callable[[Path], Finding]:
             *(WARN, "GPU 1 may not see at once what a NIC has written", "use NVLink"),
         ),
         # From GPU to GPU.
-        ({}, nvidia.ipc, OK, "cannot be told", ""),
-        ({PID: Path("pid:[4026531836]")}, nvidia.ipc, OK, "the host's PID namespace", ""),
-        ({PID: Path("pid:[4026532833]")}, nvidia.ipc, WARN, "without NVLink", "--pid"),
-        ({MIG: "12\n"}, lambda root: next(nvidia.mig(root)), WARN, "gpu0 gi1", "whole GPUs"),
-        ({}, imex("NVIDIA H200"), OK, "no IMEX channel", ""),
-        ({}, imex("NVIDIA GB200"), WARN, "there is no IMEX channel", "nvidia-imex"),
-        (IMEX, imex("NVIDIA GB200"), OK, "IMEX channel0", ""),
+        ({}, hardware.ipc, OK, "cannot be told", ""),
+        ({PID: Path("pid:[4026531836]")}, hardware.ipc, OK, "the host's PID namespace", ""),
+        ({PID: Path("pid:[4026532833]")}, hardware.ipc, WARN, "without NVLink", "--pid"),
+        (
+            {MIG: "12\n"},
+            lambda machine: next(hardware.mig(machine)),
+            WARN,
+            "gpu0 gi1",
+            "whole GPUs",
+        ),
+        ({}, hardware.imex, OK, "no IMEX channel", ""),
+        (GB200, hardware.imex, WARN, "there is no IMEX channel", "nvidia-imex"),
+        (GB200 | IMEX, hardware.imex, OK, "IMEX channel0", ""),
     ],
 )
 def test_finding(
     tmp_path: Path,
     files: Files,
-    finding: Callable[[Path], Finding],
+    finding: CheckOfMachine,
     verdict: FindingLevel,
     found: str,
     remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check(finding(write_files(tmp_path, files)), verdict, found, remedy)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    machine = Machine(root=write_files(tmp_path, files))
+    check(finding(machine), verdict, found, remedy)
 
 
 def test_small_or_missing_shared_memory_is_a_warning(
@@ -156,28 +176,29 @@ def test_small_or_missing_shared_memory_is_a_warning(
         (1 << 62, tmp_path, WARN),
         (0, tmp_path / "missing", WARN),
     ):
-        monkeypatch.setattr(kernel, "SHARED_ENOUGH", enough)
-        check(kernel.shared_memory(folder), verdict)
+        monkeypatch.setattr(hardware, "SHARED_ENOUGH", enough)
+        check(hardware.shared_memory(folder), verdict)
 
 
 def test_nics_with_an_active_port(tmp_path: Path) -> None:
-    for name, files, active in (("none", {}, []), ("down", DOWN, []), ("up", ACTIVE, ["mlx5_0"])):
-        root = write_files(tmp_path / name, files)
-        assert devices.nics(root) == ["mlx5_0"] * bool(files)
-        assert devices.active_nics(root) == active
+    for name, files, active in (("none", {}, []), ("down", DOWN, [False]), ("up", ACTIVE, [True])):
+        machine = Machine(root=write_files(tmp_path / name, files))
+        assert [nic.is_active for nic in machine.nics] == active
 
 
 def test_imex_channel_that_may_not_be_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # root may open everything
-    check(imex("NVIDIA GB200")(write_files(tmp_path, IMEX)), WARN, "may not open", "the right")
+    machine = Machine(root=write_files(tmp_path, IMEX))
+    check(hardware.imex(machine), WARN, "may not open", "the right")
 
 
 @pytest.mark.parametrize("order", ["", "NHD", "LBHNC", "BLHNC", "BHLNC", "BLNHC"])
 def test_order_with_small_copies_is_a_warning_where_vllm_is_installed(order: str) -> None:
     environment = {"VLLM_KV_CACHE_LAYOUT": order} if order else {}
-    finding = nvidia.cache_order(environment, has_vllm=True)
+    machine = Machine(environment=environment)
+    finding = hardware.cache_order(machine, has_vllm=True)
     said = f"VLLM_KV_CACHE_LAYOUT is {order or 'not set: kvferry asks for LBHNC (not with MLA)'}"
     if order.startswith("B"):
         check(finding, OK, said)
@@ -185,7 +206,7 @@ def test_order_with_small_copies_is_a_warning_where_vllm_is_installed(order: str
     backends = BACKENDS["BLHNC"].partition(" can")[0]
     check(finding, WARN, f"{said}.", "VLLM_KV_CACHE_LAYOUT=BLHNC", backends, "kvferry plan")
     assert "40,960 copies of 8 KiB" in finding.found
-    check(nvidia.cache_order(environment, has_vllm=False), OK, finding.found)
+    check(hardware.cache_order(machine, has_vllm=False), OK, finding.found)
 
 
 # GPUs that are found.
@@ -207,18 +228,17 @@ def test_gpus_found_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     write_files(tmp_path, {"nvidia-smi": program})
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    (found,) = devices.gpus(tmp_path)
+    (found,) = Machine(root=tmp_path).gpus
     assert found.startswith("NVIDIA H200, 143771 MiB, 570.1")
 
 
 def test_gpus_found_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert devices.gpus(tmp_path) == []
+    assert Machine(root=tmp_path).gpus == []
     on_bus = write_files(tmp_path / "a", {"sys/class/drm/card0/device/vendor": "0x10de\n"})
-    (found,) = devices.gpus(on_bus)
+    (found,) = Machine(root=on_bus).gpus
     assert found.startswith("NVIDIA GPU")
-    information = {"proc/driver/nvidia/gpus/0/information": "Model: \t NVIDIA A100\n"}
-    assert devices.gpus(write_files(tmp_path, information)) == ["NVIDIA A100"]
+    assert Machine(root=write_files(tmp_path, MODEL)).gpus == ["NVIDIA H200"]
 
 
 # NICs near GPUs.
@@ -267,7 +287,7 @@ NEAR_A = f"GPU {GPU_A}: mlx5_0 (same PCIe switch)"
 
 
 @pytest.mark.parametrize(
-    ("machine", "seen", "verdict", "found"),
+    ("machine", "cuda", "verdict", "found"),
     [
         (two_sockets, None, OK, f"{NEAR_A}; GPU {GPU_B}: mlx5_1 (same NUMA node)"),
         (two_sockets, [gpu()], OK, NEAR_A),  # CUDA does not see the other one
@@ -279,21 +299,22 @@ NEAR_A = f"GPU {GPU_A}: mlx5_0 (same PCIe switch)"
 def test_nics_near_gpus(
     tmp_path: Path,
     machine: Callable[[Path], Path],
-    seen: list[Gpu] | None,
+    cuda: list[CudaGpu] | None,
     verdict: FindingLevel,
     found: str,
 ) -> None:
-    (finding,) = topology.near(seen, machine(tmp_path))
+    (finding,) = hardware.near(Machine(cuda, {}, machine(tmp_path)))
     assert (finding.verdict, finding.found) == (verdict, found)
     assert (GPU_A in finding.remedy) == (verdict is WARN)
 
 
 def test_distance_needs_gpus_and_nics(tmp_path: Path) -> None:
-    assert list(topology.near(None, tmp_path)) == []
+    assert list(hardware.near(Machine(root=tmp_path))) == []
     graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}")
     graphics(tmp_path, "pci0000:15/0000:15:01.0/0000:1b:00.1", kind="0x040300")  # its sound device
-    assert [card.name for card in topology.gpus(None, tmp_path)] == [GPU_A]
-    assert list(topology.near(None, tmp_path)) == []
+    machine = Machine(root=tmp_path)
+    assert [card.name for card in machine.cards] == [GPU_A]
+    assert list(hardware.near(machine)) == []
 
 
 # Variables that bind GPUs to NICs.
@@ -303,7 +324,7 @@ TO_UCX = "UCX_NET_DEVICES:1,NCCL_IB_HCA:1"
 
 
 @pytest.mark.parametrize(
-    ("mapping", "selection", "seen", "verdict", "found"),
+    ("mapping", "selection", "cuda", "verdict", "found"),
     [
         (BOTH, TO_UCX, None, OK, f"{GPU_A}: mlx5_0, {GPU_B}: mlx5_1"),
         ("1B:00.0=1c:00.0, 00000000:C3:00.0=0000:d4:00.0", TO_UCX, None, OK, "mlx5_0, 0000:c3"),
@@ -321,22 +342,24 @@ def test_bindings_of_gpus(
     tmp_path: Path,
     mapping: str,
     selection: str,
-    seen: list[Gpu] | None,
+    cuda: list[CudaGpu] | None,
     verdict: FindingLevel,
     found: str,
 ) -> None:
-    environment = {topology.MAPPING: mapping, topology.SELECTION: selection}
-    (finding,) = topology.bound(environment, seen, two_sockets(tmp_path))
+    environment = {hardware.MAPPING: mapping, hardware.SELECTION: selection}
+    (finding,) = hardware.bound(Machine(cuda, environment, two_sockets(tmp_path)))
     check(finding, verdict, found)
 
 
 @pytest.mark.parametrize("listed", ["mlx5_0:1", "mlx5_0:1,eth0", "all", "^eth0", "mlx5_*"])
 def test_devices_of_ucx(tmp_path: Path, listed: str) -> None:
     (two_sockets(tmp_path) / "sys/class/net/eth0").mkdir(parents=True)
-    (finding,) = topology.bound({"UCX_NET_DEVICES": listed}, None, tmp_path)
-    check(finding, OK, listed)
-    (finding,) = topology.bound({"UCX_NET_DEVICES": f"{listed},mlx5_7:1"}, None, tmp_path)
-    check(finding, WARN, "there is no mlx5_7 here", "correct it")
+    for names, verdict, found in (
+        (listed, OK, listed),
+        (f"{listed},mlx5_7:1", WARN, "there is no mlx5_7 here"),
+    ):
+        (finding,) = hardware.bound(Machine(None, {"UCX_NET_DEVICES": names}, tmp_path))
+        check(finding, verdict, found, "correct it" if verdict is WARN else "")
 
 
 # All of it.
@@ -344,6 +367,11 @@ def test_devices_of_ucx(tmp_path: Path, listed: str) -> None:
 GPU_FINDINGS = {"CUDA IPC", "NVLink between hosts", "cache order"}
 DIRECT_FINDINGS = {"GPU memory over RDMA", "NICs near GPUs", "RDMA writes to GPU memory"}
 ALWAYS = {"GPU", "RDMA", "locked memory"}
+
+
+def findings(machine: Machine) -> dict[str, Finding]:
+    found = hardware.hardware(machine, cuda_answers=True, has_vllm=False)
+    return {finding.name: finding for finding in found}
 
 
 @pytest.mark.parametrize("with_nics", [True, False])
@@ -354,11 +382,10 @@ def test_findings_are_about_what_is_there(
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
     if with_gpus:
         graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}")
-        write_files(tmp_path, {"proc/driver/nvidia/gpus/0/information": "Model: NVIDIA H200\n"})
+        write_files(tmp_path, MODEL)
     if with_nics:
         nic(tmp_path, "mlx5_0", f"pci0000:15/0000:15:01.0/{NIC_A}")
-    probed = Probed(gpus=[gpu()] if with_gpus else None)
-    names = {finding.name for finding in hardware(probed, {}, tmp_path)}
+    names = set(findings(Machine([gpu()] if with_gpus else None, {}, tmp_path)))
     expected = ALWAYS | (GPU_FINDINGS if with_gpus else set())
     assert names == expected | (DIRECT_FINDINGS if with_gpus and with_nics else set())
 
@@ -369,5 +396,5 @@ def test_amd_gpu_gets_no_findings_about_cuda(
     monkeypatch.setenv("PATH", str(tmp_path))
     write_files(tmp_path, {"sys/class/drm/card0/device/vendor": "0x1002\n"})
     nic(tmp_path, "mlx5_0", f"pci0000:15/0000:15:01.0/{NIC_A}")
-    found = {finding.name: finding for finding in hardware(Probed(), {}, tmp_path)}
+    found = findings(Machine(None, {}, tmp_path))
     assert (set(found), found["GPU"].verdict) == (ALWAYS, OK)

@@ -30,7 +30,7 @@ HEALTHY = (
 )
 PROBE, ENGINE, OTHER = generate(), generate(), generate()
 KEYED = Access(own=ENGINE, peers=frozenset({PROBE.public}))
-KEYS = {"secret_key": "env:PROBE", "peer": ENGINE.public.hex()}
+KEYS = {"curve_secret_key": "env:PROBE", "curve_peer": ENGINE.public.hex()}
 KEY_OPTIONS = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
 PROBLEMS: list[str] = []
 
@@ -54,12 +54,16 @@ def side_channel(access: Access = KEYED) -> Iterator[HandshakeServer]:
     PROBLEMS.clear()
 
 
+def address(server: HandshakeServer) -> str:
+    return f"{server.host}:{server.port}"
+
+
 @pytest.mark.parametrize(("access", "keys"), [(OPEN, {}), (KEYED, KEYS)])
 def test_exit_status_is_the_health(
     access: Access, keys: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with side_channel(access) as server:
-        probe = partial(run, server.host, server.port, timeout=60.0, **keys)
+        probe = partial(run, [address(server)], timeout=60.0, **keys)
         assert (probe(), capsys.readouterr().out) == (0, HEALTHY)
         PROBLEMS.append("rank 1: it burns")
         assert (probe(), capsys.readouterr().out) == (1, "engine prefill: rank 1: it burns\n")
@@ -76,7 +80,7 @@ def test_exit_status_is_the_health(
 )
 def test_unreachable_engine_is_reported_without_tickets(host: str, said: str) -> None:
     with pytest.raises(HandshakeError, match=said) as caught:
-        run(host, 1, timeout=60.0)
+        run([host, "1"], timeout=60.0)
     assert "ticket" not in str(caught.value)
 
 
@@ -85,7 +89,7 @@ def test_another_listener_is_reported_with_the_port_to_give() -> None:
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(HandshakeError, match="give side_channel_port, not the port of vLLM's"),
     ):
-        run("127.0.0.1", other.getsockname()[1], timeout=0.2)
+        run([f"127.0.0.1:{other.getsockname()[1]}"], timeout=0.2)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +101,18 @@ def test_another_listener_is_reported_with_the_port_to_give() -> None:
             *(Access(own=ENGINE, peers=frozenset({OTHER.public})), KEYS),
             "it refuses this engine's key",
         ),
-        (KEYED, KEYS | {"peer": OTHER.public.hex()}, "by which it is known here .--curve-peer"),
+        (
+            KEYED,
+            KEYS | {"curve_peer": OTHER.public.hex()},
+            "by which it is known here .--curve-peer",
+        ),
     ],
 )
 def test_wrong_keys_are_reported_with_options(
     access: Access, keys: dict[str, str], words: str
 ) -> None:
     with side_channel(access) as server, pytest.raises(AdmissionError, match=words):
-        run(server.host, server.port, timeout=60.0, **keys)
+        run([address(server)], timeout=60.0, **keys)
 
 
 def test_command_passes_the_options_on(command: Command) -> None:
@@ -126,18 +134,17 @@ def test_probe_and_typer_have_the_same_options() -> None:
     assert sorted(option for option in options if option.startswith("--")) == sorted(OPTIONS)
 
 
-DEFAULTS = {"timeout": 5.0, "secret_key": "", "peer": ""}
-
-
 @pytest.mark.parametrize(
     ("arguments", "parsed"),
     [
-        ("::1 5600", {"host": "::1", "port": 5600}),
+        ("::1 5600", {"address": ["::1", "5600"], "timeout": 5.0}),
         (
             "--timeout=2 --curve-peer aa [::1]:1 --curve-secret-key=file:a=b",
-            {"host": "::1", "port": 1, "timeout": 2.0, "secret_key": "file:a=b", "peer": "aa"},
+            {"timeout": 2.0, "curve_peer": "aa", "address": ["[::1]:1"]}
+            | {"curve_secret_key": "file:a=b"},
         ),
-        *((host, None) for host in ("h", "h:0", "h port", "h 1 2", "h 0", "h 65536", "--help")),
+        ("", None),
+        ("--help", None),
         *(
             (f"h:1 {option}", None)
             for option in ("--timeout=nan", "--timeout=0", "--timeout", "--timeout x", "--verbose")
@@ -145,13 +152,14 @@ DEFAULTS = {"timeout": 5.0, "secret_key": "", "peer": ""}
     ],
 )
 def test_arguments(arguments: str, parsed: dict[str, object] | None) -> None:
-    assert parse(arguments.split()) == (None if parsed is None else DEFAULTS | parsed)
+    assert parse(arguments.split()) == parsed
 
 
 def test_help_and_usage_are_those_of_typer(command: Command) -> None:
     helped = command.run("health", "--help")
     assert (helped.status, "--curve-secret-key" in helped.out) == (0, True)
-    assert "'localhost' is not HOST:PORT" in command.run("health", "localhost").err
+    for host in ("localhost", "h:0", "h port", "h 1 2", "h 0", "h 65536"):
+        assert "' is not HOST:PORT" in command.run("health", *host.split()).err
     wrong = command.run("health", "localhost:1", "--timeout=0")
     assert (wrong.status, "Invalid value for '--timeout'" in wrong.err) == (2, True)
 

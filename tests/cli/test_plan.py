@@ -168,14 +168,19 @@ def test_many_copies_that_nothing_would_reduce_get_no_advice(plan: PlanCommand) 
         (TINY, f"tp=2,{HND}", "tp=1,block_size=32", "no more than one head of one token is in one"),
         (TINY, "tp=2", "tp=4", "and only 1 of a rank's 2 cross to or from one rank"),
         (TINY, f"tp=2,{HND}", f"tp=2,{HND}", "Each copy is already all that lies in one piece"),
-        (TINY, f"{HND},block_size=64", f"{HND},block_size=16", "Pages hold 64 tokens on prefill"),
+        (
+            TINY,
+            f"{HND},block_size=64",
+            f"{HND},block_size=16",
+            "Prefill has pages of 64 tokens, decode pages of 16 tokens: at most 16 tokens",
+        ),
         (
             *(TINY, f"{HND},block_size=64,kernel_block=16", f"{HND},block_size=64"),
-            "kernels of prefill cut its pages into blocks of 16 tokens",
+            "Prefill has pages of 64 tokens in blocks of 16 for the kernels, decode pages of 64",
         ),
         (
             *(LATENT, "tp=2,dcp=2", "tp=4,dcp=4,interleave=8"),
-            "spread over 2 ranks by 1 on prefill and 4 ranks by 8 on decode",
+            "on 2 ranks by 1, decode pages of 16 tokens on 4 ranks by 8: at most",
         ),
     ],
 )

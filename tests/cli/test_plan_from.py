@@ -152,12 +152,12 @@ MALFORMED = ("host", ":5600", "host:0", "host:65536", "host:five", "host:5 ", ":
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "the prefill engine is missing: give --prefill"),
-        (["--prefill=tp=1"], "the decode engine is missing: give --decode"),
-        (["--from=h:1"], "the decode engine is missing: give --decode"),
-        (["--prefill=a.json", "--decode=b.json", "--from=h:1"], "--from is given 1 times"),
-        (["--from=h:1"] * 3, "--from is given 3 times"),
-        (["--prefill=a.json", "--decode=b.json", "--curve-secret-key=env:K"], "keys for --from"),
+        ([], "0 of --prefill and --decode and 0 times --from are given"),
+        (["--prefill=tp=1"], "1 of --prefill and --decode and 0 times --from are given"),
+        (["--from=h:1"], "0 of --prefill and --decode and 1 times --from are given"),
+        (["--prefill=a.json", "--decode=b.json", "--from=h:1"], "and 1 times --from are given"),
+        (["--from=h:1"] * 3, "and 3 times --from are given"),
+        (["--prefill=a.json", "--decode=b.json", "--curve-secret-key=env:K"], "--from 0 times"),
         *(
             (["--from", address, "--from", "h:1"], f"--from {address!r} is not HOST:PORT")
             for address in MALFORMED

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import track
 from rich.text import Text
 
 from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
 from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
-from kvferry.cli.formatting import size
+from kvferry.cli.formatting import size as text_of
 from kvferry.cli.output import output, print_json, print_table, require_matplotlib
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create, find
@@ -33,9 +33,9 @@ FORMATS = (".svg", ".png", ".pdf")
 def run(
     *,
     driver: str,
-    options: Sequence[str],
-    sizes: str,
-    blocks: str,
+    option: Sequence[str] | None,
+    size: str,
+    block: str,
     memory: str,
     seconds: float,
     as_json: bool,
@@ -47,10 +47,10 @@ def run(
         KVFerryError: The driver could not be measured, or moved a wrong byte. All processes have
             ended then, as after Ctrl-C.
     """
-    grid = cases(sizes_of(sizes, "--size"), sizes_of(blocks, "--block"))
+    grid = cases(sizes_of(size, "--size"), sizes_of(block, "--block"))
     if plot is not None:
         _check_plot(plot)
-    conditions, results = _measured(driver, options_of(options), grid, memory, seconds)
+    conditions, results = _measured(driver, options_of(option or ()), grid, memory, seconds)
     if plot is not None:
         from kvferry.cli.bench.picture import draw
 
@@ -97,23 +97,15 @@ def _measured(
         # Close transports before buffers are freed: each side may still touch the other's buffer.
         stack.callback(transport.close)
         console = Console(stderr=True)
-        bar = stack.enter_context(
-            Progress(
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}"),
-                console=console,
-                transient=True,
-                refresh_per_second=2,  # drawing takes CPU time from the transfer
-                disable=not console.is_terminal,
-            )
+        progress = track(
+            grid,
+            "measuring",
+            console=console,
+            transient=True,
+            refresh_per_second=2,  # drawing takes CPU time from the transfer
+            disable=not console.is_terminal,
         )
-        task, results = bar.add_task("", total=len(grid)), []
-        for case in grid:
-            bar.update(task, description=str(case))
-            results.append(bench.measure(case, seconds / len(grid)))
-            bar.advance(task)
-        return conditions, results
+        return conditions, [bench.measure(case, seconds / len(grid)) for case in progress]
 
 
 def _conditions(
@@ -153,8 +145,8 @@ def _print(conditions: Mapping[str, object], results: Sequence[Result]) -> None:
     rows: list[Sequence[str | Text]] = [
         (
             one.case.order,
-            size(one.case.size),
-            size(one.case.block),
+            text_of(one.case.size),
+            text_of(one.case.block),
             f"{one.case.copies:,}",
             Text(_short(one.gb_per_s), "bold"),
             *map(_short, (one.us_per_copy, one.memcpy_gb_per_s, one.ratio)),

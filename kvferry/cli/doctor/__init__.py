@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from kvferry.cli.doctor import channel, devices, kernel, nvidia, software, topology
+from kvferry.cli.doctor import channel, hardware, software
 from kvferry.cli.doctor.finding import Finding, FindingLevel
+from kvferry.cli.doctor.machine import Machine
 from kvferry.cli.doctor.probe import Probed, probe
 from kvferry.cli.output import output, print_json
-from kvferry.cli.side_channel import NONE, Keys
+from kvferry.cli.side_channel import NONE, engine_address, keys_of
 from kvferry.core.errors import KVFerryError
 
 MARKS = {
@@ -31,13 +30,18 @@ class DoctorError(KVFerryError):
 
 def run(
     *,
+    address: str | None = None,
     host: str | None = None,
     port: int | None = None,
     engine: str | None = None,
-    keys: Keys = NONE,
+    curve_secret_key: str = "",
+    curve_peer: str = "",
     as_json: bool = False,
 ) -> int:
     """Run all checks, and print the findings; the exit status is 1 if something is bad."""
+    if address is not None:
+        host, port = engine_address([address])
+    keys = keys_of(curve_secret_key, curve_peer)
     about = engine is not None or keys != NONE
     if (host is None) != (port is None) or (about and host is None):
         raise DoctorError("a running engine is asked by its address: give HOST:PORT, too")
@@ -47,8 +51,8 @@ def run(
     if host is not None and port is not None:
         findings.append(channel.running(host, port, engine, keys))
     if as_json:
-        found = [asdict(finding) | {"verdict": finding.verdict.value} for finding in findings]
-        print_json({"verdict": worst(findings).value, "findings": found})
+        found = {"verdict": worst(findings), "findings": findings}
+        print_json(msgspec.to_builtins(found))
     else:
         _print(findings)
     return int(worst(findings) is FindingLevel.BAD)
@@ -60,37 +64,19 @@ def worst(findings: Sequence[Finding]) -> FindingLevel:
     return max((finding.verdict for finding in findings), key=order.index, default=FindingLevel.OK)
 
 
-def hardware(
-    probed: Probed, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
-) -> Iterator[Finding]:
-    """Yield the findings about GPUs, NICs and pinned memory."""
-    gpus, nics = devices.gpus(root), devices.nics(root)
-    yield devices.gpu(gpus, cuda_answers=bool(probed.gpus or probed.trouble), root=root)
-    nvidia_gpus = [gpu for gpu in gpus if "AMD" not in gpu]
-    if nvidia_gpus:
-        yield nvidia.ipc(root)
-        yield from nvidia.mig(root)
-        yield nvidia.imex(nvidia_gpus, root)
-        yield nvidia.cache_order(environment, has_vllm=software.has_vllm())
-    yield devices.rdma(root)
-    if nvidia_gpus and nics:
-        yield nvidia.direct(probed.gpus, root)
-        yield from topology.near(probed.gpus, root)
-    if probed.gpus and nics:
-        yield nvidia.visibility(probed.gpus)
-    yield from topology.bound(environment, probed.gpus, root)
-    yield kernel.locked_memory(rdma=bool(nics))
-
-
 def _findings(probed: Probed) -> Iterator[Finding]:
+    machine = Machine(probed.gpus)
     yield software.python()
     yield software.package()
     yield software.vllm()
-    yield from software.drivers(probed, nics=devices.active_nics())
-    yield kernel.reading(probed.reading)
-    yield kernel.ptrace_scope()
-    yield from hardware(probed)
-    yield kernel.shared_memory()
+    yield from probed.drivers
+    yield from software.no_driver(probed.drivers, probed.trouble)
+    yield from probed.ucx
+    yield hardware.reading(probed.reading)
+    yield hardware.ptrace_scope(machine)
+    answers = bool(probed.gpus or probed.trouble)
+    yield from hardware.hardware(machine, cuda_answers=answers, has_vllm=software.has_vllm())
+    yield hardware.shared_memory()
     yield from channel.channels()
 
 

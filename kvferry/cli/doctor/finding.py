@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
 class FindingLevel(enum.Enum):
@@ -17,8 +18,7 @@ class FindingLevel(enum.Enum):
     """What was checked does not work; the exit status of the command is 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Struct, frozen=True, kw_only=True):
     """The result of one check; ``remedy`` is empty if there is nothing to do."""
 
     name: str
@@ -34,12 +34,12 @@ class Check(str):
 
     def ok(self, found: str) -> Finding:
         """Return a finding that needs no remedy."""
-        return Finding(name=self, verdict=FindingLevel.OK, found=found)
+        return Finding(name=str(self), verdict=FindingLevel.OK, found=found)
 
     def warn(self, found: str, remedy: str) -> Finding:
         """Return a finding that is worth knowing."""
-        return Finding(name=self, verdict=FindingLevel.WARN, found=found, remedy=remedy)
+        return Finding(name=str(self), verdict=FindingLevel.WARN, found=found, remedy=remedy)
 
     def bad(self, found: str, remedy: str) -> Finding:
         """Return a finding that needs its remedy."""
-        return Finding(name=self, verdict=FindingLevel.BAD, found=found, remedy=remedy)
+        return Finding(name=str(self), verdict=FindingLevel.BAD, found=found, remedy=remedy)

@@ -20,8 +20,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from kvferry.cli.doctor import software
+from kvferry.cli.doctor.finding import Finding
+from kvferry.cli.doctor.machine import CudaGpu, Machine
 from kvferry.core.errors import DriverError, TransportError
-from kvferry.core.transport.registry import DriverReport, describe, installed
+from kvferry.core.transport.registry import describe, installed
 from kvferry.drivers.cuda import CudaDriver, find_cuda
 from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_read, why_forbidden
 from kvferry.drivers.ucx import dlopen
@@ -34,60 +37,22 @@ _RMA = 1 << 1
 """UCX's feature flag for one-sided transfers."""
 
 
-class Driver(Struct, frozen=True, kw_only=True):
-    """An installed driver, and what it can do here, or why it does not work."""
-
-    name: str
-    works: bool
-    found: str
-
-
-class Ucx(Struct, frozen=True, kw_only=True):
-    """The libucp that a driver has loaded, and the devices of each of its transports.
-
-    Attributes:
-        rdma: Whether the library has a module for RDMA that can be loaded.
-        advice: Which other UCX would be better; empty if none would.
-    """
-
-    driver: str
-    path: str
-    version: str
-    rdma: bool
-    transports: dict[str, list[str]]
-    advice: str = ""
-
-
-class Gpu(Struct, frozen=True, kw_only=True):
-    """A GPU that CUDA sees, by its index and PCI address, and what it can do together with NICs.
-
-    Attributes:
-        dmabuf: Whether a NIC's driver can get the GPU's memory as a dmabuf.
-        needs_flush: Whether what a NIC has written must be flushed before the GPU sees it.
-        can_flush: Whether that can be flushed.
-    """
-
-    index: int
-    address: str
-    dmabuf: bool
-    needs_flush: bool
-    can_flush: bool
-
-
 class Probed(Struct, frozen=True, kw_only=True):
     """The report of the process that ``probe`` starts.
 
     Attributes:
+        drivers: A finding about each installed driver.
         gpus: ``None`` if CUDA could not be asked.
-        ucx: Some are missing if the process crashed when it asked a library for its devices.
+        ucx: A finding about each UCX that a driver has loaded; some are missing if the process
+            crashed when it asked a library for its devices.
         reading: Why a process cannot read another one's memory; empty if it can, ``None`` if it
             is not known.
         trouble: Why there is no report on the drivers; empty if there is one.
     """
 
-    drivers: list[Driver] = []
-    gpus: list[Gpu] | None = None
-    ucx: list[Ucx] = []
+    drivers: list[Finding] = []
+    gpus: list[CudaGpu] | None = None
+    ucx: list[Finding] = []
     reading: str | None = None
     trouble: str = ""
 
@@ -134,16 +99,17 @@ def main() -> None:
         os.write(answer, msgspec.json.encode(parts) + b"\n")
 
     send(reading=_read(*map(int, sys.argv[1:3])))
-    drivers: list[Driver] = []
+    drivers: list[Finding] = []
     owners: dict[str, str] = {}
     for info in installed():
-        drivers.append(_driver(describe(info)))
+        drivers.append(software.driver(describe(info)))
         owners = dict.fromkeys(map(str, dlopen.mapped("libucp")), info.name) | owners
     send(drivers=drivers)
-    send(gpus=gpus(find_cuda()))
-    found: list[Ucx] = []
+    seen = gpus(find_cuda())
+    send(gpus=seen)
+    found: list[Finding] = []
     for path, driver in owners.items():
-        found.append(ucx(path, driver))
+        found.append(_ucx(path, driver, cuda=bool(seen)))
         send(ucx=found)
     os._exit(0)
 
@@ -160,23 +126,13 @@ def _read(pid: int, address: int) -> str:
     return str(word[0])
 
 
-def _driver(report: DriverReport) -> Driver:
-    info, can = report.info, report.capabilities
-    if can is None:
-        return Driver(name=info.name, works=False, found=report.reason or "")
-    library = f" ({report.library})" if report.library else ""
-    memory = f"{', '.join(sorted(can.memory))} memory"
-    found = f"{info.distribution} {info.version}{library}: {memory}"
-    return Driver(name=info.name, works=True, found=found)
-
-
-def gpus(cuda: CudaDriver | None) -> list[Gpu] | None:
+def gpus(cuda: CudaDriver | None) -> list[CudaGpu] | None:
     """Return what CUDA says about each GPU; ``None`` if CUDA does not answer."""
     if cuda is None:
         return None
     try:
         return [
-            Gpu(
+            CudaGpu(
                 index=index,
                 address=cuda.pci_address(index),
                 dmabuf=cuda.exports_dmabuf(index),
@@ -189,26 +145,22 @@ def gpus(cuda: CudaDriver | None) -> list[Gpu] | None:
         return None
 
 
-def ucx(path: str, driver: str) -> Ucx:
-    """Return the report on a UCX that this process has loaded."""
-    library = ctypes.CDLL(path)
+def _ucx(path: str, driver: str, *, cuda: bool) -> Finding:
+    """Return the finding about a UCX that this process has loaded."""
+    library, advice = ctypes.CDLL(path), ""
     library.ucp_get_version_string.restype = ctypes.c_char_p
-    return Ucx(
+    if driver == "ucx":
+        with suppress(DriverError):  # the driver's own report has it
+            advice = find().advice
+    loaded = software.LoadedUcx(
         driver=driver,
-        path=path,
         version=library.ucp_get_version_string().decode(),
-        rdma=any(map(dlopen.loads, dlopen.rdma_modules(Path(path)))),
+        path=path,
         transports=_transports(library),
-        advice=_advice() if driver == "ucx" else "",
+        rdma=any(map(dlopen.loads, dlopen.rdma_modules(Path(path)))),
+        advice=advice,
     )
-
-
-def _advice() -> str:
-    """Return as text which UCX would be better for the driver ucx; empty if none would."""
-    try:
-        return find().advice
-    except DriverError:  # the driver's own report has it
-        return ""
+    return software.ucx(loaded, [nic.name for nic in Machine().nics if nic.is_active], cuda=cuda)
 
 
 def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library

@@ -5,14 +5,15 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 
 import kvferry
-from kvferry.cli.doctor.finding import Check, Finding
-from kvferry.cli.doctor.probe import Probed, Ucx
+from kvferry.cli.doctor.finding import Check, Finding, FindingLevel
 from kvferry.core.side_channel_messages import SPOKEN
 from kvferry.core.transport import INTERFACE_VERSION
-from kvferry.drivers.ucx.library import listed
+from kvferry.core.transport.registry import DriverReport
+from kvferry.drivers.ucx.library import Devices, listed
 from kvferry.integrations.vllm import versions
 
 PYTHONS = ((3, 11), (3, 13))
@@ -26,8 +27,6 @@ LEAVE = "do what it says, or leave it: engines with another driver do not need i
 
 NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "tcp", "srd"})
 """UCX's transports that reach other hosts."""
-
-TCP = frozenset({"tcp"})
 
 CUDA = ("cuda_copy", "cuda_ipc")
 """UCX's transports for GPU memory: with the host, and with another GPU by NVLink or PCIe."""
@@ -81,48 +80,69 @@ def has_vllm() -> bool:
     return any(distributions(name=VLLM_DISTRIBUTIONS[0]))
 
 
-def drivers(probed: Probed, *, nics: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yield the findings about every installed driver, and about the UCX that each has loaded."""
-    if probed.trouble:
-        yield Check("drivers").bad(
-            probed.trouble,
+def driver(report: DriverReport) -> Finding:
+    """Return the finding about an installed driver."""
+    check, info, can = Check(f"driver {report.info.name}"), report.info, report.capabilities
+    if can is None:
+        return check.warn(report.reason or "", LEAVE)
+    library = f" ({report.library})" if report.library else ""
+    memory = ", ".join(sorted(can.memory))
+    return check.ok(f"{info.distribution} {info.version}{library}: {memory} memory")
+
+
+def no_driver(found: Sequence[Finding], trouble: str) -> Iterator[Finding]:
+    """Yield a finding if the drivers could not be asked, or if none works."""
+    check = Check("drivers")
+    if trouble:
+        yield check.bad(
+            trouble,
             "uninstall drivers that are not needed; python -m kvferry.cli.doctor.probe says more",
         )
-    for driver in probed.drivers:
-        check = Check(f"driver {driver.name}")
-        yield check.ok(driver.found) if driver.works else check.warn(driver.found, LEAVE)
-    if probed.drivers and not any(driver.works for driver in probed.drivers):
-        yield Check("drivers").bad("none of them works here", "follow one of the remedies above")
-    for ucx in probed.ucx:
-        yield _ucx(ucx, nics, cuda=bool(probed.gpus))
+    elif found and all(one.verdict is not FindingLevel.OK for one in found):
+        yield check.bad("none of them works here", "follow one of the remedies above")
 
 
-def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:
-    check = Check(f"UCX of {ucx.driver}")
-    able = "with RDMA" if ucx.rdma else "without RDMA"
-    text = f"{ucx.version}, {able} ({ucx.path}): {listed(ucx.transports) or 'no transport'}"
-    if NETWORK.isdisjoint(ucx.transports):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedUcx:
+    """The libucp that a driver has loaded.
+
+    Attributes:
+        transports: The devices of each of its transports.
+        rdma: Whether it has a module for RDMA that can be loaded.
+        advice: Which other UCX would be better; empty if none would.
+    """
+
+    driver: str
+    version: str
+    path: str
+    transports: Devices
+    rdma: bool
+    advice: str
+
+
+def ucx(loaded: LoadedUcx, nics: Sequence[str], *, cuda: bool) -> Finding:
+    """Return the finding about a UCX, on a machine with these active NICs, and with GPUs or not."""
+    transports = loaded.transports
+    check = Check(f"UCX of {loaded.driver}")
+    able = "with RDMA" if loaded.rdma else "without RDMA"
+    text = f"{loaded.version}, {able} ({loaded.path}): {listed(transports) or 'no transport'}"
+    if NETWORK.isdisjoint(transports):
         return check.warn(
             f"{text}; none of them leads to another host",
             "see UCX_TLS and UCX_NET_DEVICES, if they are set; UCX_LOG_LEVEL=info says more",
         )
-    if ucx.advice:
-        return check.warn(text, ucx.advice)
-    if nics and not ucx.rdma:
+    if loaded.advice:
+        return check.warn(text, loaded.advice)
+    if nics and not loaded.rdma:
         return check.warn(f"{text}; there is a NIC with RDMA, which it cannot use", OWN_UCX)
-    lacking = [transport for transport in CUDA if transport not in ucx.transports]
+    lacking = [transport for transport in CUDA if transport not in transports]
     if cuda and lacking:
         return check.warn(f"{text}; it lacks {' and '.join(lacking)} for GPU memory", CUDA_UCX)
-    unseen = [nic for nic in nics if nic not in _rdma_devices(ucx)]
+    ports = [port for key, own in transports.items() if key in NETWORK - {"tcp"} for port in own]
+    unseen = set(nics) - {port.partition(":")[0] for port in ports}
     if unseen:
         return check.warn(
-            f"{text}; it does not use the NIC {', '.join(unseen)}",
+            f"{text}; it does not use the NIC {', '.join(sorted(unseen))}",
             "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and UCX_LOG_LEVEL=info",
         )
     return check.ok(text)
-
-
-def _rdma_devices(ucx: Ucx) -> set[str]:
-    """Return the names of the NICs that a UCX uses by RDMA, without the number of the port."""
-    names = (names for transport, names in ucx.transports.items() if transport in NETWORK - TCP)
-    return {name.partition(":")[0] for each in names for name in each}

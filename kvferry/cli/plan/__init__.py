@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.cli.output import print_json, require_matplotlib
 from kvferry.cli.plan.advice import advice_for
-from kvferry.cli.plan.early import EarlyQuestion, early_cases
+from kvferry.cli.plan.early import Prefill, early_cases, parse_bandwidth
 from kvferry.cli.plan.engines import EngineError, SettingsError, write_engine
 from kvferry.cli.plan.estimate import estimate_reads
 from kvferry.cli.plan.model import read_model
 from kvferry.cli.plan.report import PlanResult, print_result, record_of
-from kvferry.cli.plan.sides import RunningOptions, read_sides, refusal
+from kvferry.cli.plan.sides import read_sides, refusal
 from kvferry.core.errors import KVFerryError
 
 
 def run(
     *,
     model: Path | None,
-    sides: Mapping[str, str | None],
-    running: RunningOptions,
+    prefill: str | None,
+    decode: str | None,
+    addresses: Sequence[str] | None,
+    curve_secret_key: str,
+    curve_peer: Sequence[str] | None,
     tokens: int,
     dtype: str | None,
-    early: EarlyQuestion | None,
+    bandwidth: Sequence[str] | None,
+    prompt: Sequence[int] | None,
+    chunk: int,
+    prefill_rate: float,
+    hop: float,
     svg: Path | None,
     as_json: bool,
     write_layouts: Path | None,
@@ -31,31 +38,47 @@ def run(
     """Plan a request, and print which decode rank reads what from which prefill rank."""
     if svg is not None:
         require_matplotlib("--svg")
-    described = None if model is None else read_model(model, dtype)
-    if described is None and dtype is not None:
+    if model is None and dtype is not None:
         raise SettingsError("--dtype is for a model's config file; layouts say their own")
-    longest = max(tokens, early.longest if early else 0)
-    one, other = read_sides(sides, running, described, longest)
-    refused = refusal(one, other)
+    if prompt and not bandwidth:
+        raise SettingsError(
+            f"--prompt {prompt[0]} is a prompt for --bandwidth: add --bandwidth, such as 25Gbit, "
+            "or give the length of the planned request as --tokens"
+        )
+    described = None if model is None else read_model(model, dtype)
+    bandwidths = [parse_bandwidth(text) for text in bandwidth or ()]
+    prompts = prompt or (tokens,)
+    sides = read_sides(
+        {"prefill": prefill, "decode": decode},
+        addresses or (),
+        (curve_secret_key, curve_peer or ()),
+        described,
+        max(tokens, *prompts),
+    )
+    engines = sides[0].engine, sides[1].engine
+    refused = refusal(*sides)
     try:
-        estimate = estimate_reads(one.engine, other.engine, tokens)
+        estimate = estimate_reads(*engines, tokens)
     except KVFerryError as exc:
         if not refused:
             raise
         raise EngineError(f"{exc}. {refused}") from exc
+    early = None
+    if bandwidths:
+        own = Prefill(chunk=chunk, prefill_rate=prefill_rate, hop_seconds=hop / 1e3)
+        each = [estimate if n == tokens else estimate_reads(*engines, n) for n in prompts]
+        early = own, early_cases(bandwidths, each, own)
     result = PlanResult(
         model=described,
-        prefill=one,
-        decode=other,
+        prefill=sides[0],
+        decode=sides[1],
         estimate=estimate,
-        advice=advice_for(
-            described, (one.engine, one.source), (other.engine, other.source), estimate
-        ),
-        early=(early, early_cases(early, one.engine, other.engine, estimate)) if early else None,
-        notes=(*one.notes, *other.notes, *filter(None, (refused,))),
+        advice=advice_for(described, *sides, estimate),
+        early=early,
+        notes=(*sides[0].notes, *sides[1].notes, *filter(None, (refused,))),
     )
     if write_layouts is not None:
-        for side in (one, other):
+        for side in sides:
             write_engine(write_layouts / f"{side.name}.json", side.engine)
     if svg is not None:
         from kvferry.cli.plan.picture import draw_svg

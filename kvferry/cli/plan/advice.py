@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvferry.cli.formatting import counted
-from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_engine
+from kvferry.cli.plan.engines import ORDERS, WHOLE, PlanSettings, make_engine
 from kvferry.cli.plan.estimate import Estimate, estimate_reads, merged
 from kvferry.cli.plan.model import Model
+from kvferry.cli.plan.sides import Side
 from kvferry.core.errors import KVFerryError
-from kvferry.core.layout import Field, axis_length
+from kvferry.core.layout import Field, Group, axis_length
 from kvferry.core.planner.plan import Match
 from kvferry.core.planner.strips import Overlap
 from kvferry.core.transport.copies import SMALL_COPY
@@ -99,22 +102,21 @@ def is_many(estimate: Estimate) -> bool:
 
 
 def advice_for(
-    model: Model | None,
-    prefill: tuple[Engine, object],
-    decode: tuple[Engine, object],
-    estimate: Estimate,
+    model: Model | None, prefill: Side, decode: Side, estimate: Estimate
 ) -> Advice | None:
     """Return advice on how to make copies larger; ``None`` without need, or if many cannot be few.
 
-    Engines that were computed have their settings beside them.
+    Settings can be tried for engines that were computed from a model.
     """
     if not is_small(estimate) and not is_many(estimate):
         return None
-    (one, near), (other, far) = prefill, decode
+    near, far = prefill.source, decode.source
     if model is not None and isinstance(near, PlanSettings) and isinstance(far, PlanSettings):
         changes = _tried(model, (near, far), estimate)
     else:
-        alike = (estimate_reads(engine, engine, estimate.tokens) for engine in (other, one))
+        alike = (
+            estimate_reads(one.engine, one.engine, estimate.tokens) for one in (decode, prefill)
+        )
         said = ((LIKE.format("decode"), ""), ("", LIKE.format("prefill")))
         changes = _best(list(map(Change.of, said, alike)), estimate.sizes.copies)
     # Small copies are explained even where nothing helps.
@@ -203,10 +205,10 @@ def _difference(before: PlanSettings, after: PlanSettings) -> str:
 
 
 def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
-    """Yield the reasons why the copies of one pair of fields are not larger, a sentence each."""
-    fields = {"prefill": overlap.remote, "decode": overlap.local}
-    inside = {name: _heads_inside(f) for name, f in fields.items()}
-    wanted = overlap.shard[1] - overlap.shard[0]
+    """Yield why the copies of one pair of fields are not larger, a sentence each."""
+    pairing, wanted = match.pairing, overlap.shard[1] - overlap.shard[0]
+    sides = {"prefill": (overlap.remote, pairing.remote), "decode": (overlap.local, pairing.local)}
+    inside = {name: _heads_inside(f) for name, (f, _) in sides.items()}
     if wanted > 1 and set(inside.values()) == {True, False}:
         first, then = sorted(inside, key=lambda name: not inside[name])
         yield (
@@ -214,36 +216,32 @@ def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
             "of a head (HND): no more than one head of one token is in one piece on both."
         )
         return
-    for name, f in fields.items():
+    for name, (f, _) in sides.items():
         if inside[name] and wanted < axis_length(f.shard):
             yield (
                 f"{name.capitalize()} keeps the heads of a token together (NHD), and only {wanted} "
                 f"of a rank's {axis_length(f.shard)} cross to or from one rank."
             )
-    same = match.pairing.holds_same_tokens
-    if same and any(inside.values()):
+    if pairing.holds_same_tokens and any(inside.values()):
         return
-    blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in fields.items()}
-    for name, f in fields.items():
-        if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
-            cut = counted(blocks[name], "token")
-            yield f"The kernels of {name} cut its pages into blocks of {cut}."
-    local, remote = match.pairing.local, match.pairing.remote
-    most = counted(match.pairing.granularity, "token")
-    if not same:
-        spread = (
-            counted(one.size, "rank") + (f" by {one.interleave}" if one.size > 1 else "")
-            for one in (remote.context, local.context)
-        )
+    pages = {name: _pages(*side) for name, side in sides.items()}
+    if len(set(pages.values())) > 1:
+        blocks = [f.tokens[-1].extent for f, _ in sides.values() if f.tokens]
+        most = counted(min([pairing.granularity, *blocks]), "token")
         yield (
-            f"A request's tokens are spread over {' on prefill and '.join(spread)} on decode: at "
-            f"most {most} in one piece on both."
+            f"Prefill has {pages['prefill']}, decode {pages['decode']}: at most {most} in one "
+            "piece on both."
         )
-    elif local.block_tokens != remote.block_tokens:
-        yield (
-            f"Pages hold {counted(remote.block_tokens, 'token')} on prefill and "
-            f"{local.block_tokens:,} on decode: at most {most} in one page on both."
-        )
+
+
+def _pages(f: Field, group: Group) -> str:
+    """Return what a page holds of a field's tokens, and which ranks have the others."""
+    text = f"pages of {counted(group.block_tokens, 'token')}"
+    if len(f.tokens) > 1:
+        text += f" in blocks of {f.tokens[-1].extent} for the kernels"
+    if (context := group.context).size > 1:
+        text += f" on {context.size} ranks by {context.interleave}"
+    return text
 
 
 def _heads_inside(f: Field) -> bool | None:

@@ -202,33 +202,19 @@ STATES = re.compile(
 )
 """Keys of models that have recurrent states beside attention or instead of it."""
 
-UNSUPPORTED: Mapping[str, str] = {
-    "compress_ratios": "entries that stand for several tokens",
-    "block_configs": "layers that are unlike each other",
-    "global_head_dim": "heads of two sizes",
-    "num_global_key_value_heads": "layers with unlike numbers of heads",
-    "cross_attention_layers": "layers that keep entries of images instead of tokens",
-}
-"""Keys of models whose cache the file does not describe completely, with what each stands for."""
+UNSUPPORTED = (
+    *("compress_ratios", "block_configs", "global_head_dim", "num_global_key_value_heads"),
+    "cross_attention_layers",
+)
+"""Keys of models whose cache the file does not describe completely: entries that stand for several
+tokens or for images, and layers or heads that are unlike each other."""
 
-_TWO_SIZES = "layers with heads of two sizes"
-_BLOCK_INDEX = "layers with an index of blocks"
-UNLIKE: Mapping[str, str] = {
-    "deepseek_v4": "entries that stand for several tokens",
-    "diffusion_gemma_text": _TWO_SIZES,
-    "gemma4_text": _TWO_SIZES,
-    "gemma4_unified_text": _TWO_SIZES,
-    "glm5_next_text": _BLOCK_INDEX,
-    "hrm_text": "layers that run several times",
-    "inkling_text": "convolutions beside windows",
-    "longcat_flash": "two caches in each layer",
-    "longcat_flash_ngram": "two caches in each layer",
-    "mimo_v2_flash": _TWO_SIZES,
-    "minicpm3": "latents that vLLM stores as K and V",
-    "minimax_m3_vl_text": _BLOCK_INDEX,
-    "qwen4_exp_text": _BLOCK_INDEX,
-    "step3p5": "layers with unlike numbers of heads",
-    "zaya": "a state in each layer",
-}
-"""Model types whose cache is not what their keys say, with the reason; the file may leave out the
-key that would show it."""
+UNLIKE = frozenset(
+    {
+        *("deepseek_v4", "diffusion_gemma_text", "gemma4_text", "gemma4_unified_text"),
+        *("glm5_next_text", "hrm_text", "inkling_text", "longcat_flash", "longcat_flash_ngram"),
+        *("mimo_v2_flash", "minicpm3", "minimax_m3_vl_text", "qwen4_exp_text", "step3p5", "zaya"),
+    }
+)
+"""Model types whose cache is not what their keys say; the file may leave out the key that would
+show it."""

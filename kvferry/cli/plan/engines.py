@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct, structs
 
 from kvferry.cli.formatting import grouped
 from kvferry.cli.plan.model import Model
@@ -47,15 +46,8 @@ state."""
 ALIASES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
 """Other names of two orders, which say only whether heads or tokens are outermost in a page."""
 
-LIMITS: Mapping[str, int] = {
-    "tp": 1 << 10,
-    "pp": 1 << 10,
-    "dcp": 1 << 10,
-    "interleave": 1 << 16,
-    "block_size": 1 << 16,
-    "kernel_block": 1 << 16,
-}
-"""The largest value of each setting that is a number."""
+Ranks = Annotated[int, Meta(ge=1, le=1 << 10)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 16)]
 SHOWN = ("tp", "pp", "block_size", "layout")
 """The settings that are always printed."""
 
@@ -75,15 +67,14 @@ LATENT_ALIGNMENT = 128
 
 
 class SettingsError(KVFerryError):
-    """A setting is refused; the message has its name, the allowed values, and the nearest name."""
+    """A setting or an option is refused; the message has the allowed values."""
 
 
 class EngineError(KVFerryError):
     """A model does not fit the ranks that were set, or a file does not describe an engine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
+class PlanSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one engine, written as ``tp=2,pp=1,block_size=16,layout=LBHNC``.
 
     The rank with pipeline index p and tensor index t has index ``p * tp + t``. ``kvferry plan
@@ -93,13 +84,13 @@ class PlanSettings:
         SettingsError: No engine can have these settings, whatever the model.
     """
 
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
-    interleave: int = 1
-    block_size: int = 16
-    layout: str = "LBNHC"
-    kernel_block: int = 0
+    tp: Ranks = 1
+    pp: Ranks = 1
+    dcp: Ranks = 1
+    interleave: Tokens = 1
+    block_size: Tokens = 16
+    layout: Annotated[str, Meta(pattern=f"^({'|'.join(ORDERS)})$")] = "LBNHC"
+    kernel_block: Tokens = 0
 
     def __post_init__(self) -> None:
         if self.tp * self.pp > MAX_RANKS:
@@ -125,43 +116,25 @@ class PlanSettings:
 
     def __str__(self) -> str:
         """Return the text that ``parse`` reads; defaults are left out except those in ``SHOWN``."""
-        optional = asdict(PlanSettings())
-        shown = {k: v for k, v in asdict(self).items() if k in SHOWN or v != optional[k]}
-        return ",".join(f"{key}={value}" for key, value in shown.items())
+        own = {f.name: (getattr(self, f.name), f.default) for f in structs.fields(self)}
+        return ",".join(f"{k}={v}" for k, (v, usual) in own.items() if k in SHOWN or v != usual)
 
 
 def parse(text: str) -> PlanSettings:
     """Return the settings of one engine: ``key=value`` pairs, separated by commas."""
-    values: dict[str, int | str] = {}
-    known = [f.name for f in fields(PlanSettings)]
-    for pair in text.split(","):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        name = _known("setting", key.replace("-", "_"), known)
-        if not equals or not value:
-            raise SettingsError(f"{key!r} has no value: write {key}=...")
-        if name in values:
-            raise SettingsError(f"{name!r} stands twice")
-        values[name] = _value(name, value)
-    return PlanSettings(**values)  # type: ignore[arg-type]  # each value is of its field's type
-
-
-def _value(name: str, value: str) -> int | str:
-    if name == "layout":
-        order = value.upper()
-        return ALIASES.get(order) or _known("layout", order, [*ORDERS, *ALIASES])
-    limit = LIMITS[name]
-    if not (value.isascii() and value.isdecimal() and len(value) < 10 and 1 <= int(value) <= limit):
-        raise SettingsError(f"{name}={value[:32]} must be a number in 1 to {limit}")
-    return int(value)
-
-
-def _known(what: str, name: str, allowed: list[str]) -> str:
-    """Return a name if it is allowed; the error has the nearest one that is."""
-    if name in allowed:
-        return name
-    near = get_close_matches(name, allowed, 1, 0.5)
-    meant = f": did you mean {near[0]!r}? Allowed" if near else "; allowed"
-    raise SettingsError(f"unknown {what} {name[:32]!r}{meant} are {', '.join(allowed)}")
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    values = {key.strip().replace("-", "_"): value.strip() for key, _, value in pairs}
+    if order := values.get("layout", "").upper():
+        values["layout"] = ALIASES.get(order, order)
+    try:
+        if len(values) < len(pairs):
+            raise msgspec.ValidationError("a setting stands twice")
+        return msgspec.convert(values, PlanSettings, strict=False)
+    except msgspec.ValidationError as exc:
+        known = ", ".join(f.name for f in structs.fields(PlanSettings))
+        raise SettingsError(
+            f"{text[:64]!r}: {exc}. Write key=value pairs with commas between; the keys are {known}"
+        ) from exc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +215,7 @@ def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
     size = step * -(-model.state.nbytes(settings.tp) // (step * token))
     enlarged = max(settings.block_size, ALIGNMENT * -(-size // ALIGNMENT))
     try:
-        return replace(settings, block_size=enlarged)
+        return structs.replace(settings, block_size=enlarged)
     except SettingsError as exc:
         raise SettingsError(
             f"{exc} (vLLM enlarges block_size={settings.block_size} to {enlarged} for the "
@@ -252,9 +225,15 @@ def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
 
 def check_spread(model: Model, settings: PlanSettings) -> None:
     """Refuse settings with more ranks than a model can be distributed over."""
-    tp, heads = settings.tp, model.kv_heads
-    if model.attention_heads % tp:
-        raise EngineError(f"tp={tp} does not divide the {model.attention_heads} attention heads")
+    tp, heads, state = settings.tp, model.kv_heads, model.state
+    divided = {"attention heads": model.attention_heads}
+    if state is not None:
+        divided["heads of a state"] = state.heads
+        units = {f"units of a state's {part.name} channels": part.units for part in state.channels}
+        divided |= {what: count for what, count in units.items() if count > 1}
+    for what, count in divided.items():
+        if count % tp:
+            raise EngineError(f"tp={tp} does not divide the {count} {what}")
     if heads % tp and tp % heads:
         raise EngineError(f"tp={tp} and {heads} KV heads: one of the two must divide the other")
     if settings.pp > model.layers:
@@ -264,16 +243,7 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
             f"dcp={settings.dcp} spreads tokens over ranks that hold the same heads, and with "
             f"tp={tp} and {heads} KV heads there are {max(1, tp // heads)}"
         )
-    if model.state is None:
-        return
-    if model.state.heads % tp:
-        raise EngineError(f"tp={tp} does not divide the {model.state.heads} heads of a state")
-    for part in model.state.channels:
-        if part.units > 1 and part.units % tp:
-            raise EngineError(
-                f"tp={tp} does not divide the {part.units} units of a state's {part.name} channels"
-            )
-    if settings.layout == SCATTERED:
+    if state is not None and settings.layout == SCATTERED:
         others = ", ".join(order for order in ORDERS if order != SCATTERED)
         raise EngineError(
             f"layout={SCATTERED} scatters a block over the heads, and a state needs a block in one "

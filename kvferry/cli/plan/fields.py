@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from kvferry.cli.formatting import grouped, numbers
@@ -16,6 +16,12 @@ CONVOLUTION = "/conv"
 
 Shard = tuple[int, int]
 """The range [first, last) of a field's shard axis: for K and V, heads."""
+Layer = tuple[str, int | None]
+"""Owner and index of a layer; an owner that has no index is the whole name."""
+Held = tuple[tuple[str, ...], Shard | None]
+"""What is stored of a layer: its parts but K and V, and the heads of these."""
+Contents = dict[Held, list[Layer]]
+"""The layers of which the same is stored."""
 
 
 class FieldName(NamedTuple):
@@ -44,45 +50,41 @@ def field_name(key: str) -> FieldName:
     return FieldName(name, None, part)
 
 
-class Contents(NamedTuple):
-    """What is stored of layers that are alike; the heads are those of K and V."""
-
-    layers: tuple[tuple[str, int | None], ...]
-    parts: tuple[str, ...]
-    heads: Shard | None
-
-
-def contents_of(fields: Iterable[tuple[str, Shard]]) -> list[Contents]:
-    """Return fields, by key and range, by the layers that have the same."""
+def contents_of(fields: Iterable[tuple[str, Shard]]) -> Contents:
+    """Return what fields, by key and range, store of which layers."""
     named = grouped(((field_name(key), shard) for key, shard in fields), lambda one: one[0][:2])
-    content = {
+    held: dict[Layer, Held] = {
         layer: (
             tuple(name.part for name, _ in own if name.part not in ("k", "v")),
             next((shard for name, shard in own if name.part in ("k", "v")), None),
         )
         for layer, own in named.items()
     }
-    alike = grouped(content, content.__getitem__)
-    return [Contents(tuple(layers), *own) for own, layers in alike.items()]
+    return grouped(held, held.__getitem__)
 
 
-def shape_of(contents: Sequence[Contents]) -> tuple[object, ...]:
+def shape_of(contents: Contents) -> object:
     """Return what is equal for ranks that have other heads, but as many, of the same layers."""
-    return tuple((*one[:2], one.heads and one.heads[1] - one.heads[0]) for one in contents)
+    return tuple(
+        (tuple(layers), parts, heads and heads[1] - heads[0])
+        for (parts, heads), layers in contents.items()
+    )
 
 
-def text_of(alike: Sequence[Sequence[Contents]]) -> str:
+def text_of(alike: Sequence[Contents]) -> str:
     """Return the contents of ranks of one ``shape_of`` as text.
 
     For one rank ``layers 0-39, heads 0-1``; for several ``layers 0-39, 2 each of heads 0-7``.
     """
-    return "; ".join(
-        ", ".join((_layers(same[0].layers), *_heads(same), *same[0].parts))
-        for same in zip(*alike, strict=True)
-    )
+    texts = []
+    for same in zip(*(contents.items() for contents in alike), strict=True):
+        (parts, _), layers = same[0]
+        heads = {heads for (_, heads), _ in same if heads is not None}
+        texts.append(", ".join((_layers(layers), *_heads(heads), *parts)))
+    return "; ".join(texts)
 
 
-def _layers(layers: Sequence[tuple[str, int | None]]) -> str:
+def _layers(layers: Sequence[Layer]) -> str:
     """Return layers by index, with their owners if there are several, or by name."""
     indexes = grouped((one for one in layers if one[1] is not None), lambda one: one[0])
     texts = []
@@ -99,9 +101,8 @@ def _layers(layers: Sequence[tuple[str, int | None]]) -> str:
     return ", ".join([*texts, *others[:MAX_NAMED_LAYERS], *more])
 
 
-def _heads(same: Sequence[Contents]) -> list[str]:
+def _heads(ranges: Set[Shard]) -> list[str]:
     """Return the heads of each of some ranks as text; nothing for parts without heads."""
-    ranges = {one.heads for one in same if one.heads is not None}
     if not ranges:
         return []
     each = next(stop - start for start, stop in ranges)

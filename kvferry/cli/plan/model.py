@@ -12,7 +12,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from kvferry.cli.formatting import numbers
 from kvferry.cli.plan.defaults import (
@@ -63,9 +66,6 @@ DEFAULTS = (
     "If the file leaves this key to the defaults of transformers, let it write every key: "
     "AutoConfig.from_pretrained(PATH).to_json_file(FILE, use_diff=False)"
 )
-
-
-Item = TypeVar("Item")
 
 
 class ModelError(KVFerryError):
@@ -186,6 +186,19 @@ class _Keys:
             if found := [name for name in (key, *others) if name in self.all]:
                 self.all[key] = self.all[found[0]]
 
+    def get(self, name: str, kind: Any, default: Any = None) -> Any:  # noqa: ANN401 - of that kind
+        """Return a value, which must be of a kind; the default if the file does not have it."""
+        try:
+            return msgspec.convert(self.all[name], kind) if name in self.all else default
+        except msgspec.ValidationError as exc:
+            value = str(self.all[name])[:32]
+            raise ModelError(f"is wrong: {name!r} is {value!r}: {exc}") from exc
+
+    def optional(self, name: str, *, least: int = 1) -> int | None:
+        """Return a number; ``None`` if the file does not have it."""
+        value: int | None = self.get(name, Annotated[int, Meta(ge=least, le=LARGEST)])
+        return value
+
     def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """Return a number; without a default, the file must have it."""
         value = self.optional(name, least=least)
@@ -193,38 +206,6 @@ class _Keys:
         if value is None:
             raise ModelError(f"has no {name!r}, which the size of a cache depends on. {DEFAULTS}")
         return value
-
-    def optional(self, name: str, *, least: int = 1) -> int | None:
-        """Return a number; ``None`` if the file does not have it."""
-        value = self.all.get(name)
-        if value is not None and not (type(value) is int and least <= value <= LARGEST):
-            raise _wrong(name, value, f"a number in {least} to {LARGEST}")
-        return value
-
-    def text(self, name: str) -> str:
-        """Return a text; empty if the file does not have it."""
-        value = self.all.get(name, "")
-        if not isinstance(value, str):
-            raise _wrong(name, value, "a text")
-        return value
-
-    def listed(self, name: str, kind: type[Item]) -> list[Item]:
-        """Return a list of some type; empty if the file does not have it."""
-        value = self.all.get(name, [])
-        if not isinstance(value, list) or not all(type(one) is kind for one in value):
-            raise _wrong(name, value, f"a list of {kind.__name__}")
-        return value
-
-    def inner(self, name: str) -> _Keys:
-        """Return the keys of an object in the file; no keys if the file does not have it."""
-        value = self.all.get(name, {})
-        if not isinstance(value, dict):
-            raise _wrong(name, value, "an object")
-        return _Keys(value)
-
-
-def _wrong(name: str, value: object, expected: str) -> ModelError:
-    return ModelError(f"is wrong: {name!r} is {str(value)[:32]!r}, and {expected} is expected")
 
 
 def read_model(path: Path, dtype: str | None = None) -> Model:
@@ -271,7 +252,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
     if inner is None:
         name = str(config.get("model_type") or "")
-        if f"{name}_text" in LEFT_OUT.keys() | UNLIKE.keys():
+        if f"{name}_text" in LEFT_OUT.keys() | UNLIKE:
             name = f"{name}_text"  # a multimodal model's file does not name its text model's type
         return config | {"model_type": name}
     # The inner value counts if both levels have a key, but for the element type: as in vLLM.
@@ -298,7 +279,7 @@ def _model(given: dict[str, Any], dtype: str | None) -> Model:
     shared = keys.number("num_kv_shared_layers", 0, least=0)
     windows, chunks = _windows(keys, name, kinds[: layers - shared])
     states = tuple(n for n, kind in enumerate(kinds[:layers]) if kind in STATEFUL)
-    element = dtype or element_type(keys.text("dtype"))
+    element = dtype or element_type(keys.get("dtype", str, ""))
     latent, kv_heads = keys.optional("kv_lora_rank"), keys.optional("num_key_value_heads")
     if latent or (keys.all.get("multi_query") and not keys.all.get("new_decoder_architecture")):
         kv_heads = 1
@@ -336,14 +317,15 @@ def _refuse_unsupported(keys: _Keys, name: str) -> None:
         raise ModelError(
             "is of an encoder and a decoder ('is_encoder_decoder'): only decoders are drawn"
         )
-    reasons = [f"has {key!r}, {what}" for key, what in UNSUPPORTED.items() if keys.all.get(key)]
-    if name in UNLIKE:
-        reasons.append(f"has model_type {name!r}, {UNLIKE[name]}")
+    unlike = [key for key in UNSUPPORTED if keys.all.get(key)]
     if keys.all.get("index_topk") and name not in INDEXED:
-        known = " or ".join(sorted(INDEXED))
-        reasons.append(f"has 'index_topk', an index in every layer, and not model_type {known}")
-    if reasons:
-        raise ModelError(f"{reasons[0]}: that is not drawn from a file; {REMEDY}")
+        unlike.append("index_topk")
+    shown = [f"{key!r}" for key in unlike] + [f"model_type {name!r}"] * (name in UNLIKE)
+    if shown:
+        raise ModelError(
+            f"has {' and '.join(shown)}: a cache that its keys do not describe completely is not "
+            f"drawn from a file; {REMEDY}"
+        )
 
 
 def _head_dim(keys: _Keys, heads: int) -> int:
@@ -361,7 +343,7 @@ def _head_dim(keys: _Keys, heads: int) -> int:
 
 def _layer_types(keys: _Keys, layers: int) -> Sequence[str] | None:
     """Return the type of each layer; ``None`` if the file does not say it."""
-    types = keys.listed("layer_types", str) or _types_of_hybrid(keys, range(layers))
+    types = keys.get("layer_types", list[str], []) or _types_of_hybrid(keys, range(layers))
     if types is not None and len(types) < layers:
         lists = ("layer_types", "hybrid_override_pattern", "attn_type_list")
         key = next(key for key in lists if keys.all.get(key))
@@ -378,31 +360,31 @@ def _layer_types(keys: _Keys, layers: int) -> Sequence[str] | None:
 def _types_of_hybrid(keys: _Keys, every: range) -> list[str] | None:
     """Return the type of each layer, from keys other than ``layer_types``; ``None`` without any."""
     stateful, attends = "mamba", "attention"
-    if pattern := keys.text("hybrid_override_pattern"):
+    if pattern := keys.get("hybrid_override_pattern", str, ""):
         if unknown := [letter for letter in pattern if letter not in PATTERN]:
             raise ModelError(
                 f"is wrong: 'hybrid_override_pattern' has the letter {unknown[0]!r}; known are "
                 f"{', '.join(PATTERN)}"
             )
         return [PATTERN[letter] for letter in pattern]
-    if (gated := keys.inner("linear_attn_config")).all:
+    if (gated := _Keys(keys.get("linear_attn_config", dict, {}))).all:
         # Its layers count from 1.
-        attending = [layer - 1 for layer in gated.listed("full_attn_layers", int)]
+        attending = [layer - 1 for layer in gated.get("full_attn_layers", list[int], [])]
         stateful = "linear_attention"
-    elif kinds := keys.listed("attn_type_list", int):
+    elif kinds := keys.get("attn_type_list", list[int], []):
         return ["attention" if kind == 1 else "linear_attention" for kind in kinds]
     elif "mamba_d_ssm" in keys.all:
         attending, attends = list(every), HYBRID
     elif "hybrid_layer_ids" in keys.all:
-        attending, attends = keys.listed("hybrid_layer_ids", int), HYBRID
+        attending, attends = keys.get("hybrid_layer_ids", list[int], []), HYBRID
     elif period := keys.optional("attn_layer_period"):
         offset = keys.number("attn_layer_offset", 0, least=0)
         attending = [n for n in every if n % period == offset]
     elif interval := keys.optional("full_attention_interval"):
         attending, stateful = [n for n in every if not (n + 1) % interval], "linear_attention"
-    elif indices := keys.listed("attn_layer_indices", int):
+    elif indices := keys.get("attn_layer_indices", list[int], []):
         attending = indices
-    elif indices := keys.listed("full_attn_idxs", int):
+    elif indices := keys.get("full_attn_idxs", list[int], []):
         attending, stateful = indices, "conv"
     else:
         return None
@@ -414,7 +396,7 @@ def _attention_types(keys: _Keys, layers: int, name: str) -> tuple[Sequence[str]
     window = keys.optional("sliding_window", least=0)
     if name.startswith("llama4") and keys.optional("attention_chunk_size", least=0):
         every = keys.number("no_rope_layer_interval", 4)
-        with_rope = keys.listed("no_rope_layers", int)
+        with_rope = keys.get("no_rope_layers", list[int], [])
         with_rope = with_rope or [int((n + 1) % every > 0) for n in range(layers)]
         if len(with_rope) < layers:
             raise ModelError(
@@ -480,7 +462,9 @@ def _index(keys: _Keys, layers: int, element: str) -> tuple[tuple[int, ...], dic
     scales = values // INDEX_SCALED * 4
     parts = {"latent": values} | ({"scale": scales} if scales else {})
     if "index_topk_pattern" in keys.all:
-        shared = {n for n, letter in enumerate(keys.text("index_topk_pattern")) if letter == "S"}
+        shared = {
+            n for n, letter in enumerate(keys.get("index_topk_pattern", str, "")) if letter == "S"
+        }
         return tuple(n for n in range(layers) if n not in shared), parts
     offset = keys.number("index_skip_topk_offset", 2, least=0) - 1
     every = keys.number("index_topk_freq", 1)
@@ -498,8 +482,8 @@ def _state(keys: _Keys, said: str) -> RecurrentState:
             f"says that {said}, which have states, and the file has "
             f"none of the keys that give a state's size ({', '.join(STATE_KINDS)}); {REMEDY}"
         )
-    state, inputs = make(keys), element_type(keys.text("dtype"))
-    own = keys.text("mamba_ssm_dtype") or state.dtype
+    state, inputs = make(keys), element_type(keys.get("dtype", str, ""))
+    own = keys.get("mamba_ssm_dtype", str, "") or state.dtype
     return replace(state, input_dtype=inputs, dtype=inputs if own == "auto" else element_type(own))
 
 
@@ -520,7 +504,7 @@ def _delta_net(keys: _Keys) -> RecurrentState:
 
 
 def _gated_channels(keys: _Keys) -> RecurrentState:
-    own = keys.inner("linear_attn_config")
+    own = _Keys(keys.get("linear_attn_config", dict, {}))
     heads, head = own.number("num_heads"), own.number("head_dim")
     return RecurrentState(
         channels=_channels(head, q=heads, k=heads, v=heads),
@@ -568,9 +552,8 @@ def _mamba2(keys: _Keys) -> RecurrentState:
 def _mamba_channels(keys: _Keys, heads: int) -> int:
     """Return the channels of a layer, at least one for each head."""
     if (channels := keys.optional("mamba_d_ssm")) is None:
-        size, expand = keys.number("hidden_size"), keys.all.get("mamba_expand", 2)
-        if not isinstance(expand, int | float) or not 0 < expand <= MOST_EXPANDED:
-            raise _wrong("mamba_expand", expand, f"a number up to {MOST_EXPANDED}")
+        size = keys.number("hidden_size")
+        expand = keys.get("mamba_expand", Annotated[float, Meta(gt=0, le=MOST_EXPANDED)], 2)
         channels = int(expand * size)
     if channels < heads:
         raise ModelError(

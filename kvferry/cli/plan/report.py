@@ -13,9 +13,9 @@ from rich.padding import Padding
 from kvferry.cli.formatting import counted, duration, grouped, numbers, size
 from kvferry.cli.output import output, print_table
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
-from kvferry.cli.plan.early import EarlyCase, EarlyQuestion
+from kvferry.cli.plan.early import EarlyCase, Prefill
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
-from kvferry.cli.plan.fields import contents_of, shape_of, text_of
+from kvferry.cli.plan.fields import Contents, contents_of, shape_of, text_of
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.sides import Side
 from kvferry.core.transport.copies import SMALL_COPY
@@ -54,7 +54,7 @@ class PlanResult:
     Attributes:
         model: The model; ``None`` if both engines were given by layouts.
         advice: What to do about small or many copies; ``None`` without need.
-        early: What was asked about early tickets, and the answers; ``None`` if nothing was.
+        early: How prefill computes, and what early tickets save; ``None`` if nobody asked.
         notes: What else there is to know, a sentence each.
     """
 
@@ -63,7 +63,7 @@ class PlanResult:
     decode: Side
     estimate: Estimate
     advice: Advice | None
-    early: tuple[EarlyQuestion, list[EarlyCase]] | None
+    early: tuple[Prefill, list[EarlyCase]] | None
     notes: tuple[str, ...]
 
 
@@ -159,7 +159,7 @@ def _read_rows(result: PlanResult) -> Iterator[list[str]]:
             who = ""
 
 
-def _contents(read: ReadEstimate) -> list[Any]:
+def _contents(read: ReadEstimate) -> Contents:
     return contents_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
 
 
@@ -231,12 +231,12 @@ def _for_vllm(change: Change) -> Iterator[str]:
             )
 
 
-def _print_early(console: Console, question: EarlyQuestion, cases: Sequence[EarlyCase]) -> None:
-    hop = f", and decode starts to read {duration(question.hop_seconds)} after prefill's end"
+def _print_early(console: Console, prefill: Prefill, cases: Sequence[EarlyCase]) -> None:
+    hop = f", and decode starts to read {duration(prefill.hop_seconds)} after prefill's end"
     console.print(
         "Until decode has a prompt's cache, by an ordinary ticket (sequential) and by an early "
-        f"one, if prefill computes {question.prefill_rate:,.6g} tokens/s in chunks of "
-        f"{counted(question.chunk, 'token')}{hop * bool(question.hop_seconds)}:"
+        f"one, if prefill computes {prefill.prefill_rate:,.6g} tokens/s in chunks of "
+        f"{counted(prefill.chunk, 'token')}{hop * bool(prefill.hop_seconds)}:"
     )
     rows = [
         {
@@ -266,11 +266,11 @@ def _sizes(sizes: Mapping[str, Any]) -> str:
 
 def record_of(result: PlanResult) -> Record:
     """Return the whole result for ``--json``, sizes in bytes and times in seconds."""
-    estimate, early = result.estimate, None
+    estimate = result.estimate
+    early: Record | None = None
     if result.early is not None:
-        question, cases = result.early
-        early = {name: getattr(question, name) for name in ("chunk", "prefill_rate", "hop_seconds")}
-        early["cases"] = [asdict(case) | {"saved": case.saved} for case in cases]
+        prefill, cases = result.early
+        early = asdict(prefill) | {"cases": [asdict(c) | {"saved": c.saved} for c in cases]}
     return {
         "tokens": estimate.tokens,
         "total": estimate.sizes.figures,

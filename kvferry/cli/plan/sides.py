@@ -77,63 +77,45 @@ class Side:
         return f"{numbers(ranks)} ({', '.join(where)})" if where else numbers(ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningOptions:
-    """The options about running engines; ``peers`` has the public key of each, or nothing."""
-
-    addresses: Sequence[str] = ()
-    secret_key: str = ""
-    peers: Sequence[str] = ()
-
-    def check(self, missing: Sequence[str]) -> None:
-        """Refuse options that do not fit the sides that are given otherwise."""
-        asked = len(self.addresses)
-        if len(missing) > asked:
-            raise SettingsError(
-                f"the {missing[asked]} engine is missing: give --{missing[asked]} "
-                "with settings or a JSON file, or --from HOST:PORT for an engine that runs"
-            )
-        if len(missing) < asked:
-            raise SettingsError(
-                f"--from is given {asked} times, and stands for the {len(missing)} of --prefill "
-                "and --decode that are left out: leave one more out, or one --from"
-            )
-        if not asked and (self.secret_key or self.peers):
-            raise SettingsError(
-                "--curve-secret-key and --curve-peer are keys for --from: add --from"
-            )
-        if self.peers and len(self.peers) != asked:
-            raise SettingsError(
-                f"--curve-peer is given {len(self.peers)} times and --from {asked} times: give the "
-                "public key of each engine, in the order of --from"
-            )
-
-
 def read_sides(
-    texts: Mapping[str, str | None], running: RunningOptions, model: Model | None, tokens: int
-) -> list[Side]:
+    texts: Mapping[str, str | None],
+    addresses: Sequence[str],
+    keys: tuple[str, Sequence[str]],
+    model: Model | None,
+    tokens: int,
+) -> tuple[Side, Side]:
     """Return the engines that options describe, with room for a request of so many tokens.
 
-    ``texts`` has settings or a file by the engine's name; an engine without is one that runs.
+    ``texts`` has settings or a file by the engine's name; an engine without is one that runs, at
+    the next of ``addresses``. ``keys`` says where the command's secret key is, and the public key
+    of each engine that runs.
     """
-    missing = [name for name, text in texts.items() if text is None]
-    running.check(missing)
-    keys = [keys_of(running.secret_key, peer) for peer in running.peers or [""] * len(missing)]
-    asked = {
-        name: _ask(address, key)
-        for name, address, key in zip(missing, running.addresses, keys, strict=True)
-    }
+    running = [name for name, text in texts.items() if text is None]
+    (secret, peers), count = keys, len(addresses)
+    if len(running) != count:
+        raise SettingsError(
+            f"{len(texts) - len(running)} of --prefill and --decode and {count} times --from are "
+            "given, and a plan is between two engines: name each with --prefill or --decode "
+            "(settings, or a JSON file), or with --from HOST:PORT if it runs"
+        )
+    if len(peers) not in (0, count) or (secret and not count):
+        raise SettingsError(
+            f"--curve-peer is given {len(peers)} times and --from {count} times: give the public "
+            "key of each engine, in the order of --from"
+        )
+    each = zip(addresses, peers or [""] * count, strict=True)
+    asked = iter([_ask(address, keys_of(secret, peer)) for address, peer in each])
     sides = [
-        _running_side(name, asked[name], model)
+        _running_side(name, next(asked), model)
         if text is None
         else _given_side(name, text, model, tokens)
         for name, text in texts.items()
     ]
     for one, other in ((0, 1), (1, 0)):
         computed, engine = sides[one], sides[other].engine
-        if isinstance(computed.source, PlanSettings) and missing:
+        if isinstance(computed.source, PlanSettings) and running:
             sides[one] = replace(computed, engine=with_keys_of(computed.engine, engine))
-    return sides
+    return sides[0], sides[1]
 
 
 def _ask(address: str, keys: Keys) -> RunningEngine:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks import harness
@@ -34,7 +35,7 @@ def test_part_prints_rows(part: Part, tmp_path: Path) -> None:
     if done.returncode == harness.NOTHING:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [harness.row_of(each) for each in json.loads(file.read_text(encoding="utf-8"))]
+    rows = msgspec.json.decode(file.read_bytes(), type=list[harness.Row])
     assert rows
     assert all(0 < row.low <= row.ratio <= row.high for row in rows)
     assert len({(row.section, row.case, row.of) for row in rows}) == len(rows)

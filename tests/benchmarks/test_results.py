@@ -1,4 +1,4 @@
-"""Results compared with earlier ones, from fixed rows."""
+"""Results: kept, and compared with earlier ones, from fixed rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare
+from benchmarks import results
 from tests.benchmarks.results import entry, row
 
 
@@ -19,7 +19,7 @@ def store(*found: tuple[str, float], of: str = "time with another", **fields: An
 def test_only_intervals_that_lie_apart_are_changes_worst_first() -> None:
     before = store(("slightly", 1.0), ("faster", 1.0), ("slower", 1.0), ("slowest", 1.0))
     after = store(("slightly", 1.15), ("faster", 0.5), ("slower", 2.0), ("slowest", 3.0))
-    found = compare.changes(before, after)
+    found = results.changes(before, after)
     assert [change.after.case for change in found] == ["slowest", "slower", "faster"]
     assert [change.is_worse(0.2) for change in found] == [True, True, False]
 
@@ -39,41 +39,43 @@ def test_only_intervals_that_lie_apart_are_changes_worst_first() -> None:
 def test_what_is_better_follows_from_the_target_or_from_what_the_ratio_is_to(
     fields: dict[str, Any], higher: bool
 ) -> None:
-    [change] = compare.changes(store(("one", 1.0), **fields), store(("one", 2.0), **fields))
+    [change] = results.changes(store(("one", 1.0), **fields), store(("one", 2.0), **fields))
     assert change.factor == (2.0 if higher else 0.5)
     assert change.is_worse(0.2) is not higher
 
 
 @pytest.mark.parametrize(("margin", "worse"), [(0.4, True), (0.6, False)])
 def test_a_change_within_the_margin_is_not_worse(margin: float, worse: bool) -> None:
-    [change] = compare.changes(store(("one", 1.0)), store(("one", 1.5)))
+    [change] = results.changes(store(("one", 1.0)), store(("one", 1.5)))
     assert change.is_worse(margin) is worse
 
 
 def test_cases_without_an_earlier_result_are_counted() -> None:
     before, after = store(("one", 1.0)), store(("one", 1.0), ("other", 1.0))
-    assert compare.changes(before, after) == []
-    assert compare.unmatched(before, after) == 1
-    assert compare.unmatched({}, after) == 2
+    assert results.changes(before, after) == []
+    assert results.unmatched(before, after) == 1
+    assert results.unmatched({}, after) == 2
 
 
 def test_conditions_that_differ_are_named() -> None:
     before = {"drivers": entry(row("one"), nixl="1.5")}
     after = {"drivers": entry(row("one"), date="now", load=2, kernel="6.2", source="0")}
-    assert compare.differing(before, after) == ["kernel", "nixl"]
-    assert compare.differing(before, before) == []
-    assert compare.differing({}, after) == []
+    assert results.differing(before, after) == ["kernel", "nixl"]
+    assert results.differing(before, before) == []
+    assert results.differing({}, after) == []
 
 
-def test_the_committed_results_are_the_default() -> None:
-    found = compare.baseline(None)
-    assert compare.changes(found, found) == []
-    assert compare.unmatched(found, found) == 0
+def test_the_committed_results_are_the_default(tmp_path: Path) -> None:
+    found = results.baseline()
+    results.save(tmp_path / "again.json", found)
+    assert results.baseline(str(tmp_path / "again.json")) == found
+    assert results.changes(found, found) == []
+    assert results.unmatched(found, found) == 0
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"drivers": {"rows": [{}]}}', '{"drivers": 1}'])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.json"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(compare.BaselineError, match="pass a file of results"):
-        compare.baseline(file)
+    with pytest.raises(results.BaselineError, match="pass a file of results"):
+        results.baseline(str(file))
