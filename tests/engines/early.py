@@ -13,7 +13,8 @@ from typing import Any
 from examples.tiny_llama import prompt
 from tests.engines import probes
 from tests.engines.engines import PREFILL, Engine, Prompt
-from tests.engines.steps import counted, eventually, texts
+from tests.engines.steps import counted, texts
+from tests.waiting import eventually
 
 ROOMS = itertools.count()
 SENTINEL = 7.5

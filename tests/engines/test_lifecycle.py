@@ -23,12 +23,12 @@ from tests.engines.steps import (
     check_hand_over,
     check_refused,
     counted,
-    eventually,
     idle_blocks,
     pulled_by,
     texts,
 )
 from tests.faults.cells import Cell
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,14 +74,6 @@ def hasty(start_engine: StartEngine) -> Engine:
         extra={"kv_lease_duration": LEASE},
         num_gpu_blocks_override=FEW_BLOCKS,
     )
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Path]:
-    """A file for `ranks.disturb_reads`, which exists after the test."""
-    path = tmp_path / "gate"
-    yield path
-    path.touch()
 
 
 def released(prefill: Engine) -> None:

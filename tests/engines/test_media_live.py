@@ -108,23 +108,6 @@ def test_another_image_is_refused(engines: Engines, other: MediaPrompt) -> None:
     check_refused(engines["chunking"], other, ticket, "made for another prompt")
 
 
-def test_swapped_images(engines: Engines) -> None:
-    """The control: an engine that does not compare prompts answers for the other image."""
-    believing, asked, other = engines["believing"], with_image(104), with_image(105)
-    right, wrong = texts(believing, asked, other)
-    assert texts(believing, asked, params=engines["plain"].prefill(other)) == [wrong] != [right]
-
-
-def test_one_name_for_two_images(engines: Engines) -> None:
-    """vLLM takes a client's name for an image's content, and so does a ticket."""
-    first, second = (
-        with_image(image, multi_modal_uuids={"image": ["name"]}) for image in (107, 108)
-    )
-    [ticket] = engines["plain"].prefill(first)
-    [got] = texts(engines["chunking"], second, params=ticket)
-    assert got == texts(engines["believing"], first)[0]
-
-
 def test_windows(windows: Engines) -> None:
     """A prompt that ends with an image gets no ticket, and decode computes the whole prompt."""
     prefill, decode = windows["prefill"], windows["decode"]

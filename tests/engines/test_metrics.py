@@ -14,7 +14,8 @@ from tests.engines import probes
 from tests.engines.collector import ENVIRONMENT, attributes, collecting
 from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.steps import check_hand_over, check_refused, eventually
+from tests.engines.steps import check_hand_over, check_refused
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 

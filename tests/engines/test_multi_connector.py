@@ -14,14 +14,8 @@ from tests.engines.early import check_early, hand_over_early
 from tests.engines.engines import CONNECTOR, PATIENT, Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.fleet import RECOMPUTE, TWO_WAY, Engines, cast, fleet
-from tests.engines.steps import (
-    check_decoded,
-    check_hand_over,
-    counted,
-    eventually,
-    pulled_by,
-    texts,
-)
+from tests.engines.steps import check_decoded, check_hand_over, counted, pulled_by, texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.core.endpoint.engines import eventually
 from tests.engines.engines import Engine
 from tests.engines.fleet import DOES_BOTH, fleet
 from tests.engines.steps import check_decoded, pulled_by, texts
 from tests.upgrade.sides import Way, check_tickets, two_sides
 from tests.upgrade.trees import Tree, TreeError, tree
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
 

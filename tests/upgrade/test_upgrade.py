@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.endpoint.engines import eventually
 from tests.upgrade.sides import Way, check_tickets, two_sides
 from tests.upgrade.trees import ROOT, TreeError, tree
+from tests.waiting import eventually
 
 
 def test_two_engines_of_this_tree_hand_over_and_a_wrong_byte_is_found(tmp_path: Path) -> None:

@@ -34,12 +34,12 @@ from kvferry.core.planner.build_copies import (
 from kvferry.core.planner.plan import Plan, make_plan
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies, check_places
+from tests.core.layouts import field_offsets
 from tests.core.planner.engine_pairs import POOL, random_engine_pair
 from tests.core.planner.oracle import (
     EnginePair,
     Labels,
     check_rank,
-    field_offsets,
     pages,
     poison,
     run,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,10 @@ import pytest
 from examples.tiny_llama import prompt
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from tests.engines import probes, ranks
-from tests.engines.engines import CONNECTOR, PATIENT, PREFILL, Engine
+from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.http_server import HttpServer
-from tests.engines.steps import eventually, texts
+from tests.engines.steps import texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -89,28 +87,6 @@ def test_a_decode_engine_that_is_gone_makes_room(
         if one != right
     ]
     assert [one for one, _ in wrong] == [""]
-
-
-def test_a_router_is_told_of_held_blocks_while_no_request_comes(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    """The fraction falls when leases end."""
-    extra = PATIENT | {"kv_lease_duration": 10.0, "max_held_fraction": 0.5}
-    transfer = CONNECTOR | {"kv_role": "kv_producer", "kv_connector_extra_config": extra}
-    server = HttpServer(
-        "prefill",
-        checkpoint,
-        tmp_path,
-        kv_transfer_config=transfer,
-        num_gpu_blocks_override=BLOCKS,
-    )
-    with contextlib.closing(server.wait_started()):
-        for each in PROMPTS[:3]:
-            server.prefill(each)
-        # Of 65 blocks half may be held, and each prompt has 8.
-        for held in (3 * 8 / 32, 0):
-            eventually(lambda held=held: server.gauge("vllm:kvferry_held_fraction") == held)  # type: ignore[misc]
-        assert server.counter("vllm:kvferry_holds", 'outcome="expired"') == 3
 
 
 def _pid(engine: Any) -> int:

@@ -26,9 +26,10 @@ from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Clock, Engine, eventually
+from tests.core.endpoint.engines import Clock, Engine
 from tests.faults.cells import figure
 from tests.faults.engine_processes import TOKENS
+from tests.waiting import eventually
 
 REQUESTS = int(os.environ.get("KVFERRY_SOAK", "1500"))
 SEED = int(os.environ.get("KVFERRY_SOAK_SEED", "1"))

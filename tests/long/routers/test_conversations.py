@@ -12,8 +12,8 @@ from examples.tiny_llama import prompt
 from tests.engines.engines import PREFILL as WANTED
 from tests.engines.engines import Engine
 from tests.engines.http_server import HttpServer
-from tests.engines.steps import eventually
 from tests.long.routers.deployment import Servers
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
 
