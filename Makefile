@@ -116,6 +116,9 @@ faults: $(STAMP)
 long-%: $(STAMP)
 	$(PYTEST) --dist loadfile -m '' tests/long/$*
 
+long-vllm: $(STAMP)
+	$(PYTEST) -m slow tests/vllm
+
 long-engines: $(STAMP)
 	$(PYTEST) --dist loadfile tests/long/engines
 	$(PYTEST) --dist loadfile -m slow tests/engines

@@ -52,11 +52,11 @@ def marked(mark: str) -> list[int]:
 @pytest.mark.timeout(1600)
 def test_rehearsal_of_all_steps(tmp_path: Path) -> None:
     found = check(tmp_path, "--limit", "1500")
-    assert len(found) == 15
+    assert len(found) == 11
     assert int(column(found["zeroing"], "spans")[0]) > 0
     assert column(found["staging"], "way") == ["to host pages", "from host pages"]
     assert column(found["staging"], "memory") == ["unpinned"] * 2
-    assert column(found["quiescence-ucx"], "state") == ["FAILED"]
+    assert int(column(found["loads-ucx"], "loads")[0]) > 0
 
 
 @pytest.mark.timeout(600)

@@ -41,7 +41,7 @@ NEEDED = (
 TCP = "tcp,cuda_copy,self"
 """UCX's transports where only tcp is left: ``cuda_copy`` and ``self`` stay within a process, and
 neither ``cuda_ipc`` nor shared memory (``sm``) is among them."""
-SUITE_SECONDS, SUITE_START, SUITE_GRACE = 52.0, 5.0, 45.0
+SUITE_SECONDS, SUITE_START, SUITE_GRACE = 85.0, 5.0, 45.0
 """For each run of the suite: afterwards, no further test begins; and what it may take beyond that
 if no test hangs, and if one does."""
 TEST_SECONDS = 30
@@ -84,17 +84,12 @@ def all_steps(drivers: Sequence[str], suite_seconds: float) -> Iterator[Step]:
     yield _step("environment", "versions, doctor, CUDA IPC between two processes", 40, 90)
     for driver in drivers:
         title = f"{driver}: loads while the GPU is busy, checked on the device"
-        yield _step(f"loads-{driver}", title, 35, 75, "-k", "busy")
-    for driver in drivers:
-        yield _step(f"quiescence-{driver}", f"{driver}: no byte lands after FAILED", 45, 110)
+        yield _step(f"loads-{driver}", title, 35, 75)
     for name, title in (
         ("zeroing", "zeroes at the right places, without a wait for the default stream"),
         ("staging", "copies between the cache and host pages"),
     ):
         yield _step(name, title, 20, 60, "-k", name, file="kernels")
-    for driver in drivers:
-        title = f"{driver}: many small copies against few large ones"
-        yield _step(f"pieces-{driver}", title, 25, 60, "-k", "small", file="loads")
     for driver in drivers:
         for value, name in (("auto", "auto"), ("y", "on")):
             yield _step(
