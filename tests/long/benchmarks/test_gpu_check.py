@@ -59,17 +59,6 @@ def test_rehearsal_of_all_steps(tmp_path: Path) -> None:
     assert int(column(found["loads-ucx"], "loads")[0]) > 0
 
 
-@pytest.mark.timeout(600)
-def test_rehearsal_over_tcp_has_staged_beside_direct(tmp_path: Path) -> None:
-    found = check(tmp_path, "--only", "staged")
-    speeds = column(found["staged-nixl"], "speed of staged loads to direct")
-    assert min(map(float, speeds)) > 0
-    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
-    assert "tcp/" in log
-    assert "sysv/" not in log
-    assert "cma/" not in log
-
-
 def test_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     value = uuid4().hex
     monkeypatch.setenv(MARK, value)

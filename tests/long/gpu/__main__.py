@@ -30,17 +30,14 @@ from typing import Any, BinaryIO
 HERE = Path(__file__).parent
 TOTAL_SECONDS = 590.0
 """For all steps together."""
-DRIVERS, OVER_TCP = ("nixl", "ucx"), ("nixl",)
-"""The drivers that are checked, and those of them that read GPU memory over tcp."""
+DRIVERS = ("nixl", "ucx")
+"""The drivers that are checked."""
 NOTHING, INTERRUPTED = 3, 130
 """Exit statuses: this machine can run nothing; Ctrl-C."""
 NEEDED = (
     *("torch", "numpy", "msgspec", "zmq", "stevedore", "cryptography", "rich", "typer"),
     *("pytest", "pytest_timeout", "hypothesis"),
 )
-TCP = "tcp,cuda_copy,self"
-"""UCX's transports where only tcp is left: ``cuda_copy`` and ``self`` stay within a process, and
-neither ``cuda_ipc`` nor shared memory (``sm``) is among them."""
 SUITE_SECONDS, SUITE_START, SUITE_GRACE = 85.0, 5.0, 45.0
 """For each run of the suite: afterwards, no further test begins; and what it may take beyond that
 if no test hangs, and if one does."""
@@ -107,23 +104,8 @@ def all_steps(drivers: Sequence[str], suite_seconds: float) -> Iterator[Step]:
                 UCX_CUDA_IPC_ENABLE_GET_ZCOPY=value,
             )
     for driver in drivers:
-        title, tests = f"{driver}: speed beside a plain copy", ("-k", "direct")
-        yield _step(f"bench-{driver}", title, 35, 75, *tests, file="speed", UCX_PROTO_INFO="y")
-
-
-def named_steps(drivers: Sequence[str]) -> Iterator[Step]:
-    """Yield the steps that run only if they are named: there is no time for them among all."""
-    for driver in drivers:
-        yield _step(
-            f"staged-{driver}",
-            f"{driver}: over tcp, staged beside direct",
-            120,
-            500,
-            *("-k", "tcp"),
-            file="speed",
-            UCX_PROTO_INFO="y",
-            UCX_TLS=TCP,
-        )
+        title = f"{driver}: speed beside a plain copy"
+        yield _step(f"bench-{driver}", title, 35, 75, file="speed", UCX_PROTO_INFO="y")
 
 
 def _step(
@@ -331,7 +313,6 @@ def _check(options: argparse.Namespace) -> int:
     suite_seconds = 3.0 if options.rehearse else SUITE_SECONDS
     steps = list(all_steps(options.driver or DRIVERS, suite_seconds))
     if options.only:
-        steps += named_steps(options.driver or OVER_TCP)
         steps = [step for step in steps if step.name.startswith(tuple(options.only))]
     if not steps:
         say("no step has such a name")
@@ -372,7 +353,7 @@ def _options() -> argparse.Namespace:
         "--only",
         action="append",
         metavar="STEP",
-        help="a step, or how the names of some begin; staged-nixl runs only so",
+        help="a step, or how the names of some begin",
     )
     parser.add_argument("--driver", action="append", help="default: nixl and ucx")
     parser.add_argument(
