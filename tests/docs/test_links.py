@@ -84,6 +84,20 @@ def rewritten(markdown: str, page: str = "drivers.md", repository: str = "") -> 
     return hooks.on_page_markdown(markdown, asked, config, SimpleNamespace())
 
 
+@pytest.mark.parametrize(
+    ("page", "link", "moved"),
+    [
+        ("drivers.md", "../ARCHITECTURE.md", "architecture.md"),
+        ("drivers.md", "https://example.org/a.md", "https://example.org/a.md"),
+        ("adr/README.md", "../../CONTRIBUTING.md#code", "../contributing.md#code"),
+        ("architecture.md", "docs/adr", "adr/README.md"),
+        ("example-driver.md", "../../docs/writing-a-driver.md", "writing-a-driver.md"),
+    ],
+)
+def test_repository_links_become_site_links(page: str, link: str, moved: str) -> None:
+    assert rewritten(f"see [it]({link}).", page) == f"see [it]({moved})."
+
+
 def test_links_to_code_lead_to_the_repository_url() -> None:
     text = "see [the `code`](../kvferry/core/errors.py)."
     assert rewritten(text) == "see the `code`."
