@@ -11,9 +11,8 @@ from examples.tiny_llama import prompt
 from tests.engines import probes
 from tests.engines.conversations import Conversation, check_turns
 from tests.engines.early import Legs, early_loads
-from tests.engines.engines import PREFILL
 from tests.engines.fleet import DECODES, PREFILLS, TALKS, TWO_WAY, Engines, cast
-from tests.engines.lora import OPTIONS, load, lora, write_adapter
+from tests.engines.lora import OPTIONS, lora, write_adapter
 from tests.engines.steps import check_hand_over, check_refused, texts
 
 pytestmark = pytest.mark.timeout(300)
@@ -81,62 +80,6 @@ def test_an_engine_that_believes_answers_otherwise(engines: Engines, adapters: A
     tickets = engines["prefill"].prefill(asked, lora=adapters["first"])
     [wrong] = texts(believing, asked, params=tickets, max_tokens=12, lora=adapters["other"])
     assert wrong not in ("", *texts(believing, asked, max_tokens=12, lora=adapters["second"]))
-
-
-def test_two_adapters_at_once(engines: Engines, adapters: Adapters) -> None:
-    """Prompts with either adapter in the same steps.
-
-    None without an adapter: vLLM's CPU build answers those with another text in such a step.
-    """
-    asked = [prompt(60, seed=70 + number) for number in range(4)]
-    both = [adapters["first"], adapters["second"]]
-    prefill, decode = engines["prefill"], engines["decode"]
-    begun = [prefill.submit(*asked, max_tokens=1, params=PREFILL, lora=each) for each in both]
-    tickets = [[one.params for one in prefill.results(ids)] for ids in begun]
-    begun = [
-        decode.submit(*asked, max_tokens=12, params=params, lora=each)
-        for params, each in zip(tickets, both, strict=True)
-    ]
-    for ids, each in zip(begun, both, strict=True):
-        expected = texts(engines["believing"], *asked, max_tokens=12, lora=each)
-        assert [one.text for one in decode.results(ids)] == expected
-
-
-def test_files_that_changed_after_they_were_loaded(engines: Engines, tmp_path: Path) -> None:
-    """The engine still computes with the old weights, so the new files stand for nothing.
-
-    Loaded again, they count, but not where blocks of the old ones may be cached.
-    """
-    prefill, changing = engines["prefill"], tmp_path / "changing"
-    adapter = lora(write_adapter(changing, seed=5), name="changing", number=5)
-    prefill.run(load, adapter)
-    prefill.prefill(prompt(50, seed=67), lora=adapter)
-    write_adapter(changing, seed=6)
-    assert "kvferry" not in prefill.prefill(prompt(50, seed=68), lora=adapter)[0]
-    prefill.run(load, {**adapter, "load_inplace": True})
-    assert "kvferry" not in prefill.prefill(prompt(50, seed=69), lora=adapter)[0]
-    assert "vLLM keeps blocks of those in its prefix cache" in prefill.log()
-
-
-def test_weights_replaced_under_a_request(
-    engines: Engines, adapters: Adapters, tmp_path: Path
-) -> None:
-    """An adapter is replaced, but the next request still has the old path.
-
-    The workers report the load with the request's only step, after the ticket was made, so the
-    ticket is given up.
-    """
-    old, asked, ranks = adapters["first"], prompt(90, seed=83), engines["ranks"]
-    new = lora(write_adapter(tmp_path / "new", seed=9), load_inplace=True)
-    ranks.prefill(prompt(90, seed=84), lora=old)
-    with ranks.paused():  # no step in which the load would be reported before
-        ranks.run(load, new)
-        ids = ranks.submit(asked, max_tokens=1, params=PREFILL, lora=old)
-    [completion] = ranks.results(ids)
-    check_refused(
-        engines["decode"], asked, completion.params, "cause stale", max_tokens=12, lora=old
-    )
-    assert "was loaded with other weights than its ticket is for" in ranks.log()
 
 
 def early_legs(engines: Engines, asked: list[int], there: Adapter, here: Adapter) -> Legs:

@@ -13,9 +13,7 @@ from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.steps import (
     check_decoded,
-    check_hand_over,
     check_refused,
-    counted,
     pulled_by,
     texts,
 )
@@ -65,30 +63,6 @@ def test_forged_tickets(reference: Engine, prefill: Engine, caching: Engine) -> 
     check_decoded(reference, caching, mine, ticket)
     assert pulled_by(caching) - before == 70
     assert texts(caching, mine) == texts(reference, mine)
-
-
-@pytest.fixture(scope="module")
-def forgiving(start_engine: StartEngine) -> Engine:
-    """Computes what it cannot load; it is both roles, and caches prefixes."""
-    return start_engine(
-        "forgiving",
-        "kv_both",
-        transfer={"kv_load_failure_policy": "recompute"},
-        enable_prefix_caching=True,
-    )
-
-
-def test_refused_ticket_is_recomputed_where_the_policy_says_so(
-    reference: Engine, prefill: Engine, forgiving: Engine
-) -> None:
-    name = "vllm:kvferry_refused_tickets"
-    before = counted(forgiving, name)
-    for length in (33, 200):
-        [ticket] = prefill.prefill(prompt(length, seed=1))
-        _another_digest(ticket)
-        check_decoded(reference, forgiving, prompt(length, seed=1), ticket)
-    assert counted(forgiving, name) == before + 2
-    check_hand_over(reference, prefill, forgiving, prompt(90, seed=1))
 
 
 def test_address_that_is_not_allowed(prefill: Engine, start_engine: StartEngine) -> None:
