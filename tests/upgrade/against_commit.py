@@ -107,14 +107,15 @@ def test_vllm_engines(trees: Trees, checkpoint: Path, tmp_path: Path, driver: st
     with fleet(checkpoint, tmp_path) as engines:
 
         def launch(side: Tree) -> Engine:
-            extra = {"driver": driver}
-            python = {"python": Path(sys.executable), "path": side.path}
-            return engines.launch(side.name, **DOES_BOTH, extra=extra, **python)
+            python, extra = Path(sys.executable), {"driver": driver}
+            return engines.launch(
+                side.name, **DOES_BOTH, extra=extra, python=python, path=side.path
+            )
 
         both = [launch(each) for each in trees]
         engines.wait_started()
-        for each, side in zip(both, trees, strict=True):
-            assert Path(each.run(source)).is_relative_to(side.root)
+        for engine, side in zip(both, trees, strict=True):
+            assert Path(engine.run(source)).is_relative_to(side.root)
         prompts = [prompt(length) for length in LENGTHS]
         assert texts(both[0], *prompts) == texts(both[1], *prompts)
         for prefill, decode in itertools.permutations(both):
