@@ -83,6 +83,15 @@ def test_a_request_is_sent_when_every_rank_has_said_so_in_either_step(half: Any)
     assert pages_held(half) == 0
 
 
+def test_the_newest_problems_of_a_rank_count(vllm: Any, half: Any) -> None:
+    kept, newer = (
+        reported(report=vllm.metadata.RankReport(problems=problems))
+        for problems in ({0: ("it burns",), 1: ("it smokes",)}, {0: ()})
+    )
+    half.update_connector_output(merged(aggregator(), kept, newer, reported(), reported()))
+    assert half._current_problems() == ["rank 1: it smokes"]
+
+
 @pytest.mark.parametrize(("late", "given_up"), [((), 0), ((2,), 1)])
 def test_silence_counts_only_if_every_rank_reported_it(
     vllm: Any, half: Any, late: tuple[int, ...], given_up: int
