@@ -76,16 +76,6 @@ def test_both_decode(reference: Engine, prefill: Engine, deployment: HttpServer,
     eventually(lambda: deployment.pulled() - before == 2 * 151)
 
 
-def test_one_decodes_what_the_other_prefilled(reference: Engine, deployment: HttpServer) -> None:
-    """They are as strange to each other as any two engines."""
-    given, before = prompt(152), deployment.pulled()
-    deployment.headers = {RANK: "0"}
-    ticket = deployment.prefill(given)
-    deployment.headers = {RANK: "1"}
-    assert deployment.texts(given, params=ticket, max_tokens=16) == texts(reference, given)
-    eventually(lambda: deployment.pulled() - before == 152)
-
-
 # SIGTERM.
 
 
@@ -100,15 +90,6 @@ def test_what_is_held_is_still_served(
         check_decoded(reference, decode, prompt(100), ticket)
         assert server.ended() == 0
         assert "nobody read its pages" not in server.log()
-
-
-def test_what_nobody_reads_ends_with_its_lease(checkpoint: Path, tmp_path: Path) -> None:
-    extra = {"kv_lease_duration": 1.0}
-    with deployed(checkpoint, tmp_path, "kv_producer", extra, shutdown_timeout=200) as server:
-        server.prefill(prompt(100))
-        server.begin_close()
-        assert server.ended() == 0
-        assert "nobody read its pages within the lease" in server.log()
 
 
 def test_workers_that_get_it_themselves_serve_what_they_hold(

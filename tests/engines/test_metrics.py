@@ -48,14 +48,6 @@ def test_a_hand_over_is_counted(reference: Engine, prefill: Engine, decode: Engi
         eventually(lambda name=name: new(prefill, there, name) == 2)  # type: ignore[misc]
 
 
-def test_what_is_held_goes_up_and_down(prefill: Engine, decode: Engine) -> None:
-    name = 'held_pages{driver="loopback"}'
-    [ticket] = prefill.prefill(prompt(100, seed=31))
-    eventually(lambda: prefill.run(probes.exposed)[name] == 4)
-    decode.generate(prompt(100, seed=31), params=ticket)
-    eventually(lambda: prefill.run(probes.exposed)[name] == 0)
-
-
 def ail(engine: Any, problem: str) -> None:
     """From now on every endpoint here finds this wrong, or nothing if it is empty."""
     from kvferry.core.endpoint import Endpoint
