@@ -116,6 +116,9 @@ faults: $(STAMP)
 long-%: $(STAMP)
 	$(PYTEST) --dist loadfile -m '' tests/long/$*
 
+long-vllm: $(STAMP)
+	$(PYTEST) -m slow tests/vllm
+
 long-engines: $(STAMP)
 	$(PYTEST) --dist loadfile tests/long/engines
 	$(PYTEST) --dist loadfile -m slow tests/engines
@@ -170,7 +173,8 @@ ray: $(RAY_STAMP)
 	$(RAY_ENV)/bin/python -m pytest tests/ray
 
 upgrade: $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>
-	$(BIN)/python -m tests.upgrade '$(or $(FROM),$(error name a commit: make upgrade FROM=<commit>))'
+	KVFERRY_UPGRADE_FROM='$(or $(FROM),$(error name a commit: make upgrade FROM=<commit>))' \
+		$(BIN)/pytest -v tests/upgrade/against_commit.py
 
 # Not part of 'test': figures mean little on a machine that does something else meanwhile.
 bench: $(STAMP) ## Measure all beside its peers (about 15 minutes); BENCH_OPTIONS=--against: what got worse?

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 
-END = 32768
-"""Ports from this on are given to connections, which may take one before a server has started."""
+FIRST, END = 20_000, 32_768
+"""Ports from the end on are given to connections, which may take one before a server starts."""
 
 
-def free_port(first: int, count: int = 1) -> int:
-    """Return the first of so many ports in a row, from ``first`` on, on which nobody listens."""
-    ports = range(first, END - count + 1)
+def free_port(count: int = 1) -> int:
+    """Return the first of so many ports in a row on which nobody listens, each time others."""
+    ports = range(random.randrange(FIRST, END - 2000), END - count + 1)
     return next(port for port in ports if all(map(_is_free, range(port, port + count))))
 
 

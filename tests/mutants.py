@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,9 @@ examples:
   python -m tests.mutants --seed 7 --only 3,17       try two of that draw, once a test is written
 
 The same seed, count, paths and code draw the same mutants. Each is applied alone, to a copy of the
-working tree, and tried with the tests that import its module, then with those of its folder and of
-the folders in it, then with all other units, then with those of tests/vllm or tests/faults that
-concern it: a survivor takes minutes. One process runs at a time.
+working tree, and tried with the tests that likely test its module, then with all units, then with
+those of tests/vllm or tests/faults that concern it: a survivor takes minutes. One process runs at a
+time. Run the quick tests before: they have to pass without a mutant.
 """
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -65,13 +66,15 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 ELSEWHERE = {
-    "kvferry/core/planner": ["tests/vllm/geometry"],
-    "kvferry/core": ["tests/faults"],
-    "kvferry/drivers/loopback": ["tests/faults"],
-    "kvferry/integrations/vllm/caches": ["tests/vllm/caches"],
-    "kvferry/integrations/vllm": ["tests/vllm"],
+    "kvferry/core/planner": "tests/vllm/geometry",
+    "kvferry/core": "tests/faults",
+    "kvferry/drivers/loopback": "tests/faults",
+    "kvferry/integrations/vllm/caches": "tests/vllm/caches",
+    "kvferry/integrations/vllm": "tests/vllm",
 }
 """The tests beside the units that a mutant is tried with, by the first path that fits."""
+MOST_SECONDS = 600.0
+"""Of a run of pytest: a mutant may never end."""
 ALIVE, NOTICED, TOO_LONG = "ALIVE", "noticed", "too long"
 DROPPED = (ast.AugAssign, ast.Break, ast.Continue, ast.Delete, ast.Expr, ast.Raise)
 ANNOTATIONS = ("annotation", "decorator_list", "returns", "type_comment")
@@ -223,46 +226,27 @@ def draw(paths: Sequence[str], count: int, seed: int, root: Path = ROOT) -> list
     ]
 
 
-def stages(module: Path, root: Path = ROOT, *, near: bool = False) -> list[list[str]]:
-    """Return pytest's arguments for a module, likely tests first, and each test once.
-
-    With ``near``, only tests right in its folder are among them.
-    """
-    folder = Path("tests", *module.parent.parts[1:])
-    while not (root / folder).is_dir():
+def stages(module: Path, root: Path = ROOT) -> list[list[str]]:
+    """Return pytest's arguments for a module: the likely tests, all units, and the rest."""
+    folder = root / Path("tests", *module.parent.parts[1:])
+    while not folder.is_dir():
         folder = folder.parent
-
-    def names(tests: Sequence[Path]) -> list[str]:
-        return [str(test.relative_to(root)) for test in tests]
-
     dotted = ".".join(module.with_suffix("").parts).removesuffix(".__init__")
-    beside = sorted((root / folder).glob("test_*.py"))
     likely = [
-        test
-        for test in beside
+        test.relative_to(root)
+        for test in sorted(folder.rglob("test_*.py"))
         if test.stem.startswith(f"test_{module.stem}") or f"{dotted} import" in test.read_text()
     ]
-    others = [test for test in beside if test not in likely]
-    of_folder = root / folder.parent / f"test_{folder.name}.py"
-    above = [of_folder] if of_folder.is_file() else []
-    ignored = [argument for test in names(beside) for argument in ("--ignore", test)]
-    rest = [
-        "tests",
-        *(part for path in (str(folder), *names(above)) for part in ("--ignore", path)),
-    ]
-    elsewhere = next((ELSEWHERE[path] for path in ELSEWHERE if module.is_relative_to(path)), [])
-    asked = [names([*likely, *above]), names(others)]
-    if not near:
-        asked += [[str(folder), *ignored], rest, elsewhere]
-    return [each for each in asked if each]
+    elsewhere = next((ELSEWHERE[path] for path in ELSEWHERE if module.is_relative_to(path)), "")
+    found = [[str(test) for test in likely], ["tests"], [elsewhere]]
+    return [each for each in found if any(each)]
 
 
 class Scratch:
     """A copy of the working tree in which one mutant at a time is tried."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seconds = seconds
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         for name in listed.stdout.split("\0"):
@@ -299,7 +283,7 @@ class Scratch:
         ) as run:
             try:
                 # 5: there was nothing to run.
-                return ALIVE if run.wait(self._seconds) in (0, 5) else NOTICED
+                return ALIVE if run.wait(MOST_SECONDS) in (0, 5) else NOTICED
             except subprocess.TimeoutExpired:
                 return TOO_LONG
             finally:
@@ -308,14 +292,13 @@ class Scratch:
 
 
 def verdict(scratch: Scratch, mutant: Mutant, *, near: bool) -> str:
-    """Return what becomes of a mutant; with ``near``, only tests right in its folder are asked."""
-    asked = stages(mutant.path, near=near)
+    """Return what becomes of a mutant; with ``near``, only tests that likely test it are asked."""
     with scratch.mutated(mutant):
-        found = (scratch.run(each) for each in asked)
+        found = (scratch.run(each) for each in stages(mutant.path)[: 1 if near else None])
         return next((word for word in found if word != ALIVE), ALIVE)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants",
         description=__doc__,
@@ -329,52 +312,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="which ones (1)")
     parser.add_argument("--only", help="numbers of the draw, with commas between them")
     parser.add_argument(
-        "--near", action="store_true", help="leave out the tests of all other folders: much faster"
-    )
-    parser.add_argument("--nice", type=int, default=5, help="how much priority to give up (5)")
-    parser.add_argument(
-        "--unchecked", action="store_true", help="do not ask first whether the tests pass now"
+        "--near", action="store_true", help="ask only the tests that likely test it: much faster"
     )
     parser.add_argument("--list", action="store_true", help="print the draw and stop")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=600,
-        help="how long a run of pytest may take (600); a mutant may never end",
-    )
-    return parser
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
-    drawn = list(enumerate(draw(options.paths, options.count, options.seed), start=1))
-    if options.only:
-        wanted = {int(number) for number in options.only.split(",")}
-        drawn = [each for each in drawn if each[0] in wanted]
-    if options.list:
-        for number, mutant in drawn:
-            print(f"{number:4} {mutant}")  # noqa: T201
-        return
-    os.nice(options.nice)
+    options = _options(arguments)
+    drawn = dict(enumerate(draw(options.paths, options.count, options.seed), start=1))
+    numbers = map(int, options.only.split(",")) if options.only else list(drawn)
+    os.nice(5)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that nothing is left behind
+    counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="kvferry-mutants-") as folder:
-        scratch = Scratch(Path(folder).resolve(), options.seconds)
-        near = {test for _, mutant in drawn for test in stages(mutant.path)[0]}
-        if not options.unchecked and scratch.run(sorted(near)) != ALIVE:
-            sys.exit("some tests fail without any mutant: run the quick tests first")
-        _report(scratch, drawn, near=options.near)
-
-
-def _report(scratch: Scratch, drawn: Sequence[tuple[int, Mutant]], *, near: bool) -> None:
-    words: dict[str, list[str]] = {NOTICED: [], TOO_LONG: [], ALIVE: []}
-    for number, mutant in drawn:
-        started = time.monotonic()
-        word = verdict(scratch, mutant, near=near)
-        words[word].append(f"{number:4} {mutant}")
-        seconds = time.monotonic() - started
-        print(f"{number:4} {word:8} {seconds:5.0f} s  {mutant}", flush=True)  # noqa: T201
-    counts = ", ".join(f"{len(found)} {word}" for word, found in words.items())
-    print(f"\n{len(drawn)} tried: {counts}", *words[TOO_LONG], *words[ALIVE], sep="\n")  # noqa: T201
+        scratch = None if options.list else Scratch(Path(folder).resolve())
+        for number in numbers:
+            started, word = time.monotonic(), "-"
+            if scratch is not None:
+                word = verdict(scratch, drawn[number], near=options.near)
+            counts[word] += 1
+            seconds = time.monotonic() - started
+            print(f"{number:4} {word:8} {seconds:5.0f} s  {drawn[number]}", flush=True)  # noqa: T201
+    print(*(f"{count} {word}" for word, count in counts.items()), sep=", ")  # noqa: T201
 
 
 if __name__ == "__main__":

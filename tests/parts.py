@@ -18,35 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MINUTES = {
-    "lint": 0.2,
-    "types": 1.8,
-    "docs": 0.8,
-    "unit": 3.5,
-    "vllm": 2.9,
-    "faults": 1.1,
-    "ucx": 1.8,
-    "nixl": 2.7,
-    "engines": 5.9,
-    "long-drivers": 5.0,
-    "long-lifecycle": 6.5,
-    "long-planner": 6.2,
-    "long-benchmarks": 6.0,
-    "long-deployments": 1.7,
-    "long-networks": 3.4,
-    "long-routers": 5.3,
-    "long-versions": 15.0,
-    "long-faults": 3.8,
-    "long-ucx": 1.6,
-    "long-nixl": 2.7,
-    "long-vllm": 7.0,
-    "long-engines": 7.5,
-    "mooncake": 3.3,
-    "dynamo": 1.5,
-    "ray": 6.0,
-}
-"""How long each part takes on two idle cores, once everything is installed."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Took:
@@ -72,15 +43,6 @@ def say(text: str = "") -> None:
     sys.stdout.flush()
 
 
-def announce(steps: Sequence[list[str]]) -> None:
-    """Print what will run, in this order, and for how long."""
-    say("Minutes on two idle cores:")
-    longest = [max(MINUTES[part] for part in parts) for parts in steps]
-    for parts, minutes in zip(steps, longest, strict=True):
-        say(f"  {', '.join(parts):20} {minutes:5.1f}")
-    say(f"  {'all':20} {sum(longest):5.1f}\n")
-
-
 def side_by_side(parts: Sequence[str]) -> list[Took]:
     """Run parts at once: the first shows what it prints, the others do once they fail."""
 
@@ -103,11 +65,9 @@ def side_by_side(parts: Sequence[str]) -> list[Took]:
 
 def main(arguments: list[str]) -> int:
     """Run the parts that the arguments name."""
-    steps = [argument.split(",") for argument in arguments]
-    announce(steps)
     took: list[Took] = []
     try:
-        for parts in steps:
+        for parts in (argument.split(",") for argument in arguments):
             say(f"\n== {', '.join(parts)}")
             took += side_by_side(parts)
     except KeyboardInterrupt:  # a terminal sends it to the parts, too

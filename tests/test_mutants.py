@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import ROOT, draw, mutants_of, stages
+from tests.mutants import draw, mutants_of, stages
 
 HERE = Path("kvferry/core/made_up.py")
-APART = ("engines", "faults", "long", "nixl", "ray", "ucx", "vllm")
-"""The folders of tests that a plain ``pytest`` does not run."""
 
 
 def changed(body: str) -> set[str]:
@@ -69,28 +66,7 @@ def test_the_same_seed_draws_the_same_mutants() -> None:
     assert len({(m.start, m.stop) for m in first}) == 5
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "kvferry/core/planner/coalesce.py",
-        "kvferry/core/lifecycle/worker_holds.py",
-        "kvferry/core/side_channel/server.py",
-        "kvferry/integrations/vllm/caches/pages.py",
-    ],
-)
-def test_every_unit_is_in_exactly_one_stage(module: str) -> None:
-    stage_arguments = stages(Path(module))
-    apart = [ROOT / "tests" / name for name in APART]
-    turns = {
-        path: 0 for path in (ROOT / "tests").rglob("test_*.py") if not {*path.parents} & {*apart}
-    }
-    for arguments in stage_arguments:
-        ignored = {b for a, b in itertools.pairwise(arguments) if a == "--ignore"}
-        chosen = [
-            ROOT / each for each in arguments if each.startswith("tests") and each not in ignored
-        ]
-        left_out = [ROOT / each for each in ignored]
-        for path in turns:
-            under = {path, *path.parents}
-            turns[path] += bool(under & {*chosen}) and not under & {*left_out}
-    assert set(turns.values()) == {1}
+def test_the_tests_that_are_asked_first_and_last() -> None:
+    asked = stages(Path("kvferry/core/planner/build_copies.py"))
+    assert "tests/core/planner/test_build_copies.py" in asked[0]
+    assert asked[1:] == [["tests"], ["tests/vllm/geometry"]]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry.testing.memory import available
 from tests.long.gpu import __main__ as gpu
-from tests.long.gpu import test_quiescence as quiescence
 from tests.long.gpu.__main__ import Step
 from tests.long.gpu.device import PAGE_TOKENS, Cache, CacheShape, ContextReport, Device
 
@@ -71,11 +68,11 @@ def test_steps_that_fail_or_do_not_fit_any_more_fail_the_check_and_stop_no_other
         r"not run: two \(it needs 1000 s, and \d+ s are left"
     )
     assert said.search(capsys.readouterr().out)
-    assert said.search((tmp_path / "results/page.md").read_text(encoding="utf-8"))
-    record = json.loads((tmp_path / "results/results.json").read_text(encoding="utf-8"))
-    assert [each["status"] for each in record["steps"]] == ["failed", "skipped", "failed"]
-    assert "pytest collected no tests" in record["steps"][0]["problems"][0]
-    assert "no_such_file" in record["steps"][0]["tail"]
+    page = (tmp_path / "results/page.md").read_text(encoding="utf-8")
+    assert said.search(page)
+    assert re.findall("## (.*)", page) == ["one: failed", "two: skipped", "three: failed"]
+    assert page.count("- pytest collected no tests") == 2
+    assert "no_such_file" in (tmp_path / "results/log.txt").read_text(encoding="utf-8")
 
 
 def test_step_is_ended_when_the_time_of_all_steps_is_over(
@@ -96,7 +93,7 @@ def test_step_is_ended_when_the_time_of_all_steps_is_over(
 
 def test_all_steps_fit_into_the_promised_time_if_nothing_hangs() -> None:
     steps = list(gpu.all_steps(gpu.DRIVERS, gpu.SUITE_SECONDS))
-    assert len(steps) == 15
+    assert len(steps) == 11
     assert sum(one.needs for one in steps) <= gpu.TOTAL_SECONDS
     assert all(one.needs < one.limit for one in steps)
 
@@ -138,19 +135,6 @@ def test_wrong_words_of_a_load_are_counted() -> None:
     assert cache.wrong_words(index, expected) == 1
     cache.poison([4])
     assert cache.wrong_words(index, expected) == 1 + 2 * 1024
-
-
-def test_bytes_that_land_late_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    memory, now = torch.zeros(1024, dtype=torch.int32), [0.0]
-
-    def sleep(_: float) -> None:
-        memory[:7].fill_(1)
-        now[0] += 0.6  # there is one more look, and then the time is up
-
-    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
-    monkeypatch.setattr(quiescence, "time", clock)
-    assert quiescence.count_changes(Device("cpu"), memory) == 7
 
 
 def contexts(**changes: Any) -> ContextReport:

@@ -106,8 +106,9 @@ def test_drivers_that_say_nothing_are_bad(
 ) -> None:
     monkeypatch.setattr(owner, name, value)
     found = probe()
-    check(next(iter(software.drivers(found))), BAD, said)
-    check(kernel.reading(found.reading), WARN, "not known")
+    (finding,) = software.no_driver(found.drivers, found.trouble)
+    check(finding, BAD, said)
+    check(hardware.reading(found.reading), WARN, "not known")
 
 
 def test_unreachable_engine_is_bad_in_the_table(

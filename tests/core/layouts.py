@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.core.layout import Axis, ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
 
@@ -63,6 +66,33 @@ def heads(
         shard=shards,
         shard_range=shard,
     )
+
+
+Places = npt.NDArray[np.int64]
+
+
+def field_offsets(field: Field) -> Places:
+    """Return the (t, s, b) offsets of every byte of a field from its page's part of it."""
+    entry = np.zeros(1, dtype=np.int64)
+    for inner in field.inner:
+        entry = np.add.outer(entry, _steps(inner)).ravel()
+    entry = np.add.outer(entry, np.arange(field.unit)).ravel()
+    offsets: Places = np.add.outer(np.add.outer(_steps(field.tokens), _steps(field.shard)), entry)
+    return offsets
+
+
+def walk(field: Field) -> Places:
+    """Return the (page, t, s, b) offsets of every byte of a field in its region."""
+    pages = field.offset + np.arange(field.pages, dtype=np.int64) * field.page_stride
+    places: Places = np.add.outer(pages, field_offsets(field))
+    return places
+
+
+def _steps(along: Axis) -> Places:
+    steps = np.zeros(1, dtype=np.int64)
+    for dim in along:
+        steps = np.add.outer(steps, np.arange(dim.extent) * dim.stride).ravel()
+    return steps
 
 
 def layout(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from kvferry.core.errors import TransportError
-from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.load_machine import LoadAction, LoadId, LoadMachine, RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
@@ -39,6 +43,44 @@ TICKET = NewTicket(request=REQUEST, hold=HOLD_OF_REQUEST, lease=30.0)
 DEADLINE, ERROR = 100.0, TransportError("it failed")
 DEPTH = 7
 """The most events that it takes to reach every state and to leave it again."""
+
+
+class Named(Protocol):
+    """Something with a state that has a name on the page."""
+
+    def state(self) -> str: ...
+
+
+Kind = TypeVar("Kind", bound=Named)
+
+
+def explored(
+    make: Callable[[], Kind],
+    events: Mapping[str, Callable[[Kind], object]],
+    possible: Mapping[str, Collection[str]] | None = None,
+) -> Iterator[tuple[str, str, str, Kind]]:
+    """Yield old state, event, new state and the thing, for each event in each state that it has.
+
+    ``possible`` are the events of each state; all if it is not given.
+    """
+    paths: list[tuple[str, ...]] = [()]
+    seen = {make().state()}
+    while paths:
+        path = paths.pop()
+        for event in events:
+            thing = make()
+            for earlier in path:
+                events[earlier](thing)
+                thing.state()
+            before = thing.state()
+            if possible is not None and event not in possible[before]:
+                continue
+            events[event](thing)
+            after = thing.state()
+            yield before, event, after, thing
+            if after not in seen and len(path) < DEPTH:
+                seen.add(after)
+                paths.append((*path, event))
 
 
 # The states of a load.
@@ -78,46 +120,30 @@ class NamedLoad:
         return "wait" if self.load.awaits_pages else STAGES[stage]
 
 
-LOAD_EVENTS: tuple[Callable[[LoadMachine], None], ...] = (
-    lambda load: load.handshake_succeeded((RemoteRank(rank=0, reads=True),)),
-    lambda load: load.handshake_failed(ERROR),
-    lambda load: load.checked(0, HOLD_OF_REQUEST.ready),
-    lambda load: load.checked(0, HOLD_OF_REQUEST.computing),
-    lambda load: load.checked(0, NOTHING),
-    lambda load: load.pages_read(0),
-    lambda load: load.fenced(0, HOLD_OF_REQUEST.ready),
-    lambda load: load.fenced(0, NOTHING),
-    lambda load: load.lost(0, ERROR),
-    lambda load: load.failing(0, ERROR),
-    lambda load: load.abort(ERROR),
-    lambda load: load.tick(0.0),
-    lambda load: load.tick(DEADLINE),
-)
-
-
-def load_steps(computed: bool) -> Iterator[tuple[str, str]]:
-    """Yield every step that a load takes from one state to another."""
-    paths: list[tuple[int, ...]] = [()]
-    seen = {"handshake"}
-    while paths:
-        path = paths.pop()
-        for number in range(len(LOAD_EVENTS)):
-            load = NamedLoad(computed=computed)
-            for event in path:
-                LOAD_EVENTS[event](load.load)
-                load.state()
-            before = load.state()
-            LOAD_EVENTS[number](load.load)
-            after = load.state()
-            if before != after:
-                yield before, after
-            if after not in seen and len(path) < DEPTH:
-                seen.add(after)
-                paths.append((*path, number))
+LOAD_EVENTS: dict[str, Callable[[NamedLoad], object]] = {
+    "shaken": lambda it: it.load.handshake_succeeded((RemoteRank(rank=0, reads=True),)),
+    "not shaken": lambda it: it.load.handshake_failed(ERROR),
+    "ready": lambda it: it.load.checked(0, HOLD_OF_REQUEST.ready),
+    "computing": lambda it: it.load.checked(0, HOLD_OF_REQUEST.computing),
+    "gone": lambda it: it.load.checked(0, NOTHING),
+    "read": lambda it: it.load.pages_read(0),
+    "fenced": lambda it: it.load.fenced(0, HOLD_OF_REQUEST.ready),
+    "stale": lambda it: it.load.fenced(0, NOTHING),
+    "lost": lambda it: it.load.lost(0, ERROR),
+    "failing": lambda it: it.load.failing(0, ERROR),
+    "abort": lambda it: it.load.abort(ERROR),
+    "tick": lambda it: it.load.tick(0.0),
+    "late": lambda it: it.load.tick(DEADLINE),
+}
 
 
 def test_steps_of_a_load_are_on_the_page() -> None:
-    taken = {*load_steps(computed=True), *load_steps(computed=False)}
+    taken = {
+        (before, after)
+        for computed in (True, False)
+        for before, _, after, _ in explored(partial(NamedLoad, computed=computed), LOAD_EVENTS)
+        if before != after
+    }
     # With one rank, a failed load may be quiet at once and so skip the state "winding down".
     at_once = {(before, "winding down") for before, after in taken if after == "failed"}
     inside = {"check", "wait", "read", "fence"}
@@ -130,13 +156,23 @@ def test_steps_of_a_load_are_on_the_page() -> None:
 # The states of a hold.
 
 
+LIFE = Incarnation(1)
+NAMES: dict[str, Any] = {
+    "incarnation": LIFE,
+    "slot": HOLD_OF_REQUEST.slot,
+    "generation": HOLD_OF_REQUEST.generation,
+}
+DONE = Release(**NAMES, engine="decode", rank=0, expected=1)
+"""From the only rank of a decode engine."""
+RENEWAL = Renewal(**NAMES, engine="decode", life=1)
+
+
 class NamedHold:
     """A hold on one rank, with its state as the page names it."""
 
     def __init__(self) -> None:
         self.words = [NOTHING]
-        self.incarnation = random_incarnation()
-        self.holds = WorkerHolds(self.words, self.incarnation, [0] * len(self.words))
+        self.holds = WorkerHolds(self.words, LIFE, [0] * len(self.words))
         self.now = 0.0
 
     def state(self) -> str:
@@ -147,45 +183,16 @@ class NamedHold:
             return "ready"
         return "ticketed" if self.holds.has_tickets else "computing"
 
-    def release(self, *, abandoned: bool) -> None:
-        """Receive "done" or "abandon" from the only rank of a decode engine."""
-        message = Release(
-            incarnation=self.incarnation,
-            slot=HOLD_OF_REQUEST.slot,
-            generation=HOLD_OF_REQUEST.generation,
-            engine="decode",
-            rank=0,
-            expected=1,
-            abandoned=abandoned,
-        )
-        self.holds.release(message)
-
-    def renew(self) -> None:
-        """Receive a renewal from a decode rank."""
-        message = Renewal(
-            incarnation=self.incarnation,
-            slot=HOLD_OF_REQUEST.slot,
-            generation=HOLD_OF_REQUEST.generation,
-            engine="decode",
-            life=1,
-        )
-        self.holds.renew(message, self.now)
-
-    def expire(self) -> None:
-        """Let the lease end."""
-        self.now += 1000.0
-        self.holds.expire(self.now)
-
 
 HOLD_EVENTS: dict[str, Callable[[NamedHold], object]] = {
     "take on": lambda k: k.holds.apply(HoldOrders(take_ons=((REQUEST, HOLD_OF_REQUEST),)), k.now),
     "drop": lambda k: k.holds.apply(HoldOrders(drops=(HOLD_OF_REQUEST,)), k.now),
     "ticket": lambda k: k.holds.apply(HoldOrders(tickets=(TICKET,)), k.now),
     "passed": lambda k: k.holds.ready(HOLD_OF_REQUEST, k.now),
-    "renew": lambda k: k.renew(),
-    "expire": lambda k: k.expire(),
-    "done": lambda k: k.release(abandoned=False),
-    "abandon": lambda k: k.release(abandoned=True),
+    "renew": lambda k: k.holds.renew(RENEWAL, k.now),
+    "expire": lambda k: k.holds.expire(k.now + 1000.0),
+    "done": lambda k: k.holds.release(DONE),
+    "abandon": lambda k: k.holds.release(replace(DONE, abandoned=True)),
     "give up": lambda k: k.holds.apply(HoldOrders(ends=(HOLD_OF_REQUEST,)), k.now),
 }
 POSSIBLE_EVENTS = {
@@ -195,28 +202,6 @@ POSSIBLE_EVENTS = {
     "ready": {"passed", "renew", "expire", "done", "abandon", "give up"},
 }
 """The events that are possible in each state."""
-
-
-def hold_steps() -> Iterator[tuple[str, str, str, list[RequestId]]]:
-    """Yield every step of a hold: old state, event, new state, and requests reported as sent."""
-    paths: list[tuple[str, ...]] = [()]
-    seen = {"free"}
-    while paths:
-        path = paths.pop()
-        before = ""
-        for event in sorted(HOLD_EVENTS):
-            hold = NamedHold()
-            for earlier in path:
-                HOLD_EVENTS[earlier](hold)
-            before = hold.state()
-            if event not in POSSIBLE_EVENTS[before]:
-                continue
-            HOLD_EVENTS[event](hold)
-            after = hold.state()
-            yield before, event, after, hold.holds.take_sent()
-            if after not in seen:
-                seen.add(after)
-                paths.append((*path, event))
 
 
 def test_a_hold_that_ends_while_computing_is_reported_with_the_order() -> None:
@@ -234,10 +219,10 @@ def test_a_hold_that_ends_while_computing_is_reported_with_the_order() -> None:
 def test_steps_of_a_hold_are_on_the_page() -> None:
     causes: dict[tuple[str, str], set[str]] = defaultdict(set)
     reported = set()
-    for before, event, after, sent in hold_steps():
+    for before, event, after, hold in explored(NamedHold, HOLD_EVENTS, POSSIBLE_EVENTS):
         if before != after:
             causes[before, after].add(event)
-        if sent:
+        if sent := hold.holds.take_sent():
             assert sent == [REQUEST]
             reported.add((before, event))
     causes["ready", "ready"] = {"renew"}  # it restarts the lease

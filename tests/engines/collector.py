@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.engines.steps import eventually
+from tests.waiting import eventually
 
 ENVIRONMENT = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from examples.tiny_llama import prompt
-from tests.engines import probes
 from tests.engines.engines import PREFILL, Completion, Engine, Prompt
 from tests.engines.steps import PULLED, counted
 
 COMPUTED = "vllm:prompt_tokens_by_source[local_compute]"
-EDITED = 'edited_histories_total{driver="loopback"}'
 
 _seeds = itertools.count(5000)
 
@@ -139,9 +137,3 @@ def stop_token(ordinary: Engine, asked: Sequence[int], at_least: int, **options:
         if answer.tokens[index] not in answer.tokens[:index]:
             return answer.tokens[index]
     raise AssertionError("the answer repeats itself")
-
-
-def edited_histories(engine: Engine) -> float:
-    """Return how many turns loaded nothing of the last one; it may be counted a step later."""
-    exposed: dict[str, float] = engine.run(probes.exposed)
-    return exposed.get(EDITED, 0)

@@ -13,11 +13,10 @@ from typing import Any
 from examples.tiny_llama import prompt
 from tests.engines import probes
 from tests.engines.engines import PREFILL, Engine, Prompt
-from tests.engines.steps import counted, eventually, texts
+from tests.engines.steps import counted, texts
+from tests.waiting import eventually
 
 ROOMS = itertools.count()
-SENTINEL = 7.5
-"""What no cache holds."""
 
 
 class Legs:
@@ -83,13 +82,6 @@ class Legs:
         waits = "WAITING_FOR_REMOTE_KVS"
         eventually(lambda: self.decode.run(probes.status, self.here[0]) == waits)
 
-    def wait_read(self, tokens: int) -> None:
-        """Wait until decode has read the blocks of so many tokens of the first prompt.
-
-        Its cache must have been filled with `SENTINEL`.
-        """
-        eventually(lambda: bool(self.decode.run(read_tokens, self.here[0]) >= tokens))
-
 
 def hand_over_early(prefill: Engine, decode: Engine, *prompts: Prompt, **options: Any) -> list[str]:
     """The texts of decode, which gets each request when prefill gets it."""
@@ -134,16 +126,3 @@ def preempt(engine: Any) -> None:
     """Preempt all requests that run, as vLLM does before it changes weights."""
     with contextlib.suppress(RuntimeError):  # that the cache was not reset, which may be held
         probes.scheduler(engine).reset_prefix_cache(reset_running_requests=True)
-
-
-def read_tokens(engine: Any, request_id: str) -> int:
-    """How many first tokens of a request are in blocks that have no `SENTINEL`."""
-    found = probes.request(engine, request_id)
-    manager = probes.scheduler(engine).kv_cache_manager
-    blocks = manager.get_block_ids(found.request_id)[0] if found is not None else []
-    layers = engine.vllm_config.compilation_config.static_forward_context.values()
-    whole = [
-        all(bool((layer.kv_cache[block] != SENTINEL).all()) for layer in layers) for block in blocks
-    ]
-    size: int = engine.vllm_config.cache_config.block_size
-    return size * sum(1 for _ in itertools.takewhile(bool, whole))

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -61,6 +61,12 @@ CONNECTOR = {
 PATIENT = {"handshake_timeout": 50.0, "drain_timeout": 0.0}
 """Options of the test engines: many share a few cores, where a handshake may take long, and none
 that ends waits until somebody has read what it holds."""
+
+
+def transfer_config(role: str, extra: Mapping[str, Any] = PATIENT, **rest: Any) -> dict[str, Any]:
+    """Return a ``kv_transfer_config``; ``extra`` is its ``kv_connector_extra_config``."""
+    return CONNECTOR | {"kv_role": role, "kv_connector_extra_config": dict(extra)} | rest
+
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "from tests.engines import engine_process; engine_process.run()"

@@ -10,8 +10,8 @@ import pytest
 from tests.engines import engines, families, probes, ranks
 from tests.engines.engines import ROOT, Engine
 from tests.engines.fleet import AT_START, fleet
-from tests.engines.steps import eventually
 from tests.integrations.vllm.next_version.sdist import SdistError, fetch
+from tests.waiting import eventually
 
 StartEngine = Callable[..., Engine]
 
@@ -91,6 +91,14 @@ def prefill(start_shared_engine: StartEngine) -> Engine:
 def decode(start_shared_engine: StartEngine) -> Engine:
     """Decodes what others prefilled, and fails what it cannot load."""
     return start_shared_engine("decode", "kv_consumer", extra={"log_requests": True})
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Path]:
+    """A file for `ranks.disturb_reads`, which exists after the test."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
 
 
 @pytest.fixture(scope="session")

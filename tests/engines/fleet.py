@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engines import ranks
-from tests.engines.engines import CONNECTOR, PATIENT, Engine
+from tests.engines.engines import PATIENT, Engine, transfer_config
 
 TWO_WAY: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
 """The ``kv_connector_extra_config`` of engines that lead conversations; every token that can be
@@ -56,11 +56,8 @@ class Fleet:
         ``kv_transfer_config``. It may have another ``model``.
         """
         if role is not None:
-            options["kv_transfer_config"] = (
-                CONNECTOR
-                | {"kv_role": role, "kv_connector_extra_config": {**PATIENT, **(extra or {})}}
-                | dict(transfer or {})
-            )
+            extra = PATIENT | dict(extra or {})
+            options["kv_transfer_config"] = transfer_config(role, extra) | dict(transfer or {})
         model = model or self._model
         options = {**self._options, **options}
         engine = Engine(f"{model.name}-{name}", model, self._folder, **options)

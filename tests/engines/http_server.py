@@ -10,7 +10,7 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,7 @@ from tests.engines.engines import (
     EngineError,
     excerpt,
 )
-from tests.engines.steps import eventually
+from tests.waiting import eventually
 
 
 class HttpServer(Child):
@@ -120,6 +120,19 @@ class HttpServer(Child):
         """Wait until the server has ended by itself; its exit code."""
         self._server.join(ANSWER_SECONDS)
         return self._server.exitcode
+
+
+@contextlib.contextmanager
+def serving(
+    model: Path, folder: Path, servers: Mapping[str, Mapping[str, Any]], **every: Any
+) -> Iterator[dict[str, HttpServer]]:
+    """Servers by name, with options of their own and of every one, until the context ends."""
+    with contextlib.ExitStack() as stack:
+        launched = {}
+        for name, options in servers.items():
+            server = HttpServer(name, model, folder, **every, **options)
+            launched[name] = stack.enter_context(contextlib.closing(server))
+        yield {name: server.wait_started() for name, server in launched.items()}
 
 
 class Program:

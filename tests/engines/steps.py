@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tests.engines import probes, ranks
 from tests.engines.engines import Completion, Engine, Prompt
+from tests.waiting import eventually
 
-PATIENCE_SECONDS = 110.0
 PULLED = "vllm:prompt_tokens_by_source[external_kv_transfer]"
 
 SAMPLES: dict[str, Any] = {"n": 2, "temperature": 1.0, "top_k": 1}
@@ -76,14 +75,6 @@ def counted(engine: Engine, name: str) -> float:
 
 def texts(engine: Engine, *prompts: Prompt, **options: Any) -> list[str]:
     return [completion.text for completion in engine.generate(*prompts, **options)]
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds; fail if it does not within a long time."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.005)
 
 
 def idle_blocks(engine: Engine) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.conversations import Conversation, check_turns, stop_token, words
-from tests.engines.engines import PREFILL, Engine
+from tests.engines.conversations import Conversation, check_turns, words
+from tests.engines.engines import Engine
 from tests.engines.fleet import TALKS, Engines, cast
 from tests.engines.steps import SAMPLES
 
@@ -64,24 +64,3 @@ def test_samples(reference: Engine, engines: Engines) -> None:
     talk = Conversation(prefill=engines["plain"], decode=engines["ahead"])
     talk.say(words(40), max_tokens=30, **SAMPLES)
     talk.check_turn(reference, words(20), 21, 69, max_tokens=12)
-
-
-def test_many_at_once(reference: Engine, engines: Engines) -> None:
-    """Conversations whose turns are prefilled and decoded in the same steps, and stop anywhere."""
-    prefill, decode = engines["ahead"], engines["caching"]
-    talks: list[list[int]] = [[] for _ in range(4)]
-    tickets: list[Any] = [PREFILL] * len(talks)
-    for turn in range(2):
-        talks = [[*talk, *words(19 * number + 3)] for number, talk in enumerate(talks)]
-        prefilled = prefill.generate(*talks, max_tokens=1, params=tickets)
-        stops = [{"stop_token_ids": [stop_token(reference, talk, 5 * turn + 2)]} for talk in talks]
-        asked = [
-            decode.submit(talk, max_tokens=45, params=each.params, **stop)
-            for talk, each, stop in zip(talks, prefilled, stops, strict=True)
-        ]
-        answers = [decode.results(ids)[0] for ids in asked]
-        for talk, answer, stop in zip(talks, answers, stops, strict=True):
-            [expected] = reference.generate(talk, max_tokens=45, **stop)
-            assert answer.tokens == expected.tokens
-        tickets = [each.params for each in answers]
-        talks = [[*talk, *each.tokens] for talk, each in zip(talks, answers, strict=True)]

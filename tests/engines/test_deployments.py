@@ -13,11 +13,12 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.engines import ranks
-from tests.engines.engines import CONNECTOR, Engine
+from tests.engines.engines import Engine, transfer_config
 from tests.engines.fixtures import StartEngine
-from tests.engines.http_server import HttpServer
-from tests.engines.steps import SAMPLES, check_decoded, eventually, texts
+from tests.engines.http_server import HttpServer, serving
+from tests.engines.steps import SAMPLES, check_decoded, texts
 from tests.free_port import free_port
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,20 +27,18 @@ RANK = "X-data-parallel-rank"
 
 
 @contextlib.contextmanager
-def serving(
+def deployed(
     checkpoint: Path, folder: Path, role: str, extra: dict[str, Any], **options: Any
 ) -> Iterator[HttpServer]:
-    transfer = CONNECTOR | {"kv_role": role, "kv_connector_extra_config": extra}
-    transfer |= {"engine_id": "deployment"}
-    server = HttpServer("deployment", checkpoint, folder, kv_transfer_config=transfer, **options)
-    with contextlib.closing(server):
-        yield server.wait_started()
+    options["kv_transfer_config"] = transfer_config(role, extra, engine_id="deployment")
+    with serving(checkpoint, folder, {"deployment": options}) as servers:
+        yield servers["deployment"]
 
 
 @pytest.fixture(scope="module")
 def port() -> int:
     """Free, and so is the next one."""
-    return free_port(21000, 2)
+    return free_port(2)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def deployment(
     """Two engines that were given one port for their side channels."""
     folder = tmp_path_factory.mktemp("deployment")
     extra = {"side_channel_port": port}
-    with serving(checkpoint, folder, "kv_both", extra, data_parallel_size=2) as server:
+    with deployed(checkpoint, folder, "kv_both", extra, data_parallel_size=2) as server:
         yield server
 
 
@@ -77,16 +76,6 @@ def test_both_decode(reference: Engine, prefill: Engine, deployment: HttpServer,
     eventually(lambda: deployment.pulled() - before == 2 * 151)
 
 
-def test_one_decodes_what_the_other_prefilled(reference: Engine, deployment: HttpServer) -> None:
-    """They are as strange to each other as any two engines."""
-    given, before = prompt(152), deployment.pulled()
-    deployment.headers = {RANK: "0"}
-    ticket = deployment.prefill(given)
-    deployment.headers = {RANK: "1"}
-    assert deployment.texts(given, params=ticket, max_tokens=16) == texts(reference, given)
-    eventually(lambda: deployment.pulled() - before == 152)
-
-
 # SIGTERM.
 
 
@@ -95,21 +84,12 @@ def test_what_is_held_is_still_served(
 ) -> None:
     """The engine runs on until somebody has read it, and then ends by itself."""
     extra = {"kv_lease_duration": 250.0}
-    with serving(checkpoint, tmp_path, "kv_producer", extra, shutdown_timeout=200) as server:
+    with deployed(checkpoint, tmp_path, "kv_producer", extra, shutdown_timeout=200) as server:
         ticket = server.prefill(prompt(100))
         server.begin_close()
         check_decoded(reference, decode, prompt(100), ticket)
         assert server.ended() == 0
         assert "nobody read its pages" not in server.log()
-
-
-def test_what_nobody_reads_ends_with_its_lease(checkpoint: Path, tmp_path: Path) -> None:
-    extra = {"kv_lease_duration": 1.0}
-    with serving(checkpoint, tmp_path, "kv_producer", extra, shutdown_timeout=200) as server:
-        server.prefill(prompt(100))
-        server.begin_close()
-        assert server.ended() == 0
-        assert "nobody read its pages within the lease" in server.log()
 
 
 def test_workers_that_get_it_themselves_serve_what_they_hold(

@@ -5,13 +5,10 @@ Moments and aborts are varied in ``tests/vllm/geometry/test_early.py``, without 
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines import contents
-from tests.engines.early import SENTINEL, Legs, check_early, early_loads
+from tests.engines.early import Legs, check_early, early_loads
 from tests.engines.engines import Engine
 from tests.engines.fleet import DOES_BOTH, PREFILLS, Engines, cast
 from tests.engines.steps import SAMPLES, texts
@@ -36,25 +33,6 @@ def test_prompts_of_all_lengths(
 ) -> None:
     here = engines.get(target, decode)
     check_early(reference, engines[source], here, CHUNK, seed=ord(source[0]) + ord(target[0]))
-
-
-def test_pages_cross_while_prefill_computes(
-    reference: Engine, engines: Engines, decode: Engine
-) -> None:
-    """One log line says how much, and the metrics."""
-    prefill, begun = engines["prefill"], early_loads(decode)
-    legs = Legs(prefill, decode, prompt(300, seed=1))
-    decode.run(contents.fill, SENTINEL)
-    with prefill.paused():
-        legs.begin_decode()
-        legs.begin_prefill()
-        for chunk in range(1, 5):
-            prefill.step()
-            if chunk > 1:
-                legs.wait_read(CHUNK * (chunk - 1))
-    assert legs.texts() == texts(reference, prompt(300, seed=1))
-    assert early_loads(decode) == begun + 1
-    assert re.search(r"loaded 300 tokens, [0-9.]+ MiB \([0-9.]*[1-9][0-9.]* early\)", decode.log())
 
 
 def test_samples_wait_for_the_ticket(reference: Engine, engines: Engines, decode: Engine) -> None:

@@ -25,7 +25,8 @@ from tests.engines.pairs import (
     pair,
     started,
 )
-from tests.engines.steps import check_hand_over, counted, eventually, texts
+from tests.engines.steps import check_hand_over, counted, texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,28 +11,10 @@ from examples.tiny_llama import prompt
 from tests.engines import ranks
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.steps import (
-    check_decoded,
-    check_hand_over,
-    check_refused,
-    counted,
-    eventually,
-    pulled_by,
-    texts,
-)
+from tests.engines.steps import check_decoded, counted, pulled_by, texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
-
-LENGTHS = (2, 5, 31, 32, 33, 64, 65, 255, 300, 511)
-
-
-def test_all_at_once(reference: Engine, prefill: Engine, decode: Engine) -> None:
-    names = ("vllm:kvferry_tokens", "vllm:kvferry_loads")
-    before = [counted(decode, name) for name in names]
-    check_hand_over(reference, prefill, decode, *(prompt(each, seed=1) for each in LENGTHS))
-    after = [counted(decode, name) for name in names]
-    new = [now - then for now, then in zip(after, before, strict=True)]
-    assert new == [sum(LENGTHS), len(LENGTHS)]
 
 
 def test_among_ordinary_requests(reference: Engine, prefill: Engine, decode: Engine) -> None:
@@ -110,9 +92,3 @@ def test_preempted_on_decode(reference: Engine, prefill: Engine, start_engine: S
     got = texts(decode, *prompts, params=tickets, max_tokens=60)
     assert got == texts(reference, *prompts, max_tokens=60)
     assert counted(decode, "vllm:num_preemptions") > 0
-
-
-def test_prefill_does_not_load(prefill: Engine) -> None:
-    [ticket] = prefill.prefill(prompt(40))
-    elsewhere = ticket | {"remote_engine_id": "another"}
-    check_refused(prefill, prompt(40), elsewhere, 'set "kv_consumer" or "kv_both"')

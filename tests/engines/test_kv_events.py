@@ -14,7 +14,8 @@ from examples.tiny_llama import prompt
 from tests.engines import probes
 from tests.engines.engines import Engine
 from tests.engines.fleet import Fleet, fleet
-from tests.engines.steps import check_decoded, check_refused, eventually, texts
+from tests.engines.steps import check_decoded, check_refused, texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -78,55 +79,35 @@ class Publisher:
 Publishers = dict[str, Publisher]
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def publishers(
-    request: pytest.FixtureRequest,
-    checkpoints: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Publishers]:
+@pytest.fixture(scope="module")
+def publishers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Publishers]:
     """Engines of the same size: an ordinary one, and two that hand over."""
     folder = tmp_path_factory.mktemp("events")
     roles = {"ordinary": None, "prefill": "kv_producer", "decode": "kv_consumer"}
-    few = {"num_gpu_blocks_override": BLOCKS} if request.param == "llama" else {}
-    with fleet(checkpoints[request.param], folder, **few) as engines:
+    with fleet(checkpoint, folder, num_gpu_blocks_override=BLOCKS) as engines:
         found = {name: Publisher(engines, folder, name, role) for name, role in roles.items()}
         engines.wait_started()
         yield found
 
 
-plain = pytest.mark.parametrize("publishers", ["llama"], indirect=True)
+def blocks(events: Events, kind: str) -> list[Any]:
+    """The blocks that were cached, or are no longer, in order."""
+    return [each for event in events if event["type"] == kind for each in event["block_hashes"]]
 
 
-def blocks(events: Events, kind: str, of: str = "full_attention") -> list[Any]:
-    """The blocks that were cached, or are no longer, of one kind of attention, in order."""
-    return [
-        each
-        for event in events
-        if event["type"] == kind and event.get("kv_cache_spec_kind", of) == of
-        for each in event["block_hashes"]
-    ]
-
-
-def hand_over(publishers: Publishers, asked: list[int], max_tokens: int) -> None:
-    """The texts are right, and prefill holds nothing afterwards."""
-    [ticket] = publishers["prefill"].engine.prefill(asked)
-    decode, ordinary = publishers["decode"].engine, publishers["ordinary"].engine
-    check_decoded(ordinary, decode, asked, ticket, max_tokens=max_tokens)
-    eventually(lambda: publishers["prefill"].engine.run(probes.statuses) == [])
-
-
-@plain
 def test_decode_publishes_what_an_engine_publishes_that_computes(publishers: Publishers) -> None:
     """Hashes, parents, token ids, order; and what is evicted, when."""
+    engines = {name: each.engine for name, each in publishers.items()}
     for each in PROMPTS:
-        hand_over(publishers, each, 34)
+        [ticket] = engines["prefill"].prefill(each)
+        check_decoded(engines["ordinary"], engines["decode"], each, ticket, max_tokens=34)
+        eventually(lambda: engines["prefill"].run(probes.statuses) == [])
     mark = next(MARKS)
     events = publishers["decode"].events(mark)
     assert events == publishers["ordinary"].events(mark)
     assert len(blocks(events, "BlockRemoved")) > 20
 
 
-@plain
 def test_prefill_publishes_what_an_engine_publishes_that_answers_itself(
     publishers: Publishers,
 ) -> None:
@@ -147,7 +128,6 @@ def test_prefill_publishes_what_an_engine_publishes_that_answers_itself(
     assert len(blocks(events, "BlockRemoved")) > 20
 
 
-@plain
 def test_what_did_not_arrive_is_not_published(publishers: Publishers) -> None:
     """A ticket is good once: the second load reads the pages, and then finds the hold ended."""
     prefill, decode = publishers["prefill"], publishers["decode"]
@@ -159,20 +139,6 @@ def test_what_did_not_arrive_is_not_published(publishers: Publishers) -> None:
     assert blocks(decode.events(next(MARKS)), "BlockStored")
     check_refused(decode.engine, asked, ticket)
     assert not blocks(decode.events(next(MARKS)), "BlockStored")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("publishers", ["gemma3"], indirect=True)
-def test_sliding_windows(publishers: Publishers) -> None:
-    """Of a window, decode has and publishes the blocks that it loaded; of full attention, all."""
-    for asked in (prompt(300), prompt(511), prompt(64), [*prompt(300), *prompt(50, seed=3)]):
-        hand_over(publishers, asked, 40)
-    mark = next(MARKS)
-    loaded, computed = (publishers[name].events(mark) for name in ("decode", "ordinary"))
-    assert blocks(loaded, "BlockStored") == blocks(computed, "BlockStored")
-    windows = blocks(loaded, "BlockStored", "sliding_window")
-    assert windows
-    assert set(windows) <= set(blocks(computed, "BlockStored", "sliding_window"))
 
 
 def clear(engine: Any) -> bool:

@@ -22,13 +22,12 @@ from tests.engines.steps import (
     check_decoded,
     check_hand_over,
     check_refused,
-    counted,
-    eventually,
     idle_blocks,
     pulled_by,
     texts,
 )
 from tests.faults.cells import Cell
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,7 +38,6 @@ OTHERS = 10
 """Requests of 1,000 tokens each: no machine runs them all within a few leases."""
 
 Pair = tuple[Engine, Engine]
-PP2 = {"pipeline_parallel_size": 2}
 STAGED = {"extra": {"staging": True}}
 KINDS: dict[str, dict[str, Any]] = {
     "direct": {},
@@ -74,14 +72,6 @@ def hasty(start_engine: StartEngine) -> Engine:
         extra={"kv_lease_duration": LEASE},
         num_gpu_blocks_override=FEW_BLOCKS,
     )
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Path]:
-    """A file for `ranks.disturb_reads`, which exists after the test."""
-    path = tmp_path / "gate"
-    yield path
-    path.touch()
 
 
 def released(prefill: Engine) -> None:
@@ -251,15 +241,6 @@ def test_abort_on_prefill_after_the_ticket(reference: Engine, pair: Pair) -> Non
     cell.write("loaded")
 
 
-def test_ticket_used_twice(reference: Engine, pair: Pair) -> None:
-    """The first to finish ends the hold; the second is told that it came too late."""
-    prefill, decode = pair
-    [ticket] = prefill.prefill(prompt(130))
-    check_decoded(reference, decode, prompt(130), ticket)
-    released(prefill)
-    check_refused(decode, prompt(130), ticket)
-
-
 def test_ticket_used_at_once_by_three(reference: Engine, pair: Pair, gate: Path) -> None:
     """Two load while one is aborted, and one rank is far behind; then nothing is held."""
     prefill, decode = pair
@@ -286,26 +267,9 @@ def test_a_rank_whose_read_fails(reference: Engine, pair: Pair, gate: Path) -> N
     check_decoded(reference, decode, prompt(101), kept)
 
 
-def test_cache_reset_gives_up_holds(pair: Pair) -> None:
-    """On every rank: the ticket is worth nothing then."""
-    prefill, decode = pair
-    [ticket] = prefill.prefill(prompt(200, seed=1))
-    assert all(each == 1 for each in prefill.run(ranks.holds))
-    eventually(lambda: prefill.run(probes.forget_prefixes))
-    released(prefill)
-    check_refused(decode, prompt(200, seed=1), ticket)
-
-
-@pytest.mark.parametrize("pipelined", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_words_stand_before_the_ticket(
-    reference: Engine, decode: Engine, start_engine: StartEngine, pair: Pair, pipelined: bool
-) -> None:
+def test_words_stand_before_the_ticket(reference: Engine, decode: Engine, pair: Pair) -> None:
     """On every rank, also where the scheduler is a step ahead of them: decode asks at once."""
-    prefill = (
-        start_engine("stages", "kv_producer", **PP2, max_num_batched_tokens=64)
-        if pipelined
-        else pair[0]
-    )
+    prefill, _ = pair
     with prefill.paused():
         ids = prefill.submit(prompt(200), prompt(33), params=PREFILL, max_tokens=1)
         while len(prefill.finished) < 2:
@@ -316,22 +280,6 @@ def test_words_stand_before_the_ticket(
             assert all(ticket.hold.stands(word) for word in words)
     for length, each in zip((200, 33), params, strict=True):
         check_decoded(reference, decode, prompt(length), each)
-    if pipelined:
-        prefill.close()
-
-
-@pytest.mark.slow
-def test_preempted_in_a_pipeline(
-    reference: Engine, prefill: Engine, start_engine: StartEngine
-) -> None:
-    """Blocks that a step in flight still writes are not given to a load."""
-    decode = start_engine("small-stages", "kv_consumer", **PP2, num_gpu_blocks_override=36)
-    prompts = [prompt(length, seed=12) for length in (310, 311, 312)]
-    tickets = prefill.prefill(*prompts)
-    got = texts(decode, *prompts, params=tickets, max_tokens=60)
-    assert got == texts(reference, *prompts, max_tokens=60)
-    assert counted(decode, "vllm:num_preemptions") > 0
-    decode.close()
 
 
 # Restarts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines.engines import CONNECTOR, PATIENT
-from tests.engines.http_server import HttpServer
+from tests.engines.engines import transfer_config
+from tests.engines.http_server import HttpServer, serving
 from tests.engines.lora import OPTIONS, write_adapter
-from tests.engines.steps import eventually
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -25,21 +24,13 @@ Servers = tuple[HttpServer, HttpServer]
 def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Two engines that prefill and decode. For a ticket that is refused, the first answers with an
     error, and the second computes the prompt itself."""
-    folder = tmp_path_factory.mktemp("http")
-
-    def launch(policy: str) -> HttpServer:
-        transfer = CONNECTOR | {
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": PATIENT,
-        }
-        return HttpServer(policy, checkpoint, folder, kv_transfer_config=transfer, **OPTIONS)
-
-    with (
-        contextlib.closing(launch("fail")) as failing,
-        contextlib.closing(launch("recompute")) as recomputing,
-    ):
-        yield failing.wait_started(), recomputing.wait_started()
+    policies = ("fail", "recompute")
+    options = {
+        each: {"kv_transfer_config": transfer_config("kv_both", kv_load_failure_policy=each)}
+        for each in policies
+    }
+    with serving(checkpoint, tmp_path_factory.mktemp("http"), options, **OPTIONS) as servers:
+        yield servers["fail"], servers["recompute"]
 
 
 def load(server: HttpServer, name: str, path: Path, **more: Any) -> int:
@@ -97,12 +88,3 @@ def test_other_weights_under_the_same_name(servers: Servers, tmp_path: Path) -> 
     replace(failing)
     pulls(failing, recomputing, name, seed=6)
     pulls(recomputing, failing, name, seed=7)
-
-
-def test_paths_that_are_gone(servers: Servers, tmp_path: Path) -> None:
-    """vLLM answers with an error, and keeps the adapter that it has under this name."""
-    path = write_adapter(tmp_path / "one", seed=10)
-    for server in servers:
-        assert load(server, "kept", path) == 200
-        assert load(server, "kept", tmp_path / "nowhere", load_inplace=True) == 404
-    pulls(*servers, "kept", seed=10)

@@ -9,12 +9,11 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
-from tests.engines.conversations import Conversation, check_turns, edited_histories, words
+from tests.engines.conversations import Conversation, check_turns
 from tests.engines.early import Legs, early_loads
-from tests.engines.engines import PREFILL, Engine
 from tests.engines.fleet import DECODES, PREFILLS, TALKS, TWO_WAY, Engines, cast
-from tests.engines.lora import OPTIONS, load, lora, write_adapter
-from tests.engines.steps import check_hand_over, check_refused, eventually, texts
+from tests.engines.lora import OPTIONS, lora, write_adapter
+from tests.engines.steps import check_hand_over, check_refused, texts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -83,84 +82,6 @@ def test_an_engine_that_believes_answers_otherwise(engines: Engines, adapters: A
     assert wrong not in ("", *texts(believing, asked, max_tokens=12, lora=adapters["second"]))
 
 
-def test_two_adapters_at_once(engines: Engines, adapters: Adapters) -> None:
-    """Prompts with either adapter in the same steps.
-
-    None without an adapter: vLLM's CPU build answers those with another text in such a step.
-    """
-    asked = [prompt(60, seed=70 + number) for number in range(4)]
-    both = [adapters["first"], adapters["second"]]
-    prefill, decode = engines["prefill"], engines["decode"]
-    begun = [prefill.submit(*asked, max_tokens=1, params=PREFILL, lora=each) for each in both]
-    tickets = [[one.params for one in prefill.results(ids)] for ids in begun]
-    begun = [
-        decode.submit(*asked, max_tokens=12, params=params, lora=each)
-        for params, each in zip(tickets, both, strict=True)
-    ]
-    for ids, each in zip(begun, both, strict=True):
-        expected = texts(engines["believing"], *asked, max_tokens=12, lora=each)
-        assert [one.text for one in decode.results(ids)] == expected
-
-
-def test_files_that_changed_after_they_were_loaded(engines: Engines, tmp_path: Path) -> None:
-    """The engine still computes with the old weights, so the new files stand for nothing.
-
-    Loaded again, they count, but not where blocks of the old ones may be cached.
-    """
-    prefill, changing = engines["prefill"], tmp_path / "changing"
-    adapter = lora(write_adapter(changing, seed=5), name="changing", number=5)
-    prefill.run(load, adapter)
-    prefill.prefill(prompt(50, seed=67), lora=adapter)
-    write_adapter(changing, seed=6)
-    assert "kvferry" not in prefill.prefill(prompt(50, seed=68), lora=adapter)[0]
-    prefill.run(load, {**adapter, "load_inplace": True})
-    assert "kvferry" not in prefill.prefill(prompt(50, seed=69), lora=adapter)[0]
-    assert "vLLM keeps blocks of those in its prefix cache" in prefill.log()
-
-
-def test_files_that_are_replaced_before_decode_loads_them(engines: Engines, tmp_path: Path) -> None:
-    """Decode has checked the ticket, and loads the adapter in the step that computes with it."""
-    asked, decode = prompt(100, seed=85), engines["decode"]
-    there, here = (
-        lora(write_adapter(tmp_path / side, seed=21), name="late", number=41)
-        for side in ("there", "here")
-    )
-    tickets = engines["prefill"].prefill(asked, lora=there)
-    with decode.paused():
-        ids = decode.submit(asked, params=tickets, max_tokens=12, lora=here)
-
-        def loads() -> bool:
-            decode.step()
-            return bool(decode.run(probes.status, ids[0]) == "WAITING_FOR_REMOTE_KVS")
-
-        eventually(loads)
-        write_adapter(tmp_path / "here", seed=22)
-    [completion] = decode.results(ids)
-    assert (completion.finish_reason, completion.text) == ("error", "")
-    assert "adapter late was loaded with other weights than its ticket is for" in decode.log()
-
-
-def test_weights_replaced_under_a_request(
-    engines: Engines, adapters: Adapters, tmp_path: Path
-) -> None:
-    """An adapter is replaced, but the next request still has the old path.
-
-    The workers report the load with the request's only step, after the ticket was made, so the
-    ticket is given up.
-    """
-    old, asked, ranks = adapters["first"], prompt(90, seed=83), engines["ranks"]
-    new = lora(write_adapter(tmp_path / "new", seed=9), load_inplace=True)
-    ranks.prefill(prompt(90, seed=84), lora=old)
-    with ranks.paused():  # no step in which the load would be reported before
-        ranks.run(load, new)
-        ids = ranks.submit(asked, max_tokens=1, params=PREFILL, lora=old)
-    [completion] = ranks.results(ids)
-    check_refused(
-        engines["decode"], asked, completion.params, "cause stale", max_tokens=12, lora=old
-    )
-    assert "was loaded with other weights than its ticket is for" in ranks.log()
-
-
 def early_legs(engines: Engines, asked: list[int], there: Adapter, here: Adapter) -> Legs:
     """Both legs of a request, with one adapter on prefill and another on decode, or the same."""
     legs = Legs(
@@ -191,43 +112,10 @@ def test_early_hand_over(engines: Engines, adapters: Adapters, name: str | None)
     assert early_loads(decode) == begun + (name is None)
 
 
-@pytest.mark.parametrize("here", ["other", pytest.param("second", marks=pytest.mark.slow)])
-def test_early_parts_for_another_adapter_are_refused(
-    engines: Engines, adapters: Adapters, here: str
-) -> None:
-    """A room is for one prompt with one adapter: no part comes, or one that does not fit."""
-    prefill, decode = engines["prefill"], engines["decode"]
-    before = len(decode.log())
-    with prefill.paused():
-        legs = early_legs(engines, prompt(300, seed=91), adapters["first"], adapters[here])
-        prefill.step(6)
-        assert legs.decoded() == [""]
-    said = decode.log()[before:]
-    assert said.count(ANOTHER_PROMPT) + said.count("no request with this transfer_id and") == 1
-    prefill.results(legs.there)
-
-
-def talk_with(engines: Engines, path: Path, number: int) -> tuple[Engine, Conversation]:
-    """What gives the right texts, and a conversation with an adapter of its own."""
-    adapter = lora(write_adapter(path, seed=number), name=path.name, number=number)
+def test_turns(engines: Engines, tmp_path: Path) -> None:
+    """Prefill, of two ranks, pulls what decode has computed with the adapter."""
+    adapter = lora(write_adapter(tmp_path / "talking", seed=31), name="talking", number=31)
     talk = Conversation(
         prefill=engines["ranks"], decode=engines["believing"], options={"lora": adapter}
     )
-    return engines["decode"], talk
-
-
-def test_turns(engines: Engines, tmp_path: Path) -> None:
-    """Prefill, of two ranks, pulls what decode has computed with the adapter."""
-    check_turns(*talk_with(engines, tmp_path / "talking", 31), 32)
-
-
-def test_the_next_turn_has_another_adapter(
-    engines: Engines, adapters: Adapters, tmp_path: Path
-) -> None:
-    """Nothing of the conversation is of use: all is computed with the new weights."""
-    ordinary, talk = talk_with(engines, tmp_path / "changing", 32)
-    talk.say(words(40), max_tokens=30)
-    before = edited_histories(talk.prefill)
-    talk.options = {"lora": adapters["second"]}
-    talk.check_turn(ordinary, words(30), 100, 0, max_tokens=12)
-    eventually(lambda: edited_histories(talk.prefill) == before + 1)
+    check_turns(engines["decode"], talk, 32)

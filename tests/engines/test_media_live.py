@@ -13,7 +13,7 @@ import pytest
 from examples.tiny_llama import prompt
 from tests.engines.conversations import words
 from tests.engines.engines import Engine
-from tests.engines.families import FULL, IMAGE, SLIDING, WINDOW
+from tests.engines.families import IMAGE
 from tests.engines.fleet import DECODES, DOES_BOTH, PREFILLS, TALKS, Engines, cast
 from tests.engines.media import NO_IMAGE, MediaPrompt, Talk
 from tests.engines.steps import check_hand_over, check_refused, counted, pulled_by, texts
@@ -30,17 +30,6 @@ engines = cast(
     two=TALKS | CACHING | {"tensor_parallel_size": 2},
     # Loads with any ticket. Without one, it is what the others must agree with.
     believing=DECODES | {"extra": {"verify_prompt": False}},
-)
-# The last token of a prompt is left to the engine that decodes.
-windows = cast(
-    "idefics3",
-    {
-        "hf_overrides": {
-            "text_config": {"layer_types": [SLIDING, FULL] * 2, "sliding_window": WINDOW}
-        }
-    },
-    prefill=PREFILLS,
-    decode=DECODES,
 )
 
 _seeds = itertools.count(1)
@@ -106,35 +95,6 @@ def test_cached_images(engines: Engines) -> None:
 def test_another_image_is_refused(engines: Engines, other: MediaPrompt) -> None:
     [ticket] = engines["plain"].prefill(with_image(102))
     check_refused(engines["chunking"], other, ticket, "made for another prompt")
-
-
-def test_swapped_images(engines: Engines) -> None:
-    """The control: an engine that does not compare prompts answers for the other image."""
-    believing, asked, other = engines["believing"], with_image(104), with_image(105)
-    right, wrong = texts(believing, asked, other)
-    assert texts(believing, asked, params=engines["plain"].prefill(other)) == [wrong] != [right]
-
-
-def test_one_name_for_two_images(engines: Engines) -> None:
-    """vLLM takes a client's name for an image's content, and so does a ticket."""
-    first, second = (
-        with_image(image, multi_modal_uuids={"image": ["name"]}) for image in (107, 108)
-    )
-    [ticket] = engines["plain"].prefill(first)
-    [got] = texts(engines["chunking"], second, params=ticket)
-    assert got == texts(engines["believing"], first)[0]
-
-
-def test_windows(windows: Engines) -> None:
-    """A prompt that ends with an image gets no ticket, and decode computes the whole prompt."""
-    prefill, decode = windows["prefill"], windows["decode"]
-    prompts = fresh_prompts()
-    ends = [each for each in prompts if each.ids[-1] == IMAGE]
-    others = [each for each in prompts if each not in ends]
-    assert prefill.prefill(*ends) == [{}, {}]
-    assert counted(prefill, "vllm:kvferry_tickets_not_made") == len(ends) == 2
-    assert prefill.log().count("cause cut_media") == 1
-    check_hand_over(prefill, prefill, decode, *others, left=1, **NO_IMAGE)
 
 
 @pytest.mark.parametrize(("asking", "answering"), [("plain", "two"), ("two", "plain")])

@@ -14,7 +14,8 @@ from tests.engines import probes
 from tests.engines.collector import ENVIRONMENT, attributes, collecting
 from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.steps import check_hand_over, check_refused, eventually
+from tests.engines.steps import check_hand_over, check_refused
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,14 +46,6 @@ def test_a_hand_over_is_counted(reference: Engine, prefill: Engine, decode: Engi
     for outcome in ("made", "read"):
         name = f'holds_total{{driver="loopback",outcome="{outcome}"}}'
         eventually(lambda name=name: new(prefill, there, name) == 2)  # type: ignore[misc]
-
-
-def test_what_is_held_goes_up_and_down(prefill: Engine, decode: Engine) -> None:
-    name = 'held_pages{driver="loopback"}'
-    [ticket] = prefill.prefill(prompt(100, seed=31))
-    eventually(lambda: prefill.run(probes.exposed)[name] == 4)
-    decode.generate(prompt(100, seed=31), params=ticket)
-    eventually(lambda: prefill.run(probes.exposed)[name] == 0)
 
 
 def ail(engine: Any, problem: str) -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.cli.command import run_kvferry
-from tests.engines.engines import CONNECTOR, PATIENT
-from tests.engines.http_server import HttpServer, Program, get
-from tests.engines.steps import eventually
+from tests.engines.engines import transfer_config
+from tests.engines.http_server import HttpServer, Program, get, serving
 from tests.free_port import free_port
 from tests.monitoring import example
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,20 +44,11 @@ Servers = dict[str, HttpServer]
 
 @pytest.fixture(scope="module")
 def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    transfers = {name: transfer_config(role, engine_id=f"{name}-0") for name, role in ROLES.items()}
+    options = {name: {"kv_transfer_config": each} for name, each in transfers.items()}
     folder = tmp_path_factory.mktemp("monitored")
-    with contextlib.ExitStack() as stack:
-        launched = {}
-        for name, role in ROLES.items():
-            transfer = CONNECTOR | {
-                "engine_id": f"{name}-0",
-                "kv_role": role,
-                "kv_connector_extra_config": PATIENT,
-            }
-            server = HttpServer(
-                name, checkpoint, folder, kv_transfer_config=transfer, max_num_batched_tokens=64
-            )
-            launched[name] = stack.enter_context(contextlib.closing(server))
-        yield {name: server.wait_started() for name, server in launched.items()}
+    with serving(checkpoint, folder, options, max_num_batched_tokens=64) as servers:
+        yield servers
 
 
 def targets(servers: Servers) -> dict[str, str]:
@@ -94,7 +85,7 @@ class Prometheus:
     """A real Prometheus with the example's rules."""
 
     def __init__(self, folder: Path, servers: Servers) -> None:
-        port = free_port(25000)
+        port = free_port()
         settings: dict[str, Any] = example.yaml(example.CONFIG)
         settings["global"] = dict.fromkeys(settings["global"], "1s")
         settings["rule_files"] = [str(example.RULES)]

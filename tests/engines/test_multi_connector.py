@@ -14,14 +14,8 @@ from tests.engines.early import check_early, hand_over_early
 from tests.engines.engines import CONNECTOR, PATIENT, Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.fleet import RECOMPUTE, TWO_WAY, Engines, cast, fleet
-from tests.engines.steps import (
-    check_decoded,
-    check_hand_over,
-    counted,
-    eventually,
-    pulled_by,
-    texts,
-)
+from tests.engines.steps import check_decoded, check_hand_over, counted, pulled_by, texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -136,22 +130,6 @@ def test_early_hand_over(reference: Engine, pair: Pair) -> None:
 def test_turns(reference: Engine, pair: Pair) -> None:
     """Prefill computes as little as with kvferry alone."""
     check_turns(reference, Conversation(prefill=pair[0], decode=pair[1]), block=32)
-
-
-@between(("second", "first"))
-def test_the_other_connector_has_the_turns_before(reference: Engine, pair: Pair) -> None:
-    """Of several connectors, vLLM lets one load: the first that has anything.
-
-    If that is the other one, prefill computes the answers again, and decode's pages are free.
-    """
-    prefill, decode = pair
-    talk = Conversation(prefill=prefill, decode=decode)
-    talk.say(words(70), max_tokens=50)
-    eventually(lambda: prefill.run(probes.forget_prefixes))
-    asked = talk.ask(words(30))
-    assert (asked.pulled, asked.computed) == (64, len(asked.prompt) - 64)
-    eventually(lambda: decode.run(probes.statuses) == [])
-    talk.check(reference, talk.answer(asked, max_tokens=50), max_tokens=50)
 
 
 def test_handshake_of_another_connector(

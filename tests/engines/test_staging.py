@@ -13,7 +13,8 @@ from examples.tiny_llama import prompt
 from tests.engines import contents, probes
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fleet import DECODES, PREFILLS, Engines, cast
-from tests.engines.steps import check_decoded, eventually, idle_blocks, texts
+from tests.engines.steps import check_decoded, idle_blocks, texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 

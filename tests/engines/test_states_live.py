@@ -10,7 +10,7 @@ from examples.tiny_llama import prompt
 from tests.engines import contents
 from tests.engines.engines import PREFILL
 from tests.engines.fleet import DOES_BOTH, Engines, cast
-from tests.engines.steps import check_decoded, check_hand_over, check_refused, texts
+from tests.engines.steps import check_decoded, check_hand_over, texts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,21 +40,6 @@ def test_swapped_states(engines: Engines) -> None:
     [ticket] = engines["drafting"].prefill(y)
     [got] = texts(engines["decode"], x, params=ticket)
     assert got == texts(engines["decode"], y)[0] != texts(engines["decode"], x)[0]
-
-
-def test_prompt_logprobs_on_prefill(engines: Engines) -> None:
-    """They need the state after the last token, and decode the one before: it computes the prompt
-    itself."""
-    [ticket] = engines["drafting"].prefill(prompt(90, seed=36), prompt_logprobs=1)
-    assert ticket == {}
-    assert "asked for prompt_logprobs" in engines["drafting"].log()
-
-
-def test_a_state_of_other_tokens_is_refused(engines: Engines) -> None:
-    """A state serves the prompt that it was computed for, and no longer one."""
-    front, whole = prompt(100, seed=34), [*prompt(100, seed=34), *prompt(30, seed=35)]
-    [ticket] = engines["drafting"].prefill(front)
-    check_refused(engines["decode"], whole, ticket, "states")
 
 
 def test_prefill_ends_after_one_token(engines: Engines) -> None:

@@ -12,7 +12,7 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from tests.core.endpoint.engines import Engine, eventually
+from tests.core.endpoint.engines import Engine
 from tests.faults.cable import Channel, StagedCable, StagedTransport, staged_transport
 from tests.faults.engine_processes import (
     LEASE,
@@ -25,6 +25,7 @@ from tests.faults.engine_processes import (
     handshake_in_progress,
     run_producer,
 )
+from tests.waiting import eventually
 
 LOCAL = [3, 4]
 

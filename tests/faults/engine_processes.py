@@ -26,8 +26,9 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Engine, eventually
+from tests.core.endpoint.engines import Engine
 from tests.faults.cable import staged_transport
+from tests.waiting import eventually
 
 TOKENS = 8
 HELD_PAGES = [1, 2]

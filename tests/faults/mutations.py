@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -36,10 +36,21 @@ class Mutator:
 
     def raw(self, right: bytes) -> bytes:
         """Return bytes that differ from the valid ones in places, in length, or altogether."""
-        change: Callable[[bytearray], bytes] = self.random.choice(
-            [self._flipped, self._flipped, self._cut, self._grown, self._moved, self._noise]
+        rng, flipped = self.random, bytearray(right)
+        for _ in range(rng.choice([1, 1, 2, 8]) if right else 0):
+            flipped[rng.randrange(len(right))] = rng.randrange(256)
+        one, other = sorted(rng.randrange(len(right) + 1) for _ in range(2))
+        added = rng.choice([*BOMBS, rng.randbytes(rng.randrange(64))])
+        return rng.choice(
+            [
+                bytes(flipped),
+                bytes(flipped),
+                right[:one],
+                right[:one] + added + right[one:],
+                right[other:] + right[one:other] + right[:one],
+                rng.randbytes(rng.randrange(len(right) + 64)),
+            ]
         )
-        return change(bytearray(right))
 
     def tree(self, right: Any) -> Any:
         """Return a copy of a tree with some nodes replaced, removed, repeated or added."""
@@ -90,27 +101,6 @@ class Mutator:
             node[key] += self.random.choice([-1, 1, 8, -8, 1 << 12, 1 << 40])
         else:
             node[key] = self.value()
-
-    def _flipped(self, data: bytearray) -> bytes:
-        for _ in range(self.random.choice([1, 1, 2, 8])):
-            if data:
-                data[self.random.randrange(len(data))] = self.random.randrange(256)
-        return bytes(data)
-
-    def _cut(self, data: bytearray) -> bytes:
-        return bytes(data[: self.random.randrange(len(data) + 1)])
-
-    def _grown(self, data: bytearray) -> bytes:
-        at = self.random.randrange(len(data) + 1)
-        added = self.random.choice([*BOMBS, self.random.randbytes(self.random.randrange(64))])
-        return bytes(data[:at] + added + data[at:])
-
-    def _moved(self, data: bytearray) -> bytes:
-        one, other = sorted(self.random.randrange(len(data) + 1) for _ in range(2))
-        return bytes(data[other:] + data[one:other] + data[:one])
-
-    def _noise(self, data: bytearray) -> bytes:
-        return self.random.randbytes(self.random.randrange(len(data) + 64))
 
 
 def _keys(node: Any) -> Sequence[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.faults.cells import CABLE, DRIVERS, RESULTS, STAGES, Key, Line, read
@@ -40,89 +40,83 @@ FIGURES: dict[str, Callable[[Line], str]] = {
     ),
 }
 
-Name = Callable[[Key], str]
-
 
 def tables(lines: Iterable[Line]) -> str:
     """Return the sections of the page."""
     cells: dict[Key, str] = {}
-    figures = []
+    figures = {}
     for line in lines:
         if "figure" in line:
-            shown = FIGURES[line["figure"]](line)
-            figures.append([line["figure"], shown, f"{line['seconds']:,.0f}"])
+            figures[f"{line['figure']} | {FIGURES[line['figure']](line)}"] = line["seconds"]
             continue
         error, comma, more = line["outcome"].partition(",")
         outcome = f"{ERROR_WORDS.get(error, error)}{comma}{more}, {line['seconds']:.2f} s"
         cells[Key(*(line[name] for name in Key._fields))] = outcome
 
-    def some(where: str) -> dict[Key, str]:
-        """Return the cells of loads in a table."""
-        staged = ((key, cells[key]) for key in cells if key.where == where)
-        return {key: outcome for key, outcome in staged if key.stage in STAGES}
+    def section(
+        title: str,
+        heading: str,
+        is_in: Callable[[Key], bool],
+        row: str = "{0.side} {0.fault}",
+        column: str = "{0.stage}",
+    ) -> str:
+        """Return a table of some cells; what stands in a row and in a column has one name."""
+        found = {key: outcome for key, outcome in cells.items() if is_in(key)}
+        rows: dict[str, dict[str, str]] = {}
+        for key, outcome in found.items():
+            over = key.where.partition(" over ")[2] or "loopback"
+            quiet = key.where.replace("_", " ")
+            rows.setdefault(row.format(key, over=over), {})[column.format(key, quiet=quiet)] = (
+                outcome
+            )
+        columns = list(dict.fromkeys(name for each in rows.values() for name in each))
+        return f"### {title}\n\n" + _table(
+            f"{heading} | {' | '.join(columns)}",
+            [
+                " | ".join([name, *(of.get(each, "") for each in columns)])
+                for name, of in rows.items()
+            ],
+        )
 
-    def section(title: str, first: str, found: dict[Key, str], row: Name, column: Name) -> str:
-        return f"### {title}\n\n" + _matrix(first, found, row, column)
+    def loads(where: str, side: str = "") -> Callable[[Key], bool]:
+        return lambda key: key.where == where and key.stage in STAGES and side in ("", key.side)
+
+    def waits(key: Key) -> bool:
+        return key.where == "loopback" and key.stage not in STAGES
 
     parts = [
-        section(
-            f"The {side}",
-            side,
-            {key: outcome for key, outcome in some("loopback").items() if key.side == side},
-            lambda key: key.fault,
-            lambda key: key.stage,
-        )
-        for side in ("producer", "consumer")
-    ]
-    parts += [
-        section(
-            f"Over {driver}",
-            "what",
-            some(driver),
-            lambda key: f"{key.side} {key.fault}",
-            lambda key: key.stage,
-        )
-        for driver in DRIVERS
-    ]
-    parts += [
-        section(
-            "Between two networks, over UCX",
-            "producer",
-            some(CABLE),
-            lambda key: key.fault,
-            lambda key: key.stage,
+        *(
+            section(f"The {side}", side, loads("loopback", side), "{0.fault}")
+            for side in ("producer", "consumer")
         ),
-        "### While a request waits\n\n"
-        + _table(
-            ["what", "the request is", "outcome"],
-            [
-                [f"{key.side} {key.fault}", key.stage, outcome]
-                for key, outcome in cells.items()
-                if key.where == "loopback" and key.stage not in STAGES
-            ],
+        *(section(f"Over {driver}", "what", loads(driver)) for driver in DRIVERS),
+        section("Between two networks, over UCX", "producer", loads(CABLE), "{0.fault}"),
+        section(
+            "While a request waits",
+            "what | the request is",
+            waits,
+            "{0.side} {0.fault} | {0.stage}",
+            "outcome",
         ),
         section(
             "The driver",
             "driver",
-            {key: outcome for key, outcome in cells.items() if key.side == "driver"},
-            lambda key: key.fault,
-            lambda key: f"{key.stage}, quiet {key.where.replace('_', ' ')}",
+            lambda key: key.side == "driver",
+            "{0.fault}",
+            "{0.stage}, quiet {quiet}",
         ),
-        "### Two vLLM engines\n\n"
+        section(
+            "Two vLLM engines",
+            "what | when | over",
+            lambda key: key.where.startswith("vllm"),
+            "{0.side} {0.fault} | {0.stage} | {over}",
+            "outcome",
+        ),
+        "## Many times over\n\n"
         + _table(
-            ["what", "when", "over", "outcome"],
-            [
-                [
-                    f"{key.side} {key.fault}",
-                    key.stage,
-                    key.where.partition(" over ")[2] or "loopback",
-                    outcome,
-                ]
-                for key, outcome in cells.items()
-                if key.where.startswith("vllm")
-            ],
+            "test | what | seconds",
+            [f"{name} | {seconds:,.0f}" for name, seconds in sorted(figures.items())],
         ),
-        "## Many times over\n\n" + _table(["test", "what", "seconds"], sorted(figures)),
     ]
     return "\n".join(parts)
 
@@ -131,16 +125,9 @@ def current_tables(page: str) -> str:
     return page.split(BEGIN)[1].split(END)[0]
 
 
-def _matrix(first: str, cells: dict[Key, str], row: Name, column: Name) -> str:
-    columns = list(dict.fromkeys(map(column, cells)))
-    rows = list(dict.fromkeys(map(row, cells)))
-    shown = {(row(key), column(key)): outcome for key, outcome in cells.items()}
-    return _table([first, *columns], [[r, *(shown.get((r, c), "") for c in columns)] for r in rows])
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines: Iterator[Sequence[str]] = iter([headings, ["---"] * len(headings), *rows])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _table(heading: str, lines: Iterable[str]) -> str:
+    ruler = " | ".join(["---"] * len(heading.split(" | ")))
+    return "".join(f"| {line} |\n" for line in (heading, ruler, *lines))
 
 
 def main(runs: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport.registry import create
-from tests.core.endpoint.engines import Engine, eventually, until
+from tests.core.endpoint.engines import Engine, until
 from tests.faults.cable import DIRECTIONS, Direction, staged_transport
 from tests.faults.cells import OVER, STAGES, Cell
 from tests.faults.engine_pair import LOCAL, engine_pair
@@ -30,6 +30,7 @@ from tests.faults.engine_processes import (
     run_consumer,
     serve_request,
 )
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -24,12 +23,14 @@ from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import HandshakeError, TicketError, WireError
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.security import OPEN, Access, TicketKey, TicketSecrets, generate
-from kvferry.core.side_channel import engine_info, fetch, ping
+from kvferry.core.lifecycle.rooms import RoomId, Rooms
+from kvferry.core.security import OPEN, Access, KeyPair, TicketKey, TicketSecrets, generate
+from kvferry.core.side_channel import HandshakeServer, engine_info, fetch, ping
 from kvferry.core.side_channel.sockets import encrypt
 from kvferry.integrations.vllm import ticket_params as tickets
 from tests.core.messages import payload
 from tests.faults.cells import figure
+from tests.faults.engine_processes import EngineProcess, engine_process
 from tests.faults.mutations import Mutator
 from tests.pinned import write as store
 
@@ -134,86 +135,71 @@ def test_decoders_accept_or_refuse_mutated_input(kind: str) -> None:
 # Side channel.
 
 
-@dataclass(frozen=True, kw_only=True)
+ACCESS = Access(own=CLIENT, peers=frozenset({SERVER.public}))
+"""The settings of an admitted client of a keyed side channel."""
+
+
+class Fatal(logging.Handler):
+    """Ends the process at an exception that the server survived, and did not expect."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        os._exit(3)
+
+
+def run_side_channel(pipe: Connection, keyed: bool, server: KeyPair, client: bytes) -> None:
+    """Serve until told to end."""
+    logging.getLogger().addHandler(Fatal(logging.ERROR))
+    access = Access(own=server, peers=frozenset({client})) if keyed else OPEN
+    rooms, room = Rooms(), bytes(range(16))
+    rooms.open(RoomId(room, room))
+    more: dict[str, Any] = {"engine": "prefill", "incarnation": 7, "rooms": rooms}
+    with HandshakeServer(RANKS, access=access, **more) as serving:
+        pipe.send(serving.port)
+        pipe.recv()
+
+
 class SideChannel:
     """A side channel in a process of its own, which would end in a crash."""
 
-    pid: int
-    port: int
-    access: Access
-    """The access settings of an admitted client."""
-    key: bytes
+    def __init__(self, process: EngineProcess, keyed: bool) -> None:
+        self.keyed, self._pid, self.port = keyed, str(process.process.pid), process.answer()
+        self._before: tuple[int, int, int] | None = None
 
     def expect_answers(self) -> None:
-        options: Any = {"timeout": TIMEOUT, "access": self.access, "key": self.key}
+        access, key = (ACCESS, SERVER.public) if self.keyed else (OPEN, b"")
+        options: Any = {"timeout": TIMEOUT, "access": access, "key": key}
         assert ping("127.0.0.1", self.port, "prefill", **options) == 7
         assert len(fetch("127.0.0.1", self.port, "prefill", **options).ranks) == 2
 
+    def remember(self) -> None:
+        """Note the resources that it uses, which are not to grow from now on."""
+        self._before = self._footprint()
 
-SERVER_SCRIPT = """
-import logging, os, sys
-from kvferry.core.side_channel import HandshakeServer
-from kvferry.core.lifecycle.rooms import RoomId, Rooms
-from kvferry.core.security import OPEN, Access, KeyPair
-class Fatal(logging.Handler):
-    def emit(self, record):  # an exception that the server survived, and did not expect
-        os._exit(3)
-logging.getLogger().addHandler(Fatal(logging.ERROR))
-secret, *ranks = map(bytes.fromhex, sys.argv[1:])
-listed = frozenset([ranks.pop(0)])
-access = Access(own=KeyPair.of(secret.hex(), "here"), peers=listed) if secret else OPEN
-rooms = Rooms()
-rooms.open(RoomId(bytes(range(16)), bytes(range(16))))
-with HandshakeServer(
-    ranks, engine="prefill", incarnation=7, access=access, rooms=rooms
-) as server:
-    print(server.port, flush=True)
-    sys.stdin.read()
-"""
+    def expect_no_growth(self) -> None:
+        self.expect_answers()
+        assert self._before is not None
+        memory, files, threads = (
+            now - then for now, then in zip(self._footprint(), self._before, strict=True)
+        )
+        assert memory < MAX_GROWTH
+        assert files < 20  # connections are closed a little later
+        assert threads == 0
+
+    def _footprint(self) -> tuple[int, int, int]:
+        counts = (len(os.listdir(f"/proc/{self._pid}/{what}")) for what in ("fd", "task"))
+        files, threads = counts
+        return resident(self._pid), files, threads
 
 
 @contextmanager
 def serve_side_channel(keyed: bool) -> Iterator[SideChannel]:
-    secret = SERVER.secret if keyed else b""
-    arguments = [data.hex() for data in (secret, CLIENT.public, *RANKS)]
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", SERVER_SCRIPT, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            access = Access(own=CLIENT, peers=frozenset({SERVER.public})) if keyed else OPEN
-            yield SideChannel(
-                pid=process.pid,
-                port=int(process.stdout.readline()),
-                access=access,
-                key=SERVER.public if keyed else b"",
-            )
-            assert process.poll() is None
-            process.communicate("")
-            assert process.returncode == 0
-        finally:
-            process.kill()
-
-
-@contextmanager
-def expect_constant_resources(side_channel: SideChannel) -> Iterator[Callable[[], None]]:
-    """Check that resources have not grown since the yielded function was called first."""
-    before: list[tuple[int, int, int]] = []
-    yield lambda: before.append(footprint(side_channel.pid))
-    side_channel.expect_answers()
-    after = footprint(side_channel.pid)
-    assert after[0] - before[0][0] < MAX_GROWTH
-    assert after[1] - before[0][1] < 20, "descriptors"  # connections are closed a little later
-    assert after[2] == before[0][2], "threads"
-
-
-def footprint(pid: int) -> tuple[int, int, int]:
-    folder = f"/proc/{pid}"
-    return resident(str(pid)), len(os.listdir(f"{folder}/fd")), len(os.listdir(f"{folder}/task"))
+    with engine_process(run_side_channel, keyed, SERVER, CLIENT.public) as process:
+        found = SideChannel(process, keyed)
+        yield found
+        found.expect_no_growth()
+        process.pipe.send("end")
+        process.process.join(TIMEOUT)
+        assert process.process.exitcode == 0
 
 
 def resident(pid: str) -> int:
@@ -233,17 +219,13 @@ def message(mutator: Mutator) -> list[bytes]:
 def test_side_channel_answers_mutated_messages(keyed: bool) -> None:
     """An admitted peer sends the messages; each gets an answer."""
     mutator, share, begun = Mutator(SEED), INPUTS * 35 // 100 // 2, time.monotonic()
-    with (
-        serve_side_channel(keyed) as side_channel,
-        zmq.Context() as context,
-        expect_constant_resources(side_channel) as remember,
-    ):
+    with serve_side_channel(keyed) as side_channel, zmq.Context() as context:
         for start in range(0, share, 1000):
             with context.socket(zmq.DEALER) as channel:
                 channel.linger, channel.rcvtimeo = 0, int(TIMEOUT * 1e3)
-                if side_channel.access.own is not None:
-                    encrypt(channel, side_channel.access.own)
-                    channel.curve_serverkey = zmq.utils.z85.encode(side_channel.key)
+                if keyed:
+                    encrypt(channel, CLIENT)
+                    channel.curve_serverkey = zmq.utils.z85.encode(SERVER.public)
                 channel.connect(f"tcp://127.0.0.1:{side_channel.port}")
                 for _ in range(min(1000, share - start)):
                     channel.send_multipart(message(mutator))
@@ -251,7 +233,7 @@ def test_side_channel_answers_mutated_messages(keyed: bool) -> None:
                     assert isinstance(reply, side.Reply)
             side_channel.expect_answers()
             if start <= share // 4:
-                remember()
+                side_channel.remember()
     what = f"messages, {'keyed' if keyed else 'open'}"
     figure("fuzz", time.monotonic() - begun, what=what, inputs=share)
 
@@ -280,10 +262,7 @@ def session(mutator: Mutator) -> bytes:
 def test_side_channel_survives_arbitrary_bytes(keyed: bool) -> None:
     """Any client may send the bytes, also in the middle of ZMQ's own handshake."""
     mutator, share, begun = Mutator(SEED), max(INPUTS * 5 // 100 // 2, 1), time.monotonic()
-    with (
-        serve_side_channel(keyed) as side_channel,
-        expect_constant_resources(side_channel) as remember,
-    ):
+    with serve_side_channel(keyed) as side_channel:
         for count in range(share):
             with (
                 suppress(ConnectionError),
@@ -297,6 +276,6 @@ def test_side_channel_survives_arbitrary_bytes(keyed: bool) -> None:
             if count % 500 == 0:
                 side_channel.expect_answers()
             if count == share // 4:
-                remember()
+                side_channel.remember()
     what = f"bytes, {'keyed' if keyed else 'open'}"
     figure("fuzz", time.monotonic() - begun, what=what, inputs=share)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.core.endpoint.engines import eventually
 from tests.faults.cable import pester
 from tests.faults.cells import OVER, STAGES, Cell
 from tests.faults.engine_pair import EnginePair, engine_pair
 from tests.faults.engine_processes import LONG_TIMEOUTS, OPTIONS
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 

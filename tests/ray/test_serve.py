@@ -35,7 +35,7 @@ class Deployment:
     """One ordinary engine, two prefill replicas, and decode replicas that scale from one to two."""
 
     def __init__(self, model: Path) -> None:
-        self._port, self._metrics = free_port(22000), free_port(24000)
+        self._port, self._metrics = free_port(), free_port()
         self._model = model
 
     def __enter__(self) -> Self:

@@ -6,7 +6,7 @@ with the rest. The commands, their keys and the sizes below are shared by two co
 change and remove none, and keep this file where it is.
 
 One JSON object a line comes in on stdin, and one goes out on stdout. The first that comes in holds
-the ``Settings``; each later one names a method of ``Side`` under ``do``, with its arguments.
+the arguments of ``Side``; each later one names a method of it under ``do``, with its arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import base64
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO
 
@@ -39,53 +39,6 @@ Params = dict[str, Any]
 """A ticket, as ``kv_transfer_params``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the engine is.
-
-    Attributes:
-        engine: its id.
-        driver, options: its transport.
-        ranks: how many tensor-parallel ranks it has, which share out the heads.
-        block: tokens in a page.
-        heads_first: whether a page is [heads, tokens, DIM] rather than [tokens, heads, DIM].
-        lease: seconds, of which a consumer lets a third pass between two renewals.
-        key: its secret CURVE key in hexadecimal; empty for an open side channel.
-        peers: public keys of the engines that are admitted, in hexadecimal.
-    """
-
-    engine: str
-    driver: str
-    options: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 1
-    block: int = 16
-    heads_first: bool = True
-    lease: float = 30.0
-    key: str = ""
-    peers: list[str] = field(default_factory=list)
-
-    @property
-    def shape(self) -> CacheShape:
-        """How the engine keeps its cache."""
-        return CacheShape(
-            tp=self.ranks,
-            block=self.block,
-            heads_first=self.heads_first,
-            pages=PAGES,
-            layers=LAYERS,
-            model_heads=HEADS,
-            dim=DIM,
-        )
-
-    @property
-    def access(self) -> Access:
-        """The engine's keys."""
-        if not self.key:
-            return Access()
-        own = KeyPair.of(self.key, "the setting 'key'")
-        return Access(own=own, peers=frozenset(map(bytes.fromhex, self.peers)))
-
-
 def why(error: KVFerryError) -> str:
     """Return why it failed, after a fixed word: ``stale``, or the reason to refuse a ticket."""
     if isinstance(error, TicketError):
@@ -105,16 +58,53 @@ def held(rank: EngineRank, pages: list[int]) -> str:
 
 
 class Side:
-    """An engine of several ranks in one process. Its methods are the commands."""
+    """An engine of several ranks in one process. Its methods are the commands.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        engine: Its id.
+        driver: The name of its driver, whose ``options`` these are.
+        options: See ``driver``.
+        ranks: How many tensor-parallel ranks it has, which share out the heads.
+        block: Tokens in a page.
+        heads_first: Whether a page is [heads, tokens, DIM] rather than [tokens, heads, DIM].
+        lease: Seconds, of which a consumer lets a third pass between two renewals.
+        key: Its secret CURVE key in hexadecimal; empty for an open side channel.
+        peers: Public keys of the engines that are admitted, in hexadecimal.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str,
+        driver: str,
+        options: dict[str, Any],
+        ranks: int,
+        block: int,
+        heads_first: bool,
+        lease: float,
+        key: str,
+        peers: list[str],
+    ) -> None:
+        shape = CacheShape(
+            tp=ranks,
+            block=block,
+            heads_first=heads_first,
+            pages=PAGES,
+            layers=LAYERS,
+            model_heads=HEADS,
+            dim=DIM,
+        )
+        access = Access()
+        if key:
+            own = KeyPair.of(key, "the setting 'key'")
+            access = Access(own=own, peers=frozenset(map(bytes.fromhex, peers)))
         self._ticket_key = TicketKey()
         self.engine = ModelFreeEngine(
-            settings.engine,
-            settings.shape,
-            driver=settings.driver,
-            transport=partial(registry.create, settings.driver, settings.options),
-            options=EndpointOptions(lease=settings.lease, access=settings.access),
+            engine,
+            shape,
+            driver=driver,
+            transport=partial(registry.create, driver, options),
+            options=EndpointOptions(lease=lease, access=access),
             agreement={"model": "none"},
             ticket_key=self._ticket_key,
         )
@@ -202,34 +192,29 @@ class Side:
         return TicketSecrets.of([secret]) if secret else None
 
 
-def answer(side: Side, message: dict[str, Any]) -> Any:
-    """Do what a message says; return what there is to answer."""
-    name = message.pop("do")
-    if name.startswith("_") or not hasattr(side, name):
-        raise ValueError(f"unknown command {name!r}")
-    return getattr(side, name)(**message)
-
-
 def serve(lines: TextIO, replies: TextIO) -> None:
     """Be an engine until there is nothing more to read."""
 
-    def reply(what: dict[str, Any]) -> None:
-        replies.write(json.dumps(what) + "\n")
+    def reply(make: Callable[[], Any]) -> None:
+        try:
+            said = {"answer": make()}
+        except (KVFerryError, OSError, ValueError) as exc:
+            said = {"error": f"{type(exc).__name__}: {exc}"}
+        replies.write(json.dumps(said) + "\n")
         replies.flush()
 
     with ExitStack() as stack:
-        try:
-            side = Side(Settings(**json.loads(next(lines))))
-            stack.enter_context(side.engine)
-        except (KVFerryError, OSError) as exc:
-            reply({"error": f"{type(exc).__name__}: {exc}"})
-            return
-        reply({"answer": side.facts()})
+        sides: list[Side] = []
+
+        def start() -> dict[str, Any]:
+            sides.append(Side(**json.loads(next(lines))))
+            stack.enter_context(sides[0].engine)
+            return sides[0].facts()
+
+        reply(start)
         for line in lines:
-            try:
-                reply({"answer": answer(side, json.loads(line))})
-            except (KVFerryError, OSError, ValueError) as exc:
-                reply({"error": f"{type(exc).__name__}: {exc}"})
+            message = json.loads(line)
+            reply(partial(getattr(sides[0], message.pop("do")), **message))
 
 
 def main() -> None:

@@ -7,11 +7,12 @@ import os
 import subprocess
 import tarfile
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SIDE = Path("tests/upgrade/side.py")
 
 
 class TreeError(Exception):
@@ -24,75 +25,50 @@ class Tree:
 
     name: str
     root: Path
-    metadata: Path
-    scratch: Path
+    folder: Path  # for metadata and what processes write
 
     @property
-    def environment(self) -> dict[str, str]:
-        """Environment of a process that runs this code, whatever is installed."""
-        return {
-            **os.environ,
-            "PYTHONPATH": f"{self.metadata}{os.pathsep}{self.root}",
-            "TMPDIR": str(self.scratch),
-            "XDG_CACHE_HOME": str(self.scratch),
-        }
+    def path(self) -> str:
+        """The ``PYTHONPATH`` of a process that runs kvferry as it is here, and tests as of now.
+
+        The metadata are found before those of the distribution that is installed.
+        """
+        return os.pathsep.join(str(self.folder / name) for name in ("metadata", "code"))
 
 
-def this_tree(folder: Path) -> Tree:
-    return prepared("new", ROOT, folder / "new")
-
-
-def older_tree(commit: str, folder: Path) -> Tree:
-    found = _commit(commit)
-    root = folder / "old" / "tree"
-    root.mkdir(parents=True)
-    packed = _git("archive", "--format=tar", found)
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        archive.extractall(root, filter="data")
-    return prepared("old", root, folder / "old")
-
-
-def described(commit: str) -> str:
-    return _git("show", "--no-patch", "--format=%h of %as, %s", commit).decode().strip()
-
-
-def prepared(name: str, root: Path, folder: Path) -> Tree:
-    """Make code that lies in a folder ready to run."""
-    metadata, scratch = folder / "metadata", folder / "scratch"
-    scratch.mkdir(parents=True, exist_ok=True)
-    _install(root, metadata)
-    return Tree(name=name, root=root, metadata=metadata, scratch=scratch)
-
-
-def _commit(name: str) -> str:
-    try:
-        found = _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").decode().strip()
-    except subprocess.CalledProcessError as exc:
-        raise TreeError(
-            f"FROM={name} is no commit of {ROOT}: name one, or fetch its history first"
-        ) from exc
-    return found
-
-
-def _git(*arguments: str) -> bytes:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, check=True
-    ).stdout
-
-
-def _install(root: Path, metadata: Path) -> None:
-    """Write a distribution's metadata: drivers and vLLM's plugins are found by its entry points.
-
-    It is found before the distribution that is installed in this environment, and in its stead.
-    """
-    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
-    folder = metadata / f"{project['name']}-{project['version']}.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", "utf-8"
+def tree(name: str, folder: Path, commit: str = "") -> Tree:
+    """Make the code of a commit, or of this tree, ready to run."""
+    made = Tree(
+        name=name, root=_unpacked(commit, folder / "tree") if commit else ROOT, folder=folder
     )
-    groups = {"console_scripts": project.get("scripts", {})} | project.get("entry-points", {})
+    project = tomllib.loads((made.root / "pyproject.toml").read_text("utf-8"))["project"]
+    write_metadata(project, folder / "metadata")
+    (folder / "code").mkdir()
+    for package, root in (("kvferry", made.root), ("tests", ROOT), ("examples", ROOT)):
+        (folder / "code" / package).symlink_to(root / package)
+    return made
+
+
+def _unpacked(commit: str, folder: Path) -> Path:
+    packed = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", "--format=tar", f"{commit}^{{commit}}"],
+        capture_output=True,
+        check=False,
+    )
+    if packed.returncode:
+        raise TreeError(f"FROM={commit} is no commit of {ROOT}: name one, or fetch its history")
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def write_metadata(project: Mapping[str, Any], folder: Path) -> None:
+    """Write a distribution's metadata: drivers and vLLM's plugins are found by its entry points."""
+    info = folder / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir(parents=True)
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(metadata, "utf-8")
     lines = []
-    for group, entries in groups.items():
+    for group, entries in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()), ""]
-    (folder / "entry_points.txt").write_text("\n".join(lines), "utf-8")
+    (info / "entry_points.txt").write_text("\n".join(lines), "utf-8")

@@ -1,4 +1,4 @@
-"""What all tests that need vLLM share, here and in ``tests/long/vllm``."""
+"""What all tests that need vLLM share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "long" / "vllm")
+FOLDER = Path(__file__).parent
 MARKS = (
     pytest.mark.timeout(300),  # the first imports vLLM
     # Of what vLLM imports.
@@ -22,7 +22,7 @@ MARKS = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all tests here."""
     for item in items:
-        if any(folder in item.path.parents for folder in FOLDERS):
+        if FOLDER in item.path.parents:
             for mark in MARKS:
                 item.add_marker(mark)
 

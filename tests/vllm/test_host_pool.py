@@ -25,8 +25,10 @@ from kvferry.integrations.vllm import host_pool
 from kvferry.integrations.vllm.config import ConfigError
 from kvferry.integrations.vllm.device import storage_of
 from kvferry.integrations.vllm.host_pool import HostPool
+from tests.core.layouts import walk
 from tests.gpu import openreg
 from tests.gpu.torch_module import StandInDevices
+from tests.waiting import eventually
 
 BLOCKS, PAGES = 9, 6
 SECONDS = 60.0
@@ -130,13 +132,9 @@ def pages_of(
         )
     pages: list[dict[str, bytes]] = [{} for _ in range(count)]
     for field in layout.fields:
-        places = np.array(field.offset)
-        for dim in field.dims:
-            places = np.add.outer(places, np.arange(dim.extent) * dim.stride)
-        places = np.add.outer(places, np.arange(field.unit))
-        for index, page in enumerate(pages):
-            found = memories[layout.regions[field.region]][places + index * field.page_stride]
-            page[field.key] = found.tobytes()
+        memory = memories[layout.regions[field.region]]
+        for page, places in zip(pages, walk(field), strict=True):
+            page[field.key] = memory[places].tobytes()
     return pages
 
 
@@ -146,13 +144,6 @@ def _choose(devices: StandInDevices) -> Callable[[], None]:
         devices.set_device(0)
 
     return enter
-
-
-def await_passed(passed: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not passed():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 pairs = st.integers(0, PAGES).flatmap(
@@ -178,13 +169,13 @@ def test_copies_move_pages_and_nothing_else(
         tensors = caches(dtype, (*order, 4), kind)
         pool, host, form = pool_of(tensors, kind, pin=kind == "openreg")
         before = pages_of(form.cache, BLOCKS, tensors.values())
-        await_passed(pool.out(*chosen))
+        eventually(pool.out(*chosen))
         held = pages_of(host, PAGES)
         for block, page in zip(*chosen, strict=True):
             assert held[page] == before[block]
         assert pages_of(form.cache, BLOCKS, tensors.values()) == before
         blocks, pages = back
-        await_passed(pool.into(pages, blocks))
+        eventually(pool.into(pages, blocks))
         assert pages_of(host, PAGES) == held
         expected = list(before)
         for block, page in zip(*back, strict=True):
@@ -199,8 +190,8 @@ def test_a_rank_without_a_cache_copies_nothing(devices: StandInDevices) -> None:
     """Its engine's orders name blocks of the other ranks, too."""
     form = HostPageFormat.of(Layout(regions=(), groups=(), fields=()))
     pool = HostPool([], form, PAGES, device=torch.device("cuda", 0), enter=_choose(devices))
-    await_passed(pool.out([1], [2]))
-    await_passed(pool.into([2], [1]))
+    eventually(pool.out([1], [2]))
+    eventually(pool.into([2], [1]))
     pool.close()
 
 
@@ -222,7 +213,7 @@ def test_a_copy_is_awaited_on_a_stream_of_its_own(
     passed = pool.out([1], [2])
     assert not passed()
     may_begin.set()
-    await_passed(passed)
+    eventually(passed)
     assert 0.2 <= time.monotonic() - began < 600.0
     pool.close()
     assert devices.strays == []
@@ -243,7 +234,7 @@ def test_a_copy_that_fails_raises_when_the_device_is_quiet(
     began = time.monotonic()
     passed = pool.into([1], [2])
     with pytest.raises(CopyError, match="the device cannot copy pages: no memory"):
-        await_passed(passed)
+        eventually(passed)
     assert time.monotonic() - began >= 0.2
     pool.close()
 
@@ -254,9 +245,9 @@ def test_a_pool_copies_on_after_an_error(devices: StandInDevices, kind: str) -> 
     pool, host, form = pool_of(tensors, kind)
     for failing in (pool.out([1, BLOCKS], [0, 1]), pool.into([0, 1], [1, BLOCKS])):
         with pytest.raises(CopyError, match=r"cannot copy pages: .*out of"):
-            await_passed(failing)
+            eventually(failing)
     before = pages_of(form.cache, BLOCKS, tensors.values())
-    await_passed(pool.out([3, 4], [5, 1]))
+    eventually(pool.out([3, 4], [5, 1]))
     assert [pages_of(host, PAGES)[page] for page in (5, 1)] == before[3:5]
     pool.close()
 
@@ -272,7 +263,7 @@ def test_copies_of_both_directions_do_not_wait_for_each_other(
 
     monkeypatch.setattr(host_pool._StreamedCopies, "copy", copy)
     slow = pool.out([1], [2])
-    await_passed(pool.into([3], [4]))
+    eventually(pool.into([3], [4]))
     assert not slow()
     gate.set()
     pool.close()
@@ -293,7 +284,7 @@ def test_memory_that_cannot_be_pinned_is_used_with_a_warning(
     pool, _, _ = pool_of(tensors, "cpu", pin=True)
     assert not pool.is_pinned
     assert "cannot be pinned (cudaHostAlloc failed)" in caplog.text
-    await_passed(pool.out([1], [2]))
+    eventually(pool.out([1], [2]))
     pool.close()
 
 

@@ -21,14 +21,9 @@ from tests.integrations.vllm.test_scheduler_hooks import OUTPUT, RANKS, configur
 @pytest.fixture
 def vllm() -> Any:
     """Our modules with the classes of the installed vLLM."""
-    from kvferry.integrations.vllm import adapter_loads, engine_facts, metadata, scheduler
+    from kvferry.integrations.vllm import engine_facts, metadata, scheduler
 
-    return SimpleNamespace(
-        adapter_loads=adapter_loads,
-        engine_facts=engine_facts,
-        metadata=metadata,
-        scheduler=scheduler,
-    )
+    return SimpleNamespace(engine_facts=engine_facts, metadata=metadata, scheduler=scheduler)
 
 
 @pytest.fixture
@@ -112,30 +107,3 @@ def test_silence_counts_only_if_every_rank_reported_it(
     half.update_connector_output(merged(aggregator(), *reports))
     half.get_num_new_matched_tokens(request(40, name="waits"), 0)
     assert len(half.build_connector_meta(OUTPUT).orders.ends) == given_up
-
-
-def test_an_old_answer_about_adapters_is_none_for_a_new_request(vllm: Any, half: Any) -> None:
-    """A fault ends all requests. Those that come afterwards wait for an answer of their own."""
-
-    def adapted(name: str) -> Any:
-        each = request(40, dict(PREFILL), name=name)
-        each.lora_request = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/nowhere")
-        half.on_new_request(each)
-        assert half.get_num_new_matched_tokens(each, 0) == (None, False)
-        return each
-
-    def answer(step: int) -> Any:
-        adapters = vllm.adapter_loads.AdapterReport(step=step)
-        return reported(report=vllm.metadata.RankReport(adapters=adapters))
-
-    ended = adapted("ended")
-    asked = half.build_connector_meta(OUTPUT).asks_adapters
-    half.request_finished_all_groups(ended, [[]])
-    waits = adapted("waits")
-    half.update_connector_output(
-        merged(aggregator(), answer(asked), reported(), reported(), reported())
-    )
-    assert half.get_num_new_matched_tokens(waits, 0) == (None, False)
-    asked = half.build_connector_meta(OUTPUT).asks_adapters
-    half.update_connector_output(merged(aggregator(), *[answer(asked)] * len(RANKS)))
-    assert half.get_num_new_matched_tokens(waits, 0) != (None, False)

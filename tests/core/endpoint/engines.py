@@ -22,6 +22,7 @@ from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import SMALL, ModelFreeEngine
+from tests.waiting import eventually as eventually
 
 LAYERS, HEADS, DIM, PAGES = SMALL.layers, SMALL.model_heads, SMALL.dim, SMALL.pages
 TOKENS = 4
@@ -157,13 +158,6 @@ class Clock:
                 return
             self.skip(seconds)
         raise AssertionError("nothing was late")
-
-
-def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.002)
 
 
 class RecordingTransport(LoopbackTransport):

@@ -26,8 +26,7 @@ from kvferry.core.layout import (
 )
 from kvferry.core.layout.layout import MAX_GROUPS
 from kvferry.core.memory import Region, region_of
-from tests.core.layouts import DIM, PAGES, STATE, heads, layout, paged, plain_field
-from tests.core.planner.oracle import field_offsets
+from tests.core.layouts import DIM, PAGES, STATE, field_offsets, heads, layout, paged, plain_field
 
 
 def test_a_group_has_as_many_pages_as_its_smallest_field() -> None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.layout import HOLE, Axis, Field, Group, GroupKind, Layout
+from kvferry.core.layout import HOLE, Field, Group, GroupKind, Layout
 from kvferry.core.planner.build_copies import Pages, ReadRequest, Workspace, build_copies
 from kvferry.core.planner.plan import make_plan
 from kvferry.core.planner.unwritten import Spans, unwritten_spans
 from kvferry.core.transport.copies import Copies
+from tests.core.layouts import field_offsets
 
 Labels = npt.NDArray[np.int64]
 
@@ -56,25 +57,6 @@ class Entry:
 def pages(ids: Sequence[int], first_index: int = 0) -> Pages:
     """Return a page list."""
     return Pages(ids=np.array(ids, dtype=np.int64), first_index=first_index)
-
-
-def axis_offsets(axis: Axis) -> list[int]:
-    """Return the byte offset of every index of an axis."""
-    indices = itertools.product(*(range(dim.extent) for dim in axis))
-    return [sum(i * d.stride for i, d in zip(index, axis, strict=True)) for index in indices]
-
-
-def field_offsets(f: Field) -> Labels:
-    """Return the (t, s, b) offsets of every byte of a field from a page's start."""
-    inner = [sum(parts) for parts in itertools.product(*(axis_offsets(a) for a in f.inner))]
-    entry = [start + byte for start in inner for byte in range(f.unit)]
-    return np.array(
-        [
-            [[token + shard + byte for byte in entry] for shard in axis_offsets(f.shard)]
-            for token in axis_offsets(f.tokens)
-        ],
-        dtype=np.int64,
-    )
 
 
 def tokens_of_page(group: Group, index: int) -> list[int]:

@@ -19,31 +19,26 @@ import numpy as np
 from kvferry.core.errors import KVFerryError, PageError, PlanError
 from kvferry.core.layout import (
     HOLE,
-    Group,
-    GroupKind,
     Layout,
 )
 from kvferry.core.planner import build_copies as build_copies_module
 from kvferry.core.planner.build_copies import (
     CopyBatches,
     Pages,
-    ReadRequest,
     Workspace,
     build_copies,
 )
 from kvferry.core.planner.plan import Plan, make_plan
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies, check_places
-from tests.core.planner.engine_pairs import POOL, random_engine_pair
+from tests.core.planner.engine_pairs import random_engine_pair
 from tests.core.planner.oracle import (
     EnginePair,
     Labels,
     check_rank,
-    field_offsets,
     pages,
     poison,
     run,
-    tokens_of_page,
 )
 
 Layouts = tuple[Layout, ...]
@@ -185,67 +180,6 @@ def _damaged(one: Pages, rng: Random) -> Pages:
     )
 
 
-# The number of copies.
-
-
-def check_equal_layouts_move_whole(pair: EnginePair, rng: Random) -> None:
-    """Check that between equal engines each contiguous piece of the loaded pages is one copy."""
-    local = pair.local
-    remote = tuple(_moved(one) for one in local)
-    rank = rng.randrange(len(local))
-    lists = tuple(_shuffled(one, rng) for one in pair.request.local)
-    request = replace(pair.request, remote=lists)
-    [*sources] = make_plan(local, remote, rank).sources
-    if [source.remote for source in sources] != [rank]:
-        return  # a replicated rank is read instead
-    found = build_copies(sources[0], request)
-    pieces = sum(_pieces(local[rank], request, group) for group in range(len(local[rank].groups)))
-    assert len(found) == pieces
-
-
-def _moved(layout: Layout) -> Layout:
-    """Return the layout at other addresses."""
-    regions = tuple(replace(one, address=one.address + (1 << 50)) for one in layout.regions)
-    return replace(layout, regions=regions)
-
-
-def _shuffled(one: Pages, rng: Random) -> Pages:
-    """Return a list of as many other pages, no two of them adjacent."""
-    held = [page for page in one.ids.tolist() if page != HOLE]
-    free = [page for page in range(1, POOL) if page not in held]
-    taken: list[int] = []
-    for page in one.ids.tolist():
-        fitting = [p for p in free if not taken or abs(p - taken[-1]) > 1]
-        taken.append(rng.choice(fitting) if page != HOLE else HOLE)
-        free = [p for p in free if p != taken[-1]]
-    return pages(taken, one.first_index)
-
-
-def _pieces(layout: Layout, request: ReadRequest, group: int) -> int:
-    """Return the number of contiguous runs of a group's fields in all requested pages."""
-    wanted = request.ranges[group]
-    fields = [f for f in layout.fields if f.group == group]
-    if wanted is None or not fields:
-        return 0
-    covered: dict[int, set[int]] = {}
-    for f in fields:
-        here = (field_offsets(f) + f.offset).ravel().tolist()
-        covered.setdefault(f.region, set()).update(here)
-    runs = sum(byte - 1 not in some for some in covered.values() for byte in some)
-    return runs * len(_wanted_pages(layout.groups[group], wanted))
-
-
-def _wanted_pages(group: Group, wanted: tuple[int, int]) -> list[int]:
-    if group.kind is GroupKind.STATE:
-        return [0] if wanted[1] else []
-    size = group.block_tokens * group.context.size
-    return [
-        index
-        for index in range(wanted[0] // size, -(-wanted[1] // size))
-        if any(wanted[0] <= token < wanted[1] for token in tokens_of_page(group, index))
-    ]
-
-
 # Batches.
 
 
@@ -314,7 +248,6 @@ CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {
     "producers are notified": lambda pair, _: check_producers_are_told(pair),
     "a missing rank": check_missing_rank,
     "damaged page lists": check_damaged_lists,
-    "equal layouts need the fewest copies": check_equal_layouts_move_whole,
     "copies named by pages are the same": lambda pair, _: check_pages_name_the_same(pair),
     "batches are the whole": check_batches_are_the_whole,
 }

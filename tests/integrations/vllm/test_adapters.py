@@ -19,8 +19,8 @@ from kvferry.integrations.vllm import adapters as module
 from kvferry.integrations.vllm.adapter_files import AdapterContents, AdapterError
 from kvferry.integrations.vllm.adapter_loads import UNKNOWN, AdapterLoad, AdapterReport
 from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters, lora_settings
-from tests.engines.steps import eventually
 from tests.integrations.vllm.test_adapter_files import content, write
+from tests.waiting import eventually
 
 NOT_LOADED = "not those that the engine loaded"
 CACHED = r"blocks of those .* from a new path"

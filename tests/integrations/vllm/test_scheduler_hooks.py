@@ -20,7 +20,6 @@ from kvferry.core.security.ticket_proof import check
 from kvferry.core.side_channel import fetch, health, ping
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
-from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.halves import (
     PREFILL,
@@ -36,6 +35,7 @@ from tests.integrations.vllm.halves import (
 )
 from tests.integrations.vllm.test_adapter_files import write
 from tests.integrations.vllm.test_early_half import DECODE, computed, finished
+from tests.waiting import eventually
 
 OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
 IDLE = SimpleNamespace(total_num_scheduled_tokens=0)

@@ -21,7 +21,7 @@ from kvferry.integrations.vllm.security import (
     read_security_settings,
     warn_of_open_access,
 )
-from tests.engines.steps import eventually
+from tests.waiting import eventually
 
 OWN, PEER, OTHER = generate(), generate(), generate()
 SECRET = "a secret of both engines"

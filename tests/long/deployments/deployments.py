@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 SERVING = Path(__file__).parents[3] / "examples" / "serving"
-KEYS = Path("/keys")
 ROLES = ("prefill", "decode")
 
 
@@ -58,28 +57,6 @@ def option(arguments: Sequence[str], name: str) -> str:
     raise AssertionError(f"--{name} is missing in {arguments}")
 
 
-def script() -> Deployment:
-    """Return what ``serve.py`` starts."""
-    from examples.serving import serve
-
-    def engine(name: str, port: int, channel: int) -> Engine:
-        transfer = serve.transfer_config(name, keys=KEYS, driver="loopback", port=8000 + channel)
-        return Engine(
-            arguments=serve.server_arguments("MODEL", 8000 + port, transfer, serve.TINY_ARGUMENTS),
-            files={str(KEYS / file) for file in keygen_files()},
-            url=f"127.0.0.1:{8000 + port}",
-            grace=serve.GRACE_SECONDS,
-        )
-
-    return Deployment(
-        engines={
-            "prefill": engine("prefill", serve.PREFILL, serve.PREFILL_CHANNEL),
-            "decode": engine("decode", serve.DECODE, serve.DECODE_CHANNEL),
-        },
-        router=serve.router_arguments(8000),
-    )
-
-
 def compose() -> Deployment:
     """Return what ``docker-compose.yml`` starts."""
     services = compose_file()["services"]
@@ -100,10 +77,14 @@ def compose() -> Deployment:
     return Deployment(engines={role: engine(role) for role in ROLES}, router=arguments)
 
 
+def documents(name: str) -> list[Any]:
+    """Return what a YAML file of the folder has."""
+    return list(pytest.importorskip("yaml").safe_load_all((SERVING / name).read_text()))
+
+
 def compose_file() -> dict[str, Any]:
-    yaml = pytest.importorskip("yaml")
-    found: dict[str, Any] = yaml.safe_load((SERVING / "docker-compose.yml").read_text())
-    return found
+    [found] = documents("docker-compose.yml")
+    return dict(found)
 
 
 def systemd() -> Deployment:
@@ -186,17 +167,13 @@ def kubernetes() -> Deployment:
 
 def manifests() -> list[dict[str, Any]]:
     """Return every object of the Kubernetes manifests."""
-    yaml = pytest.importorskip("yaml")
-    texts = [(SERVING / "kubernetes" / name).read_text() for name in kustomization()["resources"]]
-    return [document for text in texts for document in yaml.safe_load_all(text)]
+    names = kustomization()["resources"]
+    return [document for name in names for document in documents(f"kubernetes/{name}")]
 
 
 def kustomization() -> dict[str, Any]:
-    yaml = pytest.importorskip("yaml")
-    found: dict[str, Any] = yaml.safe_load(
-        (SERVING / "kubernetes" / "kustomization.yaml").read_text()
-    )
-    return found
+    [found] = documents("kubernetes/kustomization.yaml")
+    return dict(found)
 
 
 def keygen_files() -> list[str]:
@@ -211,7 +188,6 @@ def _filled(part: str) -> str:
 
 
 DEPLOYMENTS = {
-    "serve.py": script,
     "docker-compose.yml": compose,
     "systemd": systemd,
     "kubernetes": kubernetes,

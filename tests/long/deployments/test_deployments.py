@@ -103,8 +103,7 @@ def test_keys_and_secrets(deployment: Deployment) -> None:
         names = {Path(source).name for source in engine.extra["curve_peers"]}
         assert names == {f"{peer}.public", "probe.public"}
         assert [Path(source).name for source in engine.extra["ticket_secrets"]] == ["ticket.secret"]
-        if deployment != DEPLOYMENTS["serve.py"]():  # one user's folder has all of them
-            assert f"{peer}.secret" not in {Path(file).name for file in engine.files}
+        assert f"{peer}.secret" not in {Path(file).name for file in engine.files}
 
 
 def test_the_router_asks_the_engines_where_they_listen_and_as_often(

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import shlex
 import signal
 import subprocess
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.serving import serve
-from tests.engines.steps import eventually
+from tests.engines.http_server import post
 from tests.examples.test_serve import ROOT, processes
+from tests.free_port import free_port
+from tests.waiting import eventually
 
-LOWEST_PORT, HIGHEST_PORT = 10000, 30000  # below those that the kernel gives to connections
 STAMP = ".venv/.installed-kvferry"
 
 
-def free_ports() -> int:
-    """Return the first of as many free ports in a row as ``serve.py`` needs."""
-    while True:
-        first = random.randrange(LOWEST_PORT, HIGHEST_PORT)
-        with contextlib.suppress(serve.ServingError):
-            serve.check_ports(first)
-            return first
-
-
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=90) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-        return found
+def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    status, answer = post(url, body)
+    assert status == 200, answer
+    found: dict[str, Any] = json.loads(answer)
+    return found
 
 
 class Output:
@@ -63,12 +51,12 @@ def check_requests(make: subprocess.Popen[str], first: int) -> set[int]:
     [curl, url, header, _, flag, data] = shlex.split(output.find("curl http"))
     assert (curl, header, flag) == ("curl", "-H", "-d")
     body = json.loads(data)
-    completion = post(url, body)
+    completion = ask(url, body)
     tokens = completion["usage"]["prompt_tokens"]
     assert f"1 request: {tokens} tokens" in output.find("request")
 
     messages = [{"role": "user", "content": "How are you today, and why?"}]
-    chat = post(
+    chat = ask(
         url.replace("/v1/completions", "/v1/chat/completions"),
         {"model": body["model"], "messages": messages, "max_tokens": 16},
     )
@@ -81,8 +69,8 @@ def check_requests(make: subprocess.Popen[str], first: int) -> set[int]:
 
     ticket = {"do_remote_prefill": True, "remote_engine_id": "made up"}
     decode = url.replace(f":{first}/", f":{first + serve.DECODE}/")
-    computed = post(decode, {**body, "temperature": 0, "kv_transfer_params": ticket})
-    loaded = post(url, {**body, "temperature": 0})
+    computed = ask(decode, {**body, "temperature": 0, "kv_transfer_params": ticket})
+    loaded = ask(url, {**body, "temperature": 0})
     assert "1 not loaded" in output.find("not loaded")
     assert computed["choices"][0]["text"] == loaded["choices"][0]["text"]
 
@@ -95,7 +83,7 @@ def check_requests(make: subprocess.Popen[str], first: int) -> set[int]:
 @pytest.mark.timeout(900)
 def test_make_serve_hands_requests_over_and_ends_all_on_an_interrupt(tmp_path: Path) -> None:
     pytest.importorskip("vllm_router")
-    first = free_ports()
+    first = free_port(max(serve.PORTS) + 1)
     command = ["make", "-o", STAMP, "serve", f"SERVE_OPTIONS=--port {first} --folder {tmp_path}"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True

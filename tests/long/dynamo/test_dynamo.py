@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -52,11 +51,11 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         command: list[str | Path] = [PYTHON, "-m", *arguments]
         return Program(name, command, port, "/health", folder, environment)
 
-    port = any_port()
+    port = free_port()
     frontend = ("dynamo.frontend", "--http-port", str(port), "--router-mode", "kv")
     found = {"frontend": start("frontend", *frontend, port=port)}
     for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-        found[name] = start(name, *worker(name, role, model), port=any_port())
+        found[name] = start(name, *worker(name, role, model), port=free_port())
     try:
         wait_started(found)
         yield found
@@ -87,7 +86,7 @@ def worker(name: str, role: str, model: Path) -> list[str]:
         "kv_events_config": {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            "endpoint": f"tcp://*:{any_port()}",
+            "endpoint": f"tcp://*:{free_port()}",
         },
         "kv_transfer_config": CONNECTOR
         | {
@@ -114,11 +113,6 @@ def wait_started(deployment: Deployment) -> None:
         logs = "\n".join(each.log()[-3000:] for each in deployment.values())
         assert time.monotonic() < deadline, logs
         time.sleep(0.5)
-
-
-def any_port() -> int:
-    """Return a free port below 32,768: Dynamo reads ``DYN_SYSTEM_PORT`` as 16 bits with a sign."""
-    return free_port(random.randrange(20_000, 32_000))
 
 
 @pytest.mark.skipif(not (PYTHON.exists() and SITE.exists()), reason="`make dynamo` installs it")

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,8 @@ from tests.engines.conversations import Conversation, words
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
 from tests.engines.fleet import TALKS, TWO_WAY, Engines, cast
-from tests.engines.steps import counted, eventually, texts
+from tests.engines.steps import counted, texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,14 +42,6 @@ engines = cast(
     small_prefill=SMALL,
     small_decode=SMALL,
 )
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Path]:
-    """A file for `ranks.disturb_reads`, which exists after the test."""
-    path = tmp_path / "gate"
-    yield path
-    path.touch()
 
 
 @pytest.fixture
@@ -123,47 +115,6 @@ def test_prefill_killed_while_it_pulls(
     check_next(reference, talk, 20)
 
 
-def test_conversations_beyond_the_limit(reference: Engine, engines: Engines) -> None:
-    """The oldest one's pages are given up, which nobody is warned of; a long answer has none."""
-    hasty = engines["hasty"]
-    before = outcomes(hasty)
-    talks = [Conversation(prefill=engines["prefill"], decode=hasty) for _ in range(3)]
-    for each in talks:
-        each.say(words(100))
-    check_outcomes(hasty, before, evicted=1)
-    first, second, third = talks
-    check_next(reference, second, 20)
-    first.check(reference, first.say(words(20)))
-    third.say(words(300))
-    assert third.ticket is None
-    check_outcomes(hasty, before, refused=1)
-    assert "cause evicted" not in hasty.log()
-
-
-def test_nobody_asks_again(engines: Engines) -> None:
-    """The answer's pages come back after their time to live, and no line warns of that."""
-    brief = engines["brief"]
-    before = outcomes(brief)
-    Conversation(prefill=engines["prefill"], decode=brief).say(words(70))
-    check_outcomes(brief, before, expired=1)
-    start, serving = brief.log().split("serves engine")
-    assert not re.search("WARNING.*(kvferry|expired|lease)", serving)
-    assert "kv_load_failure_policy is 'fail'" in start
-
-
-def test_stop_string_gives_no_ticket(reference: Engine, talk: Conversation) -> None:
-    """vLLM's front end finds it and aborts the request, whose blocks come back."""
-    said = words(20)
-    [full] = texts(reference, [*talk.tokens, *said])
-    stop = {"stop": full[len(full) // 2 :][:4]}
-    turn = talk.say(said, **stop)
-    assert turn.completion.finish_reason == "stop"
-    talk.check(reference, turn, **stop)
-    assert talk.ticket is None
-    assert talk.decode.run(probes.kept) == 0
-    talk.check_turn(reference, words(20), len(talk.tokens) + 20, 0)
-
-
 # Aborts, in the order of a turn's phases.
 
 
@@ -176,44 +127,6 @@ def test_abort_while_prefill_pulls(talk: Conversation, gate: Path) -> None:
     talk.prefill.abort(request)
     gate.touch()
     eventually(lambda: talk.decode.run(probes.kept) == 0)
-
-
-def test_abort_while_prefill_computes(talk: Conversation) -> None:
-    """Its blocks are free at once, and decode's were when they had been read."""
-    free = talk.prefill.run(probes.free_blocks)
-    turn = [*talk.tokens, *words(3 * CHUNK)]
-    with talk.prefill.paused():
-        [request] = talk.prefill.submit(turn, max_tokens=1, params=talk.ticket)
-        step_until_running(talk.prefill)
-        assert talk.prefill.run(probes.free_blocks) < free
-        talk.prefill.abort(request)
-        assert talk.prefill.run(probes.free_blocks) == free
-    eventually(lambda: talk.decode.run(probes.kept) == 0)
-
-
-def test_abort_while_decode_answers(reference: Engine, talk: Conversation) -> None:
-    """Prefill's pages come back, and no answer's stay."""
-    turn = [*talk.tokens, *words(20)]
-    [prefilled] = talk.prefill.generate(turn, max_tokens=1, params=talk.ticket)
-    with talk.decode.paused():
-        [request] = talk.decode.submit(turn, params=prefilled.params, max_tokens=500)
-        step_until_running(talk.decode)
-        talk.decode.step(3)
-        talk.decode.abort(request)
-    eventually(lambda: talk.prefill.run(ranks.holds) == [0])
-    assert talk.decode.run(probes.kept) == 0
-    [ticket] = talk.prefill.prefill(turn)
-    assert texts(talk.decode, turn, params=ticket) == texts(reference, turn)
-
-
-def step_until_running(engine: Engine) -> None:
-    """Step a paused engine until its only request has been computed in part."""
-
-    def runs() -> bool:
-        engine.step()
-        return bool(engine.run(probes.statuses) == ["RUNNING"])
-
-    eventually(runs)
 
 
 # Full engines: what they hold for conversations goes first, and nobody waits for it.
@@ -255,23 +168,6 @@ def test_running_request_is_not_preempted(reference: Engine, engines: Engines) -
     assert texts(decode, asked, max_tokens=300) == texts(reference, asked, max_tokens=300)
     check_outcomes(decode, before, reclaimed=1)
     assert counted(decode, "vllm:num_preemptions") == 0
-
-
-def test_reclaimed_while_it_is_pulled(reference: Engine, engines: Engines, gate: Path) -> None:
-    """A claim does not protect a conversation: prefill's fence fails, and it computes."""
-    [oldest, *_] = fill(engines, FITTING)
-    prefill, decode = oldest.prefill, oldest.decode
-    failed = counted(prefill, FAILED)
-    prefill.run(ranks.disturb_reads, "slow", str(gate))
-    turn = [*oldest.tokens, *words(20)]
-    [request] = prefill.submit(turn, max_tokens=1, params=oldest.ticket)
-    eventually(lambda: decode.run(ranks.claimed) == 1)
-    texts(decode, words(SAID), max_tokens=1)
-    assert decode.run(ranks.claimed) == 0
-    gate.touch()
-    [prefilled] = prefill.results([request])
-    assert counted(prefill, FAILED) - failed == 1
-    assert texts(decode, turn, params=prefilled.params) == texts(reference, turn)
 
 
 def test_engines_that_need_each_others_holds(reference: Engine, engines: Engines) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -61,27 +60,6 @@ def altered(
     return copy
 
 
-STRANGERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "fewer heads": (
-        {"num_key_value_heads": 1},
-        # The checkpoint's weights do not fit; nobody reads what comes of others.
-        {"load_format": "dummy"},
-        rf"{KEY}: local rank 0 holds \[0, 2\), and no remote rank has \[1, 2\)",
-    ),
-    "other positions": (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-        {},
-        "rotary embedding: .*10000.* here, .*500000.* there",
-    ),
-    "a quantised cache": (
-        {},
-        {"kv_cache_dtype": "fp8"},
-        "cache dtype: 'float32' here, 'fp8_e4m3' there",
-    ),
-}
-"""What is another in a producer's checkpoint and arguments, and how that is called."""
-
-
 @pytest.fixture(scope="module")
 def lenient(start_engine: StartEngine) -> Engine:
     """Overrides what it may override, and computes what it cannot load."""
@@ -89,8 +67,7 @@ def lenient(start_engine: StartEngine) -> Engine:
     return start_engine("lenient", "kv_consumer", extra=extra, transfer=RECOMPUTE)
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_strangers(
+def test_a_model_with_fewer_heads(
     reference: Engine,
     prefill: Engine,
     decode: Engine,
@@ -98,12 +75,12 @@ def test_strangers(
     start_engine: StartEngine,
     checkpoint: Path,
     tmp_path: Path,
-    stranger: str,
 ) -> None:
-    """Their requests fail, or are computed here; no other producer is affected."""
-    config, arguments, reason = STRANGERS[stranger]
-    model = altered(checkpoint, tmp_path / "model", **config)
-    producer = start_engine("stranger", "kv_producer", model=model, **arguments)
+    """Its requests fail, or are computed here; no other producer is affected."""
+    reason = rf"{KEY}: local rank 0 holds \[0, 2\), and no remote rank has \[1, 2\)"
+    model = altered(checkpoint, tmp_path / "model", num_key_value_heads=1)
+    # The checkpoint's weights do not fit; nobody reads what comes of others.
+    producer = start_engine("stranger", "kv_producer", model=model, load_format="dummy")
     wanted = prompt(70, seed=1)
     [first], [second] = producer.prefill(wanted), producer.prefill(wanted)
     check_refused(decode, wanted, first, "must not read from")

@@ -15,7 +15,8 @@ from tests.engines.conversations import words
 from tests.engines.early import Legs, hand_over_early
 from tests.engines.engines import Engine, EngineError
 from tests.engines.fleet import DECODES, PREFILLS, RECOMPUTE, Engines, cast
-from tests.engines.steps import eventually, texts
+from tests.engines.steps import texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from tests.engines import probes, ranks
-from tests.engines.engines import CONNECTOR, PATIENT, PREFILL, Engine
+from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.http_server import HttpServer
-from tests.engines.steps import eventually, texts
+from tests.engines.steps import texts
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -52,73 +47,19 @@ def test_tickets_that_nobody_uses_make_room(reference: Engine, small: Engine) ->
     assert texts(small, LATE, max_tokens=4) == texts(reference, LATE, max_tokens=4)
 
 
-@pytest.mark.parametrize("end", ["killed", "stopped"])
-def test_a_decode_engine_that_is_gone_makes_room(
-    reference: Engine, small: Engine, start_engine: StartEngine, end: str
-) -> None:
-    """While it lives and waits for all that prefill holds, nothing is given up.
-
-    If it was stopped, some of what it waited for is another prompt's: that fails as stale.
-    """
-    decode = start_engine(end, "kv_consumer", transfer={"engine_id": end}, max_num_seqs=1)
+def test_a_decode_engine_that_is_gone_makes_room(small: Engine, start_engine: StartEngine) -> None:
+    """While it lives and waits for all that prefill holds, nothing is given up."""
+    decode = start_engine("gone", "kv_consumer", transfer={"engine_id": "gone"}, max_num_seqs=1)
     tickets = small.prefill(*PROMPTS)
-    others = decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
-    requests = decode.submit(*PROMPTS, params=tickets)
+    decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
+    decode.submit(*PROMPTS, params=tickets)
     eventually(lambda: small.run(ranks.claimed) == FITTING)
     [waiting] = small.submit(LATE, max_tokens=1, params=PREFILL)
-    pid = decode.run(_pid)
-    if end == "killed":
-        _pass(2 * GONE_SECONDS)
-        assert (small.finished, lines(small)) == ([], [])
-        decode.kill()
-        assert small.results([waiting])[0].finish_reason == "length"
-        [line] = lines(small)
-        assert f"engine {end} gave no sign of life" in line
-        return
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert small.results([waiting])[0].finish_reason == "length"
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    for other in others:
-        decode.abort(other)
-    got = [each.text for each in decode.results(requests)]
-    wrong = [
-        (one, right)
-        for one, right in zip(got, texts(reference, *PROMPTS), strict=True)
-        if one != right
-    ]
-    assert [one for one, _ in wrong] == [""]
-
-
-def test_a_router_is_told_of_held_blocks_while_no_request_comes(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    """The fraction falls when leases end."""
-    extra = PATIENT | {"kv_lease_duration": 10.0, "max_held_fraction": 0.5}
-    transfer = CONNECTOR | {"kv_role": "kv_producer", "kv_connector_extra_config": extra}
-    server = HttpServer(
-        "prefill",
-        checkpoint,
-        tmp_path,
-        kv_transfer_config=transfer,
-        num_gpu_blocks_override=BLOCKS,
-    )
-    with contextlib.closing(server.wait_started()):
-        for each in PROMPTS[:3]:
-            server.prefill(each)
-        # Of 65 blocks half may be held, and each prompt has 8.
-        for held in (3 * 8 / 32, 0):
-            eventually(lambda held=held: server.gauge("vllm:kvferry_held_fraction") == held)  # type: ignore[misc]
-        assert server.counter("vllm:kvferry_holds", 'outcome="expired"') == 3
-
-
-def _pid(engine: Any) -> int:
-    return os.getpid()
-
-
-def _pass(seconds: float) -> None:
-    """Real time has to pass: it is what this is about."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + 2 * GONE_SECONDS  # real time: it is what this is about
     while time.monotonic() < until:
         time.sleep(0.05)
+    assert (small.finished, lines(small)) == ([], [])
+    decode.kill()
+    assert small.results([waiting])[0].finish_reason == "length"
+    [line] = lines(small)
+    assert "engine gone gave no sign of life" in line

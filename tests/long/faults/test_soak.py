@@ -7,15 +7,17 @@ and ``KVFERRY_SOAK_SEED`` the seed of the faults.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -26,9 +28,10 @@ from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Clock, Engine, eventually
+from tests.core.endpoint.engines import Clock, Engine
 from tests.faults.cells import figure
 from tests.faults.engine_processes import TOKENS
+from tests.waiting import eventually
 
 REQUESTS = int(os.environ.get("KVFERRY_SOAK", "1500"))
 SEED = int(os.environ.get("KVFERRY_SOAK_SEED", "1"))
@@ -46,8 +49,7 @@ WAIT_SECONDS = 240.0
 pytestmark = pytest.mark.timeout(600 + REQUESTS // 20)
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """The resources that this process uses."""
 
     memory: int
@@ -65,9 +67,10 @@ def usage() -> Usage:
     )
 
 
-def maximum(samples: Iterable[Usage]) -> Usage:
-    """Return the maximum of each resource over some samples."""
-    return Usage(*map(max, zip(*map(astuple, samples), strict=True)))
+def pages_of(number: int) -> list[int]:
+    """Return the pages of a request, on both sides."""
+    place = number % BATCH_SIZE
+    return [1 + 2 * place, 2 + 2 * place]
 
 
 class Soak:
@@ -78,83 +81,57 @@ class Soak:
 
     def __init__(self, prefill: Engine, decode: Engine, clock: Clock) -> None:
         self.prefill, self.decode, self.clock = prefill, decode, clock
+        self.endpoint = decode.ranks[0].endpoint
         self.random = random.Random(SEED)
         self.outcomes: Counter[str] = Counter()
-        self._number = 0
+        self._numbers = itertools.count()
 
-    def run(self, requests: int) -> None:
-        for _ in range(0, requests, BATCH_SIZE):
-            self._batch()
-
-    def samples(self, batches: int) -> list[Usage]:
-        """Run some batches and return the resources in use after each."""
-        samples = []
-        for _ in range(batches):
-            self._batch()
-            samples.append(usage())
-        return samples
-
-    def _batch(self) -> None:
-        waiting: set[RequestId] = set()
-        held: set[RequestId] = set()
-        tickets: list[Ticket] = []
-        for place in range(BATCH_SIZE):
-            name, pages = f"r-{self._number}", [1 + 2 * place, 2 + 2 * place]
-            self._number += 1
-            ticket = self.prefill.serve(name, pages, TOKENS)
-            held.add(RequestId(name))
-            tickets.append(ticket)
-            how = self.random.random()
+    def batch(self) -> Usage:
+        """Run one batch, and return the resources in use afterwards."""
+        waiting: set[str] = set()
+        numbers = list(itertools.islice(self._numbers, BATCH_SIZE))
+        for number in numbers:
+            name, how = f"r-{number}", self.random.random()
+            ticket = self.prefill.serve(name, pages_of(number), TOKENS)
+            if number == numbers[0]:  # at an address where no engine listens
+                self._abort(f"early-{number}", replace(ticket, engine="nobody", port=1))
             if how < 0.3:
                 self.decode.prepare(ticket)
-            self.decode.pull(name, ticket, pages, nothing=how > 0.95)
-            if how <= 0.95:
-                waiting.add(RequestId(name))
-            if 0.85 < how <= 0.95:
-                self.decode.ranks[0].endpoint.abort(RequestId(name))
-        self._abort_before_handshake(tickets[0])
-        self._receive(waiting)
-        self._release(held)
+            if how > 0.95:
+                self.decode.pull(name, ticket, pages_of(number), nothing=True)
+                continue
+            waiting.add(name)
+            self.decode.pull(name, ticket, pages_of(number))
+            if how > 0.85:
+                self.endpoint.abort(RequestId(name))
+        held = {f"r-{number}" for number in numbers}
+        eventually(lambda: self._received(waiting), "all loads are reported", WAIT_SECONDS)
+        polls = itertools.count(1)
+        eventually(lambda: self._released(held, next(polls)), "all pages are back", WAIT_SECONDS)
+        return usage()
 
-    def _abort_before_handshake(self, ticket: Ticket) -> None:
-        """Abort a load at once whose ticket names an address where no engine listens."""
-        name = f"early-{self._number}"
-        nowhere = replace(ticket, engine="nobody", port=1)
-        self.decode.pull(name, nowhere, [], nothing=True)
-        self.decode.ranks[0].endpoint.abort(RequestId(name))
+    def _abort(self, name: str, ticket: Ticket) -> None:
+        self.decode.pull(name, ticket, [], nothing=True)
+        self.endpoint.abort(RequestId(name))
 
-    def _receive(self, waiting: set[RequestId]) -> None:
-        def received() -> bool:
-            results = self.decode.results()
-            assert results.received <= waiting, "reported twice, or never asked for"
-            waiting.difference_update(results.received)
-            for request in results.received:
-                self._check(request, request in results.failed)
-            return not waiting
+    def _received(self, waiting: set[str]) -> bool:
+        results = self.decode.results()
+        assert results.received <= waiting, "reported twice, or never asked for"
+        waiting.difference_update(results.received)
+        for request in results.received:
+            pages, failed = pages_of(int(request.split("-")[1])), request in results.failed
+            assert failed or not self.decode.wrong_bytes(pages, TOKENS), "bytes of something else"
+            self.outcomes["failed" if failed else "loaded"] += 1
+            self.decode.ranks[0].cache[:, pages] = -1.0
+        return not waiting
 
-        eventually(received, f"all loads are reported: {waiting}", seconds=WAIT_SECONDS)
-
-    def _check(self, request: RequestId, failed: bool) -> None:
-        place = int(request.split("-")[1]) % BATCH_SIZE
-        pages = [1 + 2 * place, 2 + 2 * place]
-        assert failed or not self.decode.wrong_bytes(pages, TOKENS), "bytes of something else"
-        self.outcomes["failed" if failed else "loaded"] += 1
-        self.decode.ranks[0].cache[:, pages] = -1.0
-
-    def _release(self, held: set[RequestId]) -> None:
-        polls = 0
-
-        def released() -> bool:
-            nonlocal polls
-            polls += 1
-            if polls % 20 == 0:  # a hold whose release was lost ends with its lease
-                self.clock.skip(LEASE)
-            sent = self.prefill.results().sent
-            assert sent <= held, "given back twice"
-            held.difference_update(sent)
-            return not held
-
-        eventually(released, f"all pages are given back: {held}", seconds=WAIT_SECONDS)
+    def _released(self, held: set[str], polls: int) -> bool:
+        if polls % 20 == 0:  # a hold whose release was lost ends with its lease
+            self.clock.skip(LEASE)
+        sent = self.prefill.results().sent
+        assert sent <= held, "given back twice"
+        held.difference_update(sent)
+        return not held
 
 
 @pytest.fixture(autouse=True)
@@ -176,21 +153,22 @@ def test_resource_use_stays_constant(quiescence: Quiescence) -> None:
         Engine("decode", shape, options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         soak = Soak(prefill, decode, clock)
-        soak.run(min(WARM_UP_REQUESTS, REQUESTS // 2))
+        for _ in range(0, min(WARM_UP_REQUESTS, REQUESTS // 2), BATCH_SIZE):
+            soak.batch()
         # A sample may see a connection that is open, closed, or replaced while the old one closes.
-        before = maximum(soak.samples(SAMPLES))
-        begun = time.monotonic()
-        soak.run(REQUESTS)
+        samples = [soak.batch() for _ in range(SAMPLES)]
+        before, begun = Usage(*map(max, zip(*samples, strict=True))), time.monotonic()
+        for _ in range(0, REQUESTS, BATCH_SIZE):
+            soak.batch()
         eventually(lambda: usage().threads <= before.threads, "no thread is left over")
         eventually(lambda: usage().files <= before.files, "no file is left over")
         after, seconds = usage(), time.monotonic() - begun
         assert after.memory <= before.memory + MEMORY
         assert soak.outcomes["loaded"] > soak.outcomes["failed"] > 0
         assert prefill.ranks[0].endpoint.held == 0
-        assert decode.ranks[0].endpoint.pending == 0
-        assert decode.ranks[0].endpoint.healthy
+        assert (soak.endpoint.pending, soak.endpoint.healthy) == (0, True)
         clock.skip(LEASE)  # the last handshakes that nobody answers time out
-        states = decode.ranks[0].endpoint._load_manager._states
+        states = soak.endpoint._load_manager._states
         eventually(lambda: not states, "nothing is left of any load")
         figure(
             "soak",

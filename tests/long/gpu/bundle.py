@@ -17,10 +17,11 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from tests.upgrade.trees import write_metadata
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,7 +76,7 @@ def main(folder: Path, nixl_version: str) -> None:
         _copy_needed(_alone(f"{NIXL}=={nixl_version}", Path(temporary)), NIXL_FILES, site)
         _copy_needed(_alone(UCX, Path(temporary)), UCX_FILES, site)
         shutil.copy2(_alone(CUDA_RUNTIME, Path(temporary)) / CUDART, site / "nixl_cu13.libs")
-        _name_kvferry(project, site)
+        write_metadata(project, site)  # by which its drivers are found
         _check_needs(site)
         _zip(site, file)
         unpacked = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
@@ -152,17 +153,6 @@ def _check_needs(site: Path) -> None:
     }
     if missing:
         raise SystemExit("not in the bundle: " + "; ".join(sorted(missing)))
-
-
-def _name_kvferry(project: Mapping[str, Any], site: Path) -> None:
-    """Write kvferry's entry points, by which its drivers are found without an installation."""
-    info = site / f"kvferry-{project['version']}.dist-info"
-    info.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: kvferry\nVersion: {project['version']}\n"
-    (info / "METADATA").write_text(metadata, encoding="utf-8")
-    lines = ["[kvferry.drivers]"]
-    lines += [f"{k} = {v}" for k, v in project["entry-points"]["kvferry.drivers"].items()]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _zip(site: Path, file: Path) -> None:

@@ -149,8 +149,6 @@ class CacheShape:
     pages: int
     layers: int
     piece_bytes: int
-    # Whether all layers of a page lie together (BLHNC), rather than all pages of a layer (LBHNC).
-    by_page: bool = False
 
 
 class Cache:
@@ -159,12 +157,9 @@ class Cache:
     def __init__(self, device: Device, shape: CacheShape) -> None:
         self.device, self.shape = device, shape
         self.tensor = device.zeros(shape.pages * shape.layers * shape.piece_bytes)
-        # ``self.words`` are (page, layer, word), whatever their order in memory.
-        words = shape.piece_bytes // 4
-        if shape.by_page:
-            self.words = self.tensor.view(shape.pages, shape.layers, words)
-        else:
-            self.words = self.tensor.view(shape.layers, shape.pages, words).transpose(0, 1)
+        # (page, layer, word), whatever their order in memory.
+        by_layer = self.tensor.view(shape.layers, shape.pages, shape.piece_bytes // 4)
+        self.words = by_layer.transpose(0, 1)
 
     @property
     def layout(self) -> Layout:

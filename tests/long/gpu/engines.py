@@ -7,17 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from kvferry import EndpointOptions, Load, Pages, Ticket, create_transport
+from kvferry import EndpointOptions, Ticket, create_transport
 from kvferry.core.layout import Layout
-from kvferry.core.layout.host_page_format import HostPageFormat
-from kvferry.core.lifecycle.holds import PageCopy, RequestId
-from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.metrics import LoadRecord
-from kvferry.core.planner.unwritten import zero_cpu
 from kvferry.integrations.vllm.device import device_zero_function
-from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.testing import CacheShape as ModelShape
 from kvferry.testing import ModelFreeEngine
 from kvferry.testing.peer_process import PeerServer, PeerSetup
@@ -43,47 +36,22 @@ class _DeviceShape(ModelShape):
 
 
 class Engine(ModelFreeEngine):
-    """An engine without a model whose cache lies on a device.
+    """An engine without a model whose cache lies on a device."""
 
-    With ``staged``, peers get host pages instead of the cache; pinned ones on a GPU.
-    """
-
-    def __init__(
-        self, driver: str, device: Device, shape: CacheShape, name: str, *, staged: bool = False
-    ) -> None:
+    def __init__(self, driver: str, device: Device, shape: CacheShape, name: str) -> None:
         self.device, self.entered = device, EnterLog(device)
         self.entered()
         self.stream = device.new_stream()
         self.cache = Cache(device, shape)
-        self._host_pages = HostPages(range(1, shape.pages), patience=LOAD_SECONDS)
-        self._pool: HostPool | None = None
-        layout, zero = self.cache.layout, device_zero_function([self.cache.tensor])
-        if staged:
-            form = HostPageFormat.of(layout)
-            self._pool = HostPool(
-                [self.cache.tensor],
-                form,
-                shape.pages,
-                device=device.torch.device(device.name),
-                enter=self.entered,
-                pin=device.is_cuda,
-            )
-            layout, zero = form.layout(self._pool.region, shape.pages), zero_cpu
         super().__init__(
             name,
-            _DeviceShape(pages=shape.pages, cache=self.cache.tensor, described=layout),
+            _DeviceShape(pages=shape.pages, cache=self.cache.tensor, described=self.cache.layout),
             driver=driver,
             transport=lambda: create_transport(driver, enter=self.entered),
             options=OPTIONS,
-            zero=zero,
+            zero=device_zero_function([self.cache.tensor]),
             enter=self.entered,
-            copies=None if self._pool is None else lambda _: self._pool,
         )
-
-    def close(self) -> None:
-        super().close()
-        if self._pool is not None:
-            self._pool.close()
 
     def poison(self, pages: Sequence[int]) -> Callable[[], bool]:
         """Enqueue the overwriting of pages with NaNs; the result tells when that is done."""
@@ -98,26 +66,13 @@ class Engine(ModelFreeEngine):
 
         With ``wait``, the pages are written when the ticket is made.
         """
-        self._take_ended()
-        reserve = self._host_pages.reserve
-        while self._pool and reserve(RequestId(request), len(pages)) is Reservation.WAITING:
-            self.ranks[0].endpoint.wait(LOAD_SECONDS)
-            self._take_ended()
         self.take_on(request)
         with self.device.on(self.stream):
             self.cache.fill(pages, seed, tokens)
             filled = self.device.record()
         if wait:
             self.device.wait(self.stream)
-        if self._pool is None:
-            ticket = self.finish(request, list(pages), tokens, computed=filled(), order=False)
-        else:
-            copy = self._host_copy(request, pages)
-            hold = self.scheduler_holds.ticket(
-                RequestId(request), OPTIONS.lease, frozenset(copy.pages), copy=copy
-            )
-            assert hold is not None
-            ticket = self.ticket(request, hold, list(copy.pages), tokens, computed=False)
+        ticket = self.finish(request, list(pages), tokens, computed=filled(), order=False)
         self.step(filled)
         return ticket
 
@@ -128,20 +83,8 @@ class Engine(ModelFreeEngine):
 
         ``passed`` tells whether earlier work on the pages is done.
         """
-        if self._pool is None:
-            self.pull(ticket.request, ticket, list(pages), passed=passed)
-        else:
-            copy = self._host_copy(ticket.request, pages)
-            load = Load(
-                request=RequestId(ticket.request),
-                ticket=ticket,
-                ranges=((0, ticket.tokens),),
-                local=(Pages(ids=np.array(copy.pages, dtype=np.int64)),),
-                copy=copy,
-            )
-            self.load_on_all(load, passed)
+        self.pull(ticket.request, ticket, list(pages), passed=passed)
         results = self.outcome(ticket.request, 2 * LOAD_SECONDS)
-        self._host_pages.give_back(RequestId(ticket.request))
         for error in results.failed.values():
             raise error
         return results.loads[0]
@@ -162,17 +105,6 @@ class Engine(ModelFreeEngine):
         record = self.load(ticket, target, poisoned)
         return record, self.cache.wrong_words(index, expected)
 
-    def _host_copy(self, request: str, pages: Sequence[int]) -> PageCopy:
-        taken = self._host_pages.take(RequestId(request), len(pages))
-        assert taken is not None, (
-            f"{len(pages)} of {self._host_pages.total} host pages are not free"
-        )
-        return PageCopy(blocks=tuple(pages), pages=taken)
-
-    def _take_ended(self) -> None:
-        for each in self.results().ended:
-            self._host_pages.give_back(each.request)
-
 
 class Producer(Process):
     """An ``Engine`` on a device, in a process of its own, which a test can kill."""
@@ -187,9 +119,9 @@ class Producer(Process):
             server=f"{__name__}:ProducerCommands",
         )
 
-    def open(self, driver: str, shape: CacheShape, *, staged: bool = False) -> None:
+    def open(self, driver: str, shape: CacheShape) -> None:
         """Make the engine; an earlier one is closed first."""
-        self.ask("open", self._device, driver, shape, staged)
+        self.ask("open", self._device, driver, shape)
 
     def prefill(
         self, request: str, pages: Sequence[int], seed: int, tokens: int, *, wait: bool = False
@@ -212,12 +144,12 @@ class ProducerCommands(PeerServer):
         self._engines: list[Engine] = []
         self._count = 0
 
-    def open(self, device: str, driver: str, shape: CacheShape, staged: bool) -> None:
+    def open(self, device: str, driver: str, shape: CacheShape) -> None:
         while self._engines:
             self._engines.pop().close()
         self._count += 1
         name = f"producer-{os.getpid()}-{self._count}"
-        self._engines.append(Engine(driver, Device(device), shape, name, staged=staged))
+        self._engines.append(Engine(driver, Device(device), shape, name))
 
     def prefill(self, request: str, pages: list[int], seed: int, tokens: int, wait: bool) -> Ticket:
         return self._engines[0].prefill(request, pages, seed, tokens, wait=wait)

@@ -124,10 +124,7 @@ def test_staging(device: Device, table: Table, pin: bool) -> None:
             device.wait()
             taken.append([way() for way in ways.values()])
             assert all(bool((cache[source] == cache[target]).all()) for cache in caches)
-        host = torch.empty(nbytes // 4, dtype=torch.int32, pin_memory=pin)
-        near = torch.empty(nbytes // 4, dtype=torch.int32, device=device.name)
         for index, way in enumerate(ways):
-            plain = median(plain_copy(device, (near, host), way) for _ in range(ROUNDS))
             seconds = [each[index] for each in taken]
             table(
                 "staging",
@@ -138,7 +135,6 @@ def test_staging(device: Device, table: Table, pin: bool) -> None:
                     "first ms": round(seconds[0] * 1e3, 2),
                     "median ms": round(median(seconds) * 1e3, 2),
                     "GB/s": round(nbytes / median(seconds) / 1e9, 2),
-                    "plain copy GB/s": round(nbytes / plain / 1e9, 2),
                 },
             )
         if pin:
@@ -155,16 +151,4 @@ def passed(copied: Callable[[], bool]) -> float:
     while not copied():
         assert time.perf_counter() < start + 20, "a copy has not passed"
         time.sleep(0.0002)
-    return time.perf_counter() - start
-
-
-def plain_copy(device: Device, both: tuple[Any, Any], way: str) -> float:
-    """Return the seconds of a copy of as many contiguous bytes."""
-    near, host = both
-    start = time.perf_counter()
-    if way == "to host pages":
-        host.copy_(near)
-    else:
-        near.copy_(host)
-    device.wait()
     return time.perf_counter() - start

@@ -12,9 +12,6 @@ from tests.long.gpu.engines import Engine, Producer
 FULL = CacheShape(pages=2048, layers=16, piece_bytes=64 << 10), 200, 64
 SMALL = CacheShape(pages=64, layers=4, piece_bytes=8 << 10), 20, 8
 """The shape of both caches, how many loads there are, and how many pages each has."""
-LAYERS, PIECE_BYTES = 80, 8 << 10
-"""Of one rank of Llama 3 70B with tensor parallelism of 8, in pages of 16 tokens, K and V."""
-ROUNDS = 7
 
 
 def test_loads_while_the_gpu_is_busy(device: Device, table: Table) -> None:
@@ -72,38 +69,3 @@ def contexts_row(when: str, report: ContextReport) -> dict[str, str | int]:
         "that did not": ", ".join(report.not_entered) or "none",
         "GPUs with a context": ", ".join(map(str, report.active)) or "none",
     }
-
-
-def test_many_small_copies_against_few_large_ones(device: Device, table: Table) -> None:
-    """One request of 8,192 tokens from caches in the orders LBHNC and BLHNC."""
-    pages = 512 if device.is_cuda else 8
-    with Producer(FAR) as producer:
-        for by_page in (False, True):
-            shape = CacheShape(
-                pages=2 * pages + 1, layers=LAYERS, piece_bytes=PIECE_BYTES, by_page=by_page
-            )
-            rng, records = random.Random(0), []
-            producer.open(DRIVER, shape)
-            with Engine(DRIVER, device, shape, "near") as engine:
-                for number in range(ROUNDS + 1):
-                    # Every second page, so that no two lie side by side.
-                    source, target = (rng.sample(range(1, shape.pages, 2), pages) for _ in range(2))
-                    tokens = pages * PAGE_TOKENS
-                    record, wrong = engine.load_checked(producer, source, target, number, tokens)
-                    assert not wrong, f"round {number} of {shape}"
-                    records.append(record)
-            first, *later = records
-            seconds = median(record.seconds for record in later)
-            table(
-                f"{pages * PAGE_TOKENS:,} tokens",
-                {
-                    "order": "BLHNC" if by_page else "LBHNC",
-                    "copies": first.copies,
-                    "KiB each": first.nbytes // first.copies >> 10,
-                    "first ms": round(first.seconds * 1e3, 2),
-                    "median ms": round(seconds * 1e3, 2),
-                    "posting ms": round(median(r.post_seconds for r in later) * 1e3, 2),
-                    "GB/s": round(first.nbytes / seconds / 1e9, 2),
-                    "path": first.path,
-                },
-            )

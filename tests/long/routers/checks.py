@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from examples.tiny_llama import prompt
 from tests.engines.http_server import HttpServer, Program
-from tests.engines.steps import eventually
 from tests.long.routers.deployment import Servers
 from tests.long.routers.questions import AT_ONCE, Answer, Question, ask, ask_all
+from tests.waiting import eventually
 
 BEFORE_FAULT = 10
 """How many requests have been answered when a fault happens."""

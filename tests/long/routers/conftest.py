@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,10 +48,8 @@ def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         extra={"kv_lease_duration": LEASE_SECONDS},
         options={"max_num_batched_tokens": 64},
     )
-    try:
+    with contextlib.closing(started):
         yield started.wait_started()
-    finally:
-        started.close()
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Servers:
         for name in strangers:
             secret = _write(folder / f"{name}.ticket-secret", random.randbytes(32).hex())
             self._security[name]["ticket_secrets"] = [secret]
-        self._ports = {name: (any_port(), any_port()) for name in sides}
+        self._ports = {name: (free_port(), free_port()) for name in sides}
         self._starts = itertools.count()
         self._servers: dict[str, HttpServer] = {}
         for name in sides:
@@ -97,7 +97,7 @@ def vllm_router(
     program: Path, servers: Servers, folder: Path, *, decode: str = "decode"
 ) -> Program:
     """Return vLLM's router (the distribution ``vllm-router``)."""
-    port = any_port()
+    port = free_port()
     command: list[str | Path] = [
         program,
         "--vllm-pd-disaggregation",
@@ -105,7 +105,7 @@ def vllm_router(
         *("--decode", servers[decode].address),
         *("--policy", "round_robin"),
         *("--port", str(port)),
-        *("--prometheus-port", str(any_port())),
+        *("--prometheus-port", str(free_port())),
         *("--worker-startup-check-interval", "1"),
     ]
     return Program("vllm-router", command, port, "/health", folder)
@@ -121,16 +121,11 @@ def proxy(
     decode: str = "decode",
 ) -> Program:
     """Return a proxy of vLLM's source, which reaches both servers by ``host``."""
-    port = any_port()
+    port = free_port()
     command: list[str | Path] = [sys.executable, script, "--host", "127.0.0.1", "--port", str(port)]
     for option, server in (("prefiller", servers["prefill"]), ("decoder", servers[decode])):
         command += [f"--{option}-host", host, f"--{option}-port", server.address.rpartition(":")[2]]
     return Program(script.stem, command, port, health, folder)
-
-
-def any_port() -> int:
-    """Return a port that stays free for a server that returns."""
-    return free_port(random.randrange(20_000, 30_000))
 
 
 def _write_keys(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:

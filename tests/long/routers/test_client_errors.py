@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -45,10 +46,8 @@ def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         extra={"kv_lease_duration": LEASE_SECONDS},
         strangers=["stranger"],
     )
-    try:
+    with contextlib.closing(started):
         yield started.wait_started()
-    finally:
-        started.close()
 
 
 def prefilled(servers: Servers, questions: Sequence[Question]) -> dict[str, list[Ticket]]:

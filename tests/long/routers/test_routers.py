@@ -17,13 +17,13 @@ import pytest
 from examples.tiny_llama import prompt
 from tests.engines.engines import ROOT
 from tests.engines.http_server import Program, post
+from tests.free_port import free_port
 from tests.long.routers.checks import Clients, nothing_left
 from tests.long.routers.deployment import (
     HEALTH,
     MULTI_TURN,
     TOY,
     Servers,
-    any_port,
     proxy,
     vllm_router,
 )
@@ -48,7 +48,7 @@ USUAL = list(ROUTERS)[:4]
 
 
 def early_proxy(servers: Servers, folder: Path) -> Program:
-    port = any_port()
+    port = free_port()
     command: list[str | Path] = [sys.executable, EARLY, "--port", str(port)]
     command += ["--prefill", servers["prefill"].address, "--decode", servers["decode"].address]
     return Program("early-proxy", command, port, "/health", folder)

@@ -18,8 +18,9 @@ from tests.engines.early import check_early, hand_over_early
 from tests.engines.engines import Engine
 from tests.engines.fleet import TALKS, fleet
 from tests.engines.pairs import BF16, GEMMA, Family, hand_over_all
-from tests.engines.steps import check_hand_over, eventually, idle_blocks, texts
+from tests.engines.steps import check_hand_over, idle_blocks, texts
 from tests.long.versions.environments import HERE, OTHERS, VERSIONS, interpreter
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -10,8 +10,9 @@ import pytest
 from kvferry.core.errors import LayoutError
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share
+from tests.core.layouts import walk
 from tests.vllm.caches.layers import full
-from tests.vllm.caches.views import Rank, group, walk
+from tests.vllm.caches.views import Rank, group
 
 
 def wrong_fields(dtype: str, block: int, head: int, cache_dtype: str, isa: str) -> list[str]:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.layout import Axis, Field, Layout
+from kvferry.core.layout import Layout
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, ShardPosition
+from tests.core.layouts import walk
 
 Places = npt.NDArray[np.int64]
 """(pages, token entries, shard indices, bytes of an entry), each a byte's offset in its region."""
@@ -24,27 +25,6 @@ Places = npt.NDArray[np.int64]
 Reading = Callable[[Any, Any], dict[str, Any]]
 """From a cache of places (blocks, head slots, entries, content) and its spec to the places of each
 field's elements, (blocks, entries, heads, elements)."""
-
-
-def walk(field: Field) -> Places:
-    """Every byte of a field, in its logical order."""
-    page = np.arange(field.pages, dtype=np.int64) * field.page_stride
-    entry = np.zeros(1, dtype=np.int64)
-    for inner in field.inner:
-        entry = np.add.outer(entry, _steps(inner)).ravel()
-    entry = np.add.outer(entry, np.arange(field.unit)).ravel()
-    parts = page, _steps(field.tokens), _steps(field.shard), entry
-    total = np.full((), field.offset, dtype=np.int64)
-    for part in parts:
-        total = np.add.outer(total, part)
-    return total
-
-
-def _steps(digits: Axis) -> Places:
-    steps = np.zeros(1, dtype=np.int64)
-    for digit in digits:
-        steps = np.add.outer(steps, np.arange(digit.extent) * digit.stride).ravel()
-    return steps
 
 
 def read(cache: Any, spec: Any, pages: int, reading: Reading) -> dict[str, Places]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,12 +154,18 @@ def test_decode_that_comes_later(steps: int) -> None:
         finish([legs])
 
 
-@pytest.mark.parametrize(("side", "chunks"), [("prefill", 3), ("decode", 4)])
+def slow_but(*quick: Any) -> Callable[[Iterable[Any]], list[Any]]:
+    """Mark the parameters of a test as slow, but for some; only ``make long-vllm`` runs those."""
+    return lambda every: [
+        each if each in quick else pytest.param(*each, marks=pytest.mark.slow) for each in every
+    ]
+
+
+@pytest.mark.parametrize(
+    ("side", "chunks"),
+    slow_but(("prefill", 3), ("decode", 4))(itertools.product(("prefill", "decode"), range(1, 6))),
+)
 def test_aborts_at_a_chunk(side: str, chunks: int) -> None:
-    check_aborts(side, chunks)
-
-
-def check_aborts(side: str, chunks: int) -> None:
     """Everything is given back, and further requests are right."""
     from vllm.v1.request import RequestStatus
 
@@ -175,11 +182,10 @@ def check_aborts(side: str, chunks: int) -> None:
         both_at_once(prefill, decode, (1, 150))
 
 
-def test_preemption_at_a_chunk() -> None:
-    check_preemption(3)
-
-
-def check_preemption(chunks: int) -> None:
+@pytest.mark.parametrize(
+    "chunks", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2, 4))]
+)
+def test_preemption_at_a_chunk(chunks: int) -> None:
     """What prefill gives up it computes again in other blocks, under another hold."""
     with engines(TWO, Shape(tp=2), Shape()) as (prefill, decode):
         legs = under_way(prefill, decode, chunks)

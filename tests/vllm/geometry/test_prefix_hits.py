@@ -25,7 +25,7 @@ from tests.vllm.geometry.model import (
     windows,
 )
 from tests.vllm.geometry.scheduled import PREFILL, Server, Text, hand_over, serving, wait
-from tests.vllm.geometry.test_early import CHUNK, both_at_once
+from tests.vllm.geometry.test_early import CHUNK, both_at_once, slow_but
 
 KINDS: dict[str, list[Layer]] = {
     "full attention": attention(2, size=8),
@@ -56,7 +56,7 @@ GAPS = [
 ]
 """The kinds whose loaded pages may not be whole."""
 PLAIN = ["full attention", "latents", "windows", "windows of two sizes"]
-"""The kinds that ``tests/long/vllm`` has alone; others here have their pages, too."""
+"""The kinds that are slow only; others have their pages, too."""
 UNLIKE = ["twice", "four times", "larger"]
 """The sizes with which they are not."""
 MIXED = ["windows beside full attention", "states beside windows"]
@@ -110,16 +110,12 @@ def run(server: Server, name: str, *others: Server) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [
+    slow_but(
         *((kind, "four times") for kind in KINDS if kind not in PLAIN),
         *((kind, "larger") for kind in MIXED),
-    ],
+    )(itertools.product(KINDS, SIZES)),
 )
 def test_prompts_after_a_load(kind: str, sizes: str) -> None:
-    check_prompts_after_a_load(kind, sizes)
-
-
-def check_prompts_after_a_load(kind: str, sizes: str) -> None:
     """Ask decode for prompts that begin as one that it has loaded."""
     layers, (there, here) = KINDS[kind], SIZES[sizes]
     with (
@@ -153,12 +149,13 @@ def test_several_ranks(layers: list[Layer], there: Shape, here: Shape) -> None:
             ask(decode, text, length)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_other_loads(way: str) -> None:
-    check_other_loads(way, "states beside windows", "twice")
-
-
-def check_other_loads(way: str, kind: str, sizes: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "kind", "sizes"),
+    slow_but(*((way, "states beside windows", "twice") for way in WAYS))(
+        itertools.product(WAYS, MIXED, UNLIKE)
+    ),
+)
+def test_other_loads(way: str, kind: str, sizes: str) -> None:
     """Make early loads, loads by way of host memory, or loads where nothing is cached."""
     layers = KINDS[kind]
     there, here = (
@@ -179,12 +176,11 @@ def check_other_loads(way: str, kind: str, sizes: str) -> None:
             ask(decode, text, length)
 
 
-@pytest.mark.parametrize("kind", MIXED)
-def test_turns(kind: str) -> None:
-    check_turns(kind, "larger")
-
-
-def check_turns(kind: str, sizes: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    slow_but(*((kind, "larger") for kind in MIXED))(itertools.product(GAPS, ["half", *UNLIKE])),
+)
+def test_turns(kind: str, sizes: str) -> None:
     """A turn is prefilled by the engine that prefilled the first, and by one with decode's blocks.
 
     What decode hands over for it may have begun in a page that decode's own load has not filled

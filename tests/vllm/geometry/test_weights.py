@@ -337,17 +337,3 @@ class TestAdapters:
             later = decode.add(0, 100, None, 3, lora)
             wait(lambda: later in decode.params, decode)
             assert (decode.computed[later] >= 100) == replaced
-
-    def test_a_request_without_blocks(self, lora: Any) -> None:
-        """Its ticket is refused, and nothing is loaded."""
-        with engines(attention(2), adapters=True) as (prefill, decode):
-            half = decode.scheduler.connector._scheduler
-            own = decode.add(1, 900, {}, 200)
-            wait(lambda: own in decode.computed, decode)
-            name = decode.add(0, 700, prefilled(prefill, lora), 3, lora)
-            wait(lambda: name in half._consumer._pulls, decode)
-            write(Path(lora.lora_path), weights=b"others")
-            self.load(decode, lora)
-            with pytest.raises(AssertionError, match=FAILS):
-                wait(lambda: name in decode.params, decode)
-            assert name not in decode.pulled

@@ -91,6 +91,7 @@ no_host_pages = st.just((0, 0))
 some_host_pages = st.tuples(*[st.sampled_from([0, 72, 130])] * 2).filter(any)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("pages", "count"), [(no_host_pages, 150), (some_host_pages, 75)], ids=["direct", "staged"]

@@ -1,1 +1,0 @@
-"""What needs vLLM and no engine, and takes minutes."""
