@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.integrations.vllm.next_version.findings import Verdicts
+from tests.integrations.vllm.next_version.comparison import Verdicts
 
 CORE = "distributed/kv_transfer/kv_connector/utils.py: KVOutputAggregator"
 RUNNER = "v1/worker/gpu/kv_connector.py"
@@ -69,6 +69,7 @@ VERDICTS: Mapping[str, Verdicts] = {
         "model_executor/layers/attention/mla_attention.py": SCALE_OF_ONE,
         "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": "more states per prompt",
         "models/deepseek_v4/compressor.py": "code that was in `forward`",
+        "models/deepseek_v41/amd/rocm.py": "moved to `rocm_paged_mxfp4_indexer.py`; opaque",
         "models/dots3_note/nvidia/attention.py": SCALE_OF_ONE,
         "models/qwen4_exp/amd/qsa.py": OCTAVE,
         "models/qwen4_exp/common/qsa_cache.py": "the same capacity, said otherwise",
