@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS, unknown
-from kvferry.integrations.vllm.caches.cache_specs import SPECS
+from kvferry.integrations.vllm.caches.cache_kinds import CACHE_KINDS
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.vllm.caches import census
 
@@ -49,7 +49,7 @@ def with_table(page: str, head: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def _kinds() -> Iterator[Sequence[str]]:
-    for name, verdict in sorted(SPECS.items()):
+    for name, verdict in sorted(CACHE_KINDS.items()):
         yield f"`{name}`", verdict.handling.value, verdict.why
 
 

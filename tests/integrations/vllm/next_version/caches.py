@@ -13,7 +13,7 @@ from kvferry.integrations.vllm.caches.attention_pages import (
     packing_of,
     unknown,
 )
-from kvferry.integrations.vllm.caches.cache_specs import SPECS
+from kvferry.integrations.vllm.caches.cache_kinds import CACHE_KINDS
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.next_version import source as reading
 from tests.integrations.vllm.next_version.comparison import CHANGED, Section
@@ -56,7 +56,7 @@ def spec_fields(source: Source) -> dict[str, str]:
 
 def spec_verdict(name: str, was: str | None, now: str | None) -> str:
     """Return the verdict of the table on a class; nothing on a field."""
-    known = SPECS.get(name)
+    known = CACHE_KINDS.get(name)
     return f"{known.handling.value}: {known.why}" if known else ""
 
 
@@ -140,7 +140,7 @@ FILLS = "`caches/attention_pages.py`: do these still fill pages as described?"
 SECTIONS = (
     Section(
         title="Specs of caches",
-        look="`caches/cache_specs.py`; a field may change what the bytes of a page mean.",
+        look="`caches/cache_kinds.py`; a field may change what the bytes of a page mean.",
         facts=spec_fields,
         verdict=spec_verdict,
     ),

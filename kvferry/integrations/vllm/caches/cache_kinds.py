@@ -1,4 +1,4 @@
-"""Which of vLLM's ``KVCacheSpec`` classes are supported: the table ``SPECS``."""
+"""Which of vLLM's ``KVCacheSpec`` classes are supported: the table ``CACHE_KINDS``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.integrations.vllm import compat_029
+from kvferry.integrations.vllm import compat_029, versions
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -28,20 +28,20 @@ class Handling(enum.StrEnum):
     """An engine with such a cache does not start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSupport:
+@dataclass(frozen=True, slots=True)
+class CacheKind:
     """Whether caches of a class of ``KVCacheSpec`` are supported, and why, for docs/coverage.md."""
 
     handling: Handling
     why: str
 
 
-def _paged(why: str) -> CacheSupport:
-    return CacheSupport(handling=Handling.PAGED, why=why)
+def _paged(why: str) -> CacheKind:
+    return CacheKind(Handling.PAGED, why)
 
 
-def _refused(why: str) -> CacheSupport:
-    return CacheSupport(handling=Handling.REFUSED, why=why)
+def _refused(why: str) -> CacheKind:
+    return CacheKind(Handling.REFUSED, why)
 
 
 HISPARSE = _refused(
@@ -49,20 +49,18 @@ HISPARSE = _refused(
     "host memory would have to be registered and handed over instead"
 )
 
-SPECS: Mapping[str, CacheSupport] = {
+CACHE_KINDS: Mapping[str, CacheKind] = {
     "FullAttentionSpec": _paged("every token has its place"),
     "MLAAttentionSpec": _paged("every token, or every few, has its place; the same on every rank"),
     "RSWASpec": _paged("a prompt's tokens are never given up, only generated ones are"),
     "SlidingWindowSpec": _paged("the tokens before the window are holes"),
     "SlidingWindowMLASpec": _paged("the tokens before the window are holes"),
     "ChunkedLocalAttentionSpec": _paged("the tokens before the chunk are holes"),
-    "MambaSpec": CacheSupport(handling=Handling.STATE, why="one page per request"),
-    "UniformTypeKVCacheSpecs": CacheSupport(
-        handling=Handling.MEMBERS, why="each layer has its own"
-    ),
-    "CircularBufferSpec": CacheSupport(
-        handling=Handling.RING,
-        why="one page per request, of its last tokens; engines need rings of equal length",
+    "MambaSpec": CacheKind(Handling.STATE, "one page per request"),
+    "UniformTypeKVCacheSpecs": CacheKind(Handling.MEMBERS, "each layer has its own"),
+    "CircularBufferSpec": CacheKind(
+        Handling.RING,
+        "one page per request, of its last tokens; engines need rings of equal length",
     ),
     "AttentionSpec": _refused("no layer has it: others are derived from it"),
     "CrossAttentionSpec": _refused(
@@ -84,6 +82,12 @@ SPECS: Mapping[str, CacheSupport] = {
     ),
 }
 """Support by the spec's class name. A class that is not listed is refused, whatever its base."""
+
+
+def handling(spec: KVCacheSpec) -> Handling | None:
+    """Return how the caches of a group's layers are handled, which are of one kind."""
+    kind = CACHE_KINDS.get(type(versions.first_layer(spec)).__name__)
+    return kind.handling if kind is not None else None
 
 
 def refusals(config: KVCacheConfig) -> Iterator[str]:
@@ -111,7 +115,7 @@ def _refusal(group: KVCacheGroupSpec) -> str:
 def _spec_refusal(spec: KVCacheSpec) -> str:
     """Return why caches with this spec cannot be handed over; an empty text if they can."""
     name = type(spec).__name__
-    support = SPECS.get(name)
+    support = CACHE_KINDS.get(name)
     if support is None:
         return f"{name}: not known here"
     if support.handling is Handling.REFUSED:
