@@ -21,10 +21,10 @@ from tests.integrations.vllm.test_scheduler_hooks import OUTPUT, RANKS, configur
 @pytest.fixture
 def vllm() -> Any:
     """Our modules with the classes of the installed vLLM."""
-    from kvferry.integrations.vllm import adapter_loads, engine_facts, metadata, scheduler
+    from kvferry.integrations.vllm import adapter_contents, engine_facts, metadata, scheduler
 
     return SimpleNamespace(
-        adapter_loads=adapter_loads,
+        adapter_contents=adapter_contents,
         engine_facts=engine_facts,
         metadata=metadata,
         scheduler=scheduler,
@@ -125,7 +125,7 @@ def test_an_old_answer_about_adapters_is_none_for_a_new_request(vllm: Any, half:
         return each
 
     def answer(step: int) -> Any:
-        adapters = vllm.adapter_loads.AdapterReport(step=step)
+        adapters = vllm.adapter_contents.AdapterReport(step=step)
         return reported(report=vllm.metadata.RankReport(adapters=adapters))
 
     ended = adapted("ended")

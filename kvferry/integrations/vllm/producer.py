@@ -31,7 +31,7 @@ from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.metrics import Metric
-from kvferry.integrations.vllm.adapter_files import AdapterError
+from kvferry.integrations.vllm.adapter_contents import AdapterError
 from kvferry.integrations.vllm.cache_groups import num_blocks
 from kvferry.integrations.vllm.early_parts import PromptParts
 from kvferry.integrations.vllm.eligibility import TRUNCATED, Eligibility, NoTicketError

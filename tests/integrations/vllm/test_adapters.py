@@ -15,11 +15,16 @@ from typing import Any
 import pytest
 
 from kvferry.integrations.vllm import adapters as module
-from kvferry.integrations.vllm.adapter_files import AdapterContents, AdapterError
-from kvferry.integrations.vllm.adapter_loads import UNKNOWN, AdapterLoad, AdapterReport
+from kvferry.integrations.vllm.adapter_contents import (
+    UNKNOWN,
+    AdapterContents,
+    AdapterError,
+    AdapterLoad,
+    AdapterReport,
+)
 from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters, lora_settings
 from tests.engines.steps import eventually
-from tests.integrations.vllm.test_adapter_files import content, write
+from tests.integrations.vllm.test_adapter_contents import content, write
 
 NOT_LOADED = "not those that the engine loaded"
 CACHED = r"blocks of those .* from a new path"
@@ -82,6 +87,12 @@ class Engine:
             self.adapters.content(request)
 
 
+def hashed(adapters: Adapters) -> None:
+    """Wait until the files of all requests are hashed."""
+    hashing = [each.hashing for each in adapters._followers.values() if each.hashing]
+    eventually(lambda: all(each.done() for each in hashing))
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     made = Engine(tmp_path)
@@ -107,7 +118,7 @@ def test_a_request_waits_for_the_hash_and_for_a_step_that_was_built_after_it_cam
     early = adapters.next_step()
     assert early > 0
     adapters.follow(second)
-    eventually(lambda: not adapters._is_hashing(engine.path))
+    hashed(adapters)
     assert adapters.waits(first)
     engine.tell(step=early)
     assert not adapters.waits(first)
@@ -301,7 +312,7 @@ def test_waiting_has_an_end(engine: Engine, hashing: bool, monkeypatch: pytest.M
     engine.adapters.follow(request := engine.request())
     if not hashing:
         gate.set()
-        eventually(lambda: not engine.adapters._is_hashing(engine.path))
+        hashed(engine.adapters)
     assert engine.adapters.waits(request)
     now[0] = WAIT_SECONDS
     assert not engine.adapters.waits(request)
@@ -313,7 +324,7 @@ def test_waiting_has_an_end(engine: Engine, hashing: bool, monkeypatch: pytest.M
 def test_files_that_could_not_be_hashed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but the requests with this adapter suffers, whatever the error."""
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.integrations.vllm.adapter_files.hashlib", None)
+        patched.setattr("kvferry.integrations.vllm.adapter_contents.hashlib", None)
         request = engine.settle()
     engine.check(request, "'NoneType' object has no attribute 'blake2b'")
     engine.check(engine.settle(name="later"))

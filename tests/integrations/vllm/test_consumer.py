@@ -14,7 +14,7 @@ from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.core.security.ticket_proof import check
-from kvferry.integrations.vllm.adapter_files import AdapterError
+from kvferry.integrations.vllm.adapter_contents import AdapterError
 from kvferry.integrations.vllm.consumer import Consumer, LoadMessages
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.ticket_params import KEY

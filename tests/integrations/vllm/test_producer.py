@@ -12,7 +12,7 @@ from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, Silence
 from kvferry.core.metrics import Metrics
 from kvferry.core.security.ticket_proof import check
-from kvferry.integrations.vllm.adapter_files import AdapterError
+from kvferry.integrations.vllm.adapter_contents import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.request_reports import RequestReports
