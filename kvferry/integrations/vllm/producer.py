@@ -47,10 +47,10 @@ from kvferry.integrations.vllm.metric_definitions import (
     NO_TICKETS,
     NoTicket,
 )
-from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
 from kvferry.integrations.vllm.request_ids import is_sample, without_sample
 from kvferry.integrations.vllm.request_reports import HeldRequest
+from kvferry.integrations.vllm.staging import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.ticket_params import TicketParams, room_name
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ class Engine(ModelFreeEngine):
                 enter=self.entered,
                 pin=device.is_cuda,
             )
-            layout, zero = form.layout(self._pool.region, shape.pages), zero_cpu
+            layout, zero = self._pool.layout, zero_cpu
         super().__init__(
             name,
             _DeviceShape(pages=shape.pages, cache=self.cache.tensor, described=layout),
