@@ -14,7 +14,6 @@ import pytest
 from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
-from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.security import generate
 from kvferry.core.security.ticket_proof import check
 from kvferry.core.side_channel import fetch, health, ping
@@ -69,12 +68,10 @@ def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
 class Half:
     """A scheduler half of an engine with 100 blocks of 16 tokens."""
 
-    def __init__(self, vllm: Any, *, drafts: bool = False, **settings: Any) -> None:
-        config = configured(**settings)
-        config.speculative_config = object() if drafts else None
-        config.num_prefill_lookahead_tokens = 3 if drafts else 0
+    def __init__(self, vllm: Any, **settings: Any) -> None:
         self.vllm = vllm
-        self.made = vllm.scheduler.FerryScheduler(config, SimpleNamespace(num_blocks=100))
+        caches = SimpleNamespace(num_blocks=100)
+        self.made = vllm.scheduler.FerryScheduler(configured(**settings), caches)
 
     def serve(self, *ranks: wire.RankPayload) -> int:
         """Open the side channel; its port."""
@@ -295,11 +292,6 @@ class TestProducing:
         stats = half.counted()
         assert (stats["held_pages"], stats["holds"]) == (0, {"expired": 1})
 
-    def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
-        """The last two tokens are left to decode, which drafts, too."""
-        _, params = make(drafts=True).prefill()
-        assert (params["remote_num_tokens"], params["kvferry"]["computed"]) == (38, False)
-
     def test_settings_reach_it(self, make: Any) -> None:
         half = make(
             kv_lease_duration=7,
@@ -316,51 +308,11 @@ class TestProducing:
         [(_, ttl)] = half.step().orders.ttls
         assert (lease, ttl) == (7.0, 8.0)
 
-    def test_host_pages_are_held_until_all_ranks_say_over(self, make: Any) -> None:
-        half = make(staging=True)
-        handshakes = [
-            half.vllm.metadata.RankHandshake(payload=data, host_pages=9) for data in encoded(*RANKS)
-        ]
-        half.made.set_xfer_handshake_metadata_pp_aware(
-            {(0, i): h for i, h in enumerate(handshakes)}
-        )
-        each = request(40, dict(PREFILL))
-        half.made.on_new_request(each)
-        assert half.matched(each) == (0, False)
-        half.allocate(each)
-        assert half.finish(each)[0]
-        assert len(half.step().orders.copies) == 1
-        assert half.matched(late := request(40, dict(PREFILL), name="late")) == (None, False)
-        half.hear(sending={"r"}, over={0: ("r",), 1: ("r",)})
-        assert half.made.has_pending_push_work()
-        half.hear(over={2: ("r",)})
-        assert not half.made.has_pending_push_work()
-        assert half.matched(late) == (0, False)
-
     def test_a_reset_gives_up_what_is_held(self, half: Half) -> None:
         half.prefill()
         half.step()
         assert half.made.reset_cache() is True
         assert len(half.step().orders.ends) == 1
-
-    def test_a_hold_that_no_rank_hears_of_makes_room(self, half: Half) -> None:
-        half.serve()
-        half.prefill()
-        [(_, hold)] = half.step().orders.take_ons
-        waits = request(40, name="waits")
-        half.matched(waits)
-        half.allocate(waits, 4, 5, 6)
-        assert not half.step().asks_silent
-        half.matched(waits)
-        assert half.step().asks_silent
-        silence = Silence(request=RequestId("r"), hold=hold, age=4.0)
-        half.hear(silent=dict.fromkeys(range(len(RANKS)), (silence,)))
-        half.matched(waits)
-        assert not half.made.has_pending_block_frees()
-        assert half.step().orders.ends == (hold,)
-        assert half.made.has_pending_block_frees()
-        half.hear(sending={"r"})
-        assert half.counted()["holds"] == {"made": 1, "orphaned": 1}
 
 
 class TestAdapters:
