@@ -48,13 +48,12 @@ def test_every_kind_of_cache_has_a_verdict() -> None:
 def test_every_backend_has_a_verdict() -> None:
     states = {b.name for b in census.backends() if b.state}
     paged = {b.name for b in census.backends()} - states
-    known = {name.partition("/")[0] for name in PACKINGS}
+    known = {name.partition("/")[0] for name in (*PACKINGS, *coverage_page.OPAQUE)}
     assert paged >= {"FLASH_ATTN", "TRITON_FLASHINFER", "CPU_ATTN"}
-    assert paged - known == set(), "add each to PACKINGS, opaque if need be"
+    assert paged - known == set(), "add each to PACKINGS, or to OPAQUE with the reason"
     assert known - paged == set(), "vLLM has these no more"
     assert states - set(STATE_PACKINGS) == set(), "add each to STATE_PACKINGS"
     assert {name.partition("/")[0] for name in STATE_PACKINGS} - states == set()
-    assert all(packing.inside for packing in STATE_PACKINGS.values())
 
 
 def test_every_enumerated_backend_was_found() -> None:
@@ -76,7 +75,8 @@ def test_every_kernel_of_the_cpu_backend_has_a_verdict() -> None:
     tree = ast.parse(inspect.getsource(cpu_attn._get_attn_isa))
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     kernels = {f"CPU_ATTN/{ast.literal_eval(value)}" for value in returned if value}
-    assert kernels == {name for name in PACKINGS if name.startswith("CPU_ATTN/")}
+    known = {*PACKINGS, *coverage_page.OPAQUE}
+    assert kernels == {name for name in known if name.startswith("CPU_ATTN/")}
 
 
 def test_a_kind_of_cache_that_is_in_no_table_is_refused() -> None:

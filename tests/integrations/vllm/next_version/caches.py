@@ -7,12 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 
-from kvferry.integrations.vllm.caches.attention_pages import (
-    NEWER_PACKINGS,
-    PACKINGS,
-    packing_of,
-    unknown,
-)
+from kvferry.integrations.vllm.caches.attention_pages import NEWER_PACKINGS, PACKINGS
 from kvferry.integrations.vllm.caches.cache_kinds import CACHE_KINDS
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.next_version import source as reading
@@ -75,20 +70,14 @@ def backends(source: Source) -> dict[str, str]:
 
 def backend_verdict(name: str, was: str | None, now: str | None) -> str:
     """Return the verdict of the tables on a new backend; nothing on new classes of an old one."""
-    if was is not None:
-        return ""
-    if packing := packing_of(name):
-        return f"{'opaque' if packing.fields is unknown else 'described'}: {packing.inside}"
-    return "described" if name in STATE_PACKINGS else ""
+    known = {**PACKINGS, **NEWER_PACKINGS, **STATE_PACKINGS}
+    return f"`{known[name].__name__}`" if was is None and name in known else ""
 
 
 def kernels(source: Source) -> dict[str, str]:
     """Return the functions of each module that fill pages, each with a digest of what it does."""
-    described = set(STATE_PACKINGS) | {
-        name.partition("/")[0]
-        for name, packing in {**PACKINGS, **NEWER_PACKINGS}.items()
-        if packing.fields is not unknown
-    }
+    packings = (*PACKINGS, *NEWER_PACKINGS, *STATE_PACKINGS)
+    described = {name.partition("/")[0] for name in packings}
     paths = {*source.files(*OPERATIONS)} | {
         path
         for backend in census.backends(source.root)

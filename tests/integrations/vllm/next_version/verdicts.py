@@ -23,6 +23,8 @@ SCALE_OF_ONE = "leaves out a scale that is 1: the same bytes"
 MX_SCALES = "on SM100 a row's scale is four bytes, not a float32: `versions.indexer_scales`"
 RECORDS = "V4.1's rows hold their scales: `versions.has_records`"
 INTERLEAVED = "V may be interleaved: `ROCM_ATTN/interleaved V`"
+ELSEWHERE = "opaque: these kernels run on processors that they were not checked on"
+UNREAD = "opaque: these kernels were not read"
 OCTAVE = "opaque: no packing takes this format"
 
 VERDICTS: Mapping[str, Verdicts] = {
@@ -61,8 +63,13 @@ VERDICTS: Mapping[str, Verdicts] = {
         "MLAAttentionSpec.topk_buffer_width": "of a buffer outside the cache",
     },
     "Attention backends": {
+        "DEEPSEEK_V4_ROCM_MXFP4_INDEXER": ELSEWHERE,
         "FLASH_ATTN": "Step 5's class splits pages into K and V as the others do",
         "MINIMAX_M3_SPARSE_INDEXER": "only the kernels that select blocks are others",
+        "ROCM_FLASHMLA_SPARSE_DSV41": ELSEWHERE,
+        "ROCM_OCTAVE": ELSEWHERE,
+        "STEP5_CSA_SUMMARY": UNREAD,
+        "STEP5_CSA_TAIL_RING": UNREAD,
         "ROCM_FLASHMLA_SPARSE_DSV4": "V4.1's class has a name of its own now; both are opaque",
     },
     "Functions that fill pages": {
