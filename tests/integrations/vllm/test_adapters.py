@@ -328,11 +328,3 @@ def test_files_that_could_not_be_hashed(engine: Engine, monkeypatch: pytest.Monk
         request = engine.settle()
     engine.check(request, "'NoneType' object has no attribute 'blake2b'")
     engine.check(engine.settle(name="later"))
-
-
-def test_a_request_that_ends_while_it_waits(engine: Engine) -> None:
-    engine.adapters.follow(request := engine.request())
-    engine.adapters.end("r")
-    assert engine.adapters.next_step() == 0
-    assert not engine.adapters.waits(request)
-    assert engine.tell(engine.load()) == []

@@ -272,12 +272,6 @@ class TestProducer:
         producer(rooms=rooms).on_new_request(each)
         assert len(rooms) == 0
 
-    def test_parts_are_signed(self) -> None:
-        prefill = computed(40, secrets=SECRETS)
-        assert prefill.part(secrets=SECRETS).ticket.tokens == 40
-        with pytest.raises(KVFerryError, match="signed"):
-            prefill.part()
-
 
 class Decoding:
     """A consumer with requests whose prompts are computed elsewhere."""

@@ -14,12 +14,26 @@ from pathlib import Path
 
 from kvferry.integrations.vllm.caches import attention_pages, state_pages
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS, Packing
-from kvferry.integrations.vllm.caches.cache_kinds import CACHE_KINDS
+from kvferry.integrations.vllm.caches.cache_kinds import HANDLED, REFUSED
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.vllm.caches import census
 
 PAGE = Path(__file__).parents[3] / "docs" / "coverage.md"
 COMMAND = "python -m tests.vllm.caches.coverage_page"
+
+KINDS = {
+    "FullAttentionSpec": "every token has its place",
+    "MLAAttentionSpec": "every token, or every few, has its place; the same on every rank",
+    "RSWASpec": "a prompt's tokens are never given up, only generated ones are",
+    "SlidingWindowSpec": "the tokens before the window are holes",
+    "SlidingWindowMLASpec": "the tokens before the window are holes",
+    "ChunkedLocalAttentionSpec": "the tokens before the chunk are holes",
+    "MambaSpec": "one page per request",
+    "CircularBufferSpec": "one page per request, of its last tokens; engines need rings of equal "
+    "length",
+    "UniformTypeKVCacheSpecs": "each layer has its own",
+}
+"""Why caches of a class of ``KVCacheSpec`` are handled so."""
 
 SPLIT = "not on CUDA, or blocks that the kernels split"
 
@@ -115,8 +129,10 @@ def with_table(page: str, head: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def _kinds() -> Iterator[Sequence[str]]:
-    for name, verdict in sorted(CACHE_KINDS.items()):
-        yield f"`{name}`", verdict.handling.value, verdict.why
+    kinds = {name: (handling.value, KINDS[name]) for name, handling in HANDLED.items()}
+    kinds |= {name: ("refused", why) for name, why in REFUSED.items()}
+    for name, said in sorted(kinds.items()):
+        yield f"`{name}`", *said
 
 
 def _backends() -> Iterator[Sequence[str]]:

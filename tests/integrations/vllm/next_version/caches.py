@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from kvferry.integrations.vllm.caches.attention_pages import NEWER_PACKINGS, PACKINGS
-from kvferry.integrations.vllm.caches.cache_kinds import CACHE_KINDS
+from kvferry.integrations.vllm.caches.cache_kinds import HANDLED, REFUSED
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.next_version import source as reading
 from tests.integrations.vllm.next_version.comparison import CHANGED, Section
@@ -50,9 +50,8 @@ def spec_fields(source: Source) -> dict[str, str]:
 
 
 def spec_verdict(name: str, was: str | None, now: str | None) -> str:
-    """Return the verdict of the table on a class; nothing on a field."""
-    known = CACHE_KINDS.get(name)
-    return f"{known.handling.value}: {known.why}" if known else ""
+    """Return the verdict of the tables on a class; nothing on a field."""
+    return HANDLED.get(name) or REFUSED.get(name, "")
 
 
 def backends(source: Source) -> dict[str, str]:
