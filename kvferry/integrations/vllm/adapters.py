@@ -155,7 +155,7 @@ class Adapters:
     def end(self, request_id: str) -> None:
         """Follow a request no longer, once the workers have reported its last step."""
         follower = self._followers.pop(request_id, None)
-        if follower is not None and follower.content is not None:
+        if follower is not None:
             self._ended[request_id] = follower
 
     def next_step(self) -> int:

@@ -368,6 +368,17 @@ class TestConsumer:
         assert counted["early_loads"] == counted["loads"] == {"loopback": 1}
         assert decode.consumer.drain() == LoadMessages()
 
+    def test_a_part_of_a_load_that_has_ended_is_not_sent(self) -> None:
+        """The id could be another request's by then."""
+        decode, prefill = Decoding(), computed(40)
+        decode.begin(prefill)
+        prefill.step(20)
+        prefill.step()
+        decode.hear(prefill)
+        decode.matched()
+        decode.consumer.loads_finished(["r"], ["r"])
+        assert decode.consumer.drain() == LoadMessages()
+
     @pytest.mark.parametrize(
         ("news", "words"),
         [

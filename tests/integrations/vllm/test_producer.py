@@ -57,6 +57,13 @@ class TestTickets:
         assert (got.computed, got.missing) == (True, (0, 5))
         assert made.drain().ready == ((hold, 30.0),)
 
+    @pytest.mark.parametrize("settings", [{"drafts": True}, {"is_staged": True}])
+    def test_pages_that_are_written_after_the_last_token(self, settings: dict[str, Any]) -> None:
+        made = producer(**settings)
+        made.set_ranks(1, host_pages(8, lambda: 0.0) if "is_staged" in settings else None)
+        made.waits_for_host_pages(each := request(40, PREFILL))
+        assert not read_ticket(finish(made, each)).computed
+
     @pytest.mark.parametrize(
         ("settings", "change", "reason", "words"),
         [

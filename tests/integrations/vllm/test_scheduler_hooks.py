@@ -292,6 +292,14 @@ class TestProducing:
         stats = half.counted()
         assert (stats["held_pages"], stats["holds"]) == (0, {"expired": 1})
 
+    def test_a_drafter_writes_after_the_last_token(self, vllm: Any, half: Half) -> None:
+        """Decode, which drafts too, computes the last two; the slot word has to be waited for."""
+        config = configured()
+        config.speculative_config, config.num_prefill_lookahead_tokens = object(), 3
+        caches: Any = SimpleNamespace(num_blocks=9)
+        facts = vllm.engine_facts.engine_facts(config, caches, lambda request: None)
+        assert (facts.drafts, facts.backoff) == (True, 2)
+
     def test_settings_reach_it(self, make: Any) -> None:
         half = make(
             kv_lease_duration=7,
@@ -384,7 +392,7 @@ class TestAdapters:
 
     @pytest.mark.parametrize("is_loading", [False, True])
     def test_a_request_that_ends_before_its_content_is_known(
-        self, half: Half, tmp_path: Path, is_loading: bool
+        self, half: Half, tmp_path: Path, is_loading: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Nothing is asked for any more; the lease ends the hold of a ticket."""
         params = ticket() if is_loading else dict(PREFILL)
@@ -393,6 +401,7 @@ class TestAdapters:
         assert half.finish(each) == (False, None)
         step = half.step()
         assert (step.asks_adapters, step.follows, step.loads) == (0, False, [])
+        assert "ticket refused" not in caplog.text
         assert not half.made.has_pending_push_work()
 
     def test_a_request_that_vllm_does_not_let_wait(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.security import Access, PeerKeys, TicketSecrets, generate
+from kvferry.core.security import Access, Networks, PeerKeys, TicketSecrets, generate
 from kvferry.integrations.vllm import security
 from kvferry.integrations.vllm.config import ConfigError, parse
 from kvferry.integrations.vllm.security import (
@@ -48,6 +48,20 @@ def test_nothing_set() -> None:
 
 def test_anywhere_has_to_be_said() -> None:
     assert admitted(allowed_peers="anywhere").access == Access()
+
+
+def test_everything_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEW", "a new secret of both engines")
+    monkeypatch.setenv("PEERS", f"# two engines\n{PEER.public.hex()}\n{OTHER.public.hex()}\n")
+    got = admitted(**KEYS, ticket_secrets=["env:NEW", "env:SECRET"])
+    assert got == SecuritySettings(
+        access=Access(
+            own=OWN,
+            peers=frozenset({PEER.public, OTHER.public}),
+            networks=Networks.nearby(),
+        ),
+        secrets=TicketSecrets.of(["a new secret of both engines", SECRET]),
+    )
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,10 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         producers=ProducerNews(outcomes=((PeerKey.of(TICKET), KVFerryError("no answer")),)),
         prepare=(TICKET,),
         loads=(load("a"), load("b")),
-        parts={"f": Part(ticket=TICKET, total=4, is_last=True)},
+        parts={
+            "f": Part(ticket=TICKET, total=4, is_last=True),
+            "g": Part(ticket=TICKET, total=5, is_last=False),
+        },
         refused=(("c", "another prompt"),),
         aborted=("d", "e"),
     )
@@ -98,6 +101,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         call.load(step.loads[0], mark),
         call.load(step.loads[1], mark),
         call.extend("f", TICKET, is_last=True),
+        call.extend("g", TICKET, is_last=False),
     ]
     assert (refused[0], refused.args[0]) == ("refuse", "c")
     assert isinstance(refused.args[1], half.TicketError)
