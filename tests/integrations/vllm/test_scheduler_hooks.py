@@ -55,9 +55,9 @@ def configured(role: str = "kv_both", **extra: Any) -> Any:
     return engine(role, kv_connector_extra_config=extra, enable_prefix_caching=True, **parallel)
 
 
-def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
+def serving(vllm: Any, half: Any, *ranks: wire.RankPayload, host_pages: int = 0) -> None:
     published = [
-        vllm.metadata.RankHandshake(payload=data, library="nixl 1.5, UCX")
+        vllm.metadata.RankHandshake(payload=data, library="nixl 1.5, UCX", host_pages=host_pages)
         for data in encoded(*ranks)
     ]
     half.set_xfer_handshake_metadata_pp_aware(
@@ -315,6 +315,19 @@ class TestProducing:
         assert half.finish(each, 6, 7)[0]
         [(_, ttl)] = half.step().orders.ttls
         assert (lease, ttl) == (7.0, 8.0)
+
+    def test_host_pages_are_held_until_all_ranks_say_over(self, make: Any) -> None:
+        half = make(staging=True)
+        serving(half.vllm, half.made, *RANKS, host_pages=9)
+        assert half.prefill()[0]
+        assert half.made.has_pending_block_frees()
+        assert len(half.step().orders.copies) == 1
+        assert half.matched(late := request(40, dict(PREFILL), name="late")) == (None, False)
+        half.hear(sending={"r"}, over={0: ("r",), 1: ("r",)})
+        assert half.made.has_pending_push_work()
+        half.hear(over={2: ("r",)})
+        assert not half.made.has_pending_push_work()
+        assert half.matched(late) == (0, False)
 
     def test_a_reset_gives_up_what_is_held(self, half: Half) -> None:
         half.prefill()
