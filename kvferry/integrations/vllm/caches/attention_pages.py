@@ -42,16 +42,10 @@ INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
 in bytes.
 """
 
-INDEXER_VALUES = 128
-"""Size in bytes of the values in an indexer's row if they are fp8."""
-
 SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
 """By the size of a row in ``fp8_ds_mla`` of DeepSeek V4 and V4.1: sizes of its values and of its
 scales, in bytes.
 """
-
-RECORD_BYTES = frozenset({528})
-"""Sizes of the rows whose scales are in the row in vLLM 0.33: those of DeepSeek V4.1."""
 
 SPLIT_TOKENS = 256
 """Block size in tokens at which kernels never split a block of compressed entries.
@@ -271,7 +265,7 @@ def indexer(page: Page) -> Fields:
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
     values, _ = INDEXER_ROW_BYTES.get(page.block.shape[2], (0, 0))
-    scales = versions.indexer_scales() if values == INDEXER_VALUES else ""
+    scales = versions.indexer_scales() if values == 128 else ""  # the values are fp8
     return _scaled_rows(page, INDEXER_ROW_BYTES, scales)
 
 
@@ -288,7 +282,7 @@ def sparse_rows(page: Page) -> Fields:
     """
     from vllm.platforms import current_platform
 
-    if versions.has_records(page.spec, RECORD_BYTES):
+    if versions.has_records(page.spec):
         return _scaled_rows(page, SPARSE_ROW_BYTES, in_row=True)
     if page.spec.state_content_bytes is not None:
         return _scaled_rows(page, SPARSE_ROW_BYTES)
