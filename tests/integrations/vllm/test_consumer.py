@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvferry.core.metrics import Metrics
-from kvferry.integrations.vllm.adapter_contents import AdapterError
 from kvferry.integrations.vllm.consumer import Consumer, LoadMessages
 from kvferry.integrations.vllm.request_reports import RequestReports
 from tests.integrations.vllm.halves import (
     HEADERS,
     KEYS,
+    NOT_KNOWN,
     PEER,
     PREFILL,
     RECORD,
@@ -49,10 +49,6 @@ from tests.integrations.vllm.halves import (
 TICKET, SIGNED = ticket(), ticket(secrets=SECRETS)
 OTHER_TOKENS = {"prompt_token_ids": [*range(39), 99]}
 OTHER = "it was made for another prompt than this one of 40 tokens, or with other media"
-
-
-def unknown(request: Any) -> bytes | None:
-    raise AdapterError("not known")
 
 
 def allocate(made: Consumer, *requests: Any, external: int = 40) -> LoadMessages:
@@ -121,7 +117,7 @@ class TestTickets:
             (SIGNS, SIGNED, OTHER_TOKENS, "prompt", OTHER),
             ({}, TICKET, {"cache_salt": "salt"}, "prompt", OTHER),
             ({}, TICKET, {"mm_features": [image(3)]}, "prompt", OTHER),
-            ({"adapter_content": unknown}, TICKET, {}, "adapter", "not known"),
+            (NOT_KNOWN, TICKET, {}, "adapter", "not known"),
             (
                 {},
                 TICKET,
@@ -433,7 +429,7 @@ class TestTurns:
             ({"role": "kv_producer"}, "role"),
             (SIGNS, "signature"),
             (KEYS, "admission"),
-            ({"adapter_content": unknown}, "adapter"),
+            (NOT_KNOWN, "adapter"),
         ],
         ids=["own", "role", "signature", "admission", "adapter"],
     )

@@ -12,13 +12,13 @@ from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, Silence
 from kvferry.core.metrics import Metrics
 from kvferry.core.security.ticket_proof import check
-from kvferry.integrations.vllm.adapter_contents import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.halves import (
     HEADERS,
+    NOT_KNOWN,
     PREFILL,
     SERVING,
     STATE,
@@ -38,10 +38,6 @@ from tests.integrations.vllm.halves import (
 )
 
 SAMPLE = "cmpl-a-0-89b15765"
-
-
-def unknown(request: Any) -> bytes | None:
-    raise AdapterError("not known")
 
 
 class TestTickets:
@@ -71,7 +67,7 @@ class TestTickets:
             ({}, {"request_id": f"{SAMPLE[:-11]}-1-89b15765"}, "list", "it is prompt 2 of a"),
             ({"role": "kv_consumer"}, {}, "role", 'set "kv_producer" or "kv_both"'),
             ({"max_held_fraction": 2 / 64}, {}, "too_large", "it has 3 blocks, and 2 may be held"),
-            ({"adapter_content": unknown}, {}, "adapter", "not known"),
+            (NOT_KNOWN, {}, "adapter", "not known"),
         ],
         ids=["image at the end", "list", "role", "too large", "adapter"],
     )
@@ -226,7 +222,7 @@ class TestAnswers:
             ({}, {"prompt_embeds": object()}, "its prompt has embeddings"),
             ({"max_held_fraction": 2 / 64}, {}, "it has 3 blocks, and 2 may be held"),
             ({"max_held_fraction": 5 / 64}, {}, "it has 3 blocks, and with those held for prompts"),
-            ({"adapter_content": unknown}, {}, "not known"),
+            (NOT_KNOWN, {}, "not known"),
         ],
         ids=["drafts", "embeddings", "too large", "prompts go first", "adapter"],
     )
