@@ -21,7 +21,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.memory import region_of
-from kvferry.integrations.vllm import host_pool
+from kvferry.integrations.vllm import host_page_copies
 from kvferry.integrations.vllm.config import ConfigError
 from kvferry.integrations.vllm.device import storage_of
 from kvferry.integrations.vllm.host_pool import HostPool
@@ -118,7 +118,7 @@ def pool_of(
     form = HostPageFormat.of(cache)
     device = torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
     pool = HostPool(tensors.values(), form, PAGES, device=device, **options)
-    return pool, form.layout(pool.region, PAGES), form
+    return pool, pool.layout, form
 
 
 def pages_of(
@@ -159,7 +159,9 @@ pairs = st.integers(0, PAGES).flatmap(
 def test_copies_move_pages_and_nothing_else(
     devices: StandInDevices, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(host_pool, "BATCH_BYTES", 3 * 4 * 2 * 3 * 4)  # a page or a few at once
+    monkeypatch.setattr(
+        host_page_copies, "BATCH_BYTES", 3 * 4 * 2 * 3 * 4
+    )  # a page or a few at once
 
     @settings(max_examples=15)
     @given(chosen=pairs, back=pairs, order=st.permutations(range(4)))
@@ -206,7 +208,7 @@ def test_a_copy_is_awaited_on_a_stream_of_its_own(
         assert may_begin.wait(SECONDS)
         devices.enqueue(0.2)
 
-    monkeypatch.setattr(host_pool._StreamedCopies, "copy", copy)
+    monkeypatch.setattr(host_page_copies._StreamedCopies, "copy", copy)
     devices.set_device(0)
     devices.enqueue(600.0)
     began = time.monotonic()
@@ -229,7 +231,7 @@ def test_a_copy_that_fails_raises_when_the_device_is_quiet(
         devices.enqueue(0.2)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(host_pool._StreamedCopies, "copy", fail)
+    monkeypatch.setattr(host_page_copies._StreamedCopies, "copy", fail)
     devices.set_device(0)
     began = time.monotonic()
     passed = pool.into([1], [2])
@@ -261,7 +263,7 @@ def test_copies_of_both_directions_do_not_wait_for_each_other(
     def copy(*_: object, out: bool) -> None:
         assert not out or gate.wait(SECONDS)
 
-    monkeypatch.setattr(host_pool._StreamedCopies, "copy", copy)
+    monkeypatch.setattr(host_page_copies._StreamedCopies, "copy", copy)
     slow = pool.out([1], [2])
     eventually(pool.into([3], [4]))
     assert not slow()

@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.lru_cache import LRUCache
-from kvferry.integrations.vllm.adapter_files import AdapterContents, AdapterError
-from kvferry.integrations.vllm.adapter_loads import UNKNOWN, AdapterLoad, AdapterReport
+from kvferry.integrations.vllm.adapter_contents import (
+    UNKNOWN,
+    AdapterContents,
+    AdapterError,
+    AdapterLoad,
+    AdapterReport,
+)
 
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig
@@ -56,6 +61,7 @@ class _Follower:
     # have reported every load before the request came.
     step: int
     deadline: float  # when the request stops waiting
+    hashing: Future[object] | None = None  # of the adapter's files
     waiting: bool = True
     problem: str | None = None  # why the content counts as unknown
     loads: set[bytes] = field(default_factory=set)  # what the request may be computed with
@@ -80,7 +86,6 @@ class Adapters:
         self._settings = settings
         self._clock = clock
         self._contents = AdapterContents()
-        self._hashing = LRUCache[Future[object]](MAX_ADAPTERS)  # the last attempt, by path
         self._thread = ThreadPoolExecutor(1, "kvferry-adapters")
         self._followers: dict[str, _Follower] = {}
         # Requests that have ended, until the workers' report of their last step.
@@ -99,24 +104,22 @@ class Adapters:
         lora = request.lora_request
         if lora is None or request.request_id in self._followers:
             return
-        self._followers[request.request_id] = _Follower(
-            lora=lora, step=self._step + 1, deadline=self._clock() + WAIT_SECONDS
-        )
+        follower = _Follower(lora=lora, step=self._step + 1, deadline=self._clock() + WAIT_SECONDS)
+        self._followers[request.request_id] = follower
         self._loaded.get(lora.lora_int_id)  # so that it is not forgotten
-        path = lora.lora_path
         with suppress(AdapterError):  # ``content`` says so
-            if self._contents.known(path) is None and not self._is_hashing(path):
-                self._hashing.put(path, self._thread.submit(self._contents.read, path))
+            if self._contents.known(lora.lora_path) is None:
+                follower.hashing = self._thread.submit(self._contents.read, lora.lora_path)
 
     def waits(self, request: Request) -> bool:
         """Return whether a request must wait until the content of its adapter is known."""
         follower = self._followers.get(request.request_id)
         if follower is None or not follower.waiting:
             return False
-        hashing = self._is_hashing(follower.lora.lora_path)
-        follower.waiting = hashing or not self._knows_loads(follower)
+        is_hashing = follower.hashing is not None and not follower.hashing.done()
+        follower.waiting = is_hashing or not self._knows_loads(follower)
         if follower.waiting and self._clock() >= follower.deadline:
-            missing = "its files were not hashed" if hashing else "the workers did not report it"
+            missing = "its files were not hashed" if is_hashing else "the workers did not report it"
             follower.problem = f"{missing} within {WAIT_SECONDS:.0f} s"
             follower.waiting = False
         if not follower.waiting:
@@ -152,7 +155,7 @@ class Adapters:
     def end(self, request_id: str) -> None:
         """Follow a request no longer, once the workers have reported its last step."""
         follower = self._followers.pop(request_id, None)
-        if follower is not None and follower.content is not None:
+        if follower is not None:
             self._ended[request_id] = follower
 
     def next_step(self) -> int:
@@ -196,10 +199,6 @@ class Adapters:
         """End the thread that hashes, after the adapter that it hashes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _is_hashing(self, path: str) -> bool:
-        hashing = self._hashing.get(path)
-        return hashing is not None and not hashing.done()
-
     def _last_loads(self, lora: LoRARequest) -> set[bytes]:
         """Return the contents that the ranks loaded last under an adapter's number."""
         return set((self._loaded.get(lora.lora_int_id) or {}).values())
@@ -210,7 +209,7 @@ class Adapters:
             return True
         loads = self._last_loads(follower.lora)
         try:  # workers need not be asked if they have loaded the current files
-            return bool(loads) and loads == {self._current(follower.lora.lora_path)}
+            return bool(loads) and loads == {self._current(follower)}
         except AdapterError:
             return True  # no report can change that
 
@@ -219,7 +218,7 @@ class Adapters:
         if follower.problem is not None:
             raise AdapterError(follower.problem)
         lora, path = follower.lora, follower.lora.lora_path
-        content, loads = self._current(path), self._last_loads(lora)
+        content, loads = self._current(follower), self._last_loads(lora)
         # vLLM's numbers ascend, so a higher one was never loaded.
         may_be_forgotten = len(self._loaded) == MAX_ADAPTERS and lora.lora_int_id <= self._newest
         if may_be_forgotten and not loads:
@@ -241,12 +240,12 @@ class Adapters:
             )
         return content
 
-    def _current(self, path: str) -> bytes:
+    def _current(self, follower: _Follower) -> bytes:
         """Return the content of an adapter's files as they are now."""
+        path, hashing = follower.lora.lora_path, follower.hashing
         content = self._contents.known(path)
         if content is not None:
             return content
-        hashing = self._hashing.get(path)
         if hashing is not None and hashing.done() and (failure := hashing.exception()) is not None:
             raise AdapterError(str(failure)) from failure
         raise AdapterError(

@@ -19,7 +19,7 @@ import numpy as np
 from kvferry.core.layout import HOLE
 from kvferry.core.planner.build_copies import Pages
 from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.caches.cache_layout import is_ring, is_state
+from kvferry.integrations.vllm.caches.cache_kinds import Handling, handling
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -161,15 +161,11 @@ def cache_groups(config: KVCacheConfig, context_size: int) -> tuple[CacheGroup, 
 
 
 def _cache_group(index: int, spec: KVCacheSpec, context_size: int) -> CacheGroup:
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        SlidingWindowSpec,
-        iter_layer_specs,
-    )
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
-    one = next(iter(iter_layer_specs(spec)))
-    if is_state(spec):
-        tokens = 0 if is_ring(spec) else one.block_size
+    one, kind = versions.first_layer(spec), handling(spec)
+    if kind in (Handling.STATE, Handling.RING):
+        tokens = 0 if kind is Handling.RING else one.block_size
         return CacheGroup(index=index, tokens=tokens, is_state=True)
     window, chunk = 0, 0
     if isinstance(one, SlidingWindowSpec):

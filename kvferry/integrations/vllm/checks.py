@@ -19,7 +19,7 @@ from kvferry.core.side_channel import check_address
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm import compat_029, versions
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm.caches.cache_specs import refusals
+from kvferry.integrations.vllm.caches.cache_kinds import refusals
 from kvferry.integrations.vllm.config import Config, ConfigError
 from kvferry.integrations.vllm.security import examine_security_settings
 from kvferry.integrations.vllm.transfer_config import as_mapping, extra_of, own_transfers

@@ -38,10 +38,10 @@ from kvferry.integrations.vllm.metric_definitions import (
     LOADS,
     TOKENS,
 )
-from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.request_ids import is_sample
 from kvferry.integrations.vllm.request_reports import LoadingRequest
+from kvferry.integrations.vllm.staging import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.ticket_checks import TicketChecks
 from kvferry.integrations.vllm.ticket_params import Part, names_room
 

@@ -17,7 +17,7 @@ from kvferry.integrations.vllm.tracing import RequestSpans, is_traced
 from kvferry.integrations.vllm.weights import Weights
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -113,15 +113,11 @@ def engine_facts(
         drafts=vllm_config.speculative_config is not None,
         lookahead=versions.prefill_lookahead(vllm_config),
         caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
-        sizes=_parallel_sizes(parallel),
+        sizes={
+            "tp_size": parallel.tensor_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+            "dcp_size": parallel.decode_context_parallel_size,
+        },
         adapter_content=adapter_content,
         weights=Weights(enforced=config.enforce_handshake_compat),
     )
-
-
-def _parallel_sizes(parallel: ParallelConfig) -> dict[str, Any]:
-    return {
-        "tp_size": parallel.tensor_parallel_size,
-        "pp_size": parallel.pipeline_parallel_size,
-        "dcp_size": parallel.decode_context_parallel_size,
-    }

@@ -31,7 +31,7 @@ from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.metrics import Metric
-from kvferry.integrations.vllm.adapter_files import AdapterError
+from kvferry.integrations.vllm.adapter_contents import AdapterError
 from kvferry.integrations.vllm.cache_groups import num_blocks
 from kvferry.integrations.vllm.early_parts import PromptParts
 from kvferry.integrations.vllm.eligibility import TRUNCATED, Eligibility, NoTicketError
@@ -47,10 +47,10 @@ from kvferry.integrations.vllm.metric_definitions import (
     NO_TICKETS,
     NoTicket,
 )
-from kvferry.integrations.vllm.page_source import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
 from kvferry.integrations.vllm.request_ids import is_sample, without_sample
 from kvferry.integrations.vllm.request_reports import HeldRequest
+from kvferry.integrations.vllm.staging import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.ticket_params import TicketParams, room_name
 
 if TYPE_CHECKING:

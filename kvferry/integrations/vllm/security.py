@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -163,35 +163,6 @@ def warn_of_open_access(security: SecuritySettings, host: str) -> None:
 # Files that change while the engine runs.
 
 
-@dataclass(slots=True, kw_only=True)
-class _WatchedSetting:
-    """A setting whose files are read again. Used by the watcher's thread only."""
-
-    name: str
-    read: Callable[[], object]  # raises ``SecretError`` for what cannot be used
-    use: Callable[[Any], str]  # returns what to log, empty if the value is in use already
-    seen: object = None
-    decided: object = None
-
-    def look(self, who: str) -> None:
-        """Read the files, and use or refuse what two readings in a row have found.
-
-        A file may be read while it is being written.
-        """
-        try:
-            found = self.read()
-        except SecretError as exc:
-            found = str(exc)
-        previous, self.seen = self.seen, found
-        if found != previous or found == self.decided:
-            return
-        self.decided = found
-        if isinstance(found, str):
-            logger.warning("%s: %s stays as it was: %s", who, self.name, found)
-        elif change := self.use(found):
-            logger.info("%s: %s was read again: %s", who, self.name, change)
-
-
 class SecurityFiles:
     """Read files of keys and secrets again, every ``seconds``, and use what they contain.
 
@@ -216,16 +187,18 @@ class SecurityFiles:
         self._who = who
         self._seconds = seconds
         self._closed = threading.Event()
-        settings: list[tuple[str, Sequence[str], Callable[[], object], Callable[[Any], str]]] = [
-            ("curve_peers", config.curve_peers, self._read_peers, self._use_peers),
-            ("ticket_secrets", config.ticket_secrets, self._read_secrets, self._use_secrets),
-        ]
-        self._watched = [
-            _WatchedSetting(name=name, read=read, use=use)
-            for name, places, read, use in settings[: 1 if is_worker else 2]
-            if any(place.startswith(FILE) for place in places)
-        ]
-        if self._watched:
+        # What reads each setting, raising ``SecretError`` for what cannot be used; and what uses it
+        # and returns what to log, empty if that is in use already.
+        settings: dict[str, tuple[Callable[[], object], Callable[[Any], str]]] = {}
+        if any(place.startswith(FILE) for place in config.curve_peers):
+            settings["curve_peers"] = self._read_peers, self._use_peers
+        if not is_worker and any(place.startswith(FILE) for place in config.ticket_secrets):
+            settings["ticket_secrets"] = self._read_secrets, self._use_secrets
+        self._settings = settings
+        # What was found last, and what was used or refused last. Used by the thread only.
+        self._seen: dict[str, object] = {}
+        self._decided: dict[str, object] = {}
+        if settings:
             threading.Thread(target=self._run, name="kvferry-secrets", daemon=True).start()
 
     def close(self) -> None:
@@ -234,12 +207,31 @@ class SecurityFiles:
 
     def _run(self) -> None:
         while not self._closed.wait(self._seconds):
-            for setting in self._watched:
+            for setting in self._settings:
                 try:
-                    setting.look(self._who)
+                    self._look(setting)
                 except Exception:
                     # The next change has to be noticed, whatever happened to this one.
                     logger.exception("%s: a key or secret could not be read again", self._who)
+
+    def _look(self, setting: str) -> None:
+        """Read a setting's files, and use or refuse what two readings in a row have found.
+
+        A file may be read while it is being written.
+        """
+        read, use = self._settings[setting]
+        try:
+            found = read()
+        except SecretError as exc:
+            found = str(exc)
+        previous, self._seen[setting] = self._seen.get(setting), found
+        if found != previous or found == self._decided.get(setting):
+            return
+        self._decided[setting] = found
+        if isinstance(found, str):
+            logger.warning("%s: %s stays as it was: %s", self._who, setting, found)
+        elif change := use(found):
+            logger.info("%s: %s was read again: %s", self._who, setting, change)
 
     def _read_peers(self) -> AbstractSet[bytes]:
         keys = listed_keys(self._config.curve_peers, "curve_peers")

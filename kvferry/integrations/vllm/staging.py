@@ -1,46 +1,31 @@
-"""Hand a cache over by way of host pages, where no driver can reach its memory.
+"""Staging in the scheduler half: which host pages a request has in place of its blocks.
 
-A worker has a pool of host pages whose layout it publishes in place of the cache's (``stage``). The
-scheduler half has ids of host pages for requests: some for those that are prefilled here for other
-engines, others for loads (``host_pages``).
+Where no driver can reach a cache, its pages cross by way of host pages (``host_pool``): those of
+requests that are prefilled here for other engines, and those that loads fill. Where the cache is
+not staged, vLLM gives requests their blocks and takes them back, and there is nothing to do.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-from kvferry.core.layout import HOLE, Layout
-from kvferry.core.layout.host_page_format import HostPageFormat
-from kvferry.core.lifecycle.host_pages import HostPages
-from kvferry.core.transport import EnterThread
+from kvferry.core.errors import KVFerryError
+from kvferry.core.layout import HOLE
+from kvferry.core.lifecycle.holds import PageCopy, RequestId
+from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.metrics import HOST_PAGE_WAITS, HOST_PAGES, HOST_PAGES_USED, Metrics
 from kvferry.integrations.vllm.config import Config, ConfigError
-from kvferry.integrations.vllm.host_pool import HostPool
+from kvferry.integrations.vllm.host_pool import NO_LIMIT
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import KVTransferConfig
 
+    from kvferry.integrations.vllm.cache_groups import CacheGroup
     from kvferry.integrations.vllm.engine_facts import EngineFacts
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_BYTES = 4 << 30
-"""How much host memory a rank has by default, unless one request needs more."""
-
-NO_LIMIT = 1 << 31
-"""How many host pages a rank has whose host pages are empty."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedCache:
-    """A rank's pool of ``pages`` host pages (the hole included), whose layout it publishes."""
-
-    layout: Layout
-    pool: HostPool
-    pages: int
+Ids = TypeVar("Ids", bound=Iterable[int])
+"""Ids of the pages of a cache group."""
 
 
 def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
@@ -57,41 +42,6 @@ def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
             "way of host memory"
         )
     return config.staging or configured != device
-
-
-def stage(
-    caches: Iterable[torch.Tensor],
-    cache: Layout,
-    *,
-    config: Config,
-    pages: int,
-    largest: int,
-    uses: int,
-    device: torch.device,
-    enter: EnterThread,
-) -> StagedCache:
-    """Allocate a rank's pool of host pages.
-
-    The cache has ``pages`` blocks, and the largest request may need ``largest`` of them, for each
-    of the ``uses``: for holds, for loads, or both. ``enter`` is called first on the pool's threads.
-
-    Raises:
-        ConfigError: The memory cannot be allocated, or is too little for one page for each use; or
-            the device's memory cannot be copied.
-        LayoutError: The cache cannot be staged.
-    """
-    from vllm.utils.platform_utils import is_pin_memory_available
-
-    form = HostPageFormat.of(cache)
-    count = page_count(form, config, pages=pages, largest=largest, uses=uses)
-    pool = HostPool(caches, form, count, device=device, enter=enter, pin=is_pin_memory_available())
-    logger.info(
-        "pages are handed over by way of host memory: %d host pages of %d bytes%s",
-        count - 1,
-        form.page_bytes,
-        ", pinned" if pool.is_pinned else "",
-    )
-    return StagedCache(layout=form.layout(pool.region, count), pool=pool, pages=count)
 
 
 def host_pages(ranks: Iterable[int], facts: EngineFacts) -> tuple[HostPages, HostPages]:
@@ -113,18 +63,108 @@ def host_pages(ranks: Iterable[int], facts: EngineFacts) -> tuple[HostPages, Hos
     return holds, loads
 
 
-def page_count(form: HostPageFormat, config: Config, *, pages: int, largest: int, uses: int) -> int:
-    """Return how many host pages a rank has, the hole included, or raise ``ConfigError``."""
-    if not form.page_bytes:
-        return NO_LIMIT  # this rank has no cache
-    if config.staging_bytes is None:
-        wanted = max(DEFAULT_BYTES // form.page_bytes, uses * largest)
-        return 1 + min(wanted, uses * max(pages - 1, 1))
-    count = config.staging_bytes // form.page_bytes
-    if count < 1 + uses:
-        raise ConfigError(
-            f"staging_bytes is {config.staging_bytes}: a host page of this model has "
-            f"{form.page_bytes} bytes on this rank, and at least {1 + uses} are needed; set "
-            f"{(1 + uses) * form.page_bytes} or more, or remove it"
+class NoHostPagesError(KVFerryError):
+    """A request gets no host pages; the text says why, and what helps."""
+
+
+class PageSource:
+    """Give requests host pages, if the cache is staged, and the copies between these and blocks.
+
+    If it is staged, ``host`` is set before the first request. ``use`` is a label of metrics.
+    """
+
+    def __init__(self, facts: EngineFacts, *, use: str) -> None:
+        self.is_staged = facts.is_staged
+        self.host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
+        self._groups = facts.groups
+        self._use = use
+        # The requests whose blocks are being copied.
+        self._copying: set[str] = set()
+
+    def waits(self, request_id: str, tokens: int) -> bool:
+        """Return whether a request must wait for host pages; ``NoHostPagesError`` without any."""
+        if not self.is_staged:
+            return False
+        answer = self.host.reserve(RequestId(request_id), most_pages(self._groups, tokens))
+        if answer is Reservation.REFUSED:
+            raise NoHostPagesError(self._why_none(request_id, tokens))
+        return answer is Reservation.WAITING
+
+    def place(
+        self, request_id: str, blocks: Sequence[Ids], tokens: int
+    ) -> tuple[Sequence[Ids | list[int]], PageCopy | None]:
+        """Return the pages for a request's blocks, by group, and the copy between both if any.
+
+        Holes stay holes. Raises ``NoHostPagesError`` if too few were reserved, and are free.
+        """
+        if not self.is_staged:
+            return blocks, None
+        filled = [int(block) for ids in blocks for block in ids if block != HOLE]
+        pages = self.host.take(RequestId(request_id), len(filled))
+        if pages is None:
+            raise NoHostPagesError(self._why_none(request_id, tokens))
+        self._copying.add(request_id)
+        of = dict(zip(filled, pages, strict=True)) | {HOLE: HOLE}
+        copy = PageCopy(blocks=tuple(filled), pages=pages)
+        return [[of[block] for block in ids] for ids in blocks], copy
+
+    def _why_none(self, request_id: str, tokens: int) -> str:
+        return (
+            f"it did not get the {most_pages(self._groups, tokens)} host pages that it may need, "
+            f"of {self.host.total}, within {self.host.patience:g} s (staging_timeout), or its id "
+            "is that of a request whose host pages are in use: raise staging_bytes, or decode "
+            "requests sooner"
         )
-    return count
+
+    def cancel(self, request_id: str) -> None:
+        """End a request's wait and reservation; what ``place`` has returned stays in use."""
+        self.host.cancel(RequestId(request_id))
+
+    def give_back(self, request_id: str) -> None:
+        """Free the pages that ``place`` has returned. No byte may move to or from them any more."""
+        self._copying.discard(request_id)
+        self.host.give_back(RequestId(request_id))
+
+    def sent(self, request_ids: Iterable[str]) -> Iterable[str]:
+        """Take the requests whose blocks are free; return those whose hold is over with that."""
+        if not self.is_staged:
+            return request_ids
+        self._copying.difference_update(request_ids)
+        return ()
+
+    def over(self, reports: Mapping[int, Sequence[str]]) -> Iterable[str]:
+        """Take, by rank, the requests whose host pages it uses no longer; yield those of all."""
+        for rank, request_ids in reports.items():
+            yield from (each for each in request_ids if self.host.over(RequestId(each), rank))
+
+    def lacking(self, blocks: int, *, reclaims: bool) -> tuple[int, bool]:
+        """Return how many pages of holds are needed, and whether to end holds of conversations.
+
+        That is what is passed, unless the cache is staged: then holds keep no blocks.
+        """
+        return (self.host.lacking, False) if self.is_staged else (blocks, reclaims)
+
+    @property
+    def frees_blocks_soon(self) -> bool:
+        """Whether the blocks of a ticket are being copied, and will be free when that is done."""
+        return bool(self._copying)
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks have yet to report that they use a request's host pages no longer."""
+        return bool(self.host.taken)
+
+    def update_metrics(self, metrics: Metrics) -> None:
+        """Set the metrics of host pages, and count the waits that ended since the last call."""
+        if not self.is_staged:
+            return
+        metrics.set(HOST_PAGES, self.host.total, use=self._use)
+        metrics.set(HOST_PAGES_USED, self.host.used, use=self._use)
+        for wait in self.host.take_waits():
+            outcome = "granted" if wait.granted else "refused"
+            metrics.add(HOST_PAGE_WAITS, wait.seconds, use=self._use, outcome=outcome)
+
+
+def most_pages(groups: Sequence[CacheGroup], tokens: int) -> int:
+    """Return how many pages a request of this many tokens needs at most, in all groups together."""
+    return sum(group.most_pages(tokens) for group in groups)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +27,9 @@ NEWEST = (0, 32)
 
 READ = ((0, 33),)
 """Later versions of vLLM whose source was read for the connector, which was not run on them."""
+
+RECORD_BYTES = 528
+"""Size of a row of DeepSeek V4.1's cache, in bytes."""
 
 
 # Which version this is.
@@ -173,31 +175,23 @@ def hashed_blocks(manager: KVCacheManager, group: int) -> dict[str, int] | None:
     return record if isinstance(record, dict) else None
 
 
-def interleaves_values(layer: object) -> bool:
-    """Return whether a layer's backend interleaves the rows of V, as ROCM_ATTN can from 0.33 on."""
-    return getattr(getattr(layer, "impl", None), "_use_interleaved_v_cache", False) is True
-
-
 def page_variant(layer: object) -> str:
     """Return what is unusual in pages of a layer's backend: vLLM 0.33 decides when it compiles."""
-    if interleaves_values(layer):
+    impl = getattr(layer, "impl", None)
+    if getattr(impl, "_use_interleaved_v_cache", False) is True:  # the rows of V, in ROCM_ATTN
         return "interleaved V"
-    shuffles = getattr(getattr(layer, "impl", None), "_shuffle_kv_layout", False) is True
-    return "shuffled" if shuffles else ""
+    return "shuffled" if getattr(impl, "_shuffle_kv_layout", False) is True else ""
 
 
-def has_records(spec: KVCacheSpec, sizes: Collection[int]) -> bool:
+def has_records(spec: KVCacheSpec) -> bool:
     """Return whether each row of a page holds its own scales, as in DeepSeek V4.1 from 0.33 on.
 
     Kernels then read the rows of all blocks as one array, so the spec demands that blocks are a
     multiple of the row apart. Before, the scales of all rows are behind the values of all rows.
-    ``sizes`` are those in bytes of the rows that may be such records.
     """
-    row = getattr(spec, "state_content_bytes", None)
     stride = getattr(spec, "block_stride_alignment", None)
-    if not isinstance(row, int) or not isinstance(stride, int):
-        return False
-    return row in sizes and stride % row == 0
+    is_record = getattr(spec, "state_content_bytes", None) == RECORD_BYTES
+    return is_record and isinstance(stride, int) and stride % RECORD_BYTES == 0
 
 
 def is_of_drafter(spec: KVCacheSpec) -> bool:

@@ -20,7 +20,7 @@ from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.metrics import LoadRecord
-from kvferry.integrations.vllm import checks, compat_029, staging
+from kvferry.integrations.vllm import checks, compat_029, host_pool
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
@@ -34,13 +34,13 @@ from kvferry.integrations.vllm.device import (
     work_marker,
     zero_function,
 )
+from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
-from kvferry.integrations.vllm.page_source import most_pages
 from kvferry.integrations.vllm.rank_position import current_rank_position, shared_incarnation
 from kvferry.integrations.vllm.request_reports import is_followed
 from kvferry.integrations.vllm.security import SecurityFiles, read_security_settings
-from kvferry.integrations.vllm.staging import StagedCache
+from kvferry.integrations.vllm.staging import is_staged, most_pages
 from kvferry.integrations.vllm.tracing import is_traced
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class FerryWorker:
         security_files: SecurityFiles | None = None,
         *,
         follows: bool = False,
-        staged: StagedCache | None = None,
+        staged: HostPool | None = None,
         kept_elsewhere: Sequence[CacheGroup] = (),
     ) -> None:
         self._endpoint = endpoint
@@ -246,7 +246,7 @@ class FerryWorker:
         staged, self._staged = self._staged, None
         self._endpoint.close(self._drain)  # raises if a copy goes on, for which nobody waits then
         if staged is not None:
-            staged.pool.close()
+            staged.close()
 
 
 class UnreadRankWorker:
@@ -321,18 +321,17 @@ def start_worker(
     found = [cache.device for cache in caches.values()]
     device = found[0] if found else platform_device()
     transfer = vllm_config.kv_transfer_config
-    is_staged = staging.is_staged(transfer, config, device.type)
-    if not is_staged:
+    staged = None
+    if not is_staged(transfer, config, device.type):
         check_has_streams(device)
     enter = thread_setup(device)
     facts = layer_facts(vllm_config, kv_cache_config, position.shard)
     security = read_security_settings(config)
     layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
     groups = cache_groups(kv_cache_config, position.shard.dcp_size)
-    staged = None
-    if is_staged:
+    if is_staged(transfer, config, device.type):
         longest = vllm_config.model_config.max_model_len
-        staged = staging.stage(
+        staged = host_pool.stage(
             caches.values(),
             layout,
             config=config,
@@ -352,7 +351,7 @@ def start_worker(
         options=endpoint_options(config, security.access),
         zero=zero_function(caches.values() if staged is None else ()),
         enter=enter,
-        copies=staged.pool if staged is not None else None,
+        copies=staged,
     )
     files = SecurityFiles(config, security, who=f"rank {endpoint.payload.rank}", is_worker=True)
     follows = is_followed(log=config.log_requests) or is_traced(vllm_config)

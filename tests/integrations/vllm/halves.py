@@ -18,6 +18,7 @@ from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import LoadRecord, Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
 from kvferry.core.side_channel_messages import RoomNews
+from kvferry.integrations.vllm.adapter_contents import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.consumer import Consumer
@@ -254,6 +255,12 @@ class Spans:
         self.made.append(("hold", headers, attributes | {"seconds": round(seconds, 3)}))
 
 
+def _not_known(request: Any) -> bytes | None:
+    raise AdapterError("not known")
+
+
+NOT_KNOWN: dict[str, Any] = {"adapter_content": _not_known}
+"""An engine that knows the content of no adapter."""
 HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 RECORD = LoadRecord(
     request="d",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 
 from kvferry.integrations.vllm import adapters as module
-from kvferry.integrations.vllm.adapter_files import AdapterContents, AdapterError
-from kvferry.integrations.vllm.adapter_loads import UNKNOWN, AdapterLoad, AdapterReport
+from kvferry.integrations.vllm.adapter_contents import (
+    UNKNOWN,
+    AdapterContents,
+    AdapterError,
+    AdapterLoad,
+    AdapterReport,
+)
 from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters, lora_settings
-from tests.integrations.vllm.test_adapter_files import content, write
+from tests.integrations.vllm.test_adapter_contents import content, write
 from tests.waiting import eventually
 
 NOT_LOADED = "not those that the engine loaded"
@@ -40,19 +45,13 @@ class Engine:
         self.adapters = Adapters(prefix_caching=prefix_caching, **settings)
         self.made.append(self.adapters)
 
-    def change(self) -> None:
-        """Replace the weights at ``path``."""
-        write(Path(self.path), weights=b"others")
-
     def request(self, name: str = "r", number: int = 1, path: str = "", **more: Any) -> Any:
         path = path or self.path
         lora = SimpleNamespace(lora_name="adapter", lora_int_id=number, lora_path=path, **more)
         return SimpleNamespace(request_id=name, lora_request=lora)
 
-    def load(
-        self, path: str = "", number: int = 1, rank: int = 0, read: bytes | None = None
-    ) -> AdapterLoad:
-        """A load of the files that are there now, unless told otherwise."""
+    def load(self, path: str = "", number: int = 1, rank: int = 0) -> AdapterLoad:
+        """A load of the files that are there now."""
         version, now = AdapterContents().read(path or self.path)
         return AdapterLoad(
             rank=rank,
@@ -60,7 +59,7 @@ class Engine:
             name="adapter",
             path=path or self.path,
             version=version,
-            content=now if read is None else read,
+            content=now,
         )
 
     def tell(self, *loads: AdapterLoad, step: int = 0) -> list[str]:
@@ -74,6 +73,35 @@ class Engine:
         eventually(lambda: not self.adapters.waits(each))
         return each
 
+    def play(self, story: str) -> Any:
+        """Let things happen one after the other; the last request."""
+        last: Any = None
+        for number, what in enumerate(story.split(", ")):
+            name = str(number)
+            if what == "change":
+                write(Path(self.path), weights=b"others")
+            elif what == "write again":
+                write(Path(self.path))
+            elif what == "report":
+                self.tell(self.load())
+            elif what == "report other":
+                self.tell(self.load(self.other))
+            elif what == "end":
+                self.adapters.content(last)
+                self.adapters.end(last.request_id)
+            elif what.startswith("ask"):
+                path = {"ask other": self.other, "ask gone": f"{self.path}/gone"}.get(what, "")
+                last = self.settle(name=name, path=path)
+            elif what == "load a copy":
+                copy = self.load(write(Path(f"{self.path}-copy")))
+                last = self.settle(replace(copy, path=self.path), name=name)
+            else:
+                load = self.load(rank=int(what == "load on rank 1"))
+                if what == "load while files change":
+                    load = replace(load, content=UNKNOWN)
+                last = self.settle(load, name=name)
+        return last
+
     def check(self, request: Any, refusal: str = "") -> None:
         """Expect the content of the files that are there now, or a refusal."""
         if not refusal:
@@ -81,6 +109,12 @@ class Engine:
             return
         with pytest.raises(AdapterError, match=f"'adapter': .*{refusal}"):
             self.adapters.content(request)
+
+
+def hashed(adapters: Adapters) -> None:
+    """Wait until the files of all requests are hashed."""
+    hashing = [each.hashing for each in adapters._followers.values() if each.hashing]
+    eventually(lambda: all(each.done() for each in hashing))
 
 
 @pytest.fixture
@@ -108,7 +142,7 @@ def test_a_request_waits_for_the_hash_and_for_a_step_that_was_built_after_it_cam
     early = adapters.next_step()
     assert early > 0
     adapters.follow(second)
-    eventually(lambda: not adapters._is_hashing(engine.path))
+    hashed(adapters)
     assert adapters.waits(first)
     engine.tell(step=early)
     assert not adapters.waits(first)
@@ -161,114 +195,36 @@ def test_the_load_of_an_adapter_that_may_be_forgotten_hands_nothing_over(
     engine.check(engine.settle(engine.load(number=3), name="again", number=3))
 
 
-def loaded_later(engine: Engine) -> Any:
-    engine.settle(engine.load(), name="first")
-    engine.change()
-    return engine.settle(name="second")
-
-
-def loaded_again(engine: Engine) -> Any:
-    loaded_later(engine)
-    return engine.settle(engine.load(), name="third")
-
-
-def replaced_by_equal_ones(engine: Engine) -> Any:
-    engine.settle(engine.load(), name="first")
-    write(Path(engine.path))
-    return engine.settle(name="second")
-
-
-def changed_after_the_hash(engine: Engine) -> Any:
-    request = engine.settle(engine.load())
-    engine.change()
-    return request
-
-
-def changed_during_the_load(engine: Engine) -> Any:
-    return engine.settle(engine.load(read=UNKNOWN))
-
-
-def gone(engine: Engine) -> Any:
-    return engine.settle(path=f"{engine.path}/gone")
-
-
-def number_of_another_adapter(engine: Engine) -> Any:
-    engine.settle(engine.load(), name="first")
-    return engine.settle(name="second", path=engine.other)
-
-
-def other_files_on_a_rank(engine: Engine) -> Any:
-    engine.settle(engine.load(), name="first")
-    engine.change()
-    return engine.settle(engine.load(rank=1), name="second")
-
-
-def another_load_meanwhile(engine: Engine) -> Any:
-    """The path and its files did not change."""
-    request = engine.settle(engine.load())
-    engine.tell(engine.load(engine.other))
-    engine.tell(engine.load())
-    return request
-
-
-def replaced_and_loaded_meanwhile(engine: Engine) -> Any:
-    """It may have begun with the weights that were loaded before."""
-    request = loaded_later(engine)
-    engine.tell(engine.load())
-    return request
-
-
-def after_one_with_two_weights(engine: Engine) -> Any:
-    """vLLM cached its blocks under the path."""
-    another_load_meanwhile(engine)
-    return engine.settle(name="later")
-
-
-def after_one_that_ended_with_two_weights(engine: Engine) -> Any:
-    engine.adapters.content(engine.settle(engine.load()))
-    engine.adapters.end("r")
-    engine.tell(engine.load(engine.other))
-    engine.tell(engine.load())
-    return engine.settle(name="later")
-
-
-def copies_elsewhere(engine: Engine) -> Any:
-    """The content counts, wherever it was read."""
-    copy = write(Path(f"{engine.path}-copy"))
-    return engine.settle(replace(engine.load(copy), path=engine.path))
-
-
 @pytest.mark.parametrize(
-    ("way", "refusal", "with_prefix_caching"),
+    ("story", "refusal", "with_prefix_caching"),
     [
-        (loaded_later, NOT_LOADED, NOT_LOADED),
-        (loaded_again, "", CACHED),
-        (replaced_by_equal_ones, "", ""),
-        (changed_after_the_hash, "changed after they were hashed", None),
-        (changed_during_the_load, NOT_LOADED, NOT_LOADED),
-        (gone, "its files .* cannot be read", None),
-        (number_of_another_adapter, NOT_LOADED, NOT_LOADED),
-        (other_files_on_a_rank, NOT_LOADED, NOT_LOADED),
-        (another_load_meanwhile, CHANGED, CHANGED),
-        (replaced_and_loaded_meanwhile, CHANGED, CHANGED),
-        (after_one_with_two_weights, "", CACHED),
-        (after_one_that_ended_with_two_weights, "", CACHED),
-        (copies_elsewhere, "", ""),
+        ("load, change, ask", NOT_LOADED, NOT_LOADED),
+        ("load, change, ask, load", "", CACHED),
+        ("load, write again, ask", "", ""),
+        ("load, change", "changed after they were hashed", None),
+        ("load while files change", NOT_LOADED, NOT_LOADED),
+        ("ask gone", "its files .* cannot be read", None),
+        ("load, ask other", NOT_LOADED, NOT_LOADED),  # it has the number of another adapter
+        ("load, change, load on rank 1", NOT_LOADED, NOT_LOADED),
+        ("load a copy", "", ""),  # the content counts, wherever it was read
+        # While a request runs, though its path and files do not change.
+        ("load, report other, report", CHANGED, CHANGED),
+        # It may have begun with the weights that were loaded before.
+        ("load, change, ask, report", CHANGED, CHANGED),
+        # vLLM cached blocks of other weights under the path.
+        ("load, report other, report, ask", "", CACHED),
+        ("load, end, report other, report, ask", "", CACHED),
     ],
-    ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_what_the_engine_computes_with_has_to_be_the_current_files(
-    engine: Engine,
-    way: Callable[[Engine], Any],
-    refusal: str,
-    with_prefix_caching: str | None,
+    engine: Engine, story: str, refusal: str, with_prefix_caching: str | None
 ) -> None:
     """With prefix caching, neither may blocks of other weights be cached under the path."""
     if with_prefix_caching is not None:
-        engine.check(way(engine), with_prefix_caching)
+        engine.check(engine.play(story), with_prefix_caching)
         write(Path(engine.path))
     engine.start(prefix_caching=False)
-    engine.check(way(engine), refusal)
+    engine.check(engine.play(story), refusal)
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -310,7 +266,7 @@ def test_waiting_has_an_end(engine: Engine, hashing: bool, monkeypatch: pytest.M
     engine.adapters.follow(request := engine.request())
     if not hashing:
         gate.set()
-        eventually(lambda: not engine.adapters._is_hashing(engine.path))
+        hashed(engine.adapters)
     assert engine.adapters.waits(request)
     now[0] = WAIT_SECONDS
     assert not engine.adapters.waits(request)
@@ -322,15 +278,7 @@ def test_waiting_has_an_end(engine: Engine, hashing: bool, monkeypatch: pytest.M
 def test_files_that_could_not_be_hashed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but the requests with this adapter suffers, whatever the error."""
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.integrations.vllm.adapter_files.hashlib", None)
+        patched.setattr("kvferry.integrations.vllm.adapter_contents.hashlib", None)
         request = engine.settle()
     engine.check(request, "'NoneType' object has no attribute 'blake2b'")
     engine.check(engine.settle(name="later"))
-
-
-def test_a_request_that_ends_while_it_waits(engine: Engine) -> None:
-    engine.adapters.follow(request := engine.request())
-    engine.adapters.end("r")
-    assert engine.adapters.next_step() == 0
-    assert not engine.adapters.waits(request)
-    assert engine.tell(engine.load()) == []

@@ -13,6 +13,7 @@ from kvferry.integrations.vllm import compat_029
 from kvferry.integrations.vllm.checks import check_failure_reports
 from kvferry.integrations.vllm.config import ConfigError
 from tests.integrations.vllm import without_vllm
+from tests.integrations.vllm.halves import blocks
 
 
 @pytest.fixture
@@ -42,11 +43,6 @@ def groups(*specs: object) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
-def block(block_id: int, *, cached: bool = False) -> Any:
-    hashed = b"hash" if cached else None
-    return SimpleNamespace(block_id=block_id, block_hash=hashed, is_null=block_id == 0)
-
-
 def test_results_without_such_a_class(oldest: Any) -> None:
     made = oldest.transfer_results(sent={"s"}, received={"r"}, failed={"r"})
     assert (made.finished_sending, made.finished_recving, made.failed_recving) == (
@@ -59,10 +55,9 @@ def test_results_without_such_a_class(oldest: Any) -> None:
 def test_blocks_of_failed_loads(oldest: Any) -> None:
     """Those of the load alone: neither cached blocks, nor vLLM's null block."""
     recorded, failing = oldest.LoadBlocks(), oldest.FailedBlocks()
-    blocks = SimpleNamespace(blocks=([block(0), block(7, cached=True), block(8), block(9)],))
-    recorded.allocated("a", blocks, 40)
-    recorded.allocated("b", SimpleNamespace(blocks=([block(3)],)), 20)
-    recorded.allocated("computed here", blocks, 0)
+    recorded.allocated("a", blocks(7, 0, 8, 9, cached=1), 40)
+    recorded.allocated("b", blocks(3), 20)
+    recorded.allocated("computed here", blocks(7, 0, 8, 9, cached=1), 0)
     taken = recorded.take()
     assert taken == {"a": (8, 9), "b": (3,)}
     assert recorded.take() == {}
@@ -76,7 +71,7 @@ def test_blocks_of_failed_loads(oldest: Any) -> None:
 
 def test_no_blocks_are_recorded_where_vllm_takes_requests(later: Any) -> None:
     recorded = later.LoadBlocks()
-    recorded.allocated("a", SimpleNamespace(blocks=([block(1)], [block(2)])), 40)
+    recorded.allocated("a", SimpleNamespace(blocks=[*blocks(1).blocks, *blocks(2).blocks]), 40)
     assert recorded.take() == {}
 
 

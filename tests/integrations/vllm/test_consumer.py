@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.lifecycle.holds import PageCopy
 from kvferry.core.metrics import Metrics
-from kvferry.core.security import TicketKey
-from kvferry.core.security.ticket_proof import check
-from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.consumer import Consumer, LoadMessages
 from kvferry.integrations.vllm.request_reports import RequestReports
-from kvferry.integrations.vllm.ticket_params import KEY
 from tests.integrations.vllm.halves import (
     HEADERS,
     KEYS,
+    NOT_KNOWN,
     PEER,
     PREFILL,
     RECORD,
@@ -30,7 +26,6 @@ from tests.integrations.vllm.halves import (
     STATE,
     STRANGER,
     TALKS,
-    TICKET_KEY,
     WINDOW,
     Spans,
     Users,
@@ -54,10 +49,6 @@ from tests.integrations.vllm.halves import (
 TICKET, SIGNED = ticket(), ticket(secrets=SECRETS)
 OTHER_TOKENS = {"prompt_token_ids": [*range(39), 99]}
 OTHER = "it was made for another prompt than this one of 40 tokens, or with other media"
-
-
-def unknown(request: Any) -> bytes | None:
-    raise AdapterError("not known")
 
 
 def allocate(made: Consumer, *requests: Any, external: int = 40) -> LoadMessages:
@@ -139,7 +130,7 @@ class TestTickets:
             (SIGNS, SIGNED, OTHER_TOKENS, "prompt", OTHER),
             ({}, TICKET, {"cache_salt": "salt"}, "prompt", OTHER),
             ({}, TICKET, {"mm_features": [image(3)]}, "prompt", OTHER),
-            ({"adapter_content": unknown}, TICKET, {}, "adapter", "not known"),
+            (NOT_KNOWN, TICKET, {}, "adapter", "not known"),
             (
                 {},
                 TICKET,
@@ -196,13 +187,6 @@ class TestTickets:
 
 
 class TestLoads:
-    def test_loads_are_counted_once(self) -> None:
-        made = consumer()
-        allocate(made, *(arrive(made, name=name) for name in ("good", "bad")))
-        made.loads_finished(["good", "bad", "another connector's"], failed={"bad"})
-        assert counted(made) == {"loads": 1, "tokens": 40, "failed_loads": 1}
-        assert counted(made) == {}
-
     def test_done_for_a_shared_hold_is_said_with_the_ticket_that_was_loaded(self) -> None:
         """A client may have altered the other one, and the producer has to be asked again."""
         directory = Users()
@@ -458,7 +442,7 @@ class TestTurns:
             ({"role": "kv_producer"}, "role"),
             (SIGNS, "signature"),
             (KEYS, "admission"),
-            ({"adapter_content": unknown}, "adapter"),
+            (NOT_KNOWN, "adapter"),
         ],
         ids=["own", "role", "signature", "admission", "adapter"],
     )
@@ -474,21 +458,6 @@ class TestTurns:
         assert "the whole prompt is computed" in caplog.text
         assert f"cause {reason}, of engine decode" in caplog.text
         assert counted(made) == {"refused_tickets": {reason: 1}}
-
-    def test_forged_digests_and_foreign_keys_are_found_by_the_proof(self) -> None:
-        """The scheduler half cannot know, so the ranks check the proof before they read."""
-        forged = conversation_ticket()
-        forged[KEY]["blocks"] = conversation_ticket()[KEY]["blocks"]
-        for params, words in (
-            (forged, "altered"),
-            (conversation_ticket(ticket_key=TicketKey()), "key"),
-        ):
-            made = talker()
-            each = turn(80, params)
-            assert loaded(made, each) == 64
-            [load] = allocate(made, each, external=64).loads
-            with pytest.raises(Exception, match=words):
-                check(load.ticket.proof, TICKET_KEY.public)
 
 
 class TestStaged:
@@ -510,18 +479,6 @@ class TestStaged:
     @pytest.fixture(autouse=True)
     def requests_by_name(self) -> None:
         self.requests: dict[str, Any] = {}
-
-    @pytest.mark.parametrize("cached", [0, 1])
-    def test_load_fills_host_pages_for_the_blocks_that_are_not_cached(
-        self, made: Consumer, cached: int
-    ) -> None:
-        made.blocks_allocated(
-            self.requests["first"], blocks(21, 5, 17, cached=cached), 40 - 16 * cached
-        )
-        [load] = made.drain().loads
-        [pages] = load.local
-        assert load.copy == PageCopy(blocks=(21, 5, 17)[cached:], pages=tuple(pages.ids))
-        assert pages.first_index == cached
 
     def test_a_wait_ends_as_a_refused_ticket(self, made: Consumer, now: list[float]) -> None:
         """Prefill is told that nobody will come."""

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvferry.core.errors import KVFerryError, PeerLostError
@@ -280,12 +279,6 @@ class TestProducer:
         producer(rooms=rooms).on_new_request(each)
         assert len(rooms) == 0
 
-    def test_parts_are_signed(self) -> None:
-        prefill = computed(40, secrets=SECRETS)
-        assert prefill.part(secrets=SECRETS).ticket.tokens == 40
-        with pytest.raises(KVFerryError, match="signed"):
-            prefill.part()
-
 
 class Decoding:
     """A consumer with requests whose prompts are computed elsewhere."""
@@ -382,14 +375,6 @@ class TestConsumer:
         assert counted["early_loads"] == counted["loads"] == {"loopback": 1}
         assert decode.consumer.drain() == LoadMessages()
 
-    def test_a_request_with_the_ticket_of_an_early_load_leaves_done_to_the_last(self) -> None:
-        decode, prefill = Decoding(), computed(40)
-        decode.begin(prefill)
-        decode.hear(finished(prefill))
-        decode.consumer.drain()
-        decode.add(msgspec.json.decode(prefill.news().part))
-        assert [load.shared for load in decode.place(name="second").loads] == [True]
-
     def test_a_part_of_a_load_that_has_ended_is_not_sent(self) -> None:
         """The id could be another request's by then."""
         decode, prefill = Decoding(), computed(40)
@@ -464,17 +449,15 @@ class TestConsumer:
         [load] = Decoding(tokens=130).begin(computed(40)).loads
         assert load.ranges == ((0, 100),)
 
-    @pytest.mark.parametrize("tokens", [90, 110])
-    def test_ticket_for_other_tokens_than_its_parts(self, tokens: int) -> None:
+    @pytest.mark.parametrize(
+        "later",
+        [finished(computed(40, tokens=90)), computed(40, 40, tokens=110)],
+        ids=["a ticket", "a part"],
+    )
+    def test_ticket_for_other_tokens_than_its_parts(self, later: Prefilling) -> None:
         decode = Decoding(tokens=130)
         decode.begin(computed(40))
-        decode.hear(finished(computed(40, tokens=tokens)))
-        decode.is_aborted()
-
-    def test_a_later_part_of_a_larger_ticket_is_refused(self) -> None:
-        decode = Decoding(tokens=130)
-        decode.begin(computed(40))
-        decode.hear(computed(40, 40, tokens=110))
+        decode.hear(later)
         decode.is_aborted()
 
     def test_part_of_another_engine_is_refused(self) -> None:

@@ -12,13 +12,13 @@ from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, Silence
 from kvferry.core.metrics import Metrics
 from kvferry.core.security.ticket_proof import check
-from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.halves import (
     HEADERS,
+    NOT_KNOWN,
     PREFILL,
     SERVING,
     STATE,
@@ -40,10 +40,6 @@ from tests.integrations.vllm.halves import (
 SAMPLE = "cmpl-a-0-89b15765"
 
 
-def unknown(request: Any) -> bytes | None:
-    raise AdapterError("not known")
-
-
 class TestTickets:
     def test_blocks_of_the_prompt_without_holes_in_front(self) -> None:
         made = producer((*full(), WINDOW))
@@ -57,6 +53,13 @@ class TestTickets:
         assert (got.computed, got.missing) == (True, (0, 5))
         assert [(each.hold, each.lease) for each in made.drain().tickets] == [(hold, 30.0)]
 
+    @pytest.mark.parametrize("settings", [{"drafts": True}, {"is_staged": True}])
+    def test_pages_that_are_written_after_the_last_token(self, settings: dict[str, Any]) -> None:
+        made = producer(**settings)
+        made.set_ranks(1, host_pages(8, lambda: 0.0) if "is_staged" in settings else None)
+        made.waits_for_host_pages(each := request(40, PREFILL))
+        assert not read_ticket(finish(made, each)).computed
+
     @pytest.mark.parametrize(
         ("settings", "change", "reason", "words"),
         [
@@ -64,7 +67,7 @@ class TestTickets:
             ({}, {"request_id": f"{SAMPLE[:-11]}-1-89b15765"}, "list", "it is prompt 2 of a"),
             ({"role": "kv_consumer"}, {}, "role", 'set "kv_producer" or "kv_both"'),
             ({"max_held_fraction": 2 / 64}, {}, "too_large", "it has 3 blocks, and 2 may be held"),
-            ({"adapter_content": unknown}, {}, "adapter", "not known"),
+            (NOT_KNOWN, {}, "adapter", "not known"),
         ],
         ids=["image at the end", "list", "role", "too large", "adapter"],
     )
@@ -229,7 +232,7 @@ class TestAnswers:
             ({}, {"prompt_embeds": object()}, "its prompt has embeddings"),
             ({"max_held_fraction": 2 / 64}, {}, "it has 3 blocks, and 2 may be held"),
             ({"max_held_fraction": 5 / 64}, {}, "it has 3 blocks, and with those held for prompts"),
-            ({"adapter_content": unknown}, {}, "not known"),
+            (NOT_KNOWN, {}, "not known"),
         ],
         ids=["drafts", "embeddings", "too large", "prompts go first", "adapter"],
     )

@@ -14,7 +14,6 @@ import pytest
 from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
-from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.security import generate
 from kvferry.core.security.ticket_proof import check
 from kvferry.core.side_channel import fetch, health, ping
@@ -33,7 +32,7 @@ from tests.integrations.vllm.halves import (
     request,
     ticket,
 )
-from tests.integrations.vllm.test_adapter_files import write
+from tests.integrations.vllm.test_adapter_contents import write
 from tests.integrations.vllm.test_early_half import DECODE, computed, finished
 from tests.waiting import eventually
 
@@ -45,7 +44,7 @@ RANKS = tuple(payload(rank, engine="decode", incarnation=9) for rank in range(3)
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
     """Our modules with stand-ins for vLLM's."""
-    names = ("scheduler", "metadata", "metrics", "adapter_loads", "engine_facts")
+    names = ("scheduler", "metadata", "metrics", "adapter_contents", "engine_facts")
     with without_vllm.modules(*names) as modules:
         yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
@@ -56,9 +55,9 @@ def configured(role: str = "kv_both", **extra: Any) -> Any:
     return engine(role, kv_connector_extra_config=extra, enable_prefix_caching=True, **parallel)
 
 
-def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
+def serving(vllm: Any, half: Any, *ranks: wire.RankPayload, host_pages: int = 0) -> None:
     published = [
-        vllm.metadata.RankHandshake(payload=data, library="nixl 1.5, UCX")
+        vllm.metadata.RankHandshake(payload=data, library="nixl 1.5, UCX", host_pages=host_pages)
         for data in encoded(*ranks)
     ]
     half.set_xfer_handshake_metadata_pp_aware(
@@ -69,12 +68,10 @@ def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
 class Half:
     """A scheduler half of an engine with 100 blocks of 16 tokens."""
 
-    def __init__(self, vllm: Any, *, drafts: bool = False, **settings: Any) -> None:
-        config = configured(**settings)
-        config.speculative_config = object() if drafts else None
-        config.num_prefill_lookahead_tokens = 3 if drafts else 0
+    def __init__(self, vllm: Any, **settings: Any) -> None:
         self.vllm = vllm
-        self.made = vllm.scheduler.FerryScheduler(config, SimpleNamespace(num_blocks=100))
+        caches = SimpleNamespace(num_blocks=100)
+        self.made = vllm.scheduler.FerryScheduler(configured(**settings), caches)
 
     def serve(self, *ranks: wire.RankPayload) -> int:
         """Open the side channel; its port."""
@@ -97,7 +94,7 @@ class Half:
         self.made.update_connector_output(output)
 
     def adapters(self, *loads: Any, step: int = 0) -> Any:
-        return self.vllm.adapter_loads.AdapterReport(loads=loads, step=step)
+        return self.vllm.adapter_contents.AdapterReport(loads=loads, step=step)
 
     def doomed(self, *loads: Any, nested: bool = False) -> Any:
         """Which requests must fail, by what the workers report before a step is used."""
@@ -107,7 +104,7 @@ class Half:
 
     def load_of(self, path: str, content: bytes) -> Any:
         """A load of an adapter's files by a worker."""
-        make = self.vllm.adapter_loads.AdapterLoad
+        make = self.vllm.adapter_contents.AdapterLoad
         return make(rank=0, adapter=1, name="adapter", path=path, content=content)
 
     def counted(self) -> dict[str, Any]:
@@ -295,10 +292,13 @@ class TestProducing:
         stats = half.counted()
         assert (stats["held_pages"], stats["holds"]) == (0, {"expired": 1})
 
-    def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
-        """The last two tokens are left to decode, which drafts, too."""
-        _, params = make(drafts=True).prefill()
-        assert (params["remote_num_tokens"], params["kvferry"]["computed"]) == (38, False)
+    def test_a_drafter_writes_after_the_last_token(self, vllm: Any, half: Half) -> None:
+        """Decode, which drafts too, computes the last two; the slot word has to be waited for."""
+        config = configured()
+        config.speculative_config, config.num_prefill_lookahead_tokens = object(), 3
+        caches: Any = SimpleNamespace(num_blocks=9)
+        facts = vllm.engine_facts.engine_facts(config, caches, lambda request: None)
+        assert (facts.drafts, facts.backoff) == (True, 2)
 
     def test_settings_reach_it(self, make: Any) -> None:
         half = make(
@@ -318,17 +318,9 @@ class TestProducing:
 
     def test_host_pages_are_held_until_all_ranks_say_over(self, make: Any) -> None:
         half = make(staging=True)
-        handshakes = [
-            half.vllm.metadata.RankHandshake(payload=data, host_pages=9) for data in encoded(*RANKS)
-        ]
-        half.made.set_xfer_handshake_metadata_pp_aware(
-            {(0, i): h for i, h in enumerate(handshakes)}
-        )
-        each = request(40, dict(PREFILL))
-        half.made.on_new_request(each)
-        assert half.matched(each) == (0, False)
-        half.allocate(each)
-        assert half.finish(each)[0]
+        serving(half.vllm, half.made, *RANKS, host_pages=9)
+        assert half.prefill()[0]
+        assert half.made.has_pending_block_frees()
         assert [each.copy is not None for each in half.step().orders.tickets] == [True]
         assert half.matched(late := request(40, dict(PREFILL), name="late")) == (None, False)
         half.hear(sending={"r"}, over={0: ("r",), 1: ("r",)})
@@ -342,25 +334,6 @@ class TestProducing:
         half.step()
         assert half.made.reset_cache() is True
         assert len(half.step().orders.ends) == 1
-
-    def test_a_hold_that_no_rank_hears_of_makes_room(self, half: Half) -> None:
-        half.serve()
-        half.prefill()
-        [(_, hold)] = half.step().orders.take_ons
-        waits = request(40, name="waits")
-        half.matched(waits)
-        half.allocate(waits, 4, 5, 6)
-        assert not half.step().asks_silent
-        half.matched(waits)
-        assert half.step().asks_silent
-        silence = Silence(request=RequestId("r"), hold=hold, age=4.0)
-        half.hear(silent=dict.fromkeys(range(len(RANKS)), (silence,)))
-        half.matched(waits)
-        assert not half.made.has_pending_block_frees()
-        assert half.step().orders.ends == (hold,)
-        assert half.made.has_pending_block_frees()
-        half.hear(sending={"r"})
-        assert half.counted()["holds"] == {"made": 1, "orphaned": 1}
 
 
 class TestAdapters:
@@ -432,7 +405,7 @@ class TestAdapters:
 
     @pytest.mark.parametrize("is_loading", [False, True])
     def test_a_request_that_ends_before_its_content_is_known(
-        self, half: Half, tmp_path: Path, is_loading: bool
+        self, half: Half, tmp_path: Path, is_loading: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Nothing is asked for any more; the lease ends the hold of a ticket."""
         params = ticket() if is_loading else dict(PREFILL)
@@ -441,6 +414,7 @@ class TestAdapters:
         assert half.finish(each) == (False, None)
         step = half.step()
         assert (step.asks_adapters, step.follows, step.loads) == (0, False, [])
+        assert "ticket refused" not in caplog.text
         assert not half.made.has_pending_push_work()
 
     def test_a_request_that_vllm_does_not_let_wait(

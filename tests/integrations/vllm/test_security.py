@@ -50,28 +50,17 @@ def test_anywhere_has_to_be_said() -> None:
     assert admitted(allowed_peers="anywhere").access == Access()
 
 
-def test_everything_from_files(tmp_path: Path) -> None:
-    contents = {
-        "own": OWN.secret.hex(),
-        "peers": f"# two engines\n{PEER.public.hex()}\n{OTHER.public.hex()}\n",
-        "new": "a new secret of both engines",
-        "old": SECRET,
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_text(content)
-        (tmp_path / name).chmod(0o600)
-    got = admitted(
-        ticket_secrets=[f"file:{tmp_path}/new", f"file:{tmp_path}/old"],
-        curve_secret_key=f"file:{tmp_path}/own",
-        curve_peers=[f"file:{tmp_path}/peers"],
-    )
+def test_everything_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEW", "a new secret of both engines")
+    monkeypatch.setenv("PEERS", f"# two engines\n{PEER.public.hex()}\n{OTHER.public.hex()}\n")
+    got = admitted(**KEYS, ticket_secrets=["env:NEW", "env:SECRET"])
     assert got == SecuritySettings(
         access=Access(
             own=OWN,
             peers=frozenset({PEER.public, OTHER.public}),
             networks=Networks.nearby(),
         ),
-        secrets=TicketSecrets.of([contents["new"], SECRET]),
+        secrets=TicketSecrets.of(["a new secret of both engines", SECRET]),
     )
 
 

@@ -11,10 +11,9 @@ from kvferry.core.layout import Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.integrations.vllm import staging
+from kvferry.integrations.vllm import host_pool, staging
 from kvferry.integrations.vllm.checks import check_engine, check_siblings
 from kvferry.integrations.vllm.config import Config, ConfigError
-from kvferry.integrations.vllm.page_source import most_pages
 from tests.integrations.vllm.halves import STATE, WINDOW, engine, facts, full
 
 
@@ -48,7 +47,7 @@ def test_another_device_is_refused() -> None:
 )
 def test_host_pages_are_for_holds_and_for_loads(role: str, holds: int, loads: int) -> None:
     """Ranks may have different numbers: their pages have different sizes."""
-    found = staging.host_pages([11, 12, staging.NO_LIMIT], facts(role=role))
+    found = staging.host_pages([11, 12, host_pool.NO_LIMIT], facts(role=role))
     assert [each.total for each in found] == [holds, loads]
     ids = [each.take(RequestId("r"), each.total) or () for each in found]
     assert sorted(ids[0] + ids[1]) == list(range(1, 11))
@@ -67,7 +66,7 @@ def test_turns_are_refused() -> None:
 
 @pytest.mark.parametrize(("tokens", "most"), [(1, 3), (32, 5), (160, 14)])
 def test_how_many_pages_a_request_has_at_most(tokens: int, most: int) -> None:
-    assert most_pages((*full(), WINDOW, STATE), tokens) == most
+    assert staging.most_pages((*full(), WINDOW, STATE), tokens) == most
 
 
 CACHE = np.zeros((64, 16, 64), dtype=np.uint8)
@@ -95,18 +94,18 @@ def test_size_by_default(
     monkeypatch: pytest.MonkeyPatch, default: int, uses: int, largest: int, count: int
 ) -> None:
     """Enough for a request, and for each use no more than the cache."""
-    monkeypatch.setattr(staging, "DEFAULT_BYTES", default)
-    assert staging.page_count(form(), Config(), pages=64, largest=largest, uses=uses) == 1 + count
+    monkeypatch.setattr(host_pool, "DEFAULT_BYTES", default)
+    assert host_pool.page_count(form(), Config(), pages=64, largest=largest, uses=uses) == 1 + count
 
 
 def test_size_as_set() -> None:
     config = Config(staging_bytes=10_500)
-    assert staging.page_count(form(), config, pages=64, largest=90, uses=1) == 10
+    assert host_pool.page_count(form(), config, pages=64, largest=90, uses=1) == 10
     config = Config(staging_bytes=2500)
     with pytest.raises(
         ConfigError,
         match=r"staging_bytes is 2500: a host page .* has 1024 bytes .* 3 are needed; set 3072",
     ):
-        staging.page_count(form(), config, pages=64, largest=9, uses=2)
+        host_pool.page_count(form(), config, pages=64, largest=9, uses=2)
     empty = form(has_cache=False)
-    assert staging.page_count(empty, config, pages=4, largest=2, uses=1) == staging.NO_LIMIT
+    assert host_pool.page_count(empty, config, pages=4, largest=2, uses=1) == host_pool.NO_LIMIT

@@ -15,17 +15,19 @@ from kvferry.core import side_channel_messages as side
 from kvferry.core.directory import ProducerNews
 from kvferry.core.endpoint import Load, Results
 from kvferry.core.errors import KVFerryError, StaleError
-from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import Silence
-from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.metrics import LoadRecord
 from kvferry.integrations.vllm.cache_groups import CacheGroup
-from kvferry.integrations.vllm.ticket_params import Part
+from kvferry.integrations.vllm.ticket_params import Part, read_ticket
 from tests.core.messages import payload
 from tests.integrations.vllm import without_vllm
+from tests.integrations.vllm.halves import ticket
 
-HOLD = Hold(slot=1, generation=7)
+TICKET = read_ticket(ticket())
+HOLD = TICKET.hold
 SILENCE = Silence(request=RequestId("r"), hold=HOLD, age=4.0)
 
 
@@ -44,24 +46,8 @@ def endpoint() -> MagicMock:
     return made
 
 
-def ticket() -> Ticket:
-    return Ticket(
-        engine="prefill",
-        incarnation=5,
-        request="p",
-        host="10.0.0.1",
-        port=5600,
-        hold=HOLD,
-        pages=((1,),),
-        first_index=(0,),
-        tokens=4,
-        digest=bytes(16),
-        computed=True,
-    )
-
-
 def load(name: str) -> Load:
-    return Load(request=RequestId(name), ticket=ticket(), ranges=(None,), local=())
+    return Load(request=RequestId(name), ticket=TICKET, ranges=(None,), local=())
 
 
 def requests(*names: str) -> frozenset[RequestId]:
@@ -93,10 +79,13 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         ranks=tuple(side.encode(one) for one in ranks),
         ticket_key=b"key",
         orders=READY,
-        producers=ProducerNews(outcomes=((PeerKey.of(ticket()), KVFerryError("no answer")),)),
-        prepare=(ticket(),),
+        producers=ProducerNews(outcomes=((PeerKey.of(TICKET), KVFerryError("no answer")),)),
+        prepare=(TICKET,),
         loads=(load("a"), load("b")),
-        parts={"f": Part(ticket=ticket(), total=4, is_last=True)},
+        parts={
+            "f": Part(ticket=TICKET, total=4, is_last=True),
+            "g": Part(ticket=TICKET, total=5, is_last=False),
+        },
         refused=(("c", "another prompt"),),
         aborted=("d", "e"),
     )
@@ -108,10 +97,11 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         call.prove(b"key"),
         call.join(ranks),
         call.apply(READY, mark),
-        call.prepare(ticket()),
+        call.prepare(TICKET),
         call.load(step.loads[0], mark),
         call.load(step.loads[1], mark),
-        call.extend("f", ticket(), is_last=True),
+        call.extend("f", TICKET, is_last=True),
+        call.extend("g", TICKET, is_last=False),
     ]
     assert (refused[0], refused.args[0]) == ("refuse", "c")
     assert isinstance(refused.args[1], half.TicketError)

@@ -13,7 +13,7 @@ from kvferry.core.layout import ContextParallel, GroupKind
 from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
 from kvferry.core.planner.plan import make_plan
 from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.caches.attention_pages import NEWER_PACKINGS, PACKINGS, unknown
+from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
 from kvferry.integrations.vllm.caches.pages import ShardPosition
 from tests.vllm.caches import census, views
 from tests.vllm.caches.layers import ORDERS, TWO, full, mla, planes, uniform
@@ -329,9 +329,6 @@ def test_heads_of_this_rank(position: ShardPosition, heads: int, expected: tuple
     assert {f.shard_range for f in latent.layout.fields} == {(0, 1)}
 
 
-NOT_READ = [name for name, each in NEWER_PACKINGS.items() if each.fields is unknown]
-
-
 @pytest.mark.parametrize(
     ("backend", "make", "options"),
     [
@@ -354,7 +351,6 @@ NOT_READ = [name for name, each in NEWER_PACKINGS.items() if each.fields is unkn
         ("FLASHMLA_SPARSE_DSV4", mla, {}),
         ("DEEPSEEK_SPARSE_SWA", mla, sliding(528)),
         ("MINIMAX_M3_SPARSE", planes, {}),  # where AITER runs; the planes' inside was not read
-        *((name, full, {}) for name in NOT_READ),
     ],
 )
 def test_what_is_not_certain_is_opaque(backend: str, make: Any, options: dict[str, Any]) -> None:

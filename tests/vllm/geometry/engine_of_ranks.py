@@ -27,7 +27,6 @@ from kvferry.integrations.vllm.caches.pages import ShardPosition
 from kvferry.integrations.vllm.device import storage_of, work_marker
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.rank_position import RankPosition, current_rank_position
-from kvferry.integrations.vllm.staging import StagedCache
 from tests.vllm.geometry.model import Bytes, Layer, Part, Setting, Steps, stage
 
 if TYPE_CHECKING:
@@ -276,7 +275,7 @@ def _rank(
                 layout=layout if staged is None else staged.layout,
                 slots=shape.blocks,
                 options=OPTIONS,
-                copies=None if staged is None else staged.pool,
+                copies=staged,
             )
         )
         worker = FerryWorker(endpoint, work_marker(_device(shape)), staged=staged)
@@ -296,13 +295,13 @@ def _described(
     return describe(caches, config, facts=facts, position=setting.position)
 
 
-def _stage(caches: Mapping[str, Any], cache: Layout, shape: Shape) -> StagedCache:
+def _stage(caches: Mapping[str, Any], cache: Layout, shape: Shape) -> HostPool:
     """A pool of host pages, full of poison."""
     form, pages = HostPageFormat.of(cache), shape.host_pages
     pool = HostPool(caches.values(), form, pages, device=_device(shape))
-    if pool.region is not None:
-        ctypes.memset(pool.region.address, POISON, pool.region.nbytes)
-    return StagedCache(layout=form.layout(pool.region, pages), pool=pool, pages=pages)
+    for region in pool.layout.regions:
+        ctypes.memset(region.address, POISON, region.nbytes)
+    return pool
 
 
 def _device(shape: Shape) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.layout import HOLE
-from kvferry.integrations.vllm.adapter_loads import LoadLog
+from kvferry.integrations.vllm.adapter_contents import LoadLog
 from tests.vllm.geometry.engine_of_ranks import LONGEST, POISON, Engine, Extent, Rank, Shape, engine
 from tests.vllm.geometry.model import Bytes, Layer, Part, Steps
 

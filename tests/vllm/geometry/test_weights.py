@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.core.directory.news import ProducerNews
-from kvferry.integrations.vllm.adapter_files import AdapterContents
-from kvferry.integrations.vllm.adapter_loads import AdapterLoad
-from tests.integrations.vllm.test_adapter_files import write
+from kvferry.integrations.vllm.adapter_contents import AdapterContents, AdapterLoad
+from tests.integrations.vllm.test_adapter_contents import write
 from tests.vllm.geometry.engine_of_ranks import Shape
 from tests.vllm.geometry.model import Layer, attention, hybrid
 from tests.vllm.geometry.paused import Core

@@ -1,7 +1,6 @@
 """Describe vLLM's allocated caches as a ``Layout``, by three tables.
 
-- ``cache_specs.SPECS``, by class of ``KVCacheSpec``: whether pages hold tokens or states, or why
-  an engine with such a cache is refused.
+- ``cache_kinds.HANDLED``, by class of ``KVCacheSpec``: whether pages hold tokens or states.
 - ``attention_pages.PACKINGS``, by attention backend: where K and V are in a page.
 - ``state_pages.STATE_PACKINGS``, by backend: the parts of a recurrent layer's state.
 

@@ -14,7 +14,6 @@ processor and release of vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
 Fields = tuple[Field, ...] | None
 """The fields of a page, or ``None`` if the content of the page is not known."""
 
+Packing = Callable[[Page], Fields]
+"""Returns the fields of a page; ``None`` if it is not filled as the function says."""
+
 VECTOR_BYTES = 16
 """Size in bytes of the vectors of keys that ROCm's kernels read: ``PagedAttention.split_kv_cache``.
 """
@@ -40,16 +42,10 @@ INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
 in bytes.
 """
 
-INDEXER_VALUES = 128
-"""Size in bytes of the values in an indexer's row if they are fp8."""
-
 SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
 """By the size of a row in ``fp8_ds_mla`` of DeepSeek V4 and V4.1: sizes of its values and of its
 scales, in bytes.
 """
-
-RECORD_BYTES = frozenset({528})
-"""Sizes of the rows whose scales are in the row in vLLM 0.33: those of DeepSeek V4.1."""
 
 SPLIT_TOKENS = 256
 """Block size in tokens at which kernels never split a block of compressed entries.
@@ -64,20 +60,14 @@ def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
     They are opaque if the content of one layer's is not known. Raises ``LayoutError`` as
     ``opaque``.
     """
-    packings = [packing_of(page.facts.backend) for page in pages]
+    packings = {**NEWER_PACKINGS, **PACKINGS}
     fields = [
-        packing.fields(page) if packing else None
-        for packing, page in zip(packings, pages, strict=True)
+        packing(page) if (packing := packings.get(page.facts.backend)) else None for page in pages
     ]
     described = [each for each in fields if each is not None]
     if len(described) == len(pages):
         return GroupKind.PAGED, tuple(field for each in described for field in each)
     return GroupKind.OPAQUE, tuple(opaque(page) for page in pages)
-
-
-def packing_of(backend: str) -> Packing | None:
-    """Return how a backend of any known version of vLLM packs its pages, ``None`` if unknown."""
-    return PACKINGS.get(backend) or NEWER_PACKINGS.get(backend)
 
 
 def opaque(page: Page) -> Field:
@@ -124,11 +114,6 @@ def _is_contiguous(page: Page) -> bool:
             return False
         extent *= count
     return page.kernels == 1 or page.kernel_stride == extent
-
-
-def unknown(page: Page) -> Fields:
-    """Return ``None``: the content of the page is not known."""
-    return None
 
 
 def halves(page: Page) -> Fields:
@@ -280,7 +265,7 @@ def indexer(page: Page) -> Fields:
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
     values, _ = INDEXER_ROW_BYTES.get(page.block.shape[2], (0, 0))
-    scales = versions.indexer_scales() if values == INDEXER_VALUES else ""
+    scales = versions.indexer_scales() if values == 128 else ""  # the values are fp8
     return _scaled_rows(page, INDEXER_ROW_BYTES, scales)
 
 
@@ -297,7 +282,7 @@ def sparse_rows(page: Page) -> Fields:
     """
     from vllm.platforms import current_platform
 
-    if versions.has_records(page.spec, RECORD_BYTES):
+    if versions.has_records(page.spec):
         return _scaled_rows(page, SPARSE_ROW_BYTES, in_row=True)
     if page.spec.state_content_bytes is not None:
         return _scaled_rows(page, SPARSE_ROW_BYTES)
@@ -367,134 +352,61 @@ def _scaled_rows(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How the kernels of one backend fill a page; the texts are for docs/coverage.md.
-
-    Attributes:
-        inside: What a page holds, or why that is not known.
-        fields: Returns the fields of a page, ``None`` if it is not filled as ``inside`` says.
-        unless: For which pages ``fields`` returns ``None``.
-    """
-
-    inside: str
-    fields: Callable[[Page], Fields] = unknown
-    unless: str = ""
-
-
-HALVES = Packing(
-    inside="K, then V, in the cell of each head and token", fields=halves, unless="NVFP4"
-)
-PLANES = Packing(
-    inside="all of K, then all of V; in each, the heads of a token in a row", fields=planes
-)
-ROWS = Packing(inside="one row per entry, scales included", fields=rows)
-SPARSE_ROWS = Packing(
-    inside="one row per entry, or (fp8_ds_mla) all rows' values, then all rows' scales",
-    fields=sparse_rows,
-    unless="not on CUDA, or blocks that the kernels split",
-)
-INDEXER = Packing(
-    inside="all rows' values, then all rows' scales",
-    fields=indexer,
-    unless="not on CUDA, or blocks that the kernels split",
-)
-COLUMNS = Packing(inside="per head all of K in columns, then all of V in rows", fields=columns)
-ELSEWHERE = "not known: these kernels run on processors that they were not checked on"
-UNREAD = "not known: these kernels were not read"
-RINGS = "rings, which always move whole"
-BEHIND = "not known: how the kernels split a block, on which it depends, is not in the tensor"
-
 PACKINGS: Mapping[str, Packing] = {
-    "FLASH_ATTN": Packing(
-        inside="K, then V, in the cell of each head and token; where AITER shuffles, all of K in "
-        "vectors of 16 bytes, then all of V in runs of tokens",
-        fields=flash_or_shuffled,
-        unless="shuffled fp8",
-    ),
-    "FLASH_ATTN_DIFFKV": HALVES,
-    "FLASHINFER": HALVES,
-    "FLEX_ATTENTION": HALVES,
-    "HPC_ATTN": HALVES,
-    "ROCM_AITER_UNIFIED_ATTN": HALVES,
-    "TRITON_ATTN": HALVES,
-    "TRITON_ATTN_DIFFKV": HALVES,
-    "TRITON_FLASH_ATTN": HALVES,
-    "TRITON_FLASHINFER": HALVES,
-    "B12X": PLANES,
-    "ROCM_SEGMENTED_ATTN": PLANES,
-    "ROCM_ATTN": Packing(
-        inside="all of K in vectors of 16 bytes, then all of V in columns", fields=vectors
-    ),
-    "CPU_ATTN": Packing(inside="depends on the kernel, which is not known"),
-    "CPU_ATTN/vec": COLUMNS,
-    "CPU_ATTN/vec16": COLUMNS,
-    "CPU_ATTN/amx": Packing(
-        inside="per head all of K, then all of V, both in AMX's tiles", fields=tiles
-    ),
-    "CPU_ATTN/neon": Packing(inside=ELSEWHERE),
-    "CPU_ATTN/rvv": Packing(inside=ELSEWHERE),
-    "CPU_ATTN/vsx": Packing(inside=ELSEWHERE),
-    "CPU_ATTN/vxe": Packing(inside=ELSEWHERE),
-    "TURBOQUANT": Packing(inside="depends on the GPU: scales in each cell, or behind all of them"),
-    "ULTRAQUANT": Packing(inside=UNREAD),
-    "CUTLASS_MSA": HALVES,
-    "QWEN4_EXP_QSA_TRITON": HALVES,
-    "TRITON_MSA": HALVES,
-    "AITER_TRITON_MLA": ROWS,
-    "AMX_MLA": ROWS,
-    "CPU_MLA": ROWS,
-    "CUTLASS_MLA": ROWS,
-    "DOTS3_NOTE_PADDED_MLA_SPARSE": ROWS,
-    "FLASH_ATTN_MLA": ROWS,
-    "FLASH_ATTN_MLA_SPARSE": ROWS,
-    "FLASHINFER_MLA": ROWS,
-    "FLASHINFER_MLA_SPARSE": ROWS,
-    "FLASHINFER_MLA_SPARSE_SM120": ROWS,
-    "FLASHINFER_MLA_SPARSE_SM90": ROWS,
-    "FLASHMLA": ROWS,
-    "FLASHMLA_SPARSE": ROWS,
-    "ROCM_AITER_MLA": ROWS,
-    "ROCM_AITER_MLA_SPARSE": ROWS,
-    "TOKENSPEED_MLA": ROWS,
-    "TRITON_MLA": ROWS,
-    "XPU_MLA_SPARSE": ROWS,
-    "DEEPSEEK_V32_INDEXER": INDEXER,
-    "DEEPSEEK_V4_INDEXER": INDEXER,
-    "DEEPSEEK_SPARSE_SWA": SPARSE_ROWS,
-    "FLASHINFER_MLA_SPARSE_DSV4": SPARSE_ROWS,
-    "FLASHMLA_SPARSE_DSV4": SPARSE_ROWS,
-    "CompressorBackend": ROWS,
-    "MINIMAX_M3_SPARSE_INDEXER": ROWS,
-    "QWEN4_EXP_EXP_QSA_STATE": ROWS,
-    "CACHE_ONLY_ATTN": Packing(inside=UNREAD),
-    "CPU_V4_INDEXER": Packing(inside=UNREAD),
-    "CPU_V4_MLA_SPARSE": Packing(inside=UNREAD),
-    "DEEPSEEK_V41_INDEXER": Packing(inside=BEHIND),
-    "DEEPSEEK_V41_ROCM_MXFP4_INDEXER": Packing(inside=ELSEWHERE),
-    "DEEPSEEK_V41_SPARSE_INDEXER": Packing(inside=BEHIND),
-    "FLASHINFER_MLA_SPARSE_DSV41": Packing(inside=BEHIND),
-    "FLASHMLA_MEGA_ATTN_DSV41": Packing(inside=BEHIND),
-    "FLASHMLA_SPARSE_DSV41": Packing(inside=BEHIND),
-    "INKLING_SCONV_SWA": Packing(inside=UNREAD),
-    "KPOOL_TAIL": Packing(inside=RINGS),
-    "MINIMAX_M3_SPARSE": HALVES,
-    "ROCM_FLASHMLA_SPARSE_DSV4": Packing(inside=ELSEWHERE),
-    "XPU_V4_MLA_SPARSE": Packing(inside=ELSEWHERE),
+    "FLASH_ATTN": flash_or_shuffled,
+    "FLASH_ATTN_DIFFKV": halves,
+    "FLASHINFER": halves,
+    "FLEX_ATTENTION": halves,
+    "HPC_ATTN": halves,
+    "ROCM_AITER_UNIFIED_ATTN": halves,
+    "TRITON_ATTN": halves,
+    "TRITON_ATTN_DIFFKV": halves,
+    "TRITON_FLASH_ATTN": halves,
+    "TRITON_FLASHINFER": halves,
+    "B12X": planes,
+    "ROCM_SEGMENTED_ATTN": planes,
+    "ROCM_ATTN": vectors,
+    "CPU_ATTN/vec": columns,
+    "CPU_ATTN/vec16": columns,
+    "CPU_ATTN/amx": tiles,
+    "CUTLASS_MSA": halves,
+    "QWEN4_EXP_QSA_TRITON": halves,
+    "TRITON_MSA": halves,
+    "AITER_TRITON_MLA": rows,
+    "AMX_MLA": rows,
+    "CPU_MLA": rows,
+    "CUTLASS_MLA": rows,
+    "DOTS3_NOTE_PADDED_MLA_SPARSE": rows,
+    "FLASH_ATTN_MLA": rows,
+    "FLASH_ATTN_MLA_SPARSE": rows,
+    "FLASHINFER_MLA": rows,
+    "FLASHINFER_MLA_SPARSE": rows,
+    "FLASHINFER_MLA_SPARSE_SM120": rows,
+    "FLASHINFER_MLA_SPARSE_SM90": rows,
+    "FLASHMLA": rows,
+    "FLASHMLA_SPARSE": rows,
+    "ROCM_AITER_MLA": rows,
+    "ROCM_AITER_MLA_SPARSE": rows,
+    "TOKENSPEED_MLA": rows,
+    "TRITON_MLA": rows,
+    "XPU_MLA_SPARSE": rows,
+    "DEEPSEEK_V32_INDEXER": indexer,
+    "DEEPSEEK_V4_INDEXER": indexer,
+    "DEEPSEEK_SPARSE_SWA": sparse_rows,
+    "FLASHINFER_MLA_SPARSE_DSV4": sparse_rows,
+    "FLASHMLA_SPARSE_DSV4": sparse_rows,
+    "CompressorBackend": rows,
+    "MINIMAX_M3_SPARSE_INDEXER": rows,
+    "QWEN4_EXP_EXP_QSA_STATE": rows,
+    "MINIMAX_M3_SPARSE": halves,
 }
-"""Packings by ``LayerFacts.backend``. The pages of backends in no table are opaque."""
+"""Packings by ``LayerFacts.backend``. The pages of backends in no table are opaque; for each that
+vLLM has, docs/coverage.md says why.
+"""
 
 NEWER_PACKINGS: Mapping[str, Packing] = {
-    "DEEPSEEK_V4_ROCM_MXFP4_INDEXER": Packing(inside=ELSEWHERE),
-    "FLASH_ATTN_MLA_SPARSE_FA4": ROWS,
-    "ROCM_ATTN/interleaved V": Packing(
-        inside="all of K in vectors of 16 bytes, then all of V in runs of tokens",
-        fields=interleaved,
-    ),
-    "ROCM_FLASHMLA_SPARSE_DSV41": Packing(inside=ELSEWHERE),
-    "ROCM_OCTAVE": Packing(inside=ELSEWHERE),
-    "STEP5_CSA_SUMMARY": Packing(inside=UNREAD),
-    "STEP5_CSA_TAIL_RING": Packing(inside=UNREAD),
-    "STEP5_DSA": HALVES,
+    "FLASH_ATTN_MLA_SPARSE_FA4": rows,
+    "ROCM_ATTN/interleaved V": interleaved,
+    "STEP5_DSA": halves,
 }
 """Packings of backends that vLLM 0.32 does not have, read in the source of 0.33."""

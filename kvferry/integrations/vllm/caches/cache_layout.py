@@ -15,6 +15,7 @@ from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region, region_of
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.attention_pages import pack
+from kvferry.integrations.vllm.caches.cache_kinds import Handling, handling
 from kvferry.integrations.vllm.caches.pages import (
     SINGLE_RANK,
     LayerFacts,
@@ -74,13 +75,14 @@ class _Rank:
             self._page(layer, tensor, spec_of(layer, group), index)
             for layer, tensor in _distinct(self.caches, group)
         ]
-        if is_state(group.kv_cache_spec):
-            described = ring_fields if is_ring(group.kv_cache_spec) else state_fields
+        kind = handling(group.kv_cache_spec)
+        if kind in (Handling.STATE, Handling.RING):
+            described = ring_fields if kind is Handling.RING else state_fields
             fields = [f for page in pages for f in described(page)]
             return Group(kind=GroupKind.STATE, block_tokens=0), tuple(fields)
-        kind, packed = pack(pages)
+        packed_kind, packed = pack(pages)
         tokens = group.kv_cache_spec.block_size
-        return Group(kind=kind, block_tokens=tokens, context=self._context(group)), packed
+        return Group(kind=packed_kind, block_tokens=tokens, context=self._context(group)), packed
 
     def _context(self, group: KVCacheGroupSpec) -> ContextParallel:
         """Return how a group's tokens are distributed over context-parallel ranks."""
@@ -112,20 +114,6 @@ class _Rank:
             region=self.regions.index(region),
             offset=tensor.data_ptr() - region.address,
         )
-
-
-def is_state(spec: KVCacheSpec) -> bool:
-    """Return whether a group's pages are right after one number of tokens: of states, rings."""
-    from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
-
-    return is_ring(spec) or any(isinstance(one, MambaSpec) for one in iter_layer_specs(spec))
-
-
-def is_ring(spec: KVCacheSpec) -> bool:
-    """Return whether the pages of a group are rings (``CircularBufferSpec``)."""
-    from vllm.v1.kv_cache_interface import CircularBufferSpec, iter_layer_specs
-
-    return any(isinstance(one, CircularBufferSpec) for one in iter_layer_specs(spec))
 
 
 def _distinct(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
 from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm.caches.cache_kinds import Handling, handling
 from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share, spec_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ def layer_facts(
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.v1.kv_cache_interface import MambaSpec
 
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     facts = {}
@@ -47,7 +47,7 @@ def layer_facts(
         for name in group.layer_names:
             spec = spec_of(name, group)
             draft = versions.is_of_drafter(spec) or is_draft(name, vllm_config)
-            if isinstance(spec, MambaSpec):
+            if handling(spec) is Handling.STATE:
                 facts[name] = _state_facts(layers[name], draft, position)
                 continue
             facts[name] = LayerFacts(

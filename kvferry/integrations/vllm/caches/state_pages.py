@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
@@ -92,59 +91,28 @@ def linear(page: Page) -> Fields:
     return (_recurrence(page),) if len(page.spec.shapes[0]) == 3 else ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatePacking:
-    """How one backend stores its states in a page.
-
-    Attributes:
-        inside: What a page holds, as text for docs/coverage.md.
-        fields: Returns the fields of a page; none if the shapes of its tensors are unexpected.
-        tensors: How many tensors a state has.
-    """
-
-    inside: str
-    fields: Callable[[Page], Fields]
-    tensors: int = 2
-
-
-MAMBA1 = StatePacking(
-    inside="Mamba 1: channels of the convolution's input, and for each a row of state.",
-    fields=mamba1,
-)
-MAMBA2 = StatePacking(
-    inside="Mamba 2: the convolution's x by heads, B and C by groups, and a state for each head.",
-    fields=mamba2,
-)
-SHORT_CONV = StatePacking(inside="Nothing but a convolution's input.", fields=short_conv, tensors=1)
-LINEAR = StatePacking(
-    inside="Linear attention: nothing but a matrix for each head.", fields=linear, tensors=1
-)
-DELTA = StatePacking(
-    inside="Delta rules (gated delta net, KDA): q, k and v channels, and a (v, k) state for each "
-    "head.",
-    fields=delta,
-)
-
-STATE_PACKINGS: Mapping[str, StatePacking] = {
-    "MAMBA1_ATTN": MAMBA1,
-    "MAMBA1_ATTN/cpu": MAMBA1,
-    "MAMBA2_ATTN": MAMBA2,
-    "MAMBA2_ATTN/cpu": MAMBA2,
-    "SHORT_CONV_ATTN": SHORT_CONV,
-    "SHORT_CONV_ATTN/cpu": SHORT_CONV,
-    "PLE_SHORT_CONV_ATTN": SHORT_CONV,
-    "LINEAR_ATTN": LINEAR,
-    "BAILING_LINEAR_ATTN": LINEAR,
-    "GDN_ATTN": DELTA,
+STATE_PACKINGS: Mapping[str, Callable[[Page], Fields]] = {
+    "MAMBA1_ATTN": mamba1,
+    "MAMBA1_ATTN/cpu": mamba1,
+    "MAMBA2_ATTN": mamba2,
+    "MAMBA2_ATTN/cpu": mamba2,
+    "SHORT_CONV_ATTN": short_conv,
+    "SHORT_CONV_ATTN/cpu": short_conv,
+    "PLE_SHORT_CONV_ATTN": short_conv,
+    "LINEAR_ATTN": linear,
+    "BAILING_LINEAR_ATTN": linear,
+    "GDN_ATTN": delta,
     # The CPU kernels take the tensor as (heads, k, v): ops/cpu/gdn_attention.py, `ssm_state.view`.
-    "GDN_ATTN/cpu": StatePacking(
-        inside="The same, each head's state stored as (k, v), whatever the spec's shape says.",
-        fields=delta_transposed,
-    ),
-    "KIMI_K3_KDA": DELTA,
-    "KIMI_K3_KDA_ROCM": DELTA,
+    "GDN_ATTN/cpu": delta_transposed,
+    "KIMI_K3_KDA": delta,
+    "KIMI_K3_KDA_ROCM": delta,
 }
-"""State packings by ``LayerFacts.backend``. The states of other backends are opaque."""
+"""By ``LayerFacts.backend``, what returns the fields of a page; none if the shapes of its tensors
+are unexpected. The states of other backends are opaque.
+"""
+
+ONE_TENSOR = (short_conv, linear)
+"""Those of states that have one tensor; others have two."""
 
 
 def state_fields(page: Page) -> Fields:
@@ -158,13 +126,14 @@ def state_fields(page: Page) -> Fields:
     packing, tensors = STATE_PACKINGS.get(page.facts.backend), len(page.spec.shapes)
     if packing is None:
         return (_opaque(page),)
-    if tensors > packing.tensors:
+    known = 1 if packing in ONE_TENSOR else 2
+    if tensors > known:
         raise LayoutError(
             f"layer {page.layer!r}: its state has {tensors} tensors, and {page.facts.backend} "
-            f"knows {packing.tensors}: what a state needs beside them cannot be handed over; run "
+            f"knows {known}: what a state needs beside them cannot be handed over; run "
             "without --use-replayssm"
         )
-    return packing.fields(page) or (_opaque(page),)
+    return packing(page) or (_opaque(page),)
 
 
 def ring_fields(page: Page) -> Fields:

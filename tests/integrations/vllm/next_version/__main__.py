@@ -13,26 +13,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.integrations.vllm.next_version.report import (
-    compared,
-    open_findings,
-    page,
-    unused_verdicts,
-)
+from tests.integrations.vllm.next_version import caches, hooks, names
+from tests.integrations.vllm.next_version.comparison import findings, page
 from tests.integrations.vllm.next_version.sdist import SdistError, fetch
 from tests.integrations.vllm.next_version.source import Source
+from tests.integrations.vllm.next_version.verdicts import VERDICTS
 from tests.vllm.caches.census import installed
 
-ROOT = Path(__file__).resolve().parents[4]
-FOLDER = ROOT / ".cache" / "vllm-next"
+FOLDER = Path(__file__).resolve().parents[4] / ".cache" / "vllm-next"
+SECTIONS = (*hooks.SECTIONS, *caches.SECTIONS, *names.SECTIONS)
 
 
 def main(arguments: list[str]) -> int:
-    """Fetch, compare and print.
-
-    Returns:
-        The exit status: 0 if the version was compared, whatever came of it.
-    """
+    """Fetch, compare and print; return the exit status: 0 if the version was compared."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.integrations.vllm.next_version", description=__doc__.splitlines()[0]
     )
@@ -40,36 +33,28 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--base", help="the other version; by default, the installed one")
     settings = parser.parse_args(arguments)
     try:
-        old = Source(_package(settings.base or Source(installed()).version))
-        new = Source(_package(settings.version))
+        old, new = map(_source, (settings.base or Source(installed()).version, settings.version))
     except SdistError as exc:
-        _say(f"{exc}")
+        sys.stdout.write(f"{exc}\n")
         return 1
-    sections = compared(old, new)
-    _say(page(old, new, sections))
-    for name in unused_verdicts(sections):
-        _say(f"verdicts.py has an entry that nothing needs: {name}")
-    _say(f"{len(open_findings(sections))} differences have no verdict yet")
+    found = {
+        section: findings(section, old, new, VERDICTS.get(section.title, {}))
+        for section in SECTIONS
+    }
+    sys.stdout.write(page(found, f"{new.version} beside {old.version}"))
+    for section, some in found.items():
+        used = {(each.name, each.verdict) for each in some}
+        for unused in VERDICTS.get(section.title, {}).items() - used:
+            sys.stdout.write(f"verdicts.py has an entry that nothing needs: {unused[0]}\n")
     return 0
 
 
-def _package(version: str) -> Path:
-    """Return the folder of a version's package ``vllm``.
-
-    Args:
-        version: A version, whose source distribution is fetched; or the folder itself.
-
-    Raises:
-        SdistError: There is no such source distribution.
-    """
+def _source(version: str) -> Source:
+    """Return the source of a version, which is fetched unless it is a folder's name."""
     folder = Path(version)
-    if (folder / "_version.py").is_file():
-        return folder
-    return fetch("vllm", version, FOLDER) / "vllm"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    if not (folder / "_version.py").is_file():
+        folder = fetch("vllm", version, FOLDER) / "vllm"
+    return Source(folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Names that kvferry shares with vLLM: tickets, connectors, models, imports, requirements."""
+"""Names that kvferry shares with vLLM: tickets, connectors, imports, attributes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from pathlib import Path
 
 from kvferry.integrations.vllm.checks import TICKET_CONNECTORS
 from tests.integrations.vllm.next_version import source as reading
-from tests.integrations.vllm.next_version.findings import (
-    Finding,
-    Section,
-    described_change,
-    described_changes,
-)
+from tests.integrations.vllm.next_version.comparison import GONE, Section
 from tests.integrations.vllm.next_version.source import Source
 
 OURS = Path(__file__).parents[4] / "kvferry" / "integrations" / "vllm"
@@ -42,16 +37,7 @@ OBJECTS = (
 """Where vLLM has the classes of the objects that it passes to connectors."""
 
 
-def ticket_section(old: Source, new: Source) -> Section:
-    """Compare the keys of tickets: those that NixlConnector writes, and those that vLLM reads."""
-    return Section(
-        title="Keys of tickets",
-        look="`ticket_params.py`; what vLLM itself and routers do with a key",
-        findings=described_changes(_ticket_keys(old), _ticket_keys(new)),
-    )
-
-
-def _ticket_keys(source: Source) -> dict[str, str]:
+def ticket_keys(source: Source) -> dict[str, str]:
     """Return the keys of ``kv_transfer_params``, each with the folders that name it."""
     found: dict[str, set[str]] = {}
     for path in source.files(NIXL, "v1", "entrypoints", mentioning=PARAMS):
@@ -59,9 +45,8 @@ def _ticket_keys(source: Source) -> dict[str, str]:
         for node in ast.walk(source.tree(path)):
             for key in _keys(node, params):
                 found.setdefault(key, set()).add(place)
-    constants = source.constants(f"{NIXL}/metadata.py")
-    version = constants.get("NIXL_CONNECTOR_VERSION")
-    return {key: ", ".join(sorted(places)) for key, places in found.items()} | (
+    version = source.constants(f"{NIXL}/metadata.py").get("NIXL_CONNECTOR_VERSION")
+    return {key: "\n".join(sorted(places)) for key, places in found.items()} | (
         {"NIXL_CONNECTOR_VERSION": ast.unparse(version)} if version is not None else {}
     )
 
@@ -84,21 +69,8 @@ def _constant(key: ast.expr, value: ast.expr, params: Collection[str]) -> Iterat
         yield str(key.value)
 
 
-def connector_section(old: Source, new: Source) -> Section:
-    """Compare the connectors that vLLM registers."""
-
-    def verdict(name: str) -> str:
-        return "in `TICKET_CONNECTORS`" if name in TICKET_CONNECTORS else ""
-
-    return Section(
-        title="Connectors",
-        look="`checks.py`: does it make tickets with the same keys (`TICKET_CONNECTORS`)?",
-        findings=described_changes(_connectors(old), _connectors(new), verdict),
-    )
-
-
-def _connectors(source: Source) -> dict[str, str]:
-    """Return the module of each registered connector."""
+def connectors(source: Source) -> dict[str, str]:
+    """Return the module of each connector that vLLM registers."""
     found = {}
     for node in ast.walk(source.tree(FACTORY)):
         if isinstance(node, ast.Call) and reading.simple_name(node.func) == "register_connector":
@@ -107,31 +79,29 @@ def _connectors(source: Source) -> dict[str, str]:
     return found
 
 
-def import_section(old: Source, new: Source) -> Section:
-    """Compare what kvferry imports of vLLM: where it is, and how it is called."""
-    found = []
-    for module, name in sorted(_imports()):
-        was, now = (_definition(source, module, name) for source in (old, new))
-        if was != now:
-            change = "gone" if now is None else described_change(was, now)
-            found.append(Finding(name=f"{module}.{name}", change=change))
-    return Section(
-        title="Names that kvferry imports",
-        look="the imports of `kvferry/integrations/vllm`",
-        findings=tuple(found),
-    )
+def connector_verdict(name: str, was: str | None, now: str | None) -> str:
+    return "in `TICKET_CONNECTORS`" if name in TICKET_CONNECTORS else ""
 
 
 @functools.cache
-def _imports() -> set[tuple[str, str]]:
-    """Return the modules and names that the integration imports of vLLM."""
-    return {
+def _own_nodes() -> tuple[ast.AST, ...]:
+    """Return everything in the source of the integration."""
+    ours = Source(OURS)
+    return tuple(node for path in ours.files() for node in ast.walk(ours.tree(path)))
+
+
+def imports(source: Source) -> dict[str, str]:
+    """Return what kvferry imports of vLLM: where it is, and how it is called."""
+    wanted = {
         (node.module, alias.name)
-        for path in OURS.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module
-        if node.module.split(".")[0] == "vllm"
+        for node in _own_nodes()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for alias in node.names
+    }
+    return {
+        f"{module}.{name}": text
+        for module, name in wanted
+        if module is not None and (text := _definition(source, module, name)) is not None
     }
 
 
@@ -151,39 +121,45 @@ def _definition(source: Source, module: str, name: str) -> str | None:
     return "named" if named else None
 
 
-def attribute_section(old: Source, new: Source) -> Section:
-    """Find attributes of vLLM's objects that kvferry uses, and that no object has any more."""
-    before, after = (set(_attributes(source)) for source in (old, new))
-    found = [
-        Finding(name=name, change="gone from every class in " + ", ".join(OBJECTS))
-        for name in sorted(_used_attributes() & before - after)
-    ]
-    return Section(
-        title="Attributes that kvferry uses",
-        look="`kvferry/integrations/vllm`",
-        findings=tuple(found),
-    )
+def attributes(source: Source) -> dict[str, str]:
+    """Return the attributes that kvferry reads and that some class in ``OBJECTS`` has."""
+    used = {node.attr for node in _own_nodes() if isinstance(node, ast.Attribute)}
+    return dict.fromkeys(used.intersection(_attributes(source)), "")
 
 
 def _attributes(source: Source) -> Iterator[str]:
     """Yield the names of methods and attributes of the classes in ``OBJECTS``."""
-    for place in OBJECTS:
-        for path in [place] if place.endswith(".py") else source.files(place):
-            for node in ast.walk(source.tree(path)):
-                if isinstance(node, reading.Function):
-                    yield node.name
-                elif isinstance(node, ast.ClassDef):
-                    yield from (name for name, _ in reading.assignments(node.body))
-                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    yield node.attr
+    for path in source.modules(*OBJECTS):
+        for node in ast.walk(source.tree(path)):
+            if isinstance(node, reading.Function):
+                yield node.name
+            elif isinstance(node, ast.ClassDef):
+                yield from (name for name, _ in reading.assignments(node.body))
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.attr
 
 
-@functools.cache
-def _used_attributes() -> set[str]:
-    """Return the names of all attributes that the integration reads."""
-    return {
-        node.attr
-        for path in OURS.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute)
-    }
+SECTIONS = (
+    Section(
+        title="Keys of tickets",
+        look="`ticket_params.py`; what vLLM itself and routers do with a key.",
+        facts=ticket_keys,
+    ),
+    Section(
+        title="Connectors",
+        look="`checks.py`: does it make tickets with the same keys (`TICKET_CONNECTORS`)?",
+        facts=connectors,
+        verdict=connector_verdict,
+    ),
+    Section(
+        title="Names that kvferry imports",
+        look="the imports of `kvferry/integrations/vllm`.",
+        facts=imports,
+    ),
+    Section(
+        title="Attributes that kvferry uses",
+        look="`kvferry/integrations/vllm`: no class that connectors get has them any more.",
+        facts=attributes,
+        counts=(GONE,),
+    ),
+)

@@ -6,24 +6,20 @@ only the indexes that pip is configured for are used, not pip's download.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import html
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import urllib.error
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-
-CHUNK_BYTES = 1 << 20
 
 
 class SdistError(Exception):
@@ -31,42 +27,35 @@ class SdistError(Exception):
 
 
 def fetch(name: str, version: str, folder: Path, indexes: list[str] | None = None) -> Path:
-    """Return the unpacked source distribution of a version; download it if it is not there."""
+    """Return the unpacked source distribution of a version; download it if it is not there.
+
+    Another process that fetches into the same folder is waited for.
+    """
     unpacked = folder / f"{name}-{version}"
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
-        if not (unpacked / "PKG-INFO").is_file():
-            _fetch(name, version, folder, configured_indexes() if indexes is None else indexes)
-    return unpacked
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder; wait while another process has it locked."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        if not (unpacked / "PKG-INFO").is_file():
+            link = _link(name, version, configured_indexes() if indexes is None else indexes)
+            _unpack(_download(link), unpacked)
     finally:
         os.close(descriptor)
+    return unpacked
 
 
-def _fetch(name: str, version: str, folder: Path, indexes: list[str]) -> None:
-    """Download and unpack the source distribution of a version."""
-    archive = folder / f"{name}-{version}.tar.gz"
-    _download(_link(name, version, indexes), archive)
-    partial = folder / f".{name}-{version}"
+def _unpack(archive: bytes, unpacked: Path) -> None:
+    """Unpack the folder of this name in an archive."""
+    partial = unpacked.with_name(f".{unpacked.name}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        with tarfile.open(archive) as opened:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
             opened.extractall(partial, filter="data")
     except tarfile.TarError as exc:
-        raise SdistError(f"{archive.name} was not unpacked: {exc}") from exc
-    unpacked = folder / f"{name}-{version}"
+        raise SdistError(f"{unpacked.name} was not unpacked: {exc}") from exc
     shutil.rmtree(unpacked, ignore_errors=True)
-    (partial / f"{name}-{version}").rename(unpacked)
+    (partial / unpacked.name).rename(unpacked)
     shutil.rmtree(partial)
-    archive.unlink()
 
 
 def configured_indexes() -> list[str]:
@@ -89,46 +78,32 @@ def _default_index() -> str:
 
 def _link(name: str, version: str, indexes: list[str]) -> str:
     """Return the address of a source distribution, with the hash behind ``#`` if there is one."""
-    wanted = f"{name}-{version}.tar.gz"
-    problems = []
+    wanted, problems = f"{name}-{version}.tar.gz", []
     for index in indexes:
         page = f"{index.rstrip('/')}/{re.sub(r'[-_.]+', '-', name).lower()}/"
         try:
-            found = next((link for link in _links(page) if _file_of(link) == wanted), None)
-        except urllib.error.URLError as exc:
-            problems.append(f"an index did not answer: {exc.reason}")
+            with urllib.request.urlopen(page, timeout=60) as answer:
+                links = re.findall(r"""<a\s[^>]*href=["']([^"']+)""", answer.read().decode())
+        except OSError as exc:
+            problems.append(f"an index did not answer: {exc}")
             continue
-        if found is not None:
-            return urllib.parse.urljoin(page, found)
+        for link in map(html.unescape, links):
+            if urllib.parse.unquote(urllib.parse.urlsplit(link).path).endswith(f"/{wanted}"):
+                return urllib.parse.urljoin(page, link)
         problems.append("an index does not have it")
-    raise SdistError(f"no source distribution {wanted}: {'; '.join(problems) or 'no index is set'}")
+    raise SdistError(f"no source distribution {wanted}: {'; '.join(problems)}")
 
 
-def _links(page: str) -> list[str]:
-    with urllib.request.urlopen(page, timeout=60) as answer:
-        text = answer.read().decode()
-    return [html.unescape(link) for link in re.findall(r"""<a\s[^>]*href=["']([^"']+)""", text)]
-
-
-def _file_of(link: str) -> str:
-    """Return the name of the file that a link leads to."""
-    return urllib.parse.unquote(urllib.parse.urlsplit(link).path.rpartition("/")[2])
-
-
-def _download(link: str, archive: Path) -> None:
+def _download(link: str) -> bytes:
+    """Return the file that a link leads to."""
     address, _, fragment = link.partition("#")
-    digest = hashlib.sha256()
+    name = address.rpartition("/")[2]  # the rest may have a password
     try:
-        with (
-            urllib.request.urlopen(address, timeout=60) as answer,
-            archive.open("wb") as out,
-        ):
-            while block := answer.read(CHUNK_BYTES):
-                digest.update(block)
-                out.write(block)
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            data: bytes = answer.read()
     except OSError as exc:
-        raise SdistError(f"{archive.name} was not downloaded: {exc}") from exc
+        raise SdistError(f"{name} was not downloaded: {exc}") from exc
     algorithm, _, expected = fragment.partition("=")
-    if algorithm == "sha256" and digest.hexdigest() != expected:
-        archive.unlink()
-        raise SdistError(f"{archive.name} has not the hash that the index says")
+    if algorithm == "sha256" and hashlib.sha256(data).hexdigest() != expected:
+        raise SdistError(f"{name} has not the hash that the index says")
+    return data

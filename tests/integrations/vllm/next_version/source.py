@@ -33,6 +33,11 @@ class Source:
                 if any(each in text for each in mentioning):
                     yield path.relative_to(self.root).as_posix()
 
+    def modules(self, *places: str) -> Iterator[str]:
+        """Yield the paths of Python files: those named, and all in the folders named."""
+        for place in places:
+            yield from [place] if place.endswith(".py") else self.files(place)
+
     def module_path(self, name: str) -> str | None:
         """Return the path of a module; ``None`` if there is no such module."""
         stem = "/".join(name.split(".")[1:])
@@ -114,11 +119,9 @@ def body(function: Function) -> str:
     return "\n".join(ast.unparse(each) for each in statements)
 
 
-def documented(node: Function | ast.ClassDef) -> str:
-    """Return the first sentence of a docstring, on one line; an empty text if there is none."""
-    text = " ".join((ast.get_docstring(node) or "").split())
-    end = text.find(". ")
-    return text[: end + 1] if end >= 0 else text
+def text(function: Function) -> str:
+    """Return a function's parameters and what it does."""
+    return f"{parameters(function)}\n{body(function)}"
 
 
 def simple_name(node: ast.expr) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.vllm.next_version import __main__ as command
-from tests.integrations.vllm.next_version import caches, hooks, names, report
-from tests.integrations.vllm.next_version.findings import Finding, Section, judged
-from tests.integrations.vllm.next_version.report import compared, open_findings, page
+from tests.integrations.vllm.next_version import caches, names
+from tests.integrations.vllm.next_version.comparison import Finding, Section, findings, page
+from tests.integrations.vllm.next_version.hooks import hook_verdict
 from tests.integrations.vllm.next_version.source import Source
 from tests.integrations.vllm.next_version.verdicts import VERDICTS
 
@@ -27,6 +27,12 @@ HOOK = "            def wait_for_save(self) -> None:"
 NEW_HOOK = (
     f'            def slept(self, level: int = 1):\n                """Sleep. Well."""\n\n{HOOK}'
 )
+BACKEND = """
+    class Backend(AttentionBackend):
+        @staticmethod
+        def get_name():
+            return "FLASHINFER"
+"""
 MORE_SPECS = """            head_size: int = 64
             width: int = 0
 
@@ -122,10 +128,6 @@ def replaced(path: str, text: str, by: str) -> dict[str, str]:
     return {path: FILES[path].replace(text, by)}
 
 
-def found(section: Section) -> dict[str, str]:
-    return {each.name: each.change for each in section.findings}
-
-
 def hook(name: str, change: str) -> dict[str, dict[str, str]]:
     return {"Hooks of the connector": {f"KVConnectorBase_V1.{name}": change}}
 
@@ -138,21 +140,25 @@ def calls(change: str) -> dict[str, dict[str, str]]:
     ("changes", "expected"),
     [
         ({}, {}),
-        (replaced(BASE, HOOK, NEW_HOOK), hook("slept", "new: `(self, level=1)`. Sleep.")),
+        (replaced(BASE, HOOK, NEW_HOOK), hook("slept", "new: `(self, level=1)`")),
         (
             replaced(BASE, "def wait_for_save(self)", "def wait_for_save(self, req: str)"),
-            hook("wait_for_save", "parameters: `self` became `self, req`"),
+            hook("wait_for_save", "changed: `(self)` became `(self, req)`"),
         ),
         (
             replaced(BASE, "return None", "return 1"),
-            hook("get_finished_count", "default: `return None` became `return 1`"),
+            hook("get_finished_count", "changed: `return None` became `return 1`"),
         ),
         (replaced(BASE, "-> None", "-> int"), {}),
         (
             replaced(RUNNER, "if self.finish:", "if self.late:"),
-            calls("`if self.finish: wait_for_save` became `if self.late: wait_for_save`"),
+            calls("changed: `if self.finish: wait_for_save` became `if self.late: wait_for_save`"),
         ),
-        (replaced(RUNNER, START, "pass"), calls("`start_load_kv` became nothing")),
+        (replaced(RUNNER, START, "pass"), calls("changed: `start_load_kv` became nothing")),
+        (
+            {RUNNER: FILES[RUNNER].replace(f"{START}\n" + 16 * " ", "") + f"            {START}\n"},
+            calls("changed: the order is `if self.finish: wait_for_save`, `start_load_kv`"),
+        ),
         (replaced(RUNNER, START, f"{START}; self.ec_connector.wait_for_save()"), {}),
         (
             {MACHINERY: "class Aggregator:\n    def merge(self): return 1\n"},
@@ -168,14 +174,20 @@ def calls(change: str) -> dict[str, dict[str, str]]:
             },
         ),
         (
+            {"v1/attention/backends/more.py": BACKEND},
+            {"Attention backends": {"FLASHINFER": "new: `more.Backend`, `orders any`"}},
+        ),
+        (
             replaced(FLASH, "kv_cache.copy_(key)", "kv_cache.copy_(value)"),
             {
                 "Functions that fill pages": {
-                    FLASH: "changed: FlashAttentionImpl.do_kv_cache_update"
+                    FLASH: "changed: `FlashAttentionImpl.do_kv_cache_update "
                 }
             },
         ),
         (replaced(FLASH, "return query", "return 2 * query"), {}),
+        ({"../csrc/cache.cu": "int* slot_mapping"}, {"Kernels in C++": {"csrc/cache.cu": "new"}}),
+        ({"../csrc/gemm.cu": "void gemm();"}, {}),
         (
             replaced("config/cache.py", '"fp8"', '"fp8", "fp4"'),
             {"Quantised formats, orders and other values": {"CacheDType 'fp4'": "new: `'fp4'`"}},
@@ -189,9 +201,7 @@ def calls(change: str) -> dict[str, dict[str, str]]:
             {"Keys of tickets": {"b": "new: `v1/engine/core.py`"}},
         ),
         (
-            {
-                names.FACTORY: "KVConnectorFactory.register_connector('Other', 'vllm.o', 'Other')",
-            },
+            {names.FACTORY: "KVConnectorFactory.register_connector('Other', 'vllm.o', 'Other')"},
             {"Connectors": {"NixlConnector": "gone: `vllm.nixl`", "Other": "new: `vllm.o`"}},
         ),
         (
@@ -205,10 +215,9 @@ def calls(change: str) -> dict[str, dict[str, str]]:
         (
             {"v1/request.py": "class Request:\n    other = 1\n", "platforms/xpu.py": ""},
             {
-                "Attributes that kvferry uses": {
-                    "num_prompt_tokens": "gone from every class in ",
-                    "swap_out_blocks_to_host": "gone from every class in ",
-                }
+                "Attributes that kvferry uses": dict.fromkeys(
+                    ("num_prompt_tokens", "swap_out_blocks_to_host"), "gone"
+                )
             },
         ),
     ],
@@ -220,10 +229,11 @@ def test_differences(
     expected: Mapping[str, Mapping[str, str]],
 ) -> None:
     """What is expected of a change is how its text begins."""
+    new = tree(tmp_path / "new", changes)
     differences = {
-        each.title: found(each)
-        for each in compared(old, tree(tmp_path / "new", changes))
-        if each.findings and each.title != "Kernels in C++"  # not both are source distributions
+        section.title: {each.name: each.change for each in some}
+        for section in command.SECTIONS
+        if (some := findings(section, old, new, {}))
     }
     assert {title: set(each) for title, each in differences.items()} == {
         title: set(each) for title, each in expected.items()
@@ -234,92 +244,74 @@ def test_differences(
 
 
 @pytest.mark.parametrize(
-    ("text", "by", "own", "verdicts"),
+    ("name", "was", "now", "verdict"),
     [
-        ("return None", "return 1", set(), {"get_finished_count": ""}),
-        (
-            "return None",
-            "return 1",
-            {"get_finished_count"},
-            {"get_finished_count": "`KVFerryConnector` does not use the default"},
-        ),
-        ("def wait_for_save(", "def _other(", set(), {"wait_for_save": "not used", "_other": ""}),
-        (
-            "def wait_for_save(",
-            "def _other(",
-            {"wait_for_save"},
-            dict.fromkeys(("wait_for_save", "_other"), ""),
-        ),
+        ("theirs", None, "()", ""),
+        ("theirs", "()", None, "not used"),
+        ("theirs", "()\nreturn 1", "()\nreturn 2", ""),
+        ("shutdown", None, "()", "`KVFerryConnector` defines it"),
+        ("request_finished", "()", None, ""),
+        ("request_finished", "()\nreturn 1", "()\nreturn 2", "`KVFerryConnector` does not use"),
+        ("request_finished", "()", "(a)", ""),
     ],
 )
 def test_hooks_matter_where_the_connector_uses_them(
-    old: Source, tmp_path: Path, text: str, by: str, own: set[str], verdicts: dict[str, str]
+    name: str, was: str | None, now: str | None, verdict: str
 ) -> None:
-    section = hooks.hook_section(old, tree(tmp_path / "new", replaced(BASE, text, by)), own)
-    assert {e.name.rpartition(".")[2]: e.verdict for e in section.findings} == verdicts
+    found = hook_verdict(f"SupportsHMA.{name}", was, now)
+    assert found.startswith(verdict)
+    assert bool(found) == bool(verdict)
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict"),
+    ("name", "was", "verdict"),
     [
-        ("FLASHINFER", "described: K, then V"),
-        ("ULTRAQUANT", "opaque: not known"),
-        ("SOMEBODYS", ""),
-        ("FLASH_ATTN", ""),
+        ("FLASHINFER", None, "`halves`"),
+        ("GDN_ATTN", None, "`delta`"),
+        ("SOMEBODYS", None, ""),
+        ("FLASH_ATTN", "another class", ""),  # its pages may be other ones
     ],
 )
-def test_backends(old: Source, tmp_path: Path, name: str, verdict: str) -> None:
-    """A class that is new under a known name has no verdict, since its pages may be other ones."""
-    more = (
-        "class Backend(AttentionBackend):\n    @staticmethod\n    def get_name():\n"
-        f"        return {name!r}\n"
+def test_backends(name: str, was: str | None, verdict: str) -> None:
+    assert caches.backend_verdict(name, was, "a class") == verdict
+
+
+def test_verdicts_of_maintainers(old: Source, tmp_path: Path) -> None:
+    """They stand beside differences of which our tables say nothing."""
+    assert set(VERDICTS) <= {section.title for section in command.SECTIONS}
+    facts = {old: {"a": "1", "b": "1"}}
+    section = Section(
+        title="Some",
+        look="there.",
+        facts=lambda source: facts.get(source, {}),
+        verdict=lambda name, was, now: "fine" if name == "b" else "",
     )
-    new = tree(tmp_path / "new", {"v1/attention/backends/more.py": more})
-    [finding] = caches.backend_section(old, new).findings
-    assert finding.name == name
-    assert "more.Backend, orders any`" in finding.change
-    assert finding.verdict.startswith(verdict)
-    assert bool(finding.verdict) == bool(verdict)
+    new = Source(tmp_path)
+    found = findings(section, old, new, {"a": "read", "b": "no"})
+    assert [(each.name, each.verdict) for each in found] == [("a", "read"), ("b", "fine")]
 
 
-def test_kernels_in_native_code(tmp_path: Path) -> None:
-    sides = [tree(tmp_path / name) for name in ("old", "new")]
-    assert list(found(caches.native_section(*sides))) == ["csrc"]  # it was not compared
-    for side, text in zip(sides, ("old", "new"), strict=True):
-        folder = side.root.parent / "csrc"
-        folder.mkdir()
-        (folder / "cache.cu").write_text(f"void {text}(int* slot_mapping);")
-        (folder / "gemm.cu").write_text(f"void {text}();")
-    assert found(caches.native_section(*sides)) == {"csrc/cache.cu": "changed"}
-
-
-def test_verdicts_of_maintainers(old: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stand beside differences that have none otherwise; one that nothing needs is named."""
-    assert set(VERDICTS) <= {section.title for section in compared(old, old)}
-    verdicts = {"Some": {"a": "read", "b": "no", "gone": "read"}, "Others": {"b": "read"}}
-    monkeypatch.setattr(report, "VERDICTS", verdicts)
-    findings = (
-        Finding(name="a", change="new"),
-        Finding(name="b", change="new", verdict="fine"),
-        Finding(name="c", change="new"),
+def test_the_page(
+    old: Source,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    some, others = (
+        Section(title=title, look="there.", facts=lambda source: {}) for title in ("Some", "Others")
     )
-    section = judged(Section(title="Some", look="there", findings=findings), verdicts["Some"])
-    assert [each.verdict for each in section.findings] == ["read", "fine", ""]
-    assert [each.name for each in open_findings([section])] == ["c"]
-    assert report.unused_verdicts([section]) == ["Some: b", "Some: gone"]
-
-
-def test_the_page(old: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    findings = (Finding(name="a", change="`b | c`"), Finding(name="d", change="new", verdict="e"))
-    sections = [
-        Section(title="Some", look="there", findings=findings),
-        Section(title="Others", look="here", findings=()),
+    found = [
+        Finding(name="a", change="`b | c`", verdict=""),
+        Finding(name="d", change="new", verdict="e"),
     ]
-    lines = page(old, old, sections).splitlines()
-    assert lines[0].startswith("vLLM 1.0 beside 1.0: 2 differences, of which 1 have no verdict yet")
+    lines = page({some: found, others: []}, "1.0 beside 0.9").splitlines()
+    assert lines[0].startswith("vLLM 1.0 beside 0.9: 2 differences, of which 1 have no verdict yet")
     assert "| `a` | `b \\| c` | **look** |" in lines
     assert "| `d` | new | e |" in lines
     assert lines[-1] == "No difference."
+    monkeypatch.setattr(command, "VERDICTS", {"Connectors": {"gone": "read"}})
     versions = [str(tree(tmp_path / name).root) for name in ("old", "new")]
     assert command.main(["--base", *versions]) == 0
-    assert "vLLM 1.0 beside 1.0: 1 differences" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "vLLM 1.0 beside 1.0: 0 differences" in said
+    assert said.endswith("verdicts.py has an entry that nothing needs: gone\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.integrations.vllm.next_version.findings import Verdicts
+from tests.integrations.vllm.next_version.comparison import Verdicts
 
 CORE = "distributed/kv_transfer/kv_connector/utils.py: KVOutputAggregator"
 RUNNER = "v1/worker/gpu/kv_connector.py"
@@ -23,6 +23,8 @@ SCALE_OF_ONE = "leaves out a scale that is 1: the same bytes"
 MX_SCALES = "on SM100 a row's scale is four bytes, not a float32: `versions.indexer_scales`"
 RECORDS = "V4.1's rows hold their scales: `versions.has_records`"
 INTERLEAVED = "V may be interleaved: `ROCM_ATTN/interleaved V`"
+ELSEWHERE = "opaque: these kernels run on processors that they were not checked on"
+UNREAD = "opaque: these kernels were not read"
 OCTAVE = "opaque: no packing takes this format"
 
 VERDICTS: Mapping[str, Verdicts] = {
@@ -61,14 +63,20 @@ VERDICTS: Mapping[str, Verdicts] = {
         "MLAAttentionSpec.topk_buffer_width": "of a buffer outside the cache",
     },
     "Attention backends": {
+        "DEEPSEEK_V4_ROCM_MXFP4_INDEXER": ELSEWHERE,
         "FLASH_ATTN": "Step 5's class splits pages into K and V as the others do",
         "MINIMAX_M3_SPARSE_INDEXER": "only the kernels that select blocks are others",
+        "ROCM_FLASHMLA_SPARSE_DSV41": ELSEWHERE,
+        "ROCM_OCTAVE": ELSEWHERE,
+        "STEP5_CSA_SUMMARY": UNREAD,
+        "STEP5_CSA_TAIL_RING": UNREAD,
         "ROCM_FLASHMLA_SPARSE_DSV4": "V4.1's class has a name of its own now; both are opaque",
     },
     "Functions that fill pages": {
         "model_executor/layers/attention/mla_attention.py": SCALE_OF_ONE,
         "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": "more states per prompt",
         "models/deepseek_v4/compressor.py": "code that was in `forward`",
+        "models/deepseek_v41/amd/rocm.py": "moved to `rocm_paged_mxfp4_indexer.py`; opaque",
         "models/dots3_note/nvidia/attention.py": SCALE_OF_ONE,
         "models/qwen4_exp/amd/qsa.py": OCTAVE,
         "models/qwen4_exp/common/qsa_cache.py": "the same capacity, said otherwise",

@@ -1,13 +1,12 @@
-"""Which of vLLM's ``KVCacheSpec`` classes are supported: the table ``SPECS``."""
+"""Which of vLLM's ``KVCacheSpec`` classes are supported: the tables ``HANDLED`` and ``REFUSED``."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.integrations.vllm import compat_029
+from kvferry.integrations.vllm import compat_029, versions
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -24,66 +23,45 @@ class Handling(enum.StrEnum):
     """A request's only page holds its last tokens, which later tokens overwrite in place."""
     MEMBERS = "members"
     """The spec is a container, in which each layer of the group has a spec of its own."""
-    REFUSED = "refused"
-    """An engine with such a cache does not start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSupport:
-    """Whether caches of a class of ``KVCacheSpec`` are supported, and why, for docs/coverage.md."""
+HANDLED: Mapping[str, Handling] = {
+    "FullAttentionSpec": Handling.PAGED,
+    "MLAAttentionSpec": Handling.PAGED,
+    "RSWASpec": Handling.PAGED,
+    "SlidingWindowSpec": Handling.PAGED,
+    "SlidingWindowMLASpec": Handling.PAGED,
+    "ChunkedLocalAttentionSpec": Handling.PAGED,
+    "MambaSpec": Handling.STATE,
+    "CircularBufferSpec": Handling.RING,
+    "UniformTypeKVCacheSpecs": Handling.MEMBERS,
+}
+"""By the spec's class name. A class that is not listed is refused, whatever its base."""
 
-    handling: Handling
-    why: str
-
-
-def _paged(why: str) -> CacheSupport:
-    return CacheSupport(handling=Handling.PAGED, why=why)
-
-
-def _refused(why: str) -> CacheSupport:
-    return CacheSupport(handling=Handling.REFUSED, why=why)
-
-
-HISPARSE = _refused(
+HISPARSE = (
     "a HiSparse replica on the device, which vLLM fills on demand from host memory; the pages in "
     "host memory would have to be registered and handed over instead"
 )
 
-SPECS: Mapping[str, CacheSupport] = {
-    "FullAttentionSpec": _paged("every token has its place"),
-    "MLAAttentionSpec": _paged("every token, or every few, has its place; the same on every rank"),
-    "RSWASpec": _paged("a prompt's tokens are never given up, only generated ones are"),
-    "SlidingWindowSpec": _paged("the tokens before the window are holes"),
-    "SlidingWindowMLASpec": _paged("the tokens before the window are holes"),
-    "ChunkedLocalAttentionSpec": _paged("the tokens before the chunk are holes"),
-    "MambaSpec": CacheSupport(handling=Handling.STATE, why="one page per request"),
-    "UniformTypeKVCacheSpecs": CacheSupport(
-        handling=Handling.MEMBERS, why="each layer has its own"
-    ),
-    "CircularBufferSpec": CacheSupport(
-        handling=Handling.RING,
-        why="one page per request, of its last tokens; engines need rings of equal length",
-    ),
-    "AttentionSpec": _refused("no layer has it: others are derived from it"),
-    "CrossAttentionSpec": _refused(
-        "cross attention caches an encoder's tokens; a ticket would have to name the encoder's "
-        "input and its pages beside the prompt's"
-    ),
-    "EncoderOnlyAttentionSpec": _refused(
-        "an encoder keeps no keys and values; there is nothing to hand over"
-    ),
-    "HiddenStateCacheSpec": _refused(
-        "hidden states are an output, not a cache to decode from; use vLLM's "
-        "ExampleHiddenStatesConnector for these"
-    ),
+REFUSED: Mapping[str, str] = {
+    "AttentionSpec": "no layer has it: others are derived from it",
+    "CrossAttentionSpec": "cross attention caches an encoder's tokens; a ticket would have to name "
+    "the encoder's input and its pages beside the prompt's",
+    "EncoderOnlyAttentionSpec": "an encoder keeps no keys and values; there is nothing to hand "
+    "over",
+    "HiddenStateCacheSpec": "hidden states are an output, not a cache to decode from; use vLLM's "
+    "ExampleHiddenStatesConnector for these",
     "HiSparseHotSpec": HISPARSE,
     "HiSparseResidentSpec": HISPARSE,
-    "SinkFullAttentionSpec": _refused(
-        "the kernels read the sink's keys from the engine's first blocks, in front of every "
-        "request's; that no load fills these blocks would have to be proven"
-    ),
+    "SinkFullAttentionSpec": "the kernels read the sink's keys from the engine's first blocks, in "
+    "front of every request's; that no load fills these blocks would have to be proven",
 }
-"""Support by the spec's class name. A class that is not listed is refused, whatever its base."""
+"""Why an engine with such a cache does not start."""
+
+
+def handling(spec: KVCacheSpec) -> Handling | None:
+    """Return how the caches of a group's layers are handled, which are of one kind."""
+    return HANDLED.get(type(versions.first_layer(spec)).__name__)
 
 
 def refusals(config: KVCacheConfig) -> Iterator[str]:
@@ -111,13 +89,10 @@ def _refusal(group: KVCacheGroupSpec) -> str:
 def _spec_refusal(spec: KVCacheSpec) -> str:
     """Return why caches with this spec cannot be handed over; an empty text if they can."""
     name = type(spec).__name__
-    support = SPECS.get(name)
-    if support is None:
-        return f"{name}: not known here"
-    if support.handling is Handling.REFUSED:
-        return f"{name}: {support.why}"
+    if name not in HANDLED:
+        return f"{name}: {REFUSED.get(name, 'not known here')}"
     states = getattr(spec, "tokens_per_state", 1)
-    if support.handling is Handling.PAGED and (states < 1 or states != int(states)):
+    if HANDLED[name] is Handling.PAGED and (states < 1 or states != int(states)):
         return f"{name} of {1 / states} entries per token: an entry must be of whole tokens"
     if getattr(spec, "non_causal", False):
         return (
