@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -64,7 +66,11 @@ def test_the_driver_reads_cancels_and_notices_that_a_peer_is_gone() -> None:
         reader, address = pair.reader, pair.other.address()
         assert pair.works()
         assert reader.path(pair.peer) == ""
-        for end in (lambda begun: reader.cancel(begun), lambda _: reader.disconnect(pair.peer)):
+        ends: list[Callable[[Any], object]] = [
+            reader.cancel,
+            lambda _: reader.disconnect(pair.peer),
+        ]
+        for end in ends:
             begun = pair.lasting()
             assert pair.status(begun).state is State.PENDING
             end(begun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -451,13 +452,13 @@ class TestConsumer:
 
     @pytest.mark.parametrize(
         "later",
-        [finished(computed(40, tokens=90)), computed(40, 40, tokens=110)],
+        [lambda: finished(computed(40, tokens=90)), lambda: computed(40, 40, tokens=110)],
         ids=["a ticket", "a part"],
     )
-    def test_ticket_for_other_tokens_than_its_parts(self, later: Prefilling) -> None:
+    def test_ticket_for_other_tokens_than_its_parts(self, later: Callable[[], Prefilling]) -> None:
         decode = Decoding(tokens=130)
         decode.begin(computed(40))
-        decode.hear(later)
+        decode.hear(later())
         decode.is_aborted()
 
     def test_part_of_another_engine_is_refused(self) -> None:
