@@ -56,12 +56,6 @@ class _Connection:
     """From the first call of ``disconnect`` until one has succeeded."""
     tries: int = 0
 
-    def __repr__(self) -> str:
-        state = "open"
-        if self.is_closing:
-            state = f"closing, {self.tries} failures" if self.tries else "closing"
-        return f"<connection {self.id} to {self.engine}: {state}, {self.users} users>"
-
 
 class Connections:
     """Open, share and close the connections of one endpoint.
