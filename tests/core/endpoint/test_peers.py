@@ -220,6 +220,7 @@ def test_replies_of_producers_that_go_before_they_are_read_are_dropped(
         released.set()
         eventually(lambda: not known._unread, "none is left to be read")
         assert begun == ["one"]
+        assert known._memory.nbytes == 0
         assert decode.endpoint.healthy
 
 
