@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -66,15 +64,13 @@ def test_the_driver_reads_cancels_and_notices_that_a_peer_is_gone() -> None:
         reader, address = pair.reader, pair.other.address()
         assert pair.works()
         assert reader.path(pair.peer) == ""
-        ends: list[Callable[[Any], object]] = [
-            reader.cancel,
-            lambda _: reader.disconnect(pair.peer),
-        ]
-        for end in ends:
-            begun = pair.lasting()
-            assert pair.status(begun).state is State.PENDING
-            end(begun)
-            assert pair.status(begun).state is State.FAILED
+        cancelled, lost = pair.lasting(), pair.lasting()
+        assert pair.status(cancelled).state is State.PENDING
+        reader.cancel(cancelled)
+        assert pair.status(cancelled).state is State.FAILED
+        assert pair.status(lost).state is State.PENDING
+        reader.disconnect(pair.peer)
+        assert pair.status(lost).state is State.FAILED
         pair = replace(pair, peer=reader.connect(address))
         pair.other.close()
         status = pair.moved()

@@ -59,9 +59,6 @@ class PeerKeys(AbstractSet[bytes]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __repr__(self) -> str:
-        return f"PeerKeys({sorted(key.hex() for key in self._keys)})"
-
 
 def generate() -> KeyPair:
     """Return a new key pair; ``SecretError`` if this libzmq was built without CURVE."""

@@ -71,8 +71,6 @@ def shared_incarnation() -> Incarnation:
     from vllm.distributed import parallel_state as groups
 
     incarnation = random_incarnation()
-    if not groups.model_parallel_is_initialized():
-        return incarnation
     for group in (groups.get_tp_group(), groups.get_pcp_group(), groups.get_pp_group()):
         if group.world_size > 1:
             incarnation = group.broadcast_object(incarnation, src=0)

@@ -23,10 +23,12 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.memory import Region
+from kvferry.core.planner import build_copies
 from kvferry.core.side_channel import Judgements
-from kvferry.core.transport import Status, TransferId
+from kvferry.core.transport import Capabilities, PeerId, Status, TransferId
+from kvferry.core.transport.paged import PagedCopies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.testing import FaultyTransport
+from kvferry.testing import Fault, FaultyTransport, Schedule
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import (
     Clock,
@@ -334,3 +336,35 @@ def test_an_engine_that_cannot_register_its_memory_leaves_nothing_open() -> None
         with pytest.raises(TransportUsageError, match="closed"):
             each.address()
     assert set(threading.enumerate()) <= before
+
+
+class PagedTransport(LoopbackTransport):
+    """Takes reads by pages, and counts them."""
+
+    by_pages = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, paged_reads=True)
+
+    def read_pages(
+        self, peer: PeerId, pages: PagedCopies, notify: bytes | None = None
+    ) -> TransferId:
+        self.by_pages += 1
+        return self.read(peer, pages.written_out(), notify)
+
+
+@pytest.mark.parametrize("fault", [None, Fault.FAIL, Fault.DOOM])
+def test_a_driver_that_takes_pages_is_given_pages(
+    prefill: Engine, fault: Fault | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of ``FaultyTransport`` costs only the load that it hits."""
+    monkeypatch.setattr(build_copies, "MIN_PAGED_COPIES", 1)
+    driver = PagedTransport()
+    schedule = None if fault is None else Schedule(at={0: fault})
+    with Engine("decode", transport=lambda: FaultyTransport(driver, schedule)) as decode:
+        error = load(prefill, decode, 1)
+        assert isinstance(error, TransportError) is (fault is not None)
+        assert load(prefill, decode, 2) is None
+        assert not decode.wrong_bytes([2], 4)
+    assert driver.by_pages == 1 + (fault is not Fault.FAIL)

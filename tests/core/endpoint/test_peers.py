@@ -20,7 +20,13 @@ from kvferry.core.directory import EncodedReply, ProducerNews, directory
 from kvferry.core.directory.pings import start_pings
 from kvferry.core.endpoint import EndpointOptions, handshake_reader, peers
 from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, memory_of
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
+from kvferry.core.errors import (
+    ConnectError,
+    HandshakeError,
+    KVFerryError,
+    PeerLostError,
+    PlanError,
+)
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
@@ -28,8 +34,10 @@ from kvferry.core.messages import Coordinates, RankPayload, decode_payload
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
 from kvferry.core.options import most_peers
 from kvferry.core.planner.plan import make_plan
+from kvferry.core.side_channel import Judgements
 from kvferry.core.side_channel.tasks import Task
 from kvferry.core.side_channel_messages import (
+    Condition,
     PayloadRequest,
     Payloads,
     Pong,
@@ -190,7 +198,58 @@ def test_replies_of_producers_that_go_before_they_are_read_are_dropped(
         released.set()
         eventually(lambda: not known._unread, "none is left to be read")
         assert begun == ["one"]
+        assert known._memory.nbytes == 0
         assert decode.endpoint.healthy
+
+
+def test_a_producer_that_goes_while_it_is_connected_is_disconnected(prefill: Engine) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    class Slow(RecordingTransport):
+        def connect(self, address: bytes) -> PeerId:
+            begun.set()
+            assert released.wait(60.0)
+            return super().connect(address)
+
+    driver = Slow()
+    with Engine("decode", transport=lambda: driver) as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.pull("d-1", ticket, [2])
+        assert begun.wait(60.0)
+        gone = (PeerKey.of(ticket), ticket.incarnation, PeerLostError("it died"))
+        decode.endpoint.relay(ProducerNews(gone=(gone,)))
+        assert isinstance(decode.error("d-1"), PeerLostError)
+        released.set()
+        eventually(lambda: bool(driver.disconnected), "it is disconnected")
+        assert driver.open_connections == 0
+
+
+@pytest.mark.parametrize(
+    ("joined", "error", "words"),
+    [
+        ((), HandshakeError, r"call join\(\) first"),
+        ((payload(agreement={"vllm": "1"}),), PlanError, r" \(.*vllm.* here, .*"),
+    ],
+)
+def test_a_reply_that_cannot_be_planned_is_refused(
+    joined: tuple[RankPayload, ...], error: type[KVFerryError], words: str
+) -> None:
+    """With what differs in the software of the engines, where that may be why."""
+    there = payload(agreement={"vllm": "2"})
+    fields = (msgspec.structs.replace(there.layout.fields[0], key="layer.0/v"),)
+    there = msgspec.structs.replace(there, layout=replace(there.layout, fields=fields))
+    judgements = Judgements(told=frozenset({"vllm"}))
+    reader = handshake_reader.ReplyReader(EndpointOptions(judgements=judgements), 0)
+    if joined:
+        reader.join(joined)
+    reply = EncodedReply(
+        address=PeerKey("prefill", "127.0.0.1", 1),
+        incarnation=Incarnation(7),
+        ranks=(encode(there),),
+        numeric="127.0.0.1",
+    )
+    with pytest.raises(error, match=words):
+        reader.read(reply)
 
 
 def asked(decode: Engine) -> set[int]:
@@ -304,3 +363,25 @@ def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() 
         assert "engine one missed 3 of 3 pings: nobody listens" in str(lost.get(timeout=20))
         for task in [*tasks, *tasks]:
             task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (lambda: True, "missed 1 of 1 pings: it answered a ping with a Condition"),
+        (lambda: 1 // 0, "it cannot be watched any more: ZeroDivisionError"),
+    ],
+)
+def test_a_producer_that_cannot_be_watched_is_lost(wanted: Any, words: str) -> None:
+    lost = queue.SimpleQueue[KVFerryError | None]()
+    answer = encode(Condition(engine="prefill", incarnation=7, problems=[]))
+    with SideChannel(lambda *_: answer) as channel:
+        reply = EncodedReply(
+            address=PeerKey("prefill", "127.0.0.1", channel.port),
+            incarnation=Incarnation(7),
+            ranks=(),
+            numeric="127.0.0.1",
+        )
+        options = EndpointOptions(liveness_interval=30.0, liveness_misses=1)
+        start_pings(reply, options, wanted=wanted, lost=lost.put)
+        assert words in str(lost.get(timeout=20))

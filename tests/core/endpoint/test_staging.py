@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
+from kvferry.core.driver_calls.error_containment import ErrorContainment
 from kvferry.core.endpoint import endpoint as endpoint_module
 from kvferry.core.endpoint.page_copies import RunningCopies
 from kvferry.core.errors import Cause, CopyError, StaleError
@@ -17,7 +19,14 @@ from kvferry.core.lifecycle.holds import Hold, HoldEnd, PageCopy, RequestId
 from kvferry.core.lifecycle.load_machine import LoadMachine
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
-from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
+from kvferry.core.metrics import (
+    COPY_SECONDS,
+    FAILURES,
+    STAGE_SECONDS,
+    CopyDirection,
+    Metrics,
+    Stage,
+)
 from kvferry.testing.engines import CacheShape, EngineRank
 from tests.core.endpoint.engines import Clock, Engine, MetricTotals, eventually, fail_once, until
 from tests.core.endpoint.staged_engines import LateDevice, StagedEngine, failed_copy
@@ -203,6 +212,16 @@ def test_a_copy_is_refused_where_nothing_is_staged_and_needed_where_it_is(prefil
             Engine.pull(decode, "d-1", ticket, [3, 4])
         Engine.pull(decode, "d-1", ticket, [], nothing=True)
         staged.over("p-2")
+
+
+def test_a_copy_without_blocks_is_over_at_once_and_not_begun() -> None:
+    """As of a request of which this rank has only holes."""
+    device, ended = MagicMock(), list[object]()
+    copies = RunningCopies(
+        device, containment=ErrorContainment(), metrics=Metrics(), clock=lambda: 0.0
+    )
+    copies.begin("nothing", CopyDirection.TO_HOST, PageCopy(blocks=(), pages=()), ended.append)
+    assert (ended, len(copies), device.method_calls) == ([None], 0, [])
 
 
 def test_the_time_of_copies_is_counted() -> None:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import re
+from collections.abc import Callable
 
 import pytest
+import zmq
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvferry.core.errors import AdmissionError, SecretError
-from kvferry.core.security import NEARBY, OPEN, Access, KeyPair, Networks, generate, public_keys
+from kvferry.core.security import (
+    NEARBY,
+    OPEN,
+    Access,
+    KeyPair,
+    Networks,
+    TicketKey,
+    generate,
+    public_keys,
+)
 
 OWN, PEER, OTHER = generate(), generate(), generate()
 
@@ -20,6 +34,21 @@ def test_a_public_key_is_derived_from_the_secret_one() -> None:
     assert KeyPair.of(OWN.secret.hex(), "here") == OWN
     assert len({OWN.public, OWN.secret, PEER.public, PEER.secret}) == 4
     assert {len(OWN.public), len(OWN.secret)} == {32}
+
+
+def test_libraries_that_lack_an_algorithm_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(error: Exception) -> Callable[..., None]:
+        def raised(*_: object) -> None:
+            raise error
+
+        return raised
+
+    monkeypatch.setattr(zmq, "curve_public", refuse(zmq.ZMQError(errno.ENOTSUP)))
+    with pytest.raises(SecretError, match="built without CURVE: install pyzmq's own wheel"):
+        KeyPair.of(OWN.secret.hex(), "here")
+    monkeypatch.setattr(Ed25519PrivateKey, "generate", refuse(UnsupportedAlgorithm("no")))
+    with pytest.raises(SecretError, match=r"no Ed25519 here .* install cryptography's own wheel"):
+        TicketKey()
 
 
 def test_a_secret_key_is_not_shown() -> None:

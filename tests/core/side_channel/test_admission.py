@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
 import pytest
+import zmq
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import OPEN, Access, Networks, PeerKeys, generate
 from kvferry.core.side_channel import HandshakeServer, fetch
+from kvferry.core.side_channel.admission import ADDRESS, DOMAIN, VERSION, ZapHandler
 from kvferry.core.side_channel.connection import connected
 from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.sockets import Context
 from kvferry.core.side_channel.tasks import call
 from tests.core.endpoint.engines import eventually
 from tests.core.side_channel.servers import LONG, RANKS, fetched, pinged, serve
@@ -143,6 +146,28 @@ def test_a_client_from_another_network_is_refused(
         assert "127.0.0.1, is in none of the networks of allowed_peers (192.0.2.0/24)" in (
             caplog.text
         )
+
+
+@pytest.mark.parametrize(
+    ("version", "credentials", "status"),
+    [
+        (b"1.0", (b"CURVE", DECODE.public), b"200"),
+        (b"1.0", (b"CURVE", UNLISTED.public), b"400"),
+        (b"1.0", (b"NULL",), b"400"),
+        (b"1.0", (b"PLAIN", b"user", b"password"), b"400"),
+        (b"2.0", (b"CURVE", DECODE.public), b"400"),
+    ],
+)
+def test_what_libzmq_asks_otherwise_is_refused(
+    context: Context, version: bytes, credentials: tuple[bytes, ...], status: bytes
+) -> None:
+    handler = ZapHandler(context, SERVES)
+    with handler.socket, context.socket(zmq.REQ) as asker:
+        asker.connect(ADDRESS)
+        asker.send_multipart([version, b"1", DOMAIN, b"127.0.0.1", b"", *credentials])
+        assert handler.socket.poll(int(LONG * 1e3))
+        handler.answer()
+        assert asker.recv_multipart()[:3] == [VERSION, b"1", status]
 
 
 # Keys that are added and removed while the server runs.

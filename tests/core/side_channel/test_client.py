@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import zmq
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
@@ -45,6 +46,17 @@ def test_a_host_without_a_route_is_refused_with_the_setting(
     monkeypatch.setattr(asyncio, "open_connection", unreachable)
     with pytest.raises(HandshakeError, match=r"\(No route to host\): is side_channel_host right"):
         fetch("127.0.0.1", 4242, "prefill", timeout=LONG)
+
+
+def test_a_connection_that_cannot_be_made_from_here_says_so(
+    server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", refuse)
+    with pytest.raises(HandshakeError, match="from here: Too many open files"):
+        fetch(server.host, server.port, "prefill", timeout=LONG)
 
 
 def test_a_listener_that_does_not_answer_times_out() -> None:

@@ -147,7 +147,7 @@ def test_wheel_is_found_by_its_files(wheel: Path) -> None:
     version.write_text("new")  # it is opened after all
     with pytest.raises(DriverError, match=r"libucp.so.0: file too short"):
         find()
-    version.unlink()
+    version.write_text("1.22.0")
     wheel.unlink()
     with pytest.raises(DriverError, match=r"libucp.so.0: cannot open"):
         find()

@@ -71,6 +71,11 @@ def test_prefill_lookahead(eagle: bool, multi_module: bool, expected: int) -> No
     assert versions.prefill_lookahead(newer) == 5
 
 
+def test_hits_from_peers_have_no_name_in_an_older_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert versions.peer_hit_source() is None
+
+
 def test_routed_experts_were_a_setting_of_the_model() -> None:
     for on in (True, False):
         older: Any = SimpleNamespace(model_config=SimpleNamespace(enable_return_routed_experts=on))

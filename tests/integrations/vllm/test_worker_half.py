@@ -275,3 +275,15 @@ def test_a_step_that_follows_a_report_of_loads_does_not_wait(
         worker.results()
         waited.append(endpoint.wait.call_count)
     assert waited == [1, 1, 2]
+
+
+def test_a_rank_that_nobody_reads_sends_only_what_has_a_ticket(half: Any) -> None:
+    dropped, other = Hold(slot=2, generation=8), half.UnreadRankWorker()
+    taken = ((RequestId("a"), HOLD), (RequestId("b"), dropped))
+    other.apply(half.StepMetadata(orders=HoldOrders(take_ons=taken)))
+    orders = HoldOrders(drops=(dropped,), ready=((HOLD, 30.0), (dropped, 30.0)))
+    other.apply(half.StepMetadata(orders=orders, refused=(("c", "another prompt"),)))
+    results = other.results()
+    assert results.finished_sending == {"a"}
+    assert results.finished_recving == results.failed_recving == {"c"}
+    assert not other.results().finished_sending
