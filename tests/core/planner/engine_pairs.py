@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_field
 
 from kvferry.core.layout import (
     ContextParallel,
@@ -23,7 +24,6 @@ from tests.core.planner.page_layouts import (
     ORDERS,
     Pack,
     PageStyle,
-    PlacedField,
     Tensor,
     lay_out_pack,
 )
@@ -55,7 +55,7 @@ class EngineShape:
     slack: int
 
 
-RankPack = tuple[int, list[PlacedField], int]
+RankPack = tuple[int, list[Field], int]
 """A pack on a rank: its group, its fields, and the size of its page."""
 
 
@@ -86,8 +86,10 @@ def layout_of(
     padded = [(group, placed, size + engine.slack) for group, placed, size in cells]
     regions, starts = _place_in_regions(padded, engine.regions, engine.gap, base)
     fields = tuple(
-        _field(f, group, *start)
-        for (group, placed, _), start in zip(cells, starts, strict=True)
+        replace_field(
+            f, group=group, region=region, offset=offset + f.offset, page_stride=stride, pages=POOL
+        )
+        for (group, placed, _), (region, offset, stride) in zip(cells, starts, strict=True)
         for f in placed
     )
     return Layout(regions=regions, groups=groups, fields=fields)
@@ -106,26 +108,6 @@ def _cells(
             if pack[0].layer * engine.pp // layers == stage:
                 shards = [shard_of(t, tp // shared, engine.tp // shared) for t in pack]
                 yield group, *lay_out_pack(pack, styles[index], block, shards)
-
-
-def _field(f: PlacedField, group: int, region: int, offset: int, stride: int) -> Field:
-    return Field(
-        key=f.tensor.key,
-        group=group,
-        region=region,
-        offset=offset + f.offset,
-        page_stride=stride,
-        pages=POOL,
-        dtype=f.tensor.dtype,
-        unit=f.unit,
-        tokens=f.tokens,
-        shard=f.heads,
-        shard_range=f.shard,
-        inner=f.inner,
-        tokens_per_state=f.tensor.per_entry,
-        packing="tiles" if f.tensor.kind is GroupKind.OPAQUE else "",
-        draft=f.tensor.draft,
-    )
 
 
 def _place_in_regions(
