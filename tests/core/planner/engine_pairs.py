@@ -116,16 +116,17 @@ def _place_in_regions(
     """Return regions, and (region, offset, page stride) of every pack."""
     if not cells:
         return (), []
+    sizes = [size for _, _, size in cells]
+    before = [sum(sizes[:i]) * POOL for i in range(len(sizes))]
     if how == "each":
-        sizes = [size * POOL for _, _, size in cells]
-        ends = [base + sum(sizes[: i + 1]) + gap * i for i in range(len(sizes))]
-        regions = [Region(address=e - s, nbytes=s) for e, s in zip(ends, sizes, strict=True)]
-        return tuple(regions), [(i, 0, size) for i, (_, _, size) in enumerate(cells)]
+        regions = (
+            Region(address=base + start + gap * i, nbytes=sizes[i] * POOL)
+            for i, start in enumerate(before)
+        )
+        return tuple(regions), [(i, 0, size) for i, size in enumerate(sizes)]
     if how == "stack":
-        offsets = [sum(size * POOL for _, _, size in cells[:i]) for i in range(len(cells))]
-        whole = sum(size * POOL for _, _, size in cells)
-        starts = [(0, o, size) for o, (_, _, size) in zip(offsets, cells, strict=True)]
-        return (Region(address=base, nbytes=whole),), starts
+        starts = [(0, start, size) for start, size in zip(before, sizes, strict=True)]
+        return (Region(address=base, nbytes=sum(sizes) * POOL),), starts
     per_group: dict[int, int] = {}
     found: list[tuple[int, int]] = []
     for group, _, size in cells:  # groups overlay each other: their page ids differ
