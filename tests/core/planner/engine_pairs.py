@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_field
 
 from kvferry.core.layout import (
     ContextParallel,
@@ -23,7 +24,6 @@ from tests.core.planner.page_layouts import (
     ORDERS,
     Pack,
     PageStyle,
-    PlacedField,
     Tensor,
     lay_out_pack,
 )
@@ -55,7 +55,7 @@ class EngineShape:
     slack: int
 
 
-RankPack = tuple[int, list[PlacedField], int]
+RankPack = tuple[int, list[Field], int]
 """A pack on a rank: its group, its fields, and the size of its page."""
 
 
@@ -86,8 +86,10 @@ def layout_of(
     padded = [(group, placed, size + engine.slack) for group, placed, size in cells]
     regions, starts = _place_in_regions(padded, engine.regions, engine.gap, base)
     fields = tuple(
-        _field(f, group, *start)
-        for (group, placed, _), start in zip(cells, starts, strict=True)
+        replace_field(
+            f, group=group, region=region, offset=offset + f.offset, page_stride=stride, pages=POOL
+        )
+        for (group, placed, _), (region, offset, stride) in zip(cells, starts, strict=True)
         for f in placed
     )
     return Layout(regions=regions, groups=groups, fields=fields)
@@ -108,42 +110,23 @@ def _cells(
                 yield group, *lay_out_pack(pack, styles[index], block, shards)
 
 
-def _field(f: PlacedField, group: int, region: int, offset: int, stride: int) -> Field:
-    return Field(
-        key=f.tensor.key,
-        group=group,
-        region=region,
-        offset=offset + f.offset,
-        page_stride=stride,
-        pages=POOL,
-        dtype=f.tensor.dtype,
-        unit=f.unit,
-        tokens=f.tokens,
-        shard=f.heads,
-        shard_range=f.shard,
-        inner=f.inner,
-        tokens_per_state=f.tensor.per_entry,
-        packing="tiles" if f.tensor.kind is GroupKind.OPAQUE else "",
-        draft=f.tensor.draft,
-    )
-
-
 def _place_in_regions(
     cells: Sequence[RankPack], how: str, gap: int, base: int
 ) -> tuple[tuple[Region, ...], list[tuple[int, int, int]]]:
     """Return regions, and (region, offset, page stride) of every pack."""
     if not cells:
         return (), []
+    sizes = [size for _, _, size in cells]
+    before = [sum(sizes[:i]) * POOL for i in range(len(sizes))]
     if how == "each":
-        sizes = [size * POOL for _, _, size in cells]
-        ends = [base + sum(sizes[: i + 1]) + gap * i for i in range(len(sizes))]
-        regions = [Region(address=e - s, nbytes=s) for e, s in zip(ends, sizes, strict=True)]
-        return tuple(regions), [(i, 0, size) for i, (_, _, size) in enumerate(cells)]
+        regions = (
+            Region(address=base + start + gap * i, nbytes=sizes[i] * POOL)
+            for i, start in enumerate(before)
+        )
+        return tuple(regions), [(i, 0, size) for i, size in enumerate(sizes)]
     if how == "stack":
-        offsets = [sum(size * POOL for _, _, size in cells[:i]) for i in range(len(cells))]
-        whole = sum(size * POOL for _, _, size in cells)
-        starts = [(0, o, size) for o, (_, _, size) in zip(offsets, cells, strict=True)]
-        return (Region(address=base, nbytes=whole),), starts
+        starts = [(0, start, size) for start, size in zip(before, sizes, strict=True)]
+        return (Region(address=base, nbytes=sum(sizes) * POOL),), starts
     per_group: dict[int, int] = {}
     found: list[tuple[int, int]] = []
     for group, _, size in cells:  # groups overlay each other: their page ids differ

@@ -6,8 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
-from kvferry.core.layout import Axis, Dim, GroupKind
+from msgspec.structs import replace
+
+from kvferry.core.layout import Dim, Field, GroupKind
+from tests.core.layouts import plain_field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +31,6 @@ class Tensor:
 
 Pack = tuple[Tensor, ...]
 """Tensors of one layer that live in one page: K and V, or the parts of a Mamba state."""
-
-
-@dataclass(slots=True)
-class PlacedField:
-    """One field in its page: its offset, and its axes with strides."""
-
-    tensor: Tensor
-    shard: tuple[int, int]
-    offset: int
-    unit: int
-    tokens: Axis
-    heads: Axis
-    inner: tuple[Axis, ...]
 
 
 def factors(rng: Random, number: int, most: int) -> list[int]:
@@ -86,7 +77,7 @@ ORDERS = (
 
 def lay_out_pack(
     pack: Pack, style: PageStyle, block: int, shards: Sequence[tuple[int, int]]
-) -> tuple[list[PlacedField], int]:
+) -> tuple[list[Field], int]:
     """Return the fields of one page, and the page's size."""
     if pack[0].kind is GroupKind.OPAQUE:
         return _whole(pack, block, shards)
@@ -95,48 +86,57 @@ def lay_out_pack(
     smallest = math.lcm(*(tensor.per_entry for tensor in pack))
     count = max(n for n in range(1, style.kernel + 1) if block // smallest % n == 0)
     placed, size = _within(pack, style, block // count, shards)
-    for f in placed:
-        f.tokens = (Dim(extent=count, stride=size), *f.tokens)
-    return placed, size * count
+    kernels = Dim(extent=count, stride=size)
+    return [replace(f, tokens=(kernels, *f.tokens)) for f in placed], size * count
 
 
 def _within(
     pack: Pack, style: PageStyle, block: int, shards: Sequence[tuple[int, int]]
-) -> tuple[list[PlacedField], int]:
+) -> tuple[list[Field], int]:
     """Return the fields of one page or kernel page, and its size."""
     rng = Random(style.seed)
     cut = style.order.index("|")
     common, own = style.order[:cut], style.order[cut + 1 :]
     if len({(b - a, t.per_entry) for t, (a, b) in zip(pack, shards, strict=True)}) > 1:
         common, own = (), common + own
-    placed: list[PlacedField] = []
+    placed: list[Field] = []
     end = 0
     for tensor, shard in zip(pack, shards, strict=True):
         order = own if placed == [] or rng.random() < 0.7 else tuple(rng.sample(own, len(own)))
         field, extent = _nest(rng, tensor, shard, block, order, style)
-        field.offset += end
-        placed.append(field)
+        placed.append(replace(field, offset=end))
         end += extent
     for axis in reversed(common):
-        count = _count(placed[0].tensor, shards[0], block, axis)
-        for field in placed:
-            dims = (Dim(extent=count, stride=end),)
-            if axis == "t" and field.tensor.kind is not GroupKind.STATE:
-                field.tokens = dims
-            if axis == "s":
-                field.heads = dims
-        end = end * count + style.pad * placed[0].tensor.size
+        count = _count(pack[0], shards[0], block, axis)
+        dims: Any = (Dim(extent=count, stride=end),)
+        if axis == "s":
+            placed = [replace(field, shard=dims) for field in placed]
+        elif pack[0].kind is not GroupKind.STATE:
+            placed = [replace(field, tokens=dims) for field in placed]
+        end = end * count + style.pad * pack[0].size
     return placed, end
 
 
-def _whole(
-    pack: Pack, block: int, shards: Sequence[tuple[int, int]]
-) -> tuple[list[PlacedField], int]:
-    placed: list[PlacedField] = []
+def _field(tensor: Tensor, held: tuple[int, int], unit: int, **axes: Any) -> Field:
+    """Return a field at the beginning of its page, wherever that will be."""
+    return plain_field(
+        tensor.key,
+        dtype=tensor.dtype,
+        unit=unit,
+        shard_range=held,
+        tokens_per_state=tensor.per_entry,
+        packing="tiles" if tensor.kind is GroupKind.OPAQUE else "",
+        draft=tensor.draft,
+        **axes,
+    )
+
+
+def _whole(pack: Pack, block: int, shards: Sequence[tuple[int, int]]) -> tuple[list[Field], int]:
+    placed: list[Field] = []
     end = 0
     for tensor, shard in zip(pack, shards, strict=True):
         unit = tensor.elements * tensor.size * block * (shard[1] - shard[0])
-        placed.append(PlacedField(tensor, shard, end, unit, (), (), ()))
+        placed.append(replace(_field(tensor, shard, unit), offset=end))
         end += unit
     return placed, end
 
@@ -154,7 +154,7 @@ def _nest(
     block: int,
     order: tuple[str, ...],
     style: PageStyle,
-) -> tuple[PlacedField, int]:
+) -> tuple[Field, int]:
     """Return one field, with strides computed from the innermost dim, and its extent."""
     inner = factors(rng, tensor.elements, 3 if style.split else 2)
     if order[-1] == "d":
@@ -180,15 +180,12 @@ def _nest(
         for axis in counts
     }
     inner_dims = made["d"]
-    return (
-        PlacedField(
-            tensor=tensor,
-            shard=shard,
-            offset=0,
-            unit=unit,
-            tokens=made.get("t", ()) if tensor.kind is GroupKind.PAGED else (),
-            heads=made.get("s", ()),
-            inner=((inner_dims,) if rng.random() < 0.5 else tuple((d,) for d in inner_dims)),
-        ),
-        extent,
+    field = _field(
+        tensor,
+        shard,
+        unit,
+        tokens=made.get("t", ()) if tensor.kind is GroupKind.PAGED else (),
+        shard=made.get("s", ()),
+        inner=((inner_dims,) if rng.random() < 0.5 else tuple((d,) for d in inner_dims)),
     )
+    return field, extent
