@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -19,34 +20,22 @@ THREADS = 4
 """Of NIXL's UCX, as in vLLM's own connector."""
 
 
-class _Patient:
-    """NIXL's bindings, with one change: a new agent's progress thread sleeps while it is idle."""
-
-    def __init__(self, native: Any) -> None:
-        self._native = native
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._native, name)
-
-    def nixlAgent(self, name: str, config: Any) -> Any:
-        # NIXL's Python API has no argument for it, and passes 0: the thread never sleeps.
-        config.pthrDelay = NixlOptions().progress_milliseconds * 1000
-        return self._native.nixlAgent(name, config)
-
-
 @contextlib.contextmanager
 def patient() -> Iterator[None]:
     """Within the context, progress threads of new agents sleep for as long as the driver's.
 
-    A thread that spins would take a core from whatever else is measured.
+    A thread that spins would take a core from whatever else is measured. NIXL's Python API has no
+    argument for it, and passes 0: the thread never sleeps.
     """
-    api = library.load().api
-    native = api.nixlBind
-    api.nixlBind = _Patient(native)
-    try:
+    native = library.load().api.nixlBind
+    make = native.nixlAgent
+
+    def made(name: str, config: Any) -> Any:
+        config.pthrDelay = NixlOptions().progress_milliseconds * 1000
+        return make(name, config)
+
+    with mock.patch.object(native, "nixlAgent", made):
         yield
-    finally:
-        api.nixlBind = native
 
 
 def agent(region: Region, peer: bytes) -> tuple[Any, str]:

@@ -18,6 +18,8 @@ def test_interval_is_from_the_order_of_the_rounds_ratios() -> None:
     assert harness.spread(ratios) == (41, 51, 61)
     found = harness.row("a", "b", "c", [4.0, 2.0], [2.0, 2.0], unit="ms")
     assert (found.low, found.high, found.measured) == (1, 2, "3,000 ms")
+    assert harness.row("a", "b", "c", [2e-6], unit="µs CPU", measured=3e-6).measured == "3 µs CPU"
+    assert harness.row("a", "b", "c", [2.0], unit="KB", measured="all").measured == "all KB"
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_what_ucx_lacks_is_a_warning(
         path="/lib/libucp.so.0",
         version="1.23.0",
         rdma="rc_mlx5" in transports,
-        transports={key: ["mlx5_0:1" if "mlx5" in key else "memory"] for key in transports},
+        transports={key: ["mlx5_0:1" if "mlx5" in key else "mlx5_1"] for key in transports},
         advice=advice,
     )
     finding = software.ucx(ucx, nics, cuda=cuda)

@@ -313,7 +313,7 @@ def test_distance_needs_gpus_and_nics(tmp_path: Path) -> None:
     graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}")
     graphics(tmp_path, "pci0000:15/0000:15:01.0/0000:1b:00.1", kind="0x040300")  # its sound device
     machine = Machine(root=tmp_path)
-    assert [card.name for card in machine.cards] == [GPU_A]
+    assert [card.name for card in machine.pci_gpus] == [GPU_A]
     assert list(hardware.near(machine)) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.early import Bandwidth, Prefill, early_cases, parse_bandwidth
+from kvferry.cli.plan.early import Bandwidth, PrefillSpeed, early_cases, parse_bandwidth
 from kvferry.cli.plan.engines import PlanSettings, make_engine
 from kvferry.cli.plan.estimate import estimate_reads
 from kvferry.cli.plan.model import read_model
@@ -62,7 +62,7 @@ def test_times_are_those_of_chunks_moved_one_after_the_other(
     model = read_model(Path(write_config(folder, WINDOWS if windows else TINY)))
     engine = make_engine(model, PlanSettings(), prompt)
     bandwidth = parse_bandwidth(f"{megabytes:.6f}MB/s")
-    prefill = Prefill(chunk=chunk, prefill_rate=prefill_rate, hop_seconds=0)
+    prefill = PrefillSpeed(chunk=chunk, prefill_rate=prefill_rate, hop_seconds=0)
     (case,) = early_cases([bandwidth], [estimate_reads(engine, engine, prompt)], prefill)
     rate = bandwidth.bytes_per_second
     moved = 0.0

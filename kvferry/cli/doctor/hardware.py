@@ -242,10 +242,10 @@ def visibility(machine: Machine) -> Finding:
 def near(machine: Machine) -> Iterator[Finding]:
     """Yield the finding about the nearest NICs of each GPU, if there are GPUs and NICs."""
     nics = [nic for nic in machine.nics if pci_address(nic.address)]
-    if not machine.cards or not nics:
+    if not machine.pci_gpus or not nics:
         return
     texts, far = [], []
-    for card in machine.cards:
+    for card in machine.pci_gpus:
         best = min(map(card.distance, nics))
         names = ", ".join(nic.name for nic in nics if card.distance(nic) == best)
         texts.append(f"GPU {card.name}: {names} ({DISTANCES[best]})")
@@ -284,7 +284,7 @@ def _binding(machine: Machine, mapping: str, selection: str) -> Finding:
     if missing := [nic for _, nic in pairs if nic not in known]:
         return BINDING.bad(f"{MAPPING} names {', '.join(missing)}, where no NIC is", remedy)
     wanted = {card: known[nic] for card, nic in pairs}
-    if unbound := [card.name for card in machine.cards if card.address not in wanted]:
+    if unbound := [card.name for card in machine.pci_gpus if card.address not in wanted]:
         return BINDING.warn(f"{MAPPING} has no entry for GPU {', '.join(unbound)}", remedy)
     if UCX_DEVICES not in [name.partition(":")[0].strip() for name in selection.split(",")]:
         return BINDING.warn(f"{SELECTION}={selection} does not set {UCX_DEVICES}", remedy)

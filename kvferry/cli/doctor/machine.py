@@ -132,7 +132,7 @@ class Machine:
         ]
 
     @cached_property
-    def cards(self) -> list[PciDevice]:
+    def pci_gpus(self) -> list[PciDevice]:
         """NVIDIA's GPUs that this process may use, by PCI address."""
         found = [
             self._device(path, path.name)

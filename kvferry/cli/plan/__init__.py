@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvferry.cli.output import print_json, require_matplotlib
 from kvferry.cli.plan.advice import advice_for
-from kvferry.cli.plan.early import Prefill, early_cases, parse_bandwidth
+from kvferry.cli.plan.early import PrefillSpeed, early_cases, parse_bandwidth
 from kvferry.cli.plan.engines import EngineError, SettingsError, write_engine
 from kvferry.cli.plan.estimate import estimate_reads
 from kvferry.cli.plan.model import read_model
@@ -65,7 +65,7 @@ def run(
         raise EngineError(f"{exc}. {refused}") from exc
     early = None
     if bandwidths:
-        own = Prefill(chunk=chunk, prefill_rate=prefill_rate, hop_seconds=hop / 1e3)
+        own = PrefillSpeed(chunk=chunk, prefill_rate=prefill_rate, hop_seconds=hop / 1e3)
         each = [estimate if n == tokens else estimate_reads(*engines, n) for n in prompts]
         early = own, early_cases(bandwidths, each, own)
     result = PlanResult(

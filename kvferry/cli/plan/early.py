@@ -28,7 +28,7 @@ class Bandwidth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefill:
+class PrefillSpeed:
     """How prefill computes prompts.
 
     Attributes:
@@ -93,13 +93,13 @@ def parse_bandwidth(text: str) -> Bandwidth:
 
 
 def early_cases(
-    bandwidths: Sequence[Bandwidth], estimates: Sequence[Estimate], prefill: Prefill
+    bandwidths: Sequence[Bandwidth], estimates: Sequence[Estimate], prefill: PrefillSpeed
 ) -> list[EarlyCase]:
     """Return how long until decode has the cache, for each bandwidth and prompt."""
     return [_case(prefill, bandwidth, each) for bandwidth in bandwidths for each in estimates]
 
 
-def _case(prefill: Prefill, bandwidth: Bandwidth, estimate: Estimate) -> EarlyCase:
+def _case(prefill: PrefillSpeed, bandwidth: Bandwidth, estimate: Estimate) -> EarlyCase:
     prompt, chunk, rate = estimate.tokens, prefill.chunk, bandwidth.bytes_per_second
     total, early = estimate.sizes.nbytes, estimate.early_bytes
     chunks = -(-prompt // chunk)

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from kvferry.cli.formatting import counted, duration, grouped, numbers, size
 from kvferry.cli.output import output, print_table
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
-from kvferry.cli.plan.early import EarlyCase, Prefill
+from kvferry.cli.plan.early import EarlyCase, PrefillSpeed
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
 from kvferry.cli.plan.fields import Contents, contents_of, shape_of, text_of
 from kvferry.cli.plan.model import Model
@@ -63,7 +63,7 @@ class PlanResult:
     decode: Side
     estimate: Estimate
     advice: Advice | None
-    early: tuple[Prefill, list[EarlyCase]] | None
+    early: tuple[PrefillSpeed, list[EarlyCase]] | None
     notes: tuple[str, ...]
 
 
@@ -231,7 +231,7 @@ def _for_vllm(change: Change) -> Iterator[str]:
             )
 
 
-def _print_early(console: Console, prefill: Prefill, cases: Sequence[EarlyCase]) -> None:
+def _print_early(console: Console, prefill: PrefillSpeed, cases: Sequence[EarlyCase]) -> None:
     hop = f", and decode starts to read {duration(prefill.hop_seconds)} after prefill's end"
     console.print(
         "Until decode has a prompt's cache, by an ordinary ticket (sequential) and by an early "

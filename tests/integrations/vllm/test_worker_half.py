@@ -15,7 +15,7 @@ from kvferry.core import side_channel_messages as side
 from kvferry.core.directory import ProducerNews
 from kvferry.core.endpoint import Load, Results
 from kvferry.core.errors import KVFerryError, StaleError
-from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey
