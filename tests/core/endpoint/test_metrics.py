@@ -48,7 +48,7 @@ def test_a_load_is_counted_by_the_rank_that_read_it(prefill: Engine, decode: Eng
     assert decode.load("d-1", prefill.serve("p-1", [1, 2], 8), [3, 4]) is None
     prefill.released("p-1")
     totals = MetricTotals(decode)
-    assert totals.of(BYTES) == {("prefill", "memcpy"): 2 * 2 * PAGE_BYTES}
+    assert totals.of(BYTES) == {("prefill", "process_vm"): 2 * 2 * PAGE_BYTES}
     assert totals.of(COPIES) == {("prefill", "memcpy"): 2}
     assert totals.of(PULLS) == {("prefill", "memcpy"): 1}
     assert totals.of(PEERS_UP) == {("0",): 1}
