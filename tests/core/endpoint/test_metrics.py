@@ -49,8 +49,8 @@ def test_a_load_is_counted_by_the_rank_that_read_it(prefill: Engine, decode: Eng
     prefill.released("p-1")
     totals = MetricTotals(decode)
     assert totals.of(BYTES) == {("prefill", "process_vm"): 2 * 2 * PAGE_BYTES}
-    assert totals.of(COPIES) == {("prefill", "memcpy"): 2}
-    assert totals.of(PULLS) == {("prefill", "memcpy"): 1}
+    assert totals.of(COPIES) == {("prefill", "process_vm"): 2}
+    assert totals.of(PULLS) == {("prefill", "process_vm"): 1}
     assert totals.of(PEERS_UP) == {("0",): 1}
     [seconds] = totals.of(LOAD_SECONDS)[()]
     stages = {stage: value for (stage,), [value] in totals.of(STAGE_SECONDS).items()}
