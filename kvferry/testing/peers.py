@@ -38,7 +38,6 @@ class Process:
         memory: The kind of memory of the peer's buffer, as for ``kvferry.testing.memory.allocate``.
         seed: The seed of the buffer's content, for ``kvferry.testing.memory.pattern``.
         server: The class that executes the commands, a ``PeerServer``.
-        wait: Whether to wait until the process has started; if not, call ``started``.
 
     Attributes:
         killed_at: When ``kill`` was called, by ``time.monotonic``.
@@ -59,7 +58,6 @@ class Process:
         seed: int = 1,
         *,
         server: str = "kvferry.testing.peer_process:PeerServer",
-        wait: bool = True,
     ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -85,17 +83,11 @@ class Process:
         self.content = pattern(nbytes, seed)
         self.name: str
         self.region: Region
-        if wait:
-            self.started()
-
-    def started(self) -> Self:
-        """Wait until the process has started, and return this peer."""
         try:
             self.name, self.region = self._answer("start", _START_SECONDS)
         except BaseException:
             self.end()
             raise
-        return self
 
     def __enter__(self) -> Self:
         return self
@@ -198,28 +190,3 @@ class Process:
 
 TransportPeer = LocalPeer | Process
 """A peer of the transport under test: a transport with one registered buffer."""
-
-
-class Spares:
-    """A supply of peers' processes, which ``make`` starts without waiting; each is for one test.
-
-    From the second ``take`` on, each ``take`` also starts the process for the next one, so that the
-    next test need not wait for its start.
-    """
-
-    def __init__(self, make: Callable[[], Process]) -> None:
-        self._make = make
-        self._next: Process | None = None
-        self._taken = 0
-
-    def take(self) -> Process:
-        """Return a process that has started; the caller owns it and calls ``end``."""
-        taken = self._next or self._make()
-        self._taken += 1
-        self._next = self._make() if self._taken > 1 else None
-        return taken.started()
-
-    def end(self) -> None:
-        """Kill the process that was started for the next test, if there is one."""
-        if self._next is not None:
-            self._next.end()

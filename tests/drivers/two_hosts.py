@@ -17,7 +17,7 @@ from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.transport import PeerId, State, TransferId
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench
 from kvferry.testing.memory import pattern
-from kvferry.testing.peers import Process, Spares, TransportPeer
+from kvferry.testing.peers import Process, TransportPeer
 from tests.drivers.network_namespaces import Networks, Side, two_networks
 
 
@@ -36,12 +36,10 @@ class PeersOnOtherHost(ContractSettings):
         with _process_on_other_host(cls, networks) as process:
             yield process
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def spares(cls, networks: Networks) -> Iterator[Spares]:
-        spares = Spares(lambda: _process_on_other_host(cls, networks, wait=False))
-        yield spares
-        spares.end()
+    @pytest.fixture
+    def process(self, lab: Workbench, networks: Networks) -> Iterator[Process]:
+        with _process_on_other_host(type(self), networks) as process, lab.turning_for(process):
+            yield process
 
     @pytest.fixture
     def remote(self, shared: Process) -> TransportPeer:
@@ -53,10 +51,8 @@ class PeersOnOtherHost(ContractSettings):
         return [shared]
 
 
-def _process_on_other_host(
-    tests: type[ContractSettings], networks: Networks, *, wait: bool = True
-) -> Process:
-    return networks.far(Process, tests.factory, tests.options, tests.memory, MIB, wait=wait)
+def _process_on_other_host(tests: type[ContractSettings], networks: Networks) -> Process:
+    return networks.far(Process, tests.factory, tests.options, tests.memory, MIB)
 
 
 class CutLinkTests(PeersOnOtherHost):
@@ -67,12 +63,6 @@ class CutLinkTests(PeersOnOtherHost):
     """
 
     noticed_within: ClassVar[float]
-
-    @pytest.fixture
-    def process(self, lab: Workbench, networks: Networks) -> Iterator[Process]:
-        """Start the process now, not ahead of time: it cannot start while the link is down."""
-        with _process_on_other_host(type(self), networks) as process, lab.turning_for(process):
-            yield process
 
     @pytest.fixture(params=["near", "far"])
     def side(self, request: pytest.FixtureRequest, networks: Networks) -> Iterator[Side]:

@@ -34,7 +34,7 @@ def test_statuses_of_a_lost_peer_become_peer_lost_error() -> None:
 
 
 def test_a_worker_that_is_not_as_expected_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, loaded = transport._loaded(None)
+    _, loaded, _ = transport._loaded(None)
     context = loaded.create_context("test", {}, {})
     destroyed: list[WorkerHandle] = []
     destroy = Ucp.destroy_worker

@@ -73,9 +73,8 @@ class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerAddress  # that serves peers
     withdrawn: Word  # how many regions had been deregistered so far
     regions: Annotated[list[UcxRegion], msgspec.Meta(max_length=MAX_REGIONS)]
-    digest: bytes = b""  # of ``worker`` and all packed keys: damaged ones might crash UCX
-    # Of all other fields; empty in addresses of versions of kvferry that did not have it.
-    full_digest: bytes = msgspec.field(name="whole", default=b"")
+    digest: bytes = b""  # of ``worker`` and all packed keys, for earlier builds, which check both
+    full_digest: bytes = msgspec.field(name="whole", default=b"")  # of all other fields
 
     @property
     def identity(self) -> Identity:
@@ -93,16 +92,15 @@ _decoder = msgspec.msgpack.Decoder(UcxAddress)
 
 def encode(address: UcxAddress) -> bytes:
     """Return an address as the bytes that peers get, with its digests computed."""
-    digests = {"digest": digest_of(*_packed(address)), "full_digest": digest_of(_all(address))}
+    packed = [address.worker, *(region.packed for region in address.regions)]
+    digests = {"digest": digest_of(*packed), "full_digest": digest_of(_all(address))}
     return msgspec.msgpack.encode(msgspec.structs.replace(address, **digests))
 
 
 def decode(data: bytes) -> UcxAddress:
     """Parse an untrusted address; raise ``ConnectError`` if it is another driver's or damaged."""
     address = decode_address("ucx", _decoder, data, MAX_ADDRESS_BYTES)
-    check_digest(address.name, address.digest, *_packed(address))
-    if address.full_digest:
-        check_digest(address.name, address.full_digest, _all(address))
+    check_digest(address.name, address.full_digest, _all(address))  # damaged keys may crash UCX
     return address
 
 
@@ -119,11 +117,6 @@ def check_packed(address: UcxAddress) -> None:
         raise ConnectError(
             f"the address of {address.name} holds what UCX did not pack: {exc}"
         ) from exc
-
-
-def _packed(address: UcxAddress) -> list[bytes]:
-    """Return what UCX packed."""
-    return [address.worker, *(region.packed for region in address.regions)]
 
 
 def _all(address: UcxAddress) -> bytes:

@@ -183,10 +183,8 @@ class Client(ProgressTarget):
         It is opened when it is first needed, and may not be ready yet. It lets a second thread
         copy.
         """
-        # Only if this process copies the bytes itself (cma). Two threads with Python loops would
-        # wait for each other to release the interpreter's lock.
-        compiled = peer.connection.worker.poster.compiled
-        if available_cores() < 2 or not compiled or "cma" not in peer.connection.transports:
+        # Only if this process copies the bytes itself (cma).
+        if available_cores() < 2 or "cma" not in peer.connection.transports:
             return None
         old = peer.second_connection
         if old is None or (

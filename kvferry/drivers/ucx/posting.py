@@ -1,16 +1,14 @@
 """Loops over UCP's functions: post many copies (runs), and collect completed requests.
 
-As machine code they run without the interpreter and its lock. LLVM makes them in a tenth of a
-second, by llvmlite, which the extra ``ucx`` and vLLM install. Without it, loops in Python make the
-same calls, in up to twice the time for blocks of 4 KiB in random order (docs/adr/0020).
+As machine code they run without the interpreter and its lock, in half the time for blocks of 4 KiB
+in random order (docs/adr/0020). LLVM makes them in a tenth of a second, by llvmlite, which the
+extra ``ucx`` and vLLM install.
 """
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import functools
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,88 +17,27 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.core.errors import DriverError
 from kvferry.core.memory import U64Array
-from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle, status_of
-from kvferry.drivers.ucx.ucp_structs import STATUS, Code
-
-logger = logging.getLogger(__name__)
+from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle
+from kvferry.drivers.ucx.ucp_structs import STATUS
 
 WORTH_CALLING = 16
-"""Fewer runs are posted by the Python loop: to enter a compiled one would cost more."""
+"""Fewer runs are posted by a loop in Python: to enter a compiled one would cost more."""
 
 STATUS_BITS = 8 * ctypes.sizeof(STATUS)
-
-_PROBLEM = (
-    "ucx posts by a loop in Python, since llvmlite does not work here (%s): transfers of many "
-    "blocks of 4 KiB within a host take up to twice as long; pip install llvmlite"
-)
 
 _WORD = ctypes.c_uint64
 
 
 class Poster:
-    """Posts many reads and collects them, by loops in Python."""
-
-    compiled = False  # if True, the loops run without the interpreter's lock
+    """Posts many reads and collects them; raises ``DriverError`` if llvmlite does not work here."""
 
     def __init__(self, ucp: Ucp) -> None:
-        self._ucp = ucp
-
-    def post(self, endpoint: Endpoint, *columns: U64Array) -> U64Array:
-        """Read n runs; return the n answers (see ``ucp``), whose requests ``sweep`` frees.
-
-        The columns, (n,) each, are the arguments of ``ucp_get_nbx``: the runs' local addresses,
-        lengths, remote addresses and keys, and the addresses of ``RequestParams``, which name the
-        local registrations.
-        """
-        get = self._ucp.function("ucp_get_nbx")
-        answers = map(get, repeat(endpoint), *(column.tolist() for column in columns))
-        return np.fromiter(answers, np.uint64, len(columns[0]))
-
-    def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
-        """Free completed requests, in order, up to the first that has not completed.
-
-        ``start`` is 0, then the first result of the previous call: how many of all are completed.
-        The second result is the status of the first new error, or 0.
-        """
-        first_error = 0
-        for index in range(start, len(requests)):
-            answer = int(requests[index])
-            code = status_of(answer)
-            if code == Code.IN_PROGRESS:
-                code = self._ucp.check(answer)
-                if code == Code.IN_PROGRESS:
-                    return index, first_error
-                self._ucp.free(answer)
-            first_error = first_error or min(code, 0)
-        return len(requests), first_error
-
-    def progress(self, worker: WorkerHandle, seconds: float) -> bool:
-        """Let UCP work for a time, or until all is done; return whether there may be more."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if not self._ucp.progress(worker):
-                return False
-        return True
-
-    def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """Copy n ranges, none of which overlap, of this process's memory; (n,) uint64 each."""
-        copies = map(ctypes.memmove, targets.tolist(), sources.tolist(), nbytes.tolist())
-        # A deque that keeps nothing consumes the map, so the loop itself runs in C.
-        collections.deque(copies, maxlen=0)
-
-
-class CompiledPoster(Poster):
-    """Posts many reads and collects them, by compiled loops if they are long enough."""
-
-    compiled = True
-
-    def __init__(self, ucp: Ucp) -> None:
-        super().__init__(ucp)
         self._engine = compiled_loops()  # owns the code
-        libc = ctypes.CDLL(None)
+        libc, self._get = ctypes.CDLL(None), ucp.function("ucp_get_nbx")
         check, free = map(ucp.function, ("ucp_request_check_status", "ucp_request_free"))
-        self._post = self._loop("post", 10, ucp.function("ucp_get_nbx"))
+        self._post = self._loop("post", 10, self._get)
         self._sweep = self._loop("sweep", 6, check, free)
         work = ucp.function("ucp_worker_progress")
         self._progress = self._loop("progress", 4, work, libc.clock_gettime)
@@ -113,59 +50,54 @@ class CompiledPoster(Poster):
         return partial(function(self._engine.get_function_address(name)), *addresses)
 
     def post(self, endpoint: Endpoint, *columns: U64Array) -> U64Array:
-        """As ``Poster.post``."""
+        """Read n runs; return the n answers (see ``ucp``), whose requests ``sweep`` frees.
+
+        The columns, (n,) each, are the arguments of ``ucp_get_nbx``: the runs' local addresses,
+        lengths, remote addresses and keys, and the addresses of ``RequestParams``, which name the
+        local registrations.
+        """
         n = len(columns[0])
         if n < WORTH_CALLING:
-            return super().post(endpoint, *columns)
+            found = map(self._get, repeat(endpoint), *(column.tolist() for column in columns))
+            return np.fromiter(found, np.uint64, n)
         answers = np.empty(n, np.uint64)
         self._post(endpoint, 0, n, *(column.ctypes.data for column in (*columns, answers)))
         return answers
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
-        """Free completed requests, as ``Poster.sweep``."""
-        if len(requests) - start < WORTH_CALLING:
-            return super().sweep(requests, start)
+        """Free completed requests, in order, up to the first that has not completed.
+
+        ``start`` is 0, then the first result of the previous call: how many of all are completed.
+        The second result is the status of the first new error, or 0.
+        """
         code = np.zeros(1, np.int64)
         swept = self._sweep(requests.ctypes.data, start, len(requests), code.ctypes.data)
         return swept, int(code[0])
 
     def progress(self, worker: WorkerHandle, seconds: float) -> bool:
-        """Let UCP work for a time, as ``Poster.progress``."""
+        """Let UCP work for a time, or until all is done; return whether there may be more."""
         return bool(self._progress(worker, int(seconds * 1e9)))
 
     def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """Copy ranges of memory, as ``Poster.copy``."""
-        if len(targets) < WORTH_CALLING:
-            super().copy(targets, sources, nbytes)
-            return
+        """Copy n ranges, none of which overlap, of this process's memory; (n,) uint64 each."""
         arrays = (array.ctypes.data for array in (targets, sources, nbytes))
         self._copy(0, len(targets), *arrays)
 
 
 @functools.cache
-def poster(ucp: Ucp) -> Poster:
-    """Return the loops that post to a libucp; those in Python, with a warning, without llvmlite."""
+def compiled_loops() -> Any:  # noqa: ANN401 - llvmlite has no types
+    """Return LLVM's engine with the loops, which are compiled once per process."""
     try:
-        return CompiledPoster(ucp)
+        from llvmlite import binding
+
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        target = binding.Target.from_default_triple().create_target_machine()
+        engine = binding.create_mcjit_compiler(binding.parse_assembly(_ASSEMBLY), target)
+        engine.finalize_object()
     # What an llvmlite raises whose LLVM is missing, or whose interface is another.
     except (ImportError, AttributeError, OSError, RuntimeError) as exc:
-        logger.warning(_PROBLEM, exc)
-        return Poster(ucp)
-
-
-@functools.cache
-def compiled_loops() -> Any:  # noqa: ANN401 - llvmlite has no types
-    """Return LLVM's engine with the loops, which are compiled once per process.
-
-    Raises ``ImportError`` if there is no llvmlite.
-    """
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    target = binding.Target.from_default_triple().create_target_machine()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(_ASSEMBLY), target)
-    engine.finalize_object()
+        raise DriverError(f"ucx needs llvmlite ({exc}): pip install 'llvmlite>=0.45'") from exc
     return engine
 
 

@@ -44,7 +44,7 @@ from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPe
 from kvferry.drivers.ucx.library import UcxLibrary
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
 from kvferry.drivers.ucx.options import UcxOptions, default_settings, user_settings
-from kvferry.drivers.ucx.posting import poster
+from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.progress import ProgressTarget, ProgressThread
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.transfer import LocalDevices, UcxTransfer
@@ -98,8 +98,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     driver flushes what a NIC writes, where the GPU needs that.
 
     Raises:
-        DriverError: there is no usable UCX, or UCX does not start; an option is unknown, of a wrong
-            type or out of range, or UCX does not take its value.
+        DriverError: there is no usable UCX or no llvmlite, or UCX does not start; an option is
+            unknown, of a wrong type or out of range, or UCX does not take its value.
     """
 
     interface_version: ClassVar[tuple[int, int]] = (2, 0)
@@ -109,7 +109,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
         self._enter = enter
         self._options = parse_options("ucx", UcxOptions, options)
-        self._library, self._ucp = _loaded(self._options.library)
+        self._library, self._ucp, self._poster = _loaded(self._options.library)
         name = f"ucx-{os.getpid()}-{secrets.token_hex(8)}"
         self._context = self._ucp.create_context(
             name, user_settings(self._options), default_settings(os.environ)
@@ -136,7 +136,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         )
         self._instance = secrets.token_bytes(16)
         self._keys = map(KeyId, itertools.count(1))
-        self._poster = poster(self._ucp)
         make_worker = partial(Worker, self._ucp, self._context, self._poster)
         self._server = Server(make_worker, self._instance)
         self._client = Client(
@@ -420,10 +419,11 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
 
 
 @functools.cache
-def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp]:
+def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp, Poster]:
     """Find and load a UCX; once per process and option, since libraries cannot be unloaded."""
     found = library.find(explicit)
-    return found, Ucp(library.load(found))
+    ucp = Ucp(library.load(found))
+    return found, ucp, Poster(ucp)
 
 
 _open_transports: set[UcxTransport] = set()

@@ -29,7 +29,7 @@ from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.memory import Buffer, Bytes, allocate, make_transport, pattern
 from kvferry.testing.peer_process import LocalPeer
-from kvferry.testing.peers import Process, Spares, TransportPeer
+from kvferry.testing.peers import Process, TransportPeer
 
 MIB = 1 << 20
 PEER_KINDS = ("itself", "neighbour", "other process")
@@ -87,18 +87,11 @@ class ContractSettings:
             lasting_process.reset()
             yield lasting_process
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def spares(cls) -> Iterator[Spares]:
-        """The supply of processes for the fixture ``process``, started before a test needs them."""
-        spares = Spares(lambda: Process(cls.factory, cls.options, cls.memory, MIB, wait=False))
-        yield spares
-        spares.end()
-
     @pytest.fixture
-    def process(self, lab: Workbench, spares: Spares) -> Iterator[Process]:
+    def process(self, lab: Workbench) -> Iterator[Process]:
         """A peer in a process of its own, for one test, which may kill or stop the process."""
-        with spares.take() as process, lab.turning_for(process):
+        made = Process(self.factory, self.options, self.memory, MIB)
+        with made as process, lab.turning_for(process):
             yield process
 
     @pytest.fixture(params=PEER_KINDS)

@@ -41,7 +41,6 @@ from tests.core.endpoint.engines import (
 )
 from tests.core.endpoint.transports import ScriptedTransport, failing
 
-PATH = "process_vm"
 PAGE_BYTES = 4 * 4 * 8 * 4  # tokens, heads, elements, bytes of each
 
 
@@ -49,9 +48,9 @@ def test_a_load_is_counted_by_the_rank_that_read_it(prefill: Engine, decode: Eng
     assert decode.load("d-1", prefill.serve("p-1", [1, 2], 8), [3, 4]) is None
     prefill.released("p-1")
     totals = MetricTotals(decode)
-    assert totals.of(BYTES) == {("prefill", PATH): 2 * 2 * PAGE_BYTES}
-    assert totals.of(COPIES) == {("prefill", PATH): 2}
-    assert totals.of(PULLS) == {("prefill", PATH): 1}
+    assert totals.of(BYTES) == {("prefill", "process_vm"): 2 * 2 * PAGE_BYTES}
+    assert totals.of(COPIES) == {("prefill", "process_vm"): 2}
+    assert totals.of(PULLS) == {("prefill", "process_vm"): 1}
     assert totals.of(PEERS_UP) == {("0",): 1}
     [seconds] = totals.of(LOAD_SECONDS)[()]
     stages = {stage: value for (stage,), [value] in totals.of(STAGE_SECONDS).items()}

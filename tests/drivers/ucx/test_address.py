@@ -35,15 +35,6 @@ def test_damaged_address_is_refused_or_decodes_equal(data: st.DataObject) -> Non
     assert [row.packed for row in address.regions] == [b"a key"]
 
 
-def test_without_the_full_digest_what_ucx_packed_is_checked() -> None:
-    """Earlier versions of kvferry did not have it."""
-    fields = msgspec.msgpack.decode(wire.encode(ADDRESS))
-    del fields["whole"]
-    assert wire.decode(msgspec.msgpack.encode(fields)).worker == b"UCX's own"
-    with pytest.raises(ConnectError, match="was damaged on its way"):
-        wire.decode(msgspec.msgpack.encode(fields | {"worker": b"not UCX's own"}))
-
-
 def test_only_a_process_of_this_host_is_said_to_have_ended() -> None:
     here = ProcessIdentity.of_this_process()
     assert not here.has_ended()

@@ -1,18 +1,17 @@
-"""Compiled loops do what the loops in Python do, which run where the former cannot be compiled."""
+"""The compiled loops call libucp for each run and request, in order."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from kvferry.core.errors import DriverError
 from kvferry.core.memory import U64Array
-from kvferry.drivers.ucx.posting import WORTH_CALLING, Poster, compiled_loops, poster
+from kvferry.drivers.ucx.posting import WORTH_CALLING, Poster, compiled_loops
 from kvferry.drivers.ucx.ucp import Endpoint, Ucp, WorkerHandle
 from kvferry.drivers.ucx.ucp_structs import Code
 
@@ -65,22 +64,9 @@ def ucp() -> FakeUcp:
     return FakeUcp()
 
 
-@pytest.fixture(params=["compiled", "Python"])
-def loops(request: pytest.FixtureRequest, ucp: FakeUcp) -> Poster:
-    library = cast(Ucp, ucp)
-    return Poster(library) if request.param == "Python" else poster(library)
-
-
 @pytest.fixture
-def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    compiled_loops.cache_clear()
-    monkeypatch.setitem(sys.modules, "llvmlite", None)
-    yield
-    compiled_loops.cache_clear()
-
-
-def test_the_loops_are_compiled_where_llvmlite_is_installed(ucp: FakeUcp) -> None:
-    assert poster(cast(Ucp, ucp)).compiled
+def loops(ucp: FakeUcp) -> Poster:
+    return Poster(cast(Ucp, ucp))
 
 
 @pytest.mark.parametrize("n", [0, 1, WORTH_CALLING - 1, WORTH_CALLING, 3000])
@@ -118,7 +104,6 @@ def test_the_first_error_counts_be_it_of_a_post_or_of_a_request(
 
 
 def test_progress_ends_when_nothing_is_to_do_or_the_time_is_up(loops: Poster, ucp: FakeUcp) -> None:
-    # The loop in Python uses the method, and the compiled one the function.
     assert not loops.progress(WorkerHandle(1), 1000.0)
     assert ucp.turns == 3
     assert loops.progress(WorkerHandle(1), 0.0)
@@ -136,12 +121,10 @@ def test_ranges_of_memory_are_copied(loops: Poster, n: int) -> None:
     assert not target[:, 60:].any()
 
 
-def test_without_llvmlite_the_loops_in_python_run_with_one_warning(
-    without_llvmlite: None, ucp: FakeUcp, caplog: pytest.LogCaptureFixture
+def test_without_llvmlite_the_driver_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, ucp: FakeUcp
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        found = {poster(cast(Ucp, ucp)) for _ in range(2)}
-    [loops] = found
-    assert not loops.compiled
-    [record] = caplog.records
-    assert "pip install llvmlite" in record.getMessage()
+    compiled_loops.cache_clear()
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    with pytest.raises(DriverError, match=r"ucx needs llvmlite .*pip install 'llvmlite"):
+        Poster(cast(Ucp, ucp))

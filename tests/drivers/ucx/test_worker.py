@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvferry.core.errors import TransportError
 from kvferry.drivers.ucx.messages import MAX_MESSAGE, Bye, Message, encode
-from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp
 from kvferry.drivers.ucx.ucp_structs import Code
 from kvferry.drivers.ucx.worker import Worker
@@ -37,12 +37,6 @@ class FakeUcp:
 
     def arm(self, worker: int) -> bool:
         return bool(worker)
-
-    def function(self, name: str) -> str:
-        return name
-
-    def progress(self, worker: int) -> int:
-        return 0 * worker
 
     def transports(self, endpoint: Endpoint) -> list[str]:
         return [*self.names.split("+"), "cma/memory"] if endpoint == ENDPOINT else []
@@ -76,8 +70,8 @@ def ucp() -> FakeUcp:
 
 @pytest.fixture
 def worker(ucp: FakeUcp) -> Worker:
-    library = cast("Ucp", ucp)
-    return Worker(library, Context(1), Poster(library))
+    loops: Any = SimpleNamespace(progress=lambda worker, seconds: False)
+    return Worker(cast("Ucp", ucp), Context(1), loops)
 
 
 @pytest.mark.parametrize(

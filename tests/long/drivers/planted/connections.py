@@ -254,7 +254,7 @@ class StaysReadableAfterClose(LoopbackTransport):
     """``close`` leaves the memory registered."""
 
     def close(self) -> None:
-        self._registry = RegionRegistry()
+        self._still_there, self._registry = self._registry, RegionRegistry()
         super().close()
 
 

@@ -130,7 +130,8 @@ class LandsOnlyWhatHadBegun(LateBytes):
         job = transfer_of(self, transfer)
         if not isinstance(job, ChunkedTransfer) or job.final:
             return
-        if job.position > job.limit * job.running:
+        begun = int(job.runs.end_bytes[job.position - 1]) if job.position else 0
+        if begun > job.limit * job.running:
             self.land_repeatedly(transfer)
         super().cancel(transfer)
 
