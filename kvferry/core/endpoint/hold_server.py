@@ -265,9 +265,8 @@ def _warn_of_expired(requests: Sequence[RequestId], silence: float | None) -> No
         )
     more = len(requests) - NAMED_REQUESTS
     logger.warning(
-        "%d requests (%s%s): nobody read their pages within the lease; they are given back (stage "
-        "held, cause expired; if their clients did not go away, %s)",
-        len(requests),
+        "request %s%s: nobody read its pages within the lease; they are given back (stage held, "
+        "cause expired; if its client did not go away, %s)",
         ", ".join(map(on_one_line, requests[:NAMED_REQUESTS])),
         f" and {more} more" if more > 0 else "",
         advice,
