@@ -253,10 +253,7 @@ class HoldServer:
 
 
 def _warn_of_expired(requests: Sequence[RequestId], silence: float | None) -> None:
-    """Log the requests whose leases have expired.
-
-    ``silence`` is for how long no consumer was heard, if a longer lease would not have helped.
-    """
+    """Log requests whose leases have expired; ``silence`` is set if no consumer was heard."""
     advice = "let decode take requests sooner, or set a longer kv_lease_duration"
     if silence is not None:
         advice = (
