@@ -105,6 +105,8 @@ class Connections:
             # ``connect`` hangs delays only the engines that publish it. While a connection to the
             # transport is being closed, the driver has the call wait.
             for rank in sorted(addresses):
+                if self._blocking_calls.are_ending:
+                    raise ConnectError("the endpoint is closed")
                 made[rank] = self._transport.connect(addresses[rank])
 
         def connected(error: KVFerryError | None) -> None:
@@ -208,6 +210,9 @@ class BlockingCalls:
     """Make calls that may take seconds, such as a driver's, on a thread each if ``threads`` is set.
 
     Used by the endpoint's thread only, except for ``problems`` and ``wait``.
+
+    Attributes:
+        are_ending: whether ``wait`` was called: a call of several steps skips the rest.
     """
 
     def __init__(
@@ -224,6 +229,7 @@ class BlockingCalls:
         self._enter = enter
         self._post = post
         self._clock = clock
+        self.are_ending = False
         self._running: dict[threading.Thread, float] = {}
         """Thread to when its call began. Replaced, never changed: others read it without a lock."""
 
@@ -264,6 +270,7 @@ class BlockingCalls:
 
     def wait(self, until: float) -> bool:
         """Wait for the calls under way until a time on the clock; return whether all ended."""
+        self.are_ending = True
         running = list(self._running)
         for thread in running:
             thread.join(max(0.0, until - self._clock()))

@@ -9,7 +9,6 @@ which cannot be relied on any more: the endpoint fails.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -41,10 +40,8 @@ class ErrorContainment:
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, type[Exception]]] = set()
-        self._streaks = Counter[str]()
-        """What is called to its number of failures in a row."""
-        self._problems: dict[str, str] = {}
-        """What is called to a text. Replaced, never changed: others read it without a lock."""
+        self._streaks: dict[str, tuple[int, str]] = {}
+        """What is called to its number of failures in a row, and the text of a problem."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -52,7 +49,8 @@ class ErrorContainment:
 
         Thread-safe. A text does not change while its call fails: a health check sees one change.
         """
-        return tuple(self._problems.values())
+        streaks = list(self._streaks.values())  # a copy, as the endpoint's thread changes it
+        return tuple(problem for failures, problem in streaks if failures >= REPEATED)
 
     def run(
         self,
@@ -84,17 +82,16 @@ class ErrorContainment:
 
     def succeeded(self, what: str) -> None:
         """Count the failures of a call that serves all peers from 0 again."""
-        if self._streaks.pop(what, 0) >= REPEATED:
-            self._problems = {each: text for each, text in self._problems.items() if each != what}
+        self._streaks.pop(what, None)
 
     def _count(self, what: str, error: Exception) -> None:
-        self._streaks[what] += 1
-        if self._streaks[what] == REPEATED:
-            text = (
+        failures, problem = self._streaks.get(what, (0, ""))
+        if failures < REPEATED:
+            problem = (
                 f"{what} failed, again and again, with {type(error).__name__}: "
                 f"{on_one_line(str(error))}; restart the engine if that lasts"
             )
-            self._problems = {**self._problems, what: text}
+        self._streaks[what] = failures + 1, problem
 
     def _log(self, what: str, error: Exception) -> None:
         if (what, type(error)) not in self._logged:

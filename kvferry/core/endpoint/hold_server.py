@@ -253,10 +253,7 @@ class HoldServer:
 
 
 def _warn_of_expired(requests: Sequence[RequestId], silence: float | None) -> None:
-    """Log the requests whose leases have expired.
-
-    ``silence`` is for how long no consumer was heard, if a longer lease would not have helped.
-    """
+    """Log requests whose leases have expired; ``silence`` is set if no consumer was heard."""
     advice = "let decode take requests sooner, or set a longer kv_lease_duration"
     if silence is not None:
         advice = (
@@ -265,9 +262,8 @@ def _warn_of_expired(requests: Sequence[RequestId], silence: float | None) -> No
         )
     more = len(requests) - NAMED_REQUESTS
     logger.warning(
-        "%d requests (%s%s): nobody read their pages within the lease; they are given back (stage "
-        "held, cause expired; if their clients did not go away, %s)",
-        len(requests),
+        "request %s%s: nobody read its pages within the lease; they are given back (stage held, "
+        "cause expired; if its client did not go away, %s)",
         ", ".join(map(on_one_line, requests[:NAMED_REQUESTS])),
         f" and {more} more" if more > 0 else "",
         advice,

@@ -450,11 +450,9 @@ class LoadManager:
                 peer.suspect = True
 
     def _on_read_failing(self, read: Read, error: KVFerryError) -> None:
-        """Fail the loads of a read that will fail; close its connection if only that ends it.
-
-        The read may still write bytes. One that was cancelled, or whose state is unknown, may end
-        by itself (``Transfers.lingering``).
-        """
+        """Fail the loads of a read that will fail; close its connection if only that ends it."""
+        # One that was cancelled, or whose state is unknown, may end by itself: see
+        # ``Transfers.lingering``.
         for tag in list(read.tags):
             if isinstance(tag, tuple) and (state := self._states.get(tag[0])) is not None:
                 state.machine.failing(tag[1], error)

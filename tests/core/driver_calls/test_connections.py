@@ -73,6 +73,8 @@ class Driver:
 class ManualCalls:
     """Blocking calls that run when the test says so."""
 
+    are_ending = False
+
     def __init__(self) -> None:
         self.queued: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
 
@@ -199,6 +201,15 @@ def test_two_ranks_of_one_engine_on_one_transport_are_refused(links: Links) -> N
     [error] = links.acquire(b"a/0", b"a/1").errors
     assert "rank 1 of engine e: it is the transport of rank 0" in str(error)
     assert links.driver.disconnected == [PeerId(1)]
+
+
+def test_no_further_rank_is_connected_once_the_endpoint_is_closing(links: Links) -> None:
+    calls = BlockingCalls(threads=False, post=Commands(), clock=links.driver.clock)
+    links.connections = links.make(calls)
+    assert calls.wait(0.0)
+    [error] = links.acquire(A).errors
+    assert "the endpoint is closed" in str(error)
+    assert links.driver.dialled == []
 
 
 # Concurrent acquisitions.

@@ -177,8 +177,8 @@ def test_leases_that_expire_together_are_one_warning(
     server.tick()
     [line] = warnings(caplog)
     assert line.startswith(
-        "5 requests (p-0, p-1, p-2 and 2 more): nobody read their pages within the lease; they are "
-        "given back (stage held, cause expired; if their clients did not go away, "
+        "request p-0, p-1, p-2 and 2 more: nobody read its pages within the lease; they are given "
+        "back (stage held, cause expired; if its client did not go away, "
     )
     assert line.endswith(SILENT.format(100))
     clock.skip(100.0)

@@ -300,8 +300,6 @@ def test_reads_from_a_lost_engine_go_on_while_the_other_engine_is_read(
             driver.statuses.update({0: failed(TransferCancelledError("cancelled")), 1: DONE})
         elif ended_by == "abort":
             decode.endpoint.abort(RequestId("d-2"))
-            eventually(lambda: len(driver.cancelled) == 2, "the other read is cancelled too")
-            clock.skip(2.0)
         else:
             clock.skip(LOAD_TIMEOUT / 2 + 2.0)
         first, second = outcomes(decode, 1, 2)

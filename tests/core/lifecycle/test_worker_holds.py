@@ -146,6 +146,22 @@ def test_a_hold_with_a_ticket_says_once_how_it_ended(
     assert ready.reports() == ([], [])
 
 
+@pytest.mark.parametrize("is_claimed_before", [True, False])
+def test_the_ttl_of_a_conversation_ends_with_the_first_renewal(
+    is_claimed_before: bool, computing: Rank
+) -> None:
+    if is_claimed_before:
+        computing.renew(99.0)
+    computing.holds.order(replace(TICKET, ttl=400.0), 100.0)
+    computing.holds.ready(HOLD, 100.0)
+    if is_claimed_before:
+        assert computing.ends_at(100.0 + LEASE)
+    else:
+        computing.holds.expire(300.0)
+        computing.renew(301.0)
+        assert computing.ends_at(301.0 + LEASE)
+
+
 # Watermarks.
 
 
