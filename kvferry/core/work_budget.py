@@ -53,16 +53,12 @@ SPLIT_STEPS = 50
 
 SHAPE_STEPS = 500
 """Finding the strips of a pair of fields whose combination of shapes was not met before."""
-MERGE_BOXES_STEPS = 500
-"""Merging one list of boxes (runs of bytes repeated at strides) once."""
-MERGE_RUN_STEPS = 3
-"""One run in a list of boxes that is merged."""
 SELECTED_RUNS_PER_STEP = 20
 """Number of runs that are looked at per step when the runs of one length are selected."""
 STRIP_STEPS = 5
-"""Making one strip."""
+"""Looking up one run of bytes on both sides, and joining it with its neighbours."""
 BATCH_STEPS = 1000
-"""Making one batch of strips; every request goes through all batches."""
+"""Making the strips of one length; every request goes through all of them."""
 
 
 class WorkBudget:
