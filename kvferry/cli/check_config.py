@@ -18,11 +18,15 @@ from kvferry.core.errors import AdmissionError, DriverError, HandshakeError, KVF
 from kvferry.core.security import Access
 from kvferry.core.side_channel import health
 from kvferry.core.transport import registry
-from kvferry.integrations.vllm.checks import address_problems, check_siblings, late_turn_risk
+from kvferry.integrations.vllm.checks import (
+    CANNOT,
+    address_problems,
+    late_turn_risk,
+    sibling_problems,
+)
 from kvferry.integrations.vllm.config import KEYS as SETTINGS
 from kvferry.integrations.vllm.config import (
     Config,
-    ConfigError,
     acceptable,
     problems,
     risks,
@@ -118,10 +122,8 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
     for each in (given, *(one for one in own if one is not given)):
         yield from _key_problems(each)
     for one in own:
-        try:
-            check_siblings(_transfer(one), _transfer(given))
-        except ConfigError as exc:
-            yield str(exc)
+        for problem in sibling_problems(_transfer(one), _transfer(given)):
+            yield f"{CANNOT}{problem}"
 
 
 def _transfer(keys: Mapping[str, Any]) -> SimpleNamespace:

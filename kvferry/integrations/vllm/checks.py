@@ -8,11 +8,10 @@ ranks may run on other hosts. ``kvferry check-config`` runs those that need no m
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import DriverError, HandshakeError
 from kvferry.core.side_channel import check_address
@@ -51,38 +50,13 @@ STAGED_TURNS = (
 """Why turns are refused where a cache is staged; names the other setting."""
 
 
-P = ParamSpec("P")
-
-
-def _refusing(
-    beginning: str = "",
-) -> Callable[[Callable[P, Iterable[str]]], Callable[P, None]]:
-    """Return a decorator of what yields problems: it raises one ``ConfigError`` for all of them."""
-
-    def decorate(problems: Callable[P, Iterable[str]]) -> Callable[P, None]:
-        @functools.wraps(problems)
-        def check(*args: P.args, **kwargs: P.kwargs) -> None:
-            if text := "; ".join(problems(*args, **kwargs)):
-                raise ConfigError(beginning + text)
-
-        return check
-
-    return decorate
+def _refuse(problems: Iterable[str], beginning: str = "") -> None:
+    """Raise one ``ConfigError`` for all problems, if there are any."""
+    if text := "; ".join(problems):
+        raise ConfigError(beginning + text)
 
 
 # At launch.
-
-
-@_refusing()
-def check_transfer(transfer: object, here: bool = True) -> Iterator[str]:
-    """Refuse wrong settings, an unknown driver, and keys and secrets that cannot be read.
-
-    Only the parts of vLLM's ``KVTransferConfig`` (or its keys and values) are checked that select
-    ``KVFerryConnector``. An engine that runs ``here`` needs its driver, keys and secrets on this
-    host.
-    """
-    for own in own_transfers(transfer):
-        yield from (setting_problems if here else configuration.problems)(extra_of(own))
 
 
 def launches_here(parallel: ParallelConfig) -> bool:
@@ -94,18 +68,22 @@ def launches_here(parallel: ParallelConfig) -> bool:
     return "ray" not in placed_by and parallel.data_parallel_size_local != 0
 
 
-@_refusing()
-def check_launch(vllm_config: VllmConfig) -> Iterator[str]:
-    """Refuse an engine that cannot work with the connector, as far as its configuration shows."""
+def check_launch(vllm_config: VllmConfig) -> None:
+    """Refuse an engine that cannot work with the connector, as far as its configuration shows.
+
+    Only the parts of its ``KVTransferConfig`` are checked that select ``KVFerryConnector``. Engines
+    that run here need their driver, keys and secrets on this host.
+    """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    check_transfer(transfer, launches_here(parallel))
-    for own in own_transfers(transfer):
+    of_settings = setting_problems if launches_here(parallel) else configuration.problems
+    own_parts = own_transfers(transfer)
+    _refuse(problem for own in own_parts for problem in of_settings(extra_of(own)))
+    for own in own_parts:
         engine = copy.copy(vllm_config)  # as MultiConnector makes its children's configurations
         if own != as_mapping(transfer):
             engine.kv_transfer_config = type(transfer)(**own)
-        check_engine(engine)
-        check_siblings(engine.kv_transfer_config, transfer)
-        yield from address_problems(configuration.parse(extra_of(own)), engines_here(parallel))
+        check_engine(engine, transfer)
+        _refuse(address_problems(configuration.parse(extra_of(own)), engines_here(parallel)))
 
 
 def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
@@ -156,13 +134,19 @@ def engines_here(parallel: ParallelConfig) -> range:
 # Of an engine's whole configuration.
 
 
-@_refusing(CANNOT)
-def check_engine(vllm_config: VllmConfig) -> Iterator[str]:
+def check_engine(vllm_config: VllmConfig, outer: KVTransferConfig) -> None:
     """Refuse an engine whose settings cannot work with the connector, or were not tested with it.
 
     What vLLM itself refuses with any connector is not checked here (``use_replayssm``, allocators
-    that move memory, ``prefix_match_unit`` with one group, ...).
+    that move memory, ``prefix_match_unit`` with one group, ...). ``outer`` is the configuration of
+    connectors with which the engine was started, such as MultiConnector's.
     """
+    siblings = sibling_problems(vllm_config.kv_transfer_config, outer)
+    _refuse((*_unsupported_settings(vllm_config), *siblings), CANNOT)
+
+
+def _unsupported_settings(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield each setting of the engine with which the connector cannot work."""
     model = vllm_config.model_config
     if model.enable_sleep_mode:
         yield (
@@ -240,9 +224,8 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
         )
 
 
-@_refusing(CANNOT)
-def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
-    """Refuse a role that this connector's settings exclude, and siblings that it cannot run with.
+def sibling_problems(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
+    """Yield roles that this connector's settings exclude, and siblings that it cannot run with.
 
     Siblings are the other connectors under vLLM's MultiConnector. ``own`` is this connector's
     configuration, ``engine`` that with which the engine was started, such as MultiConnector's.
@@ -273,28 +256,25 @@ def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[
         )
 
 
-@_refusing(CANNOT)
-def check_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Refuse an engine that has no cache to hand over, or a kind of cache that is not supported."""
+def check_caches(transfer: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse an engine that has no cache to hand over, or a kind of cache that is not supported.
+
+    If it loads, its vLLM must take notice of loads that fail.
+    """
+    _refuse(cache_problems(transfer, kv_cache_config), CANNOT)
+
+
+def cache_problems(transfer: KVTransferConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    """Yield why an engine's caches cannot be handed over, or not be loaded."""
     if not kv_cache_config.transfer_groups:
         yield (
             "a model without a cache to hand over: every request would be computed twice; start "
             "without kv_transfer_config"
         )
     yield from refusals(kv_cache_config)
-
-
-@_refusing()
-def check_failure_reports(
-    transfer: KVTransferConfig, kv_cache_config: KVCacheConfig
-) -> Iterator[str]:
-    """Refuse an engine that loads if its vLLM cannot be told that a load failed."""
     problem = compat_029.unreportable_failures(kv_cache_config) if transfer.is_kv_consumer else None
     if problem:
-        yield (
-            f'KVFerryConnector cannot load with {problem}; set kv_role "kv_producer", or install '
-            "a later vLLM"
-        )
+        yield (f'loads into {problem}; set kv_role "kv_producer", or install a later vLLM')
 
 
 # Risks.

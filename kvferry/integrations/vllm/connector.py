@@ -90,12 +90,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             versions.warn_outside_window()
             self._scheduler = FerryScheduler(vllm_config, kv_cache_config)
         else:
-            checks.check_engine(vllm_config)
             # MultiConnector builds its children with a configuration of their own.
             engine = get_current_vllm_config_or_none() or vllm_config
-            own = vllm_config.kv_transfer_config
-            outer = engine.kv_transfer_config or own
-            checks.check_siblings(own, outer)
+            outer = engine.kv_transfer_config or vllm_config.kv_transfer_config
+            checks.check_engine(vllm_config, outer)
             self._has_siblings = checks.has_siblings(outer)
             checks.warn_of_risks(config.engine_config(vllm_config), outer)
             if vllm_config.lora_config is not None:

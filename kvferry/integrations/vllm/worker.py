@@ -315,8 +315,7 @@ def start_worker(
     if position.replica:
         return UnreadRankWorker()
     config = configuration.engine_config(vllm_config)
-    checks.check_groups(kv_cache_config)
-    checks.check_failure_reports(vllm_config.kv_transfer_config, kv_cache_config)
+    checks.check_caches(vllm_config.kv_transfer_config, kv_cache_config)
     # A pipeline stage may have no layer with a cache: then the platform's device counts.
     found = [cache.device for cache in caches.values()]
     device = found[0] if found else platform_device()

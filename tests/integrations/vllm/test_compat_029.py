@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.integrations.vllm import compat_029
-from kvferry.integrations.vllm.checks import check_failure_reports
-from kvferry.integrations.vllm.config import ConfigError
+from kvferry.integrations.vllm.checks import cache_problems
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.halves import blocks
 
@@ -37,10 +36,6 @@ class FullAttentionSpec:
 
 class SlidingWindowSpec:
     """Likewise."""
-
-
-def groups(*specs: object) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
 def test_results_without_such_a_class(oldest: Any) -> None:
@@ -91,15 +86,22 @@ def test_an_engine_that_cannot_be_told_of_failed_loads_does_not_load(
     oldest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat_029, "takes_failed_requests", oldest.takes_failed_requests)
-    consumer: Any = SimpleNamespace(is_kv_consumer=True)
+    monkeypatch.setattr("kvferry.integrations.vllm.checks.refusals", lambda groups: ())
+
+    def problems(*groups: object, loads: bool = True) -> str:
+        found = [SimpleNamespace(kv_cache_spec=group) for group in groups]
+        config: Any = SimpleNamespace(kv_cache_groups=found, transfer_groups=found)
+        transfer: Any = SimpleNamespace(is_kv_consumer=loads)
+        return "".join(cache_problems(transfer, config))
+
     full, window = FullAttentionSpec(), SlidingWindowSpec()
-    check_failure_reports(consumer, groups(full))
-    check_failure_reports(consumer, groups(SimpleNamespace(kv_cache_specs={"layer": full})))
-    check_failure_reports(SimpleNamespace(is_kv_consumer=False), groups(full, full, window))
-    with pytest.raises(ConfigError, match=r'3 cache groups: .*; set kv_role "kv_producer"'):
-        check_failure_reports(consumer, groups(full, full, window))
-    with pytest.raises(ConfigError, match=r"sliding windows or states: .*failed"):
-        check_failure_reports(consumer, groups(window))
+    assert not problems(full)
+    assert not problems(SimpleNamespace(kv_cache_specs={"layer": full}))
+    assert not problems(full, full, window, loads=False)
+    said = problems(full, full, window)
+    assert "with 3 cache groups: it cannot be told that a load failed" in said
+    assert said.endswith('set kv_role "kv_producer", or install a later vLLM')
+    assert "with a cache of sliding windows or states: it cannot" in problems(window)
 
 
 def test_drafters_with_a_cache() -> None:

@@ -182,8 +182,7 @@ def test_what_is_checked_at_start(
     made(vllm, Role.WORKER)
     engine = "around" if outer == "another's" else TRANSFER
     assert vllm.halves.checks.mock_calls == [
-        call.check_engine(CONFIG),
-        call.check_siblings(TRANSFER, engine),
+        call.check_engine(CONFIG, engine),
         call.has_siblings(engine),
         call.warn_of_risks(ANY, engine),
     ]

@@ -12,7 +12,7 @@ from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.integrations.vllm import host_pool, staging
-from kvferry.integrations.vllm.checks import check_engine, check_siblings
+from kvferry.integrations.vllm.checks import check_engine
 from kvferry.integrations.vllm.config import Config, ConfigError
 from tests.integrations.vllm.halves import STATE, WINDOW, engine, facts, full
 
@@ -55,13 +55,16 @@ def test_host_pages_are_for_holds_and_for_loads(role: str, holds: int, loads: in
 
 def test_turns_are_refused() -> None:
     turns = {"bidirectional_kv_xfer": True}
+
+    def check(device: str, **extra: bool) -> None:
+        made = engine(device_type=device, kv_connector_extra_config=turns | extra)
+        check_engine(made, made.kv_transfer_config)
+
+    check("cpu")
     with pytest.raises(ConfigError, match="bidirectional_kv_xfer with kv_buffer_device 'cpu'"):
-        check_engine(engine(device_type="xpu", kv_connector_extra_config=turns))
-    check_engine(engine(kv_connector_extra_config=turns))
-    own = transfer()
-    own.kv_connector_extra_config = {**turns, "staging": True}
+        check("xpu")
     with pytest.raises(ConfigError, match=r"bidirectional_kv_xfer with staging: .* remove one"):
-        check_siblings(own, own)
+        check("cpu", staging=True)
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(1, 3), (32, 5), (160, 14)])
