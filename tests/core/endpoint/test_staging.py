@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
-from kvferry.core.driver_calls.error_containment import ErrorContainment
+from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.endpoint import endpoint as endpoint_module
 from kvferry.core.endpoint.page_copies import RunningCopies
 from kvferry.core.errors import Cause, CopyError, StaleError
@@ -217,9 +217,8 @@ def test_a_copy_is_refused_where_nothing_is_staged_and_needed_where_it_is(prefil
 def test_a_copy_without_blocks_is_over_at_once_and_not_begun() -> None:
     """As of a request of which this rank has only holes."""
     device, ended = MagicMock(), list[object]()
-    copies = RunningCopies(
-        device, containment=ErrorContainment(), metrics=Metrics(), clock=lambda: 0.0
-    )
+    calls = DriverCalls(MagicMock(), post=list[Any]().append, clock=lambda: 0.0)
+    copies = RunningCopies(device, calls, Metrics())
     copies.begin("nothing", CopyDirection.TO_HOST, PageCopy(blocks=(), pages=()), ended.append)
     assert (ended, len(copies), device.method_calls) == ([None], 0, [])
 

@@ -281,7 +281,8 @@ def test_a_rank_that_nobody_reads_sends_only_what_has_a_ticket(half: Any) -> Non
     dropped, other = Hold(slot=2, generation=8), half.UnreadRankWorker()
     taken = ((RequestId("a"), HOLD), (RequestId("b"), dropped))
     other.apply(half.StepMetadata(orders=HoldOrders(take_ons=taken)))
-    orders = HoldOrders(drops=(dropped,), ready=((HOLD, 30.0), (dropped, 30.0)))
+    tickets = NewTicket(request=RequestId("a"), hold=HOLD, lease=30.0)
+    orders = HoldOrders(drops=(dropped,), tickets=(tickets,))
     other.apply(half.StepMetadata(orders=orders, refused=(("c", "another prompt"),)))
     results = other.results()
     assert results.finished_sending == {"a"}
