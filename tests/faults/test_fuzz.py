@@ -25,7 +25,8 @@ from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import HandshakeError, TicketError, WireError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.security import OPEN, Access, TicketKey, TicketSecrets, generate
-from kvferry.core.side_channel import engine_info, fetch, ping
+from kvferry.core.side_channel.client import fetch, ping
+from kvferry.core.side_channel.compatibility import engine_info
 from kvferry.core.side_channel.sockets import encrypt
 from kvferry.integrations.vllm import ticket_params as tickets
 from tests.core.messages import payload
@@ -152,7 +153,7 @@ class SideChannel:
 
 SERVER_SCRIPT = """
 import logging, os, sys
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.lifecycle.rooms import RoomId, Rooms
 from kvferry.core.security import OPEN, Access, KeyPair
 class Fatal(logging.Handler):

@@ -21,7 +21,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
-from kvferry.core.side_channel import Judgements
+from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.core.transport import Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import FaultyTransport

@@ -15,9 +15,10 @@ import pytest
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import OPEN, Access, Networks, PeerKeys, generate
-from kvferry.core.side_channel import HandshakeServer, fetch
+from kvferry.core.side_channel.client import fetch
 from kvferry.core.side_channel.connection import connected
 from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.tasks import call
 from tests.core.endpoint.engines import eventually
 from tests.core.side_channel.servers import LONG, RANKS, fetched, pinged, serve
