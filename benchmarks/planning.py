@@ -42,7 +42,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.planner.plan import PlanCache
-from kvferry.core.side_channel import agree, engine_info
+from kvferry.core.side_channel.compatibility import agree, engine_info
 
 CASES = ((1, 1, 1.0), (1, 1, 0.9), (2, 1, 1.0), (4, 1, 1.0), (8, 1, 1.0), (1, 8, 1.0), (3, 2, 1.0))
 """Prefill ranks, decode ranks, and how many blocks prefill has for each of decode's."""

@@ -36,7 +36,7 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
 from kvferry.core.messages import WORD_BYTES
 from kvferry.core.planner.build_copies import Pages
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.transport import PeerId, Transport
 
 BLOCKS, COUNT = 2_049, 256

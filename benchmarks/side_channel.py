@@ -37,10 +37,9 @@ from kvferry.core.metrics import Metrics
 from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import NEARBY, OPEN
-from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel.connection import asked
 from kvferry.core.side_channel.dialer import Dialer
-from kvferry.core.side_channel.server import BACKLOG
+from kvferry.core.side_channel.server import BACKLOG, HandshakeServer
 from kvferry.core.side_channel.tasks import Task, call
 from kvferry.core.side_channel_messages import (
     NEWEST_PROTOCOL,

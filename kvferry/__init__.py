@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvferry.core.memory import region_of
     from kvferry.core.messages import Coordinates
     from kvferry.core.planner.build_copies import Pages
-    from kvferry.core.side_channel import HandshakeServer
+    from kvferry.core.side_channel.server import HandshakeServer
     from kvferry.core.transport.registry import create as create_transport
 
     __version__: str
@@ -60,7 +60,7 @@ _SOURCES = {
     "Field": "core.layout:Field",
     "Group": "core.layout:Group",
     "GroupKind": "core.layout:GroupKind",
-    "HandshakeServer": "core.side_channel:HandshakeServer",
+    "HandshakeServer": "core.side_channel.server:HandshakeServer",
     "SchedulerHolds": "core.lifecycle.scheduler_holds:SchedulerHolds",
     "Identity": "core.endpoint:Identity",
     "KVFerryError": "core.errors:KVFerryError",

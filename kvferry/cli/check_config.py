@@ -16,7 +16,7 @@ from kvferry.cli.output import output
 from kvferry.cli.side_channel import host_and_port
 from kvferry.core.errors import AdmissionError, DriverError, HandshakeError, KVFerryError
 from kvferry.core.security import Access
-from kvferry.core.side_channel import health
+from kvferry.core.side_channel.connection import health
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm.checks import (
     CANNOT,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.cli.side_channel import engine_address, keys_of
-from kvferry.core.side_channel import health
+from kvferry.core.side_channel.connection import health
 
 SECONDS = 5.0
 """The most seconds to wait, unless an option says otherwise."""

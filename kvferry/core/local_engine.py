@@ -24,7 +24,7 @@ from kvferry.core.memory import CPU
 from kvferry.core.messages import Coordinates
 from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.registry import create
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.core.planner.build_copies import BATCH_COPIES
 from kvferry.core.security import OPEN, Access
-from kvferry.core.side_channel import Judgements
+from kvferry.core.side_channel.compatibility import Judgements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

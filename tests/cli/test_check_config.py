@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.cli.check_config import InputError, run
 from kvferry.core.security import Access, generate
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.integrations.vllm.config import Config, ConfigError, parse
 from tests.cli.command import Command
 from tests.core.messages import encoded, payload

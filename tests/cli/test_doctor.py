@@ -19,7 +19,7 @@ from kvferry.cli.doctor.probe import Probed, probe
 from kvferry.cli.doctor.software import LoadedUcx
 from kvferry.cli.side_channel import keys_of
 from kvferry.core.security import OPEN, Access, generate
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from tests.cli.command import Command, install_drivers, run_kvferry
 from tests.cli.findings import BAD, OK, WARN, check
 from tests.core.messages import encoded, payload

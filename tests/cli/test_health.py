@@ -17,7 +17,7 @@ from kvferry.cli.commands import app, health
 from kvferry.cli.health import OPTIONS, parse, run
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.security import OPEN, Access, generate
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from tests.cli.command import Command
 from tests.core.messages import encoded, payload
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.side_channel import HandshakeServer, ping
+from kvferry.core.side_channel.client import ping
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.integrations.vllm.config import parse
 from kvferry.integrations.vllm.security import SecuritySettings, read_security_settings
 from tests.cli.command import Command

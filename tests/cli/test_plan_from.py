@@ -13,7 +13,7 @@ from msgspec import structs
 from kvferry.cli.plan.engines import Engine, make_engine, parse
 from kvferry.cli.plan.model import read_model
 from kvferry.core.security import OPEN, Access, generate
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import TINY, WINDOWS, Config, PlanCommand, write_config

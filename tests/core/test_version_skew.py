@@ -15,7 +15,7 @@ import zmq
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import WireError
-from kvferry.core.side_channel import fetch, ping
+from kvferry.core.side_channel.client import fetch, ping
 from tests.core.messages import payload
 from tests.core.side_channel.servers import LONG, patient, scripted, serve
 from tests.pinned import write as store

@@ -16,7 +16,7 @@ from kvferry.core.layout import ContextParallel, Field, Layout, axis
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload, decode_payload
 from kvferry.core.planner.plan import PlanCache, make_plan
-from kvferry.core.side_channel import engine_info
+from kvferry.core.side_channel.compatibility import engine_info
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.work_budget import MAX_STEPS
 from tests.core.layouts import STATE, model, paged, plain_field

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from kvferry.core.side_channel import health
+from kvferry.core.side_channel.connection import health
 from kvferry.integrations.vllm import ticket_params
 from tests.engines import probes, ranks
 from tests.engines.engines import PREFILL, Engine

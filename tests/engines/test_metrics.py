@@ -9,7 +9,7 @@ import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.metrics import Stage
-from kvferry.core.side_channel import health
+from kvferry.core.side_channel.connection import health
 from tests.engines import probes
 from tests.engines.collector import ENVIRONMENT, attributes, collecting
 from tests.engines.engines import Engine

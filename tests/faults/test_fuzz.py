@@ -25,7 +25,9 @@ from kvferry.core.errors import HandshakeError, TicketError, WireError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.rooms import RoomId, Rooms
 from kvferry.core.security import OPEN, Access, KeyPair, TicketKey, TicketSecrets, generate
-from kvferry.core.side_channel import HandshakeServer, engine_info, fetch, ping
+from kvferry.core.side_channel.client import fetch, ping
+from kvferry.core.side_channel.compatibility import engine_info
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import encrypt
 from kvferry.integrations.vllm import ticket_params as tickets
 from tests.core.messages import payload

@@ -11,7 +11,8 @@ from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.memory import Region
 from kvferry.core.messages import Coordinates, RankPayload
-from kvferry.core.side_channel import HandshakeServer, ping
+from kvferry.core.side_channel.client import ping
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import own_address
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
 

@@ -24,8 +24,9 @@ from kvferry.cli.plan.model import Model
 from kvferry.cli.side_channel import Keys, host_and_port, keys_of
 from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError
 from kvferry.core.layout import Field
-from kvferry.core.side_channel import fetch, health
+from kvferry.core.side_channel.client import fetch
 from kvferry.core.side_channel.compatibility import EngineInfo, agree
+from kvferry.core.side_channel.connection import health
 
 SECONDS = 10.0
 """How long an engine may take for each of its two answers."""

@@ -14,8 +14,7 @@ from kvferry.core.messages import RankPayload
 from kvferry.core.options import EndpointOptions
 from kvferry.core.planner.plan import Plan, PlanCache
 from kvferry.core.security.ticket_proof import load_library
-from kvferry.core.side_channel import agree
-from kvferry.core.side_channel.compatibility import differing_software, engine_info
+from kvferry.core.side_channel.compatibility import agree, differing_software, engine_info
 from kvferry.core.side_channel.connection import explained
 from kvferry.core.side_channel.dialer import Dialer
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import DriverError, HandshakeError
-from kvferry.core.side_channel import check_address
+from kvferry.core.side_channel.server import check_address
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm import compat_029, versions
 from kvferry.integrations.vllm import config as configuration

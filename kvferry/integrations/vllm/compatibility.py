@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvferry.core.endpoint import EndpointOptions, Identity
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import Access
-from kvferry.core.side_channel import Judgements
+from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.integrations.vllm import compat_029, versions
 from kvferry.integrations.vllm.caches.layer_facts import cache_format
 from kvferry.integrations.vllm.config import Config

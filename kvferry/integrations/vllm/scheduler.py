@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.core.directory import Directory, RoomFollower
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.lifecycle.rooms import Rooms
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.integrations.vllm import compat_029, missing_hooks, staging
 from kvferry.integrations.vllm.adapters import Adapters, lora_settings
 from kvferry.integrations.vllm.compatibility import endpoint_options

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.lifecycle.rooms import Rooms
-from kvferry.core.side_channel import HandshakeServer, engine_info
+from kvferry.core.side_channel.compatibility import engine_info
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import is_loopback_host, own_address
 from kvferry.integrations.vllm.config import DEFAULT_DRIVER, Config
 

@@ -24,7 +24,8 @@ from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import EndpointOptions
 from kvferry.core.security import Access, Networks
-from kvferry.core.side_channel import HandshakeServer, waiting_follows
+from kvferry.core.side_channel import waiting_follows
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED_PROMPTS,
     PROMPT_BYTES,

@@ -17,7 +17,7 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Note, decode_notes
 from kvferry.core.metrics import FIGURES, Data, Metric, flat, merge
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId
 from kvferry.drivers.loopback import LoopbackTransport

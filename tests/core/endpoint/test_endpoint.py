@@ -24,7 +24,7 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.memory import Region
 from kvferry.core.planner import build_copies
-from kvferry.core.side_channel import Judgements
+from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.core.transport import Capabilities, PeerId, Status, TransferId
 from kvferry.core.transport.paged import PagedCopies
 from kvferry.drivers.loopback import LoopbackTransport

@@ -10,7 +10,8 @@ import pytest
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import HandshakeError, TransportError
-from kvferry.core.side_channel import HandshakeServer, health
+from kvferry.core.side_channel.connection import health
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.transport import PeerId, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually

@@ -34,7 +34,7 @@ from kvferry.core.messages import Coordinates, RankPayload, decode_payload
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
 from kvferry.core.options import most_peers
 from kvferry.core.planner.plan import make_plan
-from kvferry.core.side_channel import Judgements
+from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.core.side_channel.tasks import Task
 from kvferry.core.side_channel_messages import (
     Condition,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context
 from tests.core.side_channel.servers import serve
 

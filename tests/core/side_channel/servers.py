@@ -11,7 +11,9 @@ import zmq
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.messages import RankPayload
-from kvferry.core.side_channel import EngineInfo, HandshakeServer, fetch, ping
+from kvferry.core.side_channel.client import fetch, ping
+from kvferry.core.side_channel.compatibility import EngineInfo
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context, Socket
 from tests.core.messages import encoded, payload
 

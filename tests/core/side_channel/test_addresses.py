@@ -12,8 +12,9 @@ import pytest
 
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.security import NEARBY, Access, Networks
-from kvferry.core.side_channel import HandshakeServer, fetch, ping
 from kvferry.core.side_channel import sockets as module
+from kvferry.core.side_channel.client import fetch, ping
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import is_loopback_host, own_address
 from tests.core.resource_limits import no_threads
 from tests.core.side_channel.servers import LONG, pinged

@@ -16,10 +16,11 @@ import zmq
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import OPEN, Access, Networks, PeerKeys, generate
-from kvferry.core.side_channel import HandshakeServer, fetch
 from kvferry.core.side_channel.admission import ADDRESS, DOMAIN, VERSION, ZapHandler
+from kvferry.core.side_channel.client import fetch
 from kvferry.core.side_channel.connection import connected
 from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context
 from kvferry.core.side_channel.tasks import call
 from tests.core.endpoint.engines import eventually

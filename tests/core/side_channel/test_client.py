@@ -15,7 +15,8 @@ import zmq
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
-from kvferry.core.side_channel import HandshakeServer, fetch
+from kvferry.core.side_channel.client import fetch
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context
 from tests.core.messages import encoded, payload
 from tests.core.side_channel.servers import LONG, bound, scripted

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
-from kvferry.core.side_channel import Judgements, agree, engine_info
+from kvferry.core.side_channel.compatibility import Judgements, agree, engine_info
 from tests.core.messages import encoded, payload
 
 

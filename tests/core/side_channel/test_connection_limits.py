@@ -15,8 +15,9 @@ from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import NEARBY, OPEN, Access, Networks
 from kvferry.core.security.keys import generate
-from kvferry.core.side_channel import HandshakeServer, fetch
 from kvferry.core.side_channel import connection_limits as watch
+from kvferry.core.side_channel.client import fetch
+from kvferry.core.side_channel.server import HandshakeServer
 from tests.core.endpoint.engines import eventually
 from tests.core.side_channel.servers import LONG, serve, still_serves
 

@@ -19,14 +19,16 @@ from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.messages import RankPayload
 from kvferry.core.security import OPEN
-from kvferry.core.side_channel import HandshakeServer, engine_info, fetch
 from kvferry.core.side_channel.client import (
     MAX_LONG_REPLIES,
     MAX_UNUSED_BYTES,
     ReplyLimits,
+    fetch,
     payloads,
 )
+from kvferry.core.side_channel.compatibility import engine_info
 from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.tasks import call, start
 from tests.core.messages import encoded, payload
 from tests.core.side_channel.servers import LONG, serve

@@ -16,7 +16,8 @@ import zmq
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import TicketKey
-from kvferry.core.side_channel import HandshakeServer, fetch, ping
+from kvferry.core.side_channel.client import fetch, ping
+from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context, Socket
 from tests.core.messages import payload
 from tests.core.side_channel.servers import (

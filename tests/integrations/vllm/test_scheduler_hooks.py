@@ -16,7 +16,8 @@ from kvferry.core.errors import HandshakeError
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.security import generate
 from kvferry.core.security.ticket_proof import check
-from kvferry.core.side_channel import fetch, health, ping
+from kvferry.core.side_channel.client import fetch, ping
+from kvferry.core.side_channel.connection import health
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
 from tests.integrations.vllm import without_vllm
