@@ -25,6 +25,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import default_rng  # now: Ctrl-C may be lost while it is imported
 from rich.console import Console
 
 from kvferry.cli.formatting import counted
@@ -119,7 +120,7 @@ def scattered_pages(
 ) -> dict[Request, list[int]]:
     """Return the page ids of each request, scattered as in an engine that has run for a while."""
     ends = np.cumsum(_page_counts(shape, requests))
-    free = 1 + np.random.default_rng(seed).permutation(ends[-1] + SPARE_PAGES - 1)
+    free = 1 + default_rng(seed).permutation(ends[-1] + SPARE_PAGES - 1)
     each = zip(requests, np.split(free, ends), strict=False)
     return {request: pages.tolist() for request, pages in each}
 
@@ -278,7 +279,7 @@ def _rates(
     pieces = words.reshape(-1, width)
     target = np.empty_like(pieces)
     target.fill(0)  # the system must have mapped its pages before the clock starts
-    order = np.random.default_rng(3).permutation(len(pieces))
+    order = default_rng(3).permutation(len(pieces))
     # With "clip", numpy writes into the target at once; no index is out of range.
     gather = _rate(nbytes, lambda: np.take(pieces, order, axis=0, out=target, mode="clip"))
     memcpy = _rate(nbytes, lambda: np.copyto(target, pieces))
