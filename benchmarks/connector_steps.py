@@ -21,7 +21,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Hold, Incarnation
 from kvferry.core.security import TicketSecrets
 from kvferry.core.transport import Transport, registry
-from kvferry.integrations.vllm.ticket_params import TicketParams
+from kvferry.integrations.vllm.ticket_format import TicketParams
 from tests.integrations.vllm.halves import blocks, request, step
 
 LONG = 3600.0
@@ -29,7 +29,7 @@ SECRET = "KVFERRY_BENCHMARK_SECRET"
 """Signs the tickets of producers that are not there, and names itself."""
 
 
-def ticket_params(
+def ticket_format(
     engine: str, number: int, port: int, pages: Sequence[int], tokens: int
 ) -> TicketParams:
     """The ticket of a producer on this host, before it is signed."""
@@ -209,7 +209,7 @@ class Host:
             engine.finish(made, [1 + index])
             return
         name = f"prefill-{index}" if what == "peers" else "prefill"
-        ticket = ticket_params(name, index, port, [1 + index], engines.BLOCK)
+        ticket = ticket_format(name, index, port, [1 + index], engines.BLOCK)
         signed = ticket.params(TicketSecrets.of([SECRET]))
         made = request(engines.BLOCK, signed, computed=0, name=f"r-{index}")
         engine.arrive(made, [1 + index] * (what == "loading"))

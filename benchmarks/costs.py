@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks import engines, harness
-from benchmarks.connector_steps import request_profile, steps, ticket_params
+from benchmarks.connector_steps import request_profile, steps, ticket_format
 from benchmarks.engines import Shape
 from benchmarks.harness import Row, Way, WorkerProcess, row
 from benchmarks.hostile_replies import replies
@@ -40,7 +40,7 @@ from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.ticket_proof import verify
 from kvferry.core.transport.registry import create
-from kvferry.integrations.vllm.ticket_params import read_ticket
+from kvferry.integrations.vllm.ticket_format import read_ticket
 from kvferry.testing import CacheShape, ModelFreeEngine
 from kvferry.testing.memory import CpuBuffer
 from kvferry.testing.peers import Process
@@ -114,7 +114,7 @@ def proofs(quick: bool) -> Iterator[Row]:
     """Each step with and without the proof; what is verified is not remembered here."""
     key, secrets, tokens = TicketKey(), TicketSecrets.of(["the secret of both"]), engines.BLOCK
     for count in (1, 256, 8000):
-        offer = ticket_params("prefill", 3, 5600, range(1, 2 * count, 2), count * tokens)
+        offer = ticket_format("prefill", 3, 5600, range(1, 2 * count, 2), count * tokens)
         # Both are signed: a ticket that is neither signed nor proved is not read.
         plain, proved = offer.params(secrets), offer.params(secrets, key)
         read = partial(read_ticket, secrets=secrets, prompt=count * tokens)

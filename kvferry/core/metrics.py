@@ -142,7 +142,7 @@ QUARANTINED = gauge(
 )
 LATE = counter(
     "done_after_expiry",
-    'Messages "done" about holds whose lease was over; the fence refused those reads.',
+    'Messages "done" about holds whose lease was over; a fence after that refuses.',
 )
 IGNORED = counter(
     "ignored_releases", "Other messages that end holds, for holds that had ended or never existed."

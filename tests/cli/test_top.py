@@ -35,7 +35,7 @@ from kvferry.cli.top.scrape import (
     parse,
 )
 from kvferry.core.metrics import MetricKind
-from kvferry.integrations.vllm.metric_definitions import METRICS
+from kvferry.integrations.vllm.scheduler_metrics import METRICS
 from tests.cli.command import COMMAND, ROOT, Command
 from tests.cli.metrics_server import MetricsServer, recorded
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from kvferry.core.errors import TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.leased_holds import LeasedHolds
 from kvferry.core.lifecycle.load_machine import LoadAction, LoadId, LoadMachine, RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
-from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal
 from kvferry.core.metrics import Stage
 
@@ -172,7 +172,7 @@ class NamedHold:
 
     def __init__(self) -> None:
         self.words = [NOTHING]
-        self.holds = WorkerHolds(self.words, LIFE, [0] * len(self.words))
+        self.holds = LeasedHolds(self.words, LIFE, [0] * len(self.words))
         self.now = 0.0
 
     def state(self) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.side_channel.connection import health
-from kvferry.integrations.vllm import ticket_params
+from kvferry.integrations.vllm import ticket_format
 from tests.engines import probes, ranks
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
@@ -275,7 +275,7 @@ def test_words_stand_before_the_ticket(reference: Engine, decode: Engine, pair: 
         while len(prefill.finished) < 2:
             prefill.step()
         params = [completion.params or {} for completion in prefill.results(ids)]
-        for ticket in map(ticket_params.read_ticket, params):
+        for ticket in map(ticket_format.read_ticket, params):
             words = prefill.run(ranks.words, ticket.hold.slot)
             assert all(ticket.hold.stands(word) for word in words)
     for length, each in zip((200, 33), params, strict=True):

@@ -29,7 +29,7 @@ from kvferry.core.side_channel.client import fetch, ping
 from kvferry.core.side_channel.compatibility import engine_info
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import encrypt
-from kvferry.integrations.vllm import ticket_params as tickets
+from kvferry.integrations.vllm import ticket_format as tickets
 from tests.core.messages import payload
 from tests.faults.cells import figure
 from tests.faults.engine_processes import EngineProcess, engine_process

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.metrics import MetricKind
-from kvferry.integrations.vllm.metric_definitions import METRICS
+from kvferry.integrations.vllm.scheduler_metrics import METRICS
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 RULES = FOLDER / "kvferry.rules.yml"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.tools.links import anchors
-from kvferry.integrations.vllm.metric_definitions import METRICS
+from kvferry.integrations.vllm.scheduler_metrics import METRICS
 from tests.monitoring import example
 
 ROOT = Path(__file__).parents[2]

@@ -33,7 +33,7 @@ from kvferry.core.security.ticket_proof import fingerprint
 from kvferry.core.transport.addresses import digest_of
 from kvferry.drivers.loopback import address as loopback
 from kvferry.drivers.loopback.notifications import ChannelHello
-from kvferry.drivers.loopback.registry import RegionRegistry, claims_of
+from kvferry.drivers.loopback.registry import RegionRegistry, expected_rows
 from kvferry.drivers.nixl import address as nixl
 from kvferry.drivers.nixl.agents import RegisteredSpan
 from kvferry.drivers.ucx import address as ucx
@@ -41,7 +41,7 @@ from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import KeyId, ProcessIdentity
 from kvferry.drivers.ucx.fetch_rows import build_rows, check_rows
 from kvferry.integrations.vllm.prompts import prompt_digest
-from kvferry.integrations.vllm.ticket_params import (
+from kvferry.integrations.vllm.ticket_format import (
     Part,
     TicketParams,
     encode_part,
@@ -453,7 +453,7 @@ def _words(data: bytes) -> object:
 
 
 BOARD_REGIONS = [Region(address=4096, nbytes=1 << 20), Region(address=1 << 40, nbytes=24)]
-RENEWALS = claims_of(
+RENEWALS = expected_rows(
     INSTANCE,
     [
         loopback.LoopbackRegion(region.address, region.nbytes, region.device, slot, slot + 1)

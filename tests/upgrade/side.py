@@ -29,7 +29,7 @@ from kvferry.core.errors import KVFerryError, StaleError, TicketError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.security import Access, KeyPair, TicketKey, TicketSecrets
 from kvferry.core.transport import registry
-from kvferry.integrations.vllm.ticket_params import TicketParams, read_ticket
+from kvferry.integrations.vllm.ticket_format import TicketParams, read_ticket
 from kvferry.testing.engines import CacheShape, EngineRank, ModelFreeEngine
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 16, 64

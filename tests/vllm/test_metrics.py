@@ -21,7 +21,7 @@ from kvferry.core.metrics import (
     Metrics,
     Stage,
 )
-from kvferry.integrations.vllm.metric_definitions import HELD, HOLDS, LOADS, TOKENS
+from kvferry.integrations.vllm.scheduler_metrics import HELD, HOLDS, LOADS, TOKENS
 from tests.engines import probes
 
 GOOD: dict[str, Any] = {
@@ -36,7 +36,7 @@ BAD: dict[str, Any] = {"seconds": 9.0, "error": StaleError("gone"), "stage": Sta
 
 
 def rank(index: int, seed: int) -> Any:
-    from kvferry.integrations.vllm.metrics import FerryStats
+    from kvferry.integrations.vllm.metrics_export import FerryStats
 
     counting = Metrics(driver="nixl", rank=str(index))
     for result in (GOOD | {"check_seconds": 0.002 * index}, BAD):
@@ -58,7 +58,7 @@ def rank(index: int, seed: int) -> Any:
 
 def counted(seed: int = 0) -> dict[str, Any]:
     """What a step's reports come to: two ranks and the scheduler, added and sent as vLLM does."""
-    from kvferry.integrations.vllm.metrics import FerryStats
+    from kvferry.integrations.vllm.metrics_export import FerryStats
 
     scheduler = Metrics(driver="nixl")
     scheduler.add(LOADS, 1)
@@ -118,7 +118,7 @@ def test_the_log_line_is_short_and_says_what_is_wrong() -> None:
 
 def test_no_log_line_where_nothing_happened() -> None:
     """vLLM logs a line of statistics that are not empty, whatever it says."""
-    from kvferry.integrations.vllm.metrics import FerryStats, LoggedStats
+    from kvferry.integrations.vllm.metrics_export import FerryStats, LoggedStats
 
     for name in ("peers_up", "quarantined_pages"):
         assert LoggedStats({name: {"loopback": {"0": 0}}}).is_empty()

@@ -84,8 +84,8 @@ class Directory:
         self._handshakes = HandshakeQueue(self._fetch, self._on_outcome, self._post, clock)
         self._patience = options.handshake_timeout + LONGEST_BACKOFF_SECONDS
         """How long a rank waits for an outcome, as ``Peers`` does."""
-        self._users: dict[Hashable, ProducerName] = {}
-        self._uses: Counter[ProducerName] = Counter()
+        self._producer_of: dict[Hashable, ProducerName] = {}
+        self._user_counts: Counter[ProducerName] = Counter()
         self._producers: dict[ProducerName, _Producer] = {}
         """In the order of ``_Producer.last_used``."""
         self._outcomes: deque[Outcome] = deque()
@@ -100,14 +100,14 @@ class Directory:
     @property
     def is_used(self) -> bool:
         """Return whether a request is between ``begin`` and ``end``."""
-        return bool(self._users)
+        return bool(self._producer_of)
 
     def begin(self, request: Hashable, ticket: Ticket) -> None:
         """Count a request as a user of its producer until ``end``; ask the producer if need be."""
         self.end(request)
         self.ask(ticket)
-        self._users[request] = ticket.producer
-        self._uses[ticket.producer] += 1
+        self._producer_of[request] = ticket.producer
+        self._user_counts[ticket.producer] += 1
 
     def ask(self, ticket: Ticket) -> None:
         """Ask the producer of a ticket of the next step, unless the ranks know it already."""
@@ -133,12 +133,12 @@ class Directory:
 
     def end(self, request: Hashable) -> None:
         """Count a request no longer as a user; ignored if it is none."""
-        name = self._users.pop(request, None)
+        name = self._producer_of.pop(request, None)
         if name is None:
             return
-        self._uses[name] -= 1
-        if not self._uses[name]:
-            del self._uses[name]
+        self._user_counts[name] -= 1
+        if not self._user_counts[name]:
+            del self._user_counts[name]
         if name in self._producers:
             self._touch(name)
 
@@ -234,7 +234,7 @@ class Directory:
     def _is_wanted(self, name: ProducerName, producer: _Producer) -> bool:
         """Return whether a producer was used within ``engine_ttl``. Thread-safe."""
         unused = self._clock() - producer.last_used
-        return bool(self._uses.get(name)) or unused < self._options.engine_ttl
+        return bool(self._user_counts.get(name)) or unused < self._options.engine_ttl
 
     def _touch(self, name: ProducerName) -> None:
         producer = self._producers[name] = self._producers.pop(name)
@@ -255,7 +255,7 @@ class Directory:
         if len(self._producers) < most_peers():
             return True
         for name, producer in self._producers.items():
-            if not self._uses.get(name):
+            if not self._user_counts.get(name):
                 self._end(name, producer, None)
                 return True
         return False

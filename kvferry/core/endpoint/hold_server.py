@@ -14,9 +14,9 @@ from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import KVFerryError, WireError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.leased_holds import LeasedHolds, ReleaseOutcome
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, MAX_SILENT, Silence
-from kvferry.core.lifecycle.worker_holds import ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import FINGERPRINT_WORDS, Heartbeat, Note, Renewal, decode_notes
 from kvferry.core.metrics import IGNORED, LATE, CopyDirection, Metrics
 from kvferry.core.transport import Notification
@@ -77,15 +77,15 @@ class HoldServer:
         metrics: Metrics,
         copies: RunningCopies | None = None,
     ) -> None:
-        self._holds = WorkerHolds(table.words, incarnation, table.watermarks)
+        self._holds = LeasedHolds(table.words, incarnation, table.watermarks)
         self._clock = clock
         self._metrics = metrics
         self._copies = copies
         self._device_works: list[_DeviceWork] = []
         self._listened = clock()
         """All messages that had arrived from consumers by this time have been processed."""
-        self._heard = clock()
-        """When a message of a consumer was last processed; before the first, when this was made."""
+        self._last_message = clock()
+        """When a consumer's message was last processed (at first: now); for a warning's advice."""
         self._lease = 0.0
         self._lock = threading.Lock()
 
@@ -196,7 +196,7 @@ class HoldServer:
                 )
                 continue
             with self._lock:
-                self._heard = self._clock()
+                self._last_message = self._clock()
                 for note in notes:
                     self._take(note)
 
@@ -211,7 +211,7 @@ class HoldServer:
         with self._lock:
             now = self._clock()
             expired = self._holds.expire(now)
-            silence = now - self._heard
+            silence = now - self._last_message
             is_long = silence >= SILENT_FRACTION * self._lease
         if expired:
             _warn_of_expired(expired, silence if is_long else None)

@@ -120,7 +120,7 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Part:
+class _StripCopies:
     """The strips ``first`` up to ``stop``, each copied at s places: (stop - first) * s copies."""
 
     strips: Strips
@@ -139,14 +139,14 @@ class _Part:
     def copies(self) -> int:
         return (self.stop - self.first) * len(self.local)
 
-    def cut(self, limit: int) -> Iterator[_Part]:
+    def cut(self, limit: int) -> Iterator[_StripCopies]:
         """Yield the part in pieces of at most ``limit`` copies, in the order of its copies."""
         if self.copies <= limit:
             yield self
             return
         pieces = -(-len(self.local) // limit)
         places, strips = -(-len(self.local) // pieces), max(1, limit // len(self.local))
-        for first in range(0, self.stop, strips):
+        for first in range(self.first, self.stop, strips):
             stop = min(first + strips, self.stop)
             segments = tuple(
                 replace(each, start=max(each.start, first), stop=min(each.stop, stop))
@@ -185,7 +185,7 @@ class CopyBatches:
     ) -> None:
         self._workspace = workspace
         self._batches = _in_batches(_request_parts(source, request), limit)
-        self._next: list[_Part] | None = None
+        self._next: list[_StripCopies] | None = None
         self.complete = False
 
     def build(self) -> Copies:
@@ -197,7 +197,7 @@ class CopyBatches:
         parts = self._take()
         return _paged(parts) or _copies(parts, self._workspace)
 
-    def _take(self) -> list[_Part]:
+    def _take(self) -> list[_StripCopies]:
         batch = next(self._batches) if self._next is None else self._next
         self._next = next(self._batches, None)
         self.complete = self._next is None
@@ -217,7 +217,7 @@ def build_copies(
     return _copies(list(_request_parts(source, request)), workspace or Workspace())
 
 
-def _paged(parts: Sequence[_Part]) -> PagedCopies | None:
+def _paged(parts: Sequence[_StripCopies]) -> PagedCopies | None:
     """Return the copies named by pages; ``None`` if it is cheaper to write out addresses."""
     whole = [(part.strips, *part.places) for part in parts if part.places]
     joined = sum(part.copies for part in parts)
@@ -238,7 +238,7 @@ def _paged(parts: Sequence[_Part]) -> PagedCopies | None:
     )
 
 
-def _copies(parts: Sequence[_Part], workspace: Workspace) -> Copies:
+def _copies(parts: Sequence[_StripCopies], workspace: Workspace) -> Copies:
     """Return the copies of several parts, in arrays of the workspace."""
     arrays = workspace.take(sum(part.copies for part in parts))
     segments: list[Segment] = []
@@ -259,9 +259,9 @@ def _copies(parts: Sequence[_Part], workspace: Workspace) -> Copies:
     return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(segments))
 
 
-def _in_batches(parts: Iterable[_Part], limit: int) -> Iterator[list[_Part]]:
+def _in_batches(parts: Iterable[_StripCopies], limit: int) -> Iterator[list[_StripCopies]]:
     """Yield the parts, cut where necessary, as one or more batches of at most ``limit`` copies."""
-    batch: list[_Part] = []
+    batch: list[_StripCopies] = []
     room = limit
     for piece in chain.from_iterable(part.cut(limit) for part in parts):
         if piece.copies > room:
@@ -272,7 +272,7 @@ def _in_batches(parts: Iterable[_Part], limit: int) -> Iterator[list[_Part]]:
     yield batch
 
 
-def _request_parts(source: Source, request: ReadRequest) -> Iterator[_Part]:
+def _request_parts(source: Source, request: ReadRequest) -> Iterator[_StripCopies]:
     """Yield the parts of a request's copies from one remote rank."""
     check_groups(request, source.local_layout, source.remote_layout)
     for match in source.matches:
@@ -290,7 +290,7 @@ def check_groups(request: ReadRequest, local: Layout, remote: Layout | None = No
             raise PageError(f"{len(given)} {what} for {len(layout.groups)} groups")
 
 
-def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
+def _parts(match: Match, request: ReadRequest) -> Iterator[_StripCopies]:
     wanted = request.ranges[match.local_group]
     if wanted is None:
         return
@@ -376,7 +376,7 @@ def _locate_on_side(
     return _Places(ids=ids, within=within)
 
 
-def _part(strips: Strips, local: _Places, remote: _Places) -> _Part:
+def _part(strips: Strips, local: _Places, remote: _Places) -> _StripCopies:
     """Return the copies of strips at places; joins places that touch on both sides."""
     near, far = local.offsets(strips.local), remote.offsets(strips.remote)
     apart = (np.diff(near) != strips.nbytes) | (np.diff(far) != strips.nbytes)
@@ -385,7 +385,7 @@ def _part(strips: Strips, local: _Places, remote: _Places) -> _Part:
         first = np.flatnonzero(np.concatenate(([True], apart)))
         nbytes = np.diff(first, append=len(near)) * strips.nbytes
         near, far = near[first], far[first]
-    return _Part(
+    return _StripCopies(
         strips=strips,
         first=0,
         stop=len(strips),

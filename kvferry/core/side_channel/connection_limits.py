@@ -60,7 +60,7 @@ BYTES_RECEIVED = 128
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Client:
+class _Connection:
     """An open connection, by a duplicate of libzmq's descriptor; no address if not admitted."""
 
     fd: int  # libzmq's own descriptor
@@ -87,12 +87,12 @@ class ConnectionLimits:
         self._channel = channel
         self._access = access
         self._tell = tell
-        self._open: dict[int, _Client] = {}
+        self._open: dict[int, _Connection] = {}
         """By libzmq's descriptor."""
-        self._by_duplicate: dict[int, _Client] = {}
-        self._busy: set[_Client] = set()
+        self._by_duplicate: dict[int, _Connection] = {}
+        self._busy: set[_Connection] = set()
         """The connections whose bytes are counted at the next look."""
-        self._strangers: dict[str, dict[_Client, None]] = {}
+        self._strangers: dict[str, dict[_Connection, None]] = {}
         """Connections that have completed no request, oldest first; under "" if not admitted."""
         self._pending = 0
         """The sum of ``pending`` of all connections."""
@@ -186,7 +186,7 @@ class ConnectionLimits:
             return
         peer = _peer(duplicate)
         address = peer if self._access.allows(peer) else ""
-        connection = _Client(fd=fd, socket=duplicate, address=address)
+        connection = _Connection(fd=fd, socket=duplicate, address=address)
         self._open[fd] = self._by_duplicate[duplicate.fileno()] = connection
         self._busy.add(connection)  # it may have sent already
         self._arrivals.register(duplicate.fileno(), ARRIVAL)
@@ -197,12 +197,12 @@ class ConnectionLimits:
             self._cut(idle, f"it asked for nothing yet, and there are {most} others")
             self._forget(idle.fd)
 
-    def _oldest_stranger(self) -> _Client:
+    def _oldest_stranger(self) -> _Connection:
         """Return the connection to close; there is one, as the newest has completed no request."""
         strangers = self._strangers.get("") or max(self._strangers.values(), key=len)
         return next(iter(strangers))
 
-    def _no_stranger(self, connection: _Client) -> None:
+    def _no_stranger(self, connection: _Connection) -> None:
         among = self._strangers.get(connection.address, {})
         among.pop(connection, None)
         if not among:
@@ -221,7 +221,7 @@ class ConnectionLimits:
         del self._by_duplicate[connection.socket.fileno()]
         connection.socket.close()
 
-    def _cut(self, connection: _Client, why: str) -> None:
+    def _cut(self, connection: _Connection, why: str) -> None:
         self._tell(f"the connection from {_peer(connection.socket)} is closed: {why}")
         with suppress(OSError):  # it is closed already
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)

@@ -15,7 +15,7 @@ from kvferry.core.errors import ConnectError, DriverError, PeerLostError, Transp
 from kvferry.core.transport.merged_copies import MergedCopies
 from kvferry.core.transport.procfs import boot_id, pid_namespace, start_time
 from kvferry.drivers.loopback.address import LoopbackAddress
-from kvferry.drivers.loopback.registry import INSTANCE_BYTES, Claims, claims_of
+from kvferry.drivers.loopback.registry import INSTANCE_BYTES, ExpectedRows, expected_rows
 
 IOVEC = struct.Struct("2Q")
 """A range of memory for the kernel: the address of its first byte, and its length in bytes."""
@@ -129,20 +129,20 @@ class PeerMemory:
     pid: int
     registry: int  # the address of the peer's registry, in its process
 
-    def move(self, chunk: Chunk, claims: Claims) -> None:
+    def move(self, chunk: Chunk, expected: ExpectedRows) -> None:
         """Read the bytes of a chunk, if the peer lives and has the regions registered.
 
         Raises ``PeerLostError`` if it has died, restarted or closed, else ``TransportError``. Bytes
         may have moved then.
         """
         if chunk.nbytes and self.pid == os.getpid():
-            self.check(claims)  # so that no byte moves: without it, only the result would fail
+            self.check(expected)  # so that no byte moves: without it, only the result would fail
         # One call reads the bytes, and then the registry. If the instance is there, the pid was the
         # peer's throughout: no other process ever has these bytes at this address.
-        found = ctypes.create_string_buffer(INSTANCE_BYTES + claims.nbytes)
+        found = ctypes.create_string_buffer(INSTANCE_BYTES + expected.nbytes)
         local = chunk.local + IOVEC.pack(ctypes.addressof(found), len(found))
         remote = chunk.remote + IOVEC.pack(self.registry, INSTANCE_BYTES)
-        remote += IOVEC.pack(self.registry + claims.start, claims.nbytes)
+        remote += IOVEC.pack(self.registry + expected.start, expected.nbytes)
         brief = chunk.nbytes <= _BRIEF_BYTES and chunk.runs <= _BRIEF_RUNS
         try:
             moved = vm_read(self.pid, local, remote, brief=brief)
@@ -153,20 +153,20 @@ class PeerMemory:
                 raise TransportError(why_forbidden(exc.errno or 0, self.pid)) from exc
             moved = 0
         if moved == chunk.nbytes + len(found):
-            claims.check(found.raw, self.owner)
+            expected.check(found.raw, self.owner)
             return
         if not chunk.nbytes:
             raise self._lost()
-        self.check(claims)
+        self.check(expected)
         raise TransportError(
             f"the kernel copied {moved} of {chunk.nbytes} bytes and stopped: memory of this side "
             f"or of {self.owner} is registered but not mapped any more, or read-only; keep memory "
             "mapped until it is deregistered"
         )
 
-    def check(self, claims: Claims) -> None:
+    def check(self, expected: ExpectedRows) -> None:
         """Raise what ``move`` raises, and read no bytes."""
-        self.move(_NOTHING, claims)
+        self.move(_NOTHING, expected)
 
     def _lost(self) -> PeerLostError:
         return PeerLostError(f"{self.owner} is gone: process {self.pid} has ended or restarted")
@@ -191,7 +191,7 @@ def open_memory(address: LoopbackAddress) -> PeerMemory:
         raise ConnectError(f"{address.name} is gone: process {address.pid} has ended or restarted")
     memory = PeerMemory(owner=address.name, pid=address.pid, registry=address.board)
     try:
-        memory.check(claims_of(address.instance, ()))
+        memory.check(expected_rows(address.instance, ()))
     except TransportError as exc:
         raise ConnectError(f"cannot connect to {address.name}: {exc}") from exc
     return memory

@@ -31,7 +31,7 @@ _slot = operator.attrgetter("slot")
 
 # Not frozen: to make a frozen dataclass takes a microsecond.
 @dataclass(slots=True, eq=False)
-class Claims:
+class ExpectedRows:
     """What a transfer expects in its peer's registry: the instance, and the rows of some regions.
 
     With the instance, a peer reads the ``nbytes`` from ``start`` on, which hold all those rows.
@@ -61,13 +61,13 @@ class Claims:
                 )
 
 
-def claims_of(instance: bytes, rows: Iterable[LoopbackRegion]) -> Claims:
+def expected_rows(instance: bytes, rows: Iterable[LoopbackRegion]) -> ExpectedRows:
     """Return what to expect in a peer's registry; without any row, only the instance counts."""
     ordered = sorted(rows, key=_slot)
     if not ordered:
-        return Claims(ordered, _offset(0), 0, instance)
+        return ExpectedRows(ordered, _offset(0), 0, instance)
     start, end = _offset(ordered[0].slot), _offset(ordered[-1].slot + 1)
-    return Claims(ordered, start, end - start, instance + b"".join(map(_packed, ordered)))
+    return ExpectedRows(ordered, start, end - start, instance + b"".join(map(_packed, ordered)))
 
 
 def _offset(slot: int) -> int:

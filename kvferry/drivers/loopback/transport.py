@@ -38,7 +38,7 @@ from kvferry.drivers.loopback.process_memory import (
     chunk_of_one,
     open_memory,
 )
-from kvferry.drivers.loopback.registry import Claims, RegionRegistry, claims_of
+from kvferry.drivers.loopback.registry import ExpectedRows, RegionRegistry, expected_rows
 from kvferry.drivers.loopback.worker_pool import (
     MOVED,
     ChunkedTransfer,
@@ -72,7 +72,7 @@ class LoopbackConnection:
     name: str
     identity: Hashable
     memory: PeerMemory
-    regions: dict[Region, Claims]
+    regions: dict[Region, ExpectedRows]
     instance: bytes
     channel: NotificationChannel
 
@@ -116,7 +116,7 @@ class LoopbackTransport(
         self._registry = RegionRegistry()
         self._mailbox = Mailbox(self._registry.instance, self.name, enter)
         self._workers = WorkerPool(self.name, self._options.threads, enter)
-        self._one_call = min(self._options.inline_bytes, self._options.chunk_bytes)
+        self._most_at_once = min(self._options.inline_bytes, self._options.chunk_bytes)
 
     # Memory.
 
@@ -194,7 +194,7 @@ class LoopbackTransport(
 
     def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
         nbytes = request.copies.nbytes
-        if len(nbytes) == len(request.remote) == 1 and nbytes.item() <= self._one_call:
+        if len(nbytes) == len(request.remote) == 1 and nbytes.item() <= self._most_at_once:
             return self._move_one(request)
         transfer = self._make_transfer(request)
         runs = transfer.runs
@@ -226,7 +226,7 @@ class LoopbackTransport(
         return ChunkedTransfer(
             memory=peer.memory,
             runs=runs.split(self._options.chunk_bytes),
-            claims=claims_of(peer.instance, rows),
+            expected=expected_rows(peer.instance, rows),
             # Bound now, since ``_refresh`` may replace the peer's channel.
             send=None if notify is None else partial(peer.channel.send, notify),
             limit=self._options.chunk_bytes,
@@ -248,7 +248,7 @@ class LoopbackTransport(
         self._mailbox.close(self.grace_seconds)
 
 
-def _regions(address: LoopbackAddress) -> dict[Region, Claims]:
+def _regions(address: LoopbackAddress) -> dict[Region, ExpectedRows]:
     """Return a peer's regions; made for one each, as a read of one copy has no time for that."""
     regions = decode_regions(address.name, address.regions)
-    return {region: claims_of(address.instance, [row]) for region, row in regions.items()}
+    return {region: expected_rows(address.instance, [row]) for region, row in regions.items()}

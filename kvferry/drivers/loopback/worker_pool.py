@@ -13,7 +13,7 @@ from kvferry.core.errors import TransportError
 from kvferry.core.transport import EnterThread, State, Status, start_thread
 from kvferry.core.transport.merged_copies import MergedCopies
 from kvferry.drivers.loopback.process_memory import MAX_RUNS, PeerMemory, chunk_of_runs
-from kvferry.drivers.loopback.registry import Claims
+from kvferry.drivers.loopback.registry import ExpectedRows
 
 _SMALLEST_CHUNK = 4 << 20
 """To keep all threads busy, chunks get smaller, but not below this: handing over costs, too."""
@@ -49,7 +49,7 @@ class ChunkedTransfer(LoopbackTransfer):
 
     memory: PeerMemory
     runs: MergedCopies
-    claims: Claims
+    expected: ExpectedRows
     send: Callable[[], None] | None  # sends the bound notification
     limit: int  # the most bytes of a chunk
     position: int = 0  # in ``runs``, where the next chunk starts
@@ -76,11 +76,11 @@ class ChunkedTransfer(LoopbackTransfer):
 
     def move(self, part: slice) -> None:
         """Move a chunk from ``next_chunk``; raise as ``PeerMemory.move``."""
-        self.memory.move(chunk_of_runs(self.runs, part), self.claims)
+        self.memory.move(chunk_of_runs(self.runs, part), self.expected)
 
     def conclude(self) -> None:
         """Check the peer a last time, once all is moved, and send the bound notification."""
-        self.memory.check(self.claims)
+        self.memory.check(self.expected)
         if self.send is not None:
             self.send()
 

@@ -20,7 +20,7 @@ from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import Access
 from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.integrations.vllm import compat_029, versions
-from kvferry.integrations.vllm.caches.layer_facts import cache_format
+from kvferry.integrations.vllm.caches.encodings import cache_format
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.rank_position import RankPosition
 

@@ -27,7 +27,8 @@ from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm import checks, compat_029, config, versions
 from kvferry.integrations.vllm.adapter_contents import LoadLog, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
-from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats, LoggedStats
+from kvferry.integrations.vllm.metrics_export import FerryPromMetrics, FerryStats, LoggedStats
+from kvferry.integrations.vllm.pauses import Pauses
 from kvferry.integrations.vllm.scheduler import FerryScheduler
 from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker, start_worker
 
@@ -142,9 +143,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # Hooks of the scheduler's role.
 
     @property
-    def hooks(self) -> FerryScheduler | None:
-        """The scheduler half, whose hooks ``missing_hooks`` has vLLM call."""
-        return self._scheduler
+    def hooks(self) -> Pauses | None:
+        """The hooks that ``missing_hooks`` has vLLM call; ``None`` in a worker."""
+        return None if self._scheduler is None else self._scheduler.pauses
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

@@ -31,19 +31,19 @@ from kvferry.core.metrics import REFUSED, LoadRecord
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, num_blocks
 from kvferry.integrations.vllm.early_requests import EarlyRequests
 from kvferry.integrations.vllm.engine_facts import EngineFacts
-from kvferry.integrations.vllm.metric_definitions import (
+from kvferry.integrations.vllm.prefix_cache import PrefixCache
+from kvferry.integrations.vllm.request_ids import is_sample
+from kvferry.integrations.vllm.request_reports import LoadingRequest
+from kvferry.integrations.vllm.scheduler_metrics import (
     EARLY_LOADS,
     EDITED_HISTORIES,
     FAILED,
     LOADS,
     TOKENS,
 )
-from kvferry.integrations.vllm.prefix_cache import PrefixCache
-from kvferry.integrations.vllm.request_ids import is_sample
-from kvferry.integrations.vllm.request_reports import LoadingRequest
 from kvferry.integrations.vllm.staging import NoHostPagesError, PageSource
-from kvferry.integrations.vllm.ticket_checks import TicketChecks
-from kvferry.integrations.vllm.ticket_params import Part, names_room
+from kvferry.integrations.vllm.ticket_admission import TicketAdmission
+from kvferry.integrations.vllm.ticket_format import Part, names_room
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -132,7 +132,7 @@ class Consumer:
     ) -> None:
         self._facts = facts
         self._groups = facts.groups
-        self._checks = TicketChecks(facts)
+        self._checks = TicketAdmission(facts)
         self._directory = directory
         self._early = EarlyRequests(follower, checks=self._checks, blocks=facts.blocks)
         self._pages = PageSource(facts, use="loads")

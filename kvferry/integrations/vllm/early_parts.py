@@ -17,7 +17,7 @@ from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prompts import has_chain, prompt_digest, whole_prompt_digest
-from kvferry.integrations.vllm.ticket_params import encode_part, room_name
+from kvferry.integrations.vllm.ticket_format import encode_part, room_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

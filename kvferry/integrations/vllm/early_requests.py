@@ -19,8 +19,8 @@ from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.prompts import whole_prompt_digest
 from kvferry.integrations.vllm.request_ids import is_sample
-from kvferry.integrations.vllm.ticket_checks import TicketChecks
-from kvferry.integrations.vllm.ticket_params import Part, read_part
+from kvferry.integrations.vllm.ticket_admission import TicketAdmission
+from kvferry.integrations.vllm.ticket_format import Part, read_part
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -48,7 +48,7 @@ class _EarlyRequest:
 class EarlyRequests:
     """Follow the rooms of requests; ``checks`` checks each part. The engine has ``blocks``."""
 
-    def __init__(self, follower: RoomFollower, *, checks: TicketChecks, blocks: int) -> None:
+    def __init__(self, follower: RoomFollower, *, checks: TicketAdmission, blocks: int) -> None:
         self._follower = follower
         self._checks = checks
         self._blocks_left = int(EARLY_SHARE * blocks)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm.engine_facts import EngineFacts
-from kvferry.integrations.vllm.metric_definitions import NoTicket
 from kvferry.integrations.vllm.prompts import cuts_media, has_chain
 from kvferry.integrations.vllm.request_ids import prompt_index
+from kvferry.integrations.vllm.scheduler_metrics import NoTicket
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -36,7 +36,10 @@ from kvferry.integrations.vllm.cache_groups import num_blocks
 from kvferry.integrations.vllm.early_parts import PromptParts
 from kvferry.integrations.vllm.eligibility import TRUNCATED, Eligibility, NoTicketError
 from kvferry.integrations.vllm.engine_facts import EngineFacts
-from kvferry.integrations.vllm.metric_definitions import (
+from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
+from kvferry.integrations.vllm.request_ids import is_sample, without_sample
+from kvferry.integrations.vllm.request_reports import HeldRequest
+from kvferry.integrations.vllm.scheduler_metrics import (
     CONVERSATION_HOLDS,
     CONVERSATION_PAGES,
     HELD,
@@ -47,11 +50,8 @@ from kvferry.integrations.vllm.metric_definitions import (
     NO_TICKETS,
     NoTicket,
 )
-from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
-from kvferry.integrations.vllm.request_ids import is_sample, without_sample
-from kvferry.integrations.vllm.request_reports import HeldRequest
 from kvferry.integrations.vllm.staging import NoHostPagesError, PageSource
-from kvferry.integrations.vllm.ticket_params import TicketParams, room_name
+from kvferry.integrations.vllm.ticket_format import TicketParams, room_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -21,7 +21,8 @@ from kvferry.integrations.vllm.compatibility import endpoint_options
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.engine_facts import engine_facts
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
-from kvferry.integrations.vllm.metrics import FerryStats
+from kvferry.integrations.vllm.metrics_export import FerryStats
+from kvferry.integrations.vllm.pauses import Pauses
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.security import SecurityFiles, warn_of_open_access
@@ -69,7 +70,6 @@ class FerryScheduler:
         self._facts = facts = engine_facts(vllm_config, kv_cache_config, self._adapters.content)
         config, access = facts.config, facts.security.access
         self._scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
-        self._clears_caches = False  # when it is paused
         # Requests whose ticket is checked once the content of their LoRA adapter is known.
         self._unchecked: dict[str, Request] = {}
         self._load_blocks = compat_029.LoadBlocks()
@@ -87,6 +87,12 @@ class FerryScheduler:
             directory=self._directory,
             follower=self._follower,
             prefix_cache=self._prefix_cache,
+        )
+        self.pauses = Pauses(
+            producer=self._producer,
+            consumer=self._consumer,
+            adapters=self._adapters,
+            weights=facts.weights,
         )
         self._serving = EngineSideChannel(
             engine=facts.engine,
@@ -114,7 +120,7 @@ class FerryScheduler:
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Have vLLM call the hooks that it lacks."""
-        missing_hooks.install(pool, self._scheduler_class, self)
+        missing_hooks.install(pool, self._scheduler_class, self.pauses)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], object]
@@ -289,54 +295,6 @@ class FerryScheduler:
         """
         self._producer.reset()
         return True
-
-    # ``missing_hooks.Hooks``.
-
-    def before_pause(self, *, keeps: bool, clears: bool) -> None:
-        """End all holds, and the loads of requests that are kept, if the caches are cleared."""
-        self._clears_caches = clears
-        if clears:
-            self._producer.reset()
-        if clears and keeps:
-            self._consumer.abort_loads()
-
-    def holds_up_pause(self) -> bool:
-        """Return whether holds or loads are to end first; tickets made meanwhile end, too."""
-        if not self._clears_caches:
-            return False
-        return self._producer.reset() or self._consumer.is_loading
-
-    def before_reset(self, *, preempts: bool) -> bool:
-        """End all holds, and loads if all that runs is preempted, so that the next reset succeeds.
-
-        Returns:
-            Whether there are holds that not all workers have reported to have ended.
-        """
-        if preempts:
-            self._consumer.abort_loads()
-        return self._producer.reset()
-
-    def weights_loaded(self) -> None:
-        """Take notice of other weights, with which pages of before must not be decoded."""
-        self._facts.weights.loaded()
-        self._consumer.weights_changed()
-
-    def weights_named(self, version: object) -> None:
-        """Take the version of the weights that were loaded last."""
-        self._facts.weights.set(version)
-        self._consumer.weights_changed()
-
-    def doomed(self, output: KVConnectorOutput) -> list[str]:
-        """Return the requests that would decode pages of other weights than their adapter's."""
-        found = output.kv_connector_worker_meta
-        reports = getattr(found, "metadata", (found,))  # MultiConnector's: one for each connector
-        return [
-            request_id
-            for report in reports
-            if isinstance(report, RankReport)
-            for request_id in self._adapters.contradicted(report.adapters)
-            if self._consumer.adapter_changed(request_id)
-        ]
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Return the scheduler half's metrics since the last call; ``None`` if there are none."""

@@ -36,7 +36,7 @@ from kvferry.integrations.vllm.device import (
 )
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
-from kvferry.integrations.vllm.metrics import FerryStats
+from kvferry.integrations.vllm.metrics_export import FerryStats
 from kvferry.integrations.vllm.rank_position import current_rank_position, shared_incarnation
 from kvferry.integrations.vllm.request_reports import is_followed
 from kvferry.integrations.vllm.security import SecurityFiles, read_security_settings

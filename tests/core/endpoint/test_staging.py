@@ -16,9 +16,9 @@ from kvferry.core.endpoint import endpoint as endpoint_module
 from kvferry.core.endpoint.page_copies import RunningCopies
 from kvferry.core.errors import Cause, CopyError, StaleError
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, PageCopy, RequestId
+from kvferry.core.lifecycle.leased_holds import LeasedHolds
 from kvferry.core.lifecycle.load_machine import LoadMachine
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
-from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.metrics import (
     COPY_SECONDS,
     FAILURES,
@@ -148,7 +148,7 @@ def test_an_exception_at_a_copys_begin_or_end_costs_its_request_only(
             fail_once(monkeypatch, owner, method)
             error = decode.load(f"d-{number}", ticket, [8, 9])
             assert "unexpected ZeroDivisionError: a bug" in str(error)
-        fail_once(monkeypatch, WorkerHolds, "copied")
+        fail_once(monkeypatch, LeasedHolds, "copied")
         error = decode.load("d-2", prefill.serve("p-2", [5, 6], TOKENS), [3, 4])
         assert isinstance(error, StaleError)
         assert decode.load("d-3", prefill.serve("p-3", [5, 6], TOKENS), [3, 4]) is None

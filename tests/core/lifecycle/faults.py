@@ -19,6 +19,7 @@ from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import NOTHING, EndedHold, Hold, PageCopy, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.lifecycle.leased_holds import HoldState, LeasedHolds, ReleaseOutcome
 from kvferry.core.lifecycle.load_machine import (
     LoadAction,
     LoadId,
@@ -30,7 +31,6 @@ from kvferry.core.lifecycle.renewal_schedule import RenewalRequest, Renewals
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Release, Renewal
 from kvferry.core.metrics import Stage
 from tests.core.lifecycle.components import Components
@@ -91,7 +91,7 @@ class DoneBoundToTheDataRead(ConsumerRank):
 
 
 @PLANTED.add("the slot word is ready at take-on")
-class ReadyAtTakeOn(WorkerHolds):
+class ReadyAtTakeOn(LeasedHolds):
     def take_on(self, request: RequestId, hold: Hold) -> None:
         super().take_on(request, hold)
         self._words[hold.slot] = hold.ready
@@ -123,7 +123,7 @@ PLANTED.replace(
 )
 
 
-class WordsClearedWithTheNextOrders(WorkerHolds):
+class WordsClearedWithTheNextOrders(LeasedHolds):
     _late: tuple[Hold, ...] = ()
 
     def apply(self, orders: HoldOrders, now: float) -> None:
@@ -157,7 +157,7 @@ PLANTED.replace(
 
 
 @PLANTED.add("one rank counted twice", by_table=True)
-class RanksNotDistinct(WorkerHolds):
+class RanksNotDistinct(LeasedHolds):
     def release(self, message: Release) -> ReleaseOutcome:
         held = self._held.get(message.slot)
         ranks = held.readers.get(message.engine) if held is not None else None
@@ -169,7 +169,7 @@ class RanksNotDistinct(WorkerHolds):
 
 
 @PLANTED.add("any generation releases")
-class AnyGenerationReleases(WorkerHolds):
+class AnyGenerationReleases(LeasedHolds):
     def release(self, message: Release) -> ReleaseOutcome:
         held = self._held.get(message.slot)
         generation = message.generation if held is None else held.hold.generation
@@ -178,22 +178,22 @@ class AnyGenerationReleases(WorkerHolds):
 
 PLANTED.replace(
     "any incarnation releases",
-    WorkerHolds,
-    release=lambda self, message: WorkerHolds.release(
+    LeasedHolds,
+    release=lambda self, message: LeasedHolds.release(
         self, replace(message, incarnation=self._incarnation)
     ),
 )
 PLANTED.replace(
     "consumer engines counted together",
-    WorkerHolds,
-    release=lambda self, message: WorkerHolds.release(
+    LeasedHolds,
+    release=lambda self, message: LeasedHolds.release(
         self, replace(message, engine="any", rank=message.rank + 100 * (message.engine != "A"))
     ),
 )
 
 
 @PLANTED.add("expired and sent")
-class ExpiryForgets(WorkerHolds):
+class ExpiryForgets(LeasedHolds):
     """A request whose lease expired is reported again when a late "done" arrives."""
 
     def expire(self, now: float) -> list[RequestId]:
@@ -206,7 +206,7 @@ class ExpiryForgets(WorkerHolds):
 
 
 @PLANTED.add("ready before the device has finished")
-class ReadyWithTheOrder(WorkerHolds):
+class ReadyWithTheOrder(LeasedHolds):
     def order(self, ticket: NewTicket, now: float) -> None:
         super().order(ticket, now)
         if self._find(ticket.hold):
@@ -214,7 +214,7 @@ class ReadyWithTheOrder(WorkerHolds):
 
 
 @PLANTED.add("drops after take-ons", by_table=True)
-class DropsLate(WorkerHolds):
+class DropsLate(LeasedHolds):
     """Drops come after the next step's take-ons, and clear whatever the slot has."""
 
     _late: tuple[Hold, ...] = ()
@@ -228,7 +228,7 @@ class DropsLate(WorkerHolds):
             self._words[hold.slot] = NOTHING
 
 
-PLANTED.replace("reset forgotten", WorkerHolds, end=lambda self, hold: None)
+PLANTED.replace("reset forgotten", LeasedHolds, end=lambda self, hold: None)
 
 
 @PLANTED.add("the slot is free at the ticket")
@@ -337,7 +337,7 @@ class RenewedOnce(Renewals):
 PLANTED.replace(
     "renewed while the fence is under way", Renewals, end_rank=lambda self, renewal, rank: None
 )
-PLANTED.replace("renewals ignored", WorkerHolds, renew=lambda self, message, now: None)
+PLANTED.replace("renewals ignored", LeasedHolds, renew=lambda self, message, now: None)
 
 
 @PLANTED.add("the oldest of all ranks counts")
@@ -350,7 +350,7 @@ class OldestRankCounts(BlockPressure):
 PLANTED.replace(
     "ranks are never asked for silent holds", BlockPressure, ask=lambda self, now, held: False
 )
-PLANTED.replace("heartbeats ignored", WorkerHolds, heartbeat=lambda self, message, now: None)
+PLANTED.replace("heartbeats ignored", LeasedHolds, heartbeat=lambda self, message, now: None)
 
 
 @PLANTED.add("an ended hold's slot word is cleared after its pages are given back")
@@ -483,7 +483,7 @@ class ReclaimedWordClearedAfterwards(EndedWordClearedAfterwards):
         if is_answer:
             super().end(hold)
         else:
-            WorkerHolds.end(self, hold)
+            LeasedHolds.end(self, hold)
 
 
 PLANTED.replace("answers are never reclaimed", SchedulerHolds, reclaim=lambda self, pages: 0)
@@ -525,15 +525,15 @@ class TtlOfTheConsumer(ConsumerRank):
 
 PLANTED.replace(
     "no TTL",
-    WorkerHolds,
-    order=lambda self, ticket, now: WorkerHolds.order(
+    LeasedHolds,
+    order=lambda self, ticket, now: LeasedHolds.order(
         self, dataclasses.replace(ticket, ttl=None), now
     ),
 )
 
 
 @PLANTED.add("the TTL counts from the order", by_table=True)
-class TtlFromTheOrder(WorkerHolds):
+class TtlFromTheOrder(LeasedHolds):
     def ready(self, hold: Hold, now: float) -> None:
         held = self._find(hold)
         deadline = held.deadline if held is not None else None
@@ -543,7 +543,7 @@ class TtlFromTheOrder(WorkerHolds):
 
 
 @PLANTED.add("a TTL at each renewal", by_table=True)
-class TtlAtEachRenewal(WorkerHolds):
+class TtlAtEachRenewal(LeasedHolds):
     def renew(self, message: Renewal, now: float) -> None:
         held = self._named(message)
         ttl = held.ttl if held is not None else None
@@ -553,7 +553,7 @@ class TtlAtEachRenewal(WorkerHolds):
 
 
 @PLANTED.add("a claim before ready does not count", by_table=True)
-class TtlAfterTheClaim(WorkerHolds):
+class TtlAfterTheClaim(LeasedHolds):
     def renew(self, message: Renewal, now: float) -> None:
         held = self._named(message)
         ttl = held.ttl if held is not None and held.state is not HoldState.READY else None
@@ -563,7 +563,7 @@ class TtlAfterTheClaim(WorkerHolds):
 
 
 @PLANTED.add("a claim before the order is lost", by_table=True)
-class ClaimBeforeTheOrderLost(WorkerHolds):
+class ClaimBeforeTheOrderLost(LeasedHolds):
     def order(self, ticket: NewTicket, now: float) -> None:
         held = self._find(ticket.hold)
         if held is not None:
@@ -648,7 +648,7 @@ class CopiedBeforeTheFence(LoadMachine):
             self._queue(LoadAction.COPY)
 
 
-class OverTooEarly(WorkerHolds):
+class OverTooEarly(LeasedHolds):
     """A hold is over as soon as ``is_early``, and not again when it is over."""
 
     def __init__(self, *args: Any) -> None:
@@ -679,7 +679,7 @@ PLANTED.replace(
 
 
 @PLANTED.add("sent before the event", "staged")
-class SentBeforeTheEvent(WorkerHolds):
+class SentBeforeTheEvent(LeasedHolds):
     def take_copies(self) -> list[NewTicket]:
         copies = super().take_copies()
         self._sent += [each.request for each in copies]
@@ -692,14 +692,14 @@ class SentBeforeTheEvent(WorkerHolds):
 
 
 @PLANTED.add("copied to the host before the event", "staged")
-class CopiedBeforeTheEvent(WorkerHolds):
+class CopiedBeforeTheEvent(LeasedHolds):
     def order(self, ticket: NewTicket, now: float) -> None:
         super().order(ticket, now)
         super().ready(ticket.hold, now)
 
 
 @PLANTED.add("ready before the copy has passed", "staged")
-class ReadyBeforeTheCopy(WorkerHolds):
+class ReadyBeforeTheCopy(LeasedHolds):
     def order(self, ticket: NewTicket, now: float) -> None:
         super().order(ticket, now)
         if ticket.hold in self:
@@ -824,7 +824,7 @@ PLANTED.replace(
 
 
 @PLANTED.add("a hold reported sent while computing", "early")
-class SentWhileComputing(WorkerHolds):
+class SentWhileComputing(LeasedHolds):
     def release(self, message: Release) -> ReleaseOutcome:
         outcome = super().release(message)
         for held in [h for h in self._held.values() if h.state is HoldState.ENDED]:
@@ -866,7 +866,7 @@ class MarkedBeforeItsGeneration(LoadMachine):
 
 
 @PLANTED.add("a watermark not zeroed at take-on", "early")
-class WatermarkNotZeroed(WorkerHolds):
+class WatermarkNotZeroed(LeasedHolds):
     def take_on(self, request: RequestId, hold: Hold) -> None:
         watermarks, self._watermarks = self._watermarks, [0] * len(self._watermarks)
         super().take_on(request, hold)
@@ -949,7 +949,7 @@ class OldHoldNotDropped(SchedulerHolds):
 
 
 @PLANTED.add("an abandon before the order forgotten", "early")
-class AbandonForgottenBeforeTheOrder(WorkerHolds):
+class AbandonForgottenBeforeTheOrder(LeasedHolds):
     def order(self, ticket: NewTicket, now: float) -> None:
         if ticket.hold not in self:
             self.drop(ticket.hold)

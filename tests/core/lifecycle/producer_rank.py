@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold
+from kvferry.core.lifecycle.leased_holds import LeasedHolds
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Heartbeat, Renewal, decode_notes
 from tests.core.lifecycle.fabric import Content, Message, require
 from tests.core.lifecycle.protocol_table import Cause, ProtocolTable
@@ -77,7 +77,7 @@ class ProducerRank:
         slots = world.options.slots
         self.rank, self.now, self._device = rank, engine.clock(1000.0 * rank), device
         self.words, self.watermarks = [NOTHING] * slots, [0] * slots
-        self.holds = world.components.of(WorkerHolds)(
+        self.holds = world.components.of(LeasedHolds)(
             self.words, engine.incarnation, self.watermarks
         )
         self.table = ProtocolTable(engine.incarnation)

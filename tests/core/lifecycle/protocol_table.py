@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
-from kvferry.core.lifecycle.worker_holds import ReleaseOutcome
+from kvferry.core.lifecycle.leased_holds import ReleaseOutcome
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 

@@ -19,7 +19,7 @@ from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.metrics import Metrics
 from kvferry.core.side_channel_messages import RoomNews
-from kvferry.integrations.vllm.ticket_params import read_part, read_ticket
+from kvferry.integrations.vllm.ticket_format import read_part, read_ticket
 from tests.integrations.vllm.halves import Follower, Users, blocks, consumer, request, step, ticket
 from tests.integrations.vllm.test_early_half import DECODE, computed, finished
 

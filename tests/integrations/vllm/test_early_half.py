@@ -19,7 +19,7 @@ from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.consumer import Consumer, LoadMessages
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import prompt_digest
-from kvferry.integrations.vllm.ticket_params import Part, read_part
+from kvferry.integrations.vllm.ticket_format import Part, read_part
 from tests.integrations.vllm.halves import (
     KEYS,
     PEER,

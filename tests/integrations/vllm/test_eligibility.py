@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.integrations.vllm.eligibility import TRUNCATED, Eligibility, NoTicketError
-from kvferry.integrations.vllm.metric_definitions import NoTicket
+from kvferry.integrations.vllm.scheduler_metrics import NoTicket
 from tests.integrations.vllm.halves import STATE, TALKS, facts, image, request
 
 PROMPT = {"do_remote_decode": True}

@@ -18,8 +18,8 @@ from kvferry.core.metrics import (
     Metrics,
     Stage,
 )
-from kvferry.integrations.vllm.metric_definitions import HOLD_OUTCOMES, NoTicket
-from kvferry.integrations.vllm.metric_definitions import METRICS as DEFINED
+from kvferry.integrations.vllm.scheduler_metrics import HOLD_OUTCOMES, NoTicket
+from kvferry.integrations.vllm.scheduler_metrics import METRICS as DEFINED
 from kvferry.integrations.vllm.tracing import PREFIX
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()

@@ -15,7 +15,7 @@ from kvferry.core.security.ticket_proof import check
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.request_reports import RequestReports
-from kvferry.integrations.vllm.ticket_params import read_ticket
+from kvferry.integrations.vllm.ticket_format import read_ticket
 from tests.integrations.vllm.halves import (
     HEADERS,
     NOT_KNOWN,

@@ -18,7 +18,7 @@ from kvferry.core.security import generate
 from kvferry.core.security.ticket_proof import check
 from kvferry.core.side_channel.client import fetch, ping
 from kvferry.core.side_channel.connection import health
-from kvferry.integrations.vllm.ticket_params import read_ticket
+from kvferry.integrations.vllm.ticket_format import read_ticket
 from tests.core.messages import encoded, payload
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.halves import (
@@ -45,7 +45,7 @@ RANKS = tuple(payload(rank, engine="decode", incarnation=9) for rank in range(3)
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
     """Our modules with stand-ins for vLLM's."""
-    names = ("scheduler", "metadata", "metrics", "adapter_contents", "engine_facts")
+    names = ("scheduler", "metadata", "metrics_export", "adapter_contents", "engine_facts")
     with without_vllm.modules(*names) as modules:
         yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
@@ -101,7 +101,7 @@ class Half:
         """Which requests must fail, by what the workers report before a step is used."""
         report = self.vllm.metadata.RankReport(adapters=self.adapters(*loads))
         around = SimpleNamespace(metadata=(None, report)) if nested else report
-        return self.made.doomed(SimpleNamespace(kv_connector_worker_meta=around))
+        return self.made.pauses.doomed(SimpleNamespace(kv_connector_worker_meta=around))
 
     def load_of(self, path: str, content: bytes) -> Any:
         """A load of an adapter's files by a worker."""

@@ -21,7 +21,7 @@ from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.metrics import LoadRecord
 from kvferry.integrations.vllm.cache_groups import CacheGroup
-from kvferry.integrations.vllm.ticket_params import Part, read_ticket
+from kvferry.integrations.vllm.ticket_format import Part, read_ticket
 from tests.core.messages import payload
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.halves import ticket

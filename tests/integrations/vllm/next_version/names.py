@@ -142,7 +142,7 @@ def _attributes(source: Source) -> Iterator[str]:
 SECTIONS = (
     Section(
         title="Keys of tickets",
-        look="`ticket_params.py`; what vLLM itself and routers do with a key.",
+        look="`ticket_format.py`; what vLLM itself and routers do with a key.",
         facts=ticket_keys,
     ),
     Section(

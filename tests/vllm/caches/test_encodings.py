@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.integrations.vllm.caches.layer_facts import Scales, cache_format, with_encodings
+from kvferry.integrations.vllm.caches.encodings import Scales, cache_format, with_encodings
 from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, ShardPosition
 
 torch = pytest.importorskip("torch")

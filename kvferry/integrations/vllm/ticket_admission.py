@@ -16,14 +16,14 @@ from kvferry.integrations.vllm.adapter_contents import AdapterError
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_ids import prompt_index
-from kvferry.integrations.vllm.ticket_params import KEY, Part, read_room, read_ticket
+from kvferry.integrations.vllm.ticket_format import KEY, Part, read_room, read_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class TicketChecks:
+class TicketAdmission:
     """Check the tickets of requests, and parts of them, for an engine."""
 
     facts: EngineFacts

@@ -1,4 +1,4 @@
-"""``WorkerHolds``: slot words, leases, claims, releases, copies, and the ages of holds."""
+"""``LeasedHolds``: slot words, leases, claims, releases, copies, and the ages of holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.lifecycle import worker_holds as module
+from kvferry.core.lifecycle import leased_holds as module
 from kvferry.core.lifecycle.holds import (
     NOTHING,
     EndedHold,
@@ -18,9 +18,9 @@ from kvferry.core.lifecycle.holds import (
     PageCopy,
     RequestId,
 )
+from kvferry.core.lifecycle.leased_holds import MAX_READERS, LeasedHolds, ReleaseOutcome
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from kvferry.core.lifecycle.worker_holds import MAX_READERS, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 A, B = RequestId("a"), RequestId("b")
@@ -51,11 +51,11 @@ class Words(list[int]):
 
 
 class Rank:
-    """``WorkerHolds`` with two slots and a request in slot 1, ordered and ready at 100.0."""
+    """``LeasedHolds`` with two slots and a request in slot 1, ordered and ready at 100.0."""
 
     def __init__(self, *, ordered: bool = True, slots: int = 2) -> None:
         self.words, self.watermarks = Words(self, slots), [0] * slots
-        self.holds = WorkerHolds(self.words, INCARNATION, self.watermarks)
+        self.holds = LeasedHolds(self.words, INCARNATION, self.watermarks)
         self.holds.take_on(A, HOLD)
         if ordered:
             self.holds.order(TICKET, 100.0)

@@ -1,6 +1,6 @@
 """The metrics of the scheduler half, and a list of them with the endpoint's (``core.metrics``).
 
-``kvferry.integrations.vllm.metrics`` exports them to vLLM's log line and to Prometheus.
+``kvferry.integrations.vllm.metrics_export`` exports them to vLLM's log line and to Prometheus.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from kvferry.core.lifecycle.prompt_digest import MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.ticket_proof import check
-from kvferry.integrations.vllm import ticket_params as ticket
-from kvferry.integrations.vllm.ticket_params import (
+from kvferry.integrations.vllm import ticket_format as ticket
+from kvferry.integrations.vllm.ticket_format import (
     KEY,
     TicketParams,
     encode_part,

@@ -2,7 +2,7 @@
 
 Metrics travel as plain dictionaries (``kvferry.core.metrics.Data``): each rank sends its own to the
 scheduler, where vLLM adds them up and passes the sum on to the process that logs and serves it.
-``metric_definitions`` defines the metrics.
+``scheduler_metrics`` defines the metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvferry.core.metrics import (
     merge,
 )
 from kvferry.integrations.vllm.config import Config
-from kvferry.integrations.vllm.metric_definitions import (
+from kvferry.integrations.vllm.scheduler_metrics import (
     BY_NAME,
     FAILED,
     HELD,

@@ -52,7 +52,7 @@ class ReleaseOutcome(enum.Enum):
     COUNTED = "counted"
     """It was counted, or had been before; it may have ended the hold."""
     LATE = "late"
-    """A "done" came after the lease had expired; the consumer's fence has discarded the pages."""
+    """A "done" came after the lease had expired: a fence that is read after that fails."""
     IGNORED = "ignored"
     """It names no hold, or too many engines have sent one."""
 
@@ -98,7 +98,7 @@ def _is_offered(held: _Held) -> bool:
     return held.ticket is not None and held.state is not HoldState.ENDED
 
 
-class WorkerHolds:
+class LeasedHolds:
     """Keep the holds of one producer rank. Times are in seconds, on its own clock.
 
     A hold is taken on before its request is computed, marked as the device gets on, ordered when
