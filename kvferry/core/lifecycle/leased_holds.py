@@ -300,7 +300,7 @@ class LeasedHolds:
         return ReleaseOutcome.COUNTED
 
     def expire(self, now: float) -> list[RequestId]:
-        """End the holds whose lease is over; return their requests, to warn of."""
+        """End the holds whose lease is over; return the requests to warn of: no conversations."""
         if now < self._soonest:
             return []
         due = [(h.deadline, h) for h in self._held.values() if h.deadline is not None]

@@ -204,7 +204,7 @@ class SchedulerHolds:
         ttl: float | None = None,
         copy: PageCopy | None = None,
     ) -> Hold | None:
-        """Return the hold to put into the ticket of a computed request, and start its lease.
+        """Return the hold to put into the ticket of a computed request, and order its lease.
 
         The pages (ids; where the cache is staged, of host pages) must not be freed until ``sent``.
         Beyond ``max_pages``, older tickets are given up, conversations first. ``None`` if the
