@@ -108,7 +108,7 @@ def find_strips(
             shapes[geometry] = _shape(part.first, granularity, budget, where)
         shape = shapes[geometry]
         budget.spend(STRIP_STEPS * len(part) * shape.runs.n, where)
-        by_placement.setdefault(shape.placement, []).extend(pairs.runs(shape.runs, part))
+        by_placement.setdefault(shape.placement, []).append(pairs.runs(shape.runs, part))
     return tuple(
         strips
         for placement, runs in by_placement.items()
@@ -204,30 +204,15 @@ class _RegionPairs:
             for regions in (self._local, self._remote)
         ]
 
-    def runs(self, runs: CoalescedRuns, part: Overlaps) -> Iterator[CoalescedRuns]:
-        """Yield the runs of a shape in each overlap, at addresses in sub-block 0 of page 0."""
+    def runs(self, runs: CoalescedRuns, part: Overlaps) -> CoalescedRuns:
+        """Return the runs of a shape in each overlap, at addresses in sub-block 0 of page 0."""
         near, far = part.local, part.remote
-        one = runs.nbytes.item(0)
-        starts = CoalescedRuns(
-            pair=near.regions * len(self._remote) + far.regions,
-            local=self._starts[0][near.regions] + near.offsets,
-            remote=self._starts[1][far.regions] + far.offsets,
-            nbytes=np.full(len(part), one),
+        return CoalescedRuns(
+            pair=np.repeat(near.regions * len(self._remote) + far.regions, runs.n),
+            local=_outer_sums([self._starts[0][near.regions] + near.offsets, runs.local]),
+            remote=_outer_sums([self._starts[1][far.regions] + far.offsets, runs.remote]),
+            nbytes=np.tile(runs.nbytes, len(part)),
         )
-        if (runs.nbytes == one).all():
-            # Where a run of one field ends at that of the next, as K and V of a token may, this
-            # joins fields, not runs: a hundred times fewer.
-            starts = coalesce(starts)
-        for nbytes in np.unique(starts.nbytes).tolist():
-            here = starts.select(starts.nbytes == nbytes)
-            longer = runs._replace(nbytes=np.full(runs.n, nbytes))
-            each = runs if nbytes == one else coalesce(longer)
-            yield CoalescedRuns(
-                pair=np.repeat(here.pair, each.n),
-                local=_outer_sums([here.local, each.local]),
-                remote=_outer_sums([here.remote, each.remote]),
-                nbytes=np.tile(each.nbytes, here.n),
-            )
 
     def segments(self, numbers: I64Array) -> tuple[Segment, ...]:
         """Return a segment for each series of consecutive strips in the same pair of regions."""

@@ -227,8 +227,8 @@ def read_part(
     """Return what a producer has published in a room: the ticket if ``is_last``.
 
     Raises:
-        TicketError: As by ``read_ticket``; or its own mark and ``is_last`` disagree; or a part covers no
-            fewer tokens than the ticket.
+        TicketError: As by ``read_ticket``; or only one of it and ``is_last`` says that it is a
+            part; or a part covers no fewer tokens than the ticket.
     """
     try:
         params = msgspec.json.decode(data, type=dict[str, Any])
