@@ -53,12 +53,16 @@ SPLIT_STEPS = 50
 
 SHAPE_STEPS = 500
 """Finding the strips of a pair of fields whose combination of shapes was not met before."""
+MERGE_BOXES_STEPS = 500
+"""Merging one list of boxes (runs of bytes repeated at strides) once."""
+MERGE_RUN_STEPS = 3
+"""One run in a list of boxes that is merged."""
 SELECTED_RUNS_PER_STEP = 20
 """Number of runs that are looked at per step when the runs of one length are selected."""
 STRIP_STEPS = 5
-"""Looking up one run of bytes on both sides, and joining it with its neighbours."""
+"""Making one strip."""
 BATCH_STEPS = 1000
-"""Making the strips of one length; every request goes through all of them."""
+"""Making one batch of strips; every request goes through all batches."""
 
 
 class WorkBudget:

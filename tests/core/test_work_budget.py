@@ -196,8 +196,8 @@ def fields_of_different_shapes(count: int = 100) -> tuple[list[Layout], list[Lay
             inner=(axis(*dims),),
         )
 
-    near = [shaped(key, [(1 << 13, 1)], 0) for key in range(count)]
-    far = [shaped(key, [(64, 1), (128, 64)], 8 * key) for key in range(count)]
+    near = [shaped(key, [(1 << 14, 1)], 0) for key in range(count)]
+    far = [shaped(key, [(128, 1), (128, 128)], 8 * key) for key in range(count)]
     return [state(*near)], [state(*far)]
 
 

@@ -1,12 +1,9 @@
 """Find strips: the longest runs of bytes that are contiguous in a local and in a remote field.
 
 Strips are found in one sub-block (a run of tokens that lies in one page on both sides); in every
-other sub-block, the same strips lie a known distance further. Of what two fields share of a
-sub-block, every unit of bytes is looked up in both; units that are neighbours on both sides are
-joined. Fields that differ only in where they start are looked up once for all.
-
-The entries of an axis are those of a numpy array whose shape and strides are its dims, each an
-extent and a stride in bytes, in row-major order.
+other sub-block, the same strips lie a known distance further. What two fields share of a sub-block
+is walked along tokens, shard axis, and the bytes of one entry. Fields that differ only in where
+they start are walked once for all.
 """
 
 from __future__ import annotations
@@ -19,10 +16,31 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.core.errors import PlanError
-from kvferry.core.layout import Axis, Field, Layout
+from kvferry.core.layout import Field, Layout
 from kvferry.core.layout.fields import Dims, FieldSet
 from kvferry.core.memory import I64Array
-from kvferry.core.planner.coalesce import CoalescedRuns, coalesce, concatenate, runs_of_equals
+from kvferry.core.planner.coalesce import (
+    Boxes,
+    CoalescedRuns,
+    absorb_dims,
+    concatenate,
+    count_runs,
+    merge_boxes,
+    outer_sums,
+    runs_of_equals,
+    unfold,
+)
+from kvferry.core.planner.strides import (
+    MAX_STRIPS,
+    JointDims,
+    StrideWalk,
+    axis_dims,
+    coarsen,
+    entry_offsets,
+    merge_dims,
+    uniform_run,
+    walk_together,
+)
 from kvferry.core.transport.copies import Segment
 from kvferry.core.transport.paged import Strips, StripSide
 from kvferry.core.work_budget import (
@@ -33,6 +51,8 @@ from kvferry.core.work_budget import (
     STRIP_STEPS,
     WorkBudget,
 )
+
+WHERE = "fields that lie differently on both sides"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +93,14 @@ class _Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shape:
-    """Where the n runs of a sub-block lie in two fields, equal in all equal layers of a model."""
+    """Where a sub-block's n boxes lie in two fields, equal in all equal layers of a model."""
 
     placement: _Placement
-    runs: CoalescedRuns  # addresses count from the start of each field
+    # (n,) int64: the bytes from the start of the field to each box.
+    local: I64Array
+    remote: I64Array
+    nbytes: int
+    dims: JointDims
 
 
 def find_strips(
@@ -90,29 +114,36 @@ def find_strips(
     """Return the strips of fields of one local group that are read from one remote group.
 
     The places of a page are its sub-blocks of ``granularity`` tokens, or of a divisor. Raises
-    ``PlanError``, which names a field, if that is too much work.
+    ``PlanError``, which names a field, if there are too many strips, or is too much work.
     """
+    first = parts[0].first
     budget = budget or WorkBudget(PlanError, "finding strips")
-    pairs = _RegionPairs(local, remote)
-    pages = min(part.local.first.pages for part in parts), min(p.remote.first.pages for p in parts)
-    shapes: dict[object, _Shape] = {}
-    by_placement: dict[_Placement, list[CoalescedRuns]] = {}
+    shapes: dict[object, tuple[_Shape, list[Overlaps]]] = {}
     for part in parts:
-        where = f"field {part.local.keys[0]!r}, and fields like it, in small pieces"
         geometry = _geometry(part.first)
         # The hashes of untrusted geometries may all collide; a lookup then compares one geometry
         # with all others.
-        budget.spend(LOOP_STEPS + len(shapes), where)
+        budget.spend(LOOP_STEPS + len(shapes), WHERE)
         if geometry not in shapes:
-            budget.spend(SHAPE_STEPS, where)
-            shapes[geometry] = _shape(part.first, granularity, budget, where)
-        shape = shapes[geometry]
-        budget.spend(STRIP_STEPS * len(part) * shape.runs.n, where)
-        by_placement.setdefault(shape.placement, []).append(pairs.runs(shape.runs, part))
+            budget.spend(SHAPE_STEPS, WHERE)
+            shapes[geometry] = _shape(part.first, granularity), []
+            budget.spend(len(shapes[geometry][0].local), WHERE)
+        shapes[geometry][1].append(part)
+    box_count = sum(
+        len(shape.local) * sum(map(len, overlaps)) for shape, overlaps in shapes.values()
+    )
+    _check_count(first, box_count)
+    budget.spend(box_count, WHERE)
+    pairs = _RegionPairs(local, remote)
+    pages = min(part.local.first.pages for part in parts), min(p.remote.first.pages for p in parts)
+    by_placement: dict[_Placement, list[Boxes]] = {}
+    for shape, overlaps in shapes.values():
+        runs = concatenate([pairs.runs(shape, part) for part in overlaps])
+        by_placement.setdefault(shape.placement, []).append((shape.dims, runs))
     return tuple(
         strips
-        for placement, runs in by_placement.items()
-        for strips in _strips(placement, coalesce(concatenate(runs)), pairs, pages, budget)
+        for placement, boxes in by_placement.items()
+        for strips in _strips(placement, boxes, first, pairs, pages, budget)
     )
 
 
@@ -127,31 +158,18 @@ def _geometry(o: Overlap) -> object:
     )
 
 
-def _shape(o: Overlap, granularity: int, budget: WorkBudget, where: str) -> _Shape:
+def _shape(o: Overlap, granularity: int) -> _Shape:
     """Return the shape of an overlap; its sub-blocks may get fewer tokens."""
     near, far = axis_dims(o.local.tokens), axis_dims(o.remote.tokens)
     per_entry = o.local.tokens_per_state if near or far else granularity
     entries = _uniform_entries(near, far, granularity // per_entry)
-    unit, inner = _inner_dims(o)
-    units = o.local.entry_bytes // unit
-    count = entries * (o.shard[1] - o.shard[0]) * units
-    budget.spend(STRIP_STEPS * count, where)  # before arrays are made for them
-    starts = [
-        _outer_sums(
-            [
-                entry_offsets(tokens, np.arange(entries)),
-                entry_offsets(axis_dims(f.shard), np.arange(*o.shard) - f.shard_range[0]),
-                entry_offsets(dims, np.arange(units)),
-            ]
-        )
-        for f, tokens, dims in zip((o.local, o.remote), (near, far), inner, strict=True)
-    ]
-    runs = CoalescedRuns(
-        pair=np.zeros(count, np.int64),
-        local=starts[0],
-        remote=starts[1],
-        nbytes=np.full(count, unit),
-    )
+    try:
+        walks = walk_together(near, far, (0, 0), entries), *_entry_walks(o)
+    except OverflowError:
+        raise _too_many(o) from None
+    _check_count(o, math.prod(len(walk.local) for walk in walks))
+    unit = math.gcd(o.local.unit, o.remote.unit)
+    nbytes, dims = absorb_dims(unit, tuple(dim for walk in walks for dim in walk.dims))
     return _Shape(
         placement=_Placement(
             granularity=entries * per_entry,
@@ -160,7 +178,10 @@ def _shape(o: Overlap, granularity: int, budget: WorkBudget, where: str) -> _Sha
             remote_page=o.remote.page_stride,
             remote=coarsen(far, entries),
         ),
-        runs=coalesce(runs),
+        local=outer_sums([walk.local for walk in walks]),
+        remote=outer_sums([walk.remote for walk in walks]),
+        nbytes=nbytes,
+        dims=dims,
     )
 
 
@@ -171,26 +192,24 @@ def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
     return entries
 
 
-def _inner_dims(o: Overlap) -> tuple[int, tuple[Dims, Dims]]:
-    """Return a unit of one entry's bytes, and each side's dims of the units in an entry."""
-    unit = math.gcd(o.local.unit, o.remote.unit)
-    near, far = (
-        merge_dims(
-            (*((d.extent, d.stride) for axis in f.inner for d in axis), (f.unit // unit, unit))
-        )
-        for f in (o.local, o.remote)
+def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
+    """Walk the shard indices that are read, and the bytes of one token entry and shard index."""
+    near, far = o.local, o.remote
+    start, stop = o.shard
+    starts = start - near.shard_range[0], start - far.shard_range[0]
+    unit = math.gcd(near.unit, far.unit)
+    return (
+        walk_together(axis_dims(near.shard), axis_dims(far.shard), starts, stop - start),
+        walk_together(
+            _inner_dims(near, unit), _inner_dims(far, unit), (0, 0), near.entry_bytes // unit
+        ),
     )
-    if near == far == ((o.local.entry_bytes // unit, unit),):
-        return o.local.entry_bytes, ((), ())  # contiguous on both sides
-    return unit, (near, far)
 
 
-def _outer_sums(parts: Sequence[I64Array]) -> I64Array:
-    """Return all sums of one element from each array, at least one array, in row-major order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = (total[:, None] + part).ravel()
-    return total
+def _inner_dims(f: Field, unit: int) -> Dims:
+    """Return the dims of one entry's bytes, in units that divide ``f.unit``."""
+    dims = tuple((dim.extent, dim.stride) for axis in f.inner for dim in axis)
+    return merge_dims((*dims, (f.unit // unit, unit)))
 
 
 class _RegionPairs:
@@ -204,14 +223,15 @@ class _RegionPairs:
             for regions in (self._local, self._remote)
         ]
 
-    def runs(self, runs: CoalescedRuns, part: Overlaps) -> CoalescedRuns:
-        """Return the runs of a shape in each overlap, at addresses in sub-block 0 of page 0."""
+    def runs(self, shape: _Shape, part: Overlaps) -> CoalescedRuns:
+        """Return each box of each overlap as a run, at its addresses in sub-block 0 of page 0."""
         near, far = part.local, part.remote
+        boxes = len(shape.local)
         return CoalescedRuns(
-            pair=np.repeat(near.regions * len(self._remote) + far.regions, runs.n),
-            local=_outer_sums([self._starts[0][near.regions] + near.offsets, runs.local]),
-            remote=_outer_sums([self._starts[1][far.regions] + far.offsets, runs.remote]),
-            nbytes=np.tile(runs.nbytes, len(part)),
+            pair=np.repeat(near.regions * len(self._remote) + far.regions, boxes),
+            local=outer_sums([self._starts[0][near.regions] + near.offsets, shape.local]),
+            remote=outer_sums([self._starts[1][far.regions] + far.offsets, shape.remote]),
+            nbytes=np.full(len(part) * boxes, shape.nbytes),
         )
 
     def segments(self, numbers: I64Array) -> tuple[Segment, ...]:
@@ -226,18 +246,24 @@ class _RegionPairs:
 
 def _strips(
     placement: _Placement,
-    runs: CoalescedRuns,
+    boxes: list[Boxes],
+    o: Overlap,
     pairs: _RegionPairs,
     pages: tuple[int, int],
     budget: WorkBudget,
 ) -> Iterator[Strips]:
-    """Yield coalesced runs as strips, together those of one length."""
+    """Yield boxes as sorted strips, together those of one length."""
+    fewest = merge_boxes(boxes, budget)
+    count = count_runs(fewest)
+    _check_count(o, count)
+    budget.spend(STRIP_STEPS * count, WHERE)
+    runs = unfold(fewest)
     lengths = np.unique(runs.nbytes).tolist()
     budget.spend(
         len(lengths) * (BATCH_STEPS + runs.n // SELECTED_RUNS_PER_STEP),
         "strips of many lengths",
     )
-    near, far = (_places(dims, budget) for dims in (placement.local, placement.remote))
+    near, far = (_offsets(dims, budget) for dims in (placement.local, placement.remote))
     for nbytes in lengths:
         part = runs.select(runs.nbytes == nbytes) if len(lengths) > 1 else runs
         yield Strips(
@@ -258,62 +284,21 @@ def _strips(
         )
 
 
-def _places(dims: Dims, budget: WorkBudget) -> I64Array:
+def _offsets(dims: Dims, budget: WorkBudget) -> I64Array:
     """Return the bytes from a page's first sub-block to each of its sub-blocks."""
     places = math.prod(extent for extent, _ in dims)
     budget.spend(places, "pages of many sub-blocks")
-    return entry_offsets(dims, np.arange(places))
+    return entry_offsets(dims, np.arange(places, dtype=np.int64))
 
 
-# Axes.
+def _check_count(o: Overlap, strips: int) -> None:
+    """Refuse too many strips, as a peer's layout can cause, before allocating an array for them."""
+    if strips > MAX_STRIPS:
+        raise _too_many(o)
 
 
-def axis_dims(axis: Axis) -> Dims:
-    """Return the dims of a layout's axis, merged by ``merge_dims``."""
-    return merge_dims(tuple((dim.extent, dim.stride) for dim in axis))
-
-
-def merge_dims(dims: Dims) -> Dims:
-    """Merge neighbouring dims, coarse to fine, where no entry's offset changes; no extent is 1."""
-    merged: list[tuple[int, int]] = []
-    for extent, stride in dims:
-        if extent == 1:
-            continue
-        if merged and merged[-1][1] == extent * stride:
-            extent *= merged.pop()[0]
-        merged.append((extent, stride))
-    return tuple(merged)
-
-
-def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
-    """Return the bytes from entry 0 of an axis with merged dims to entries ``index``."""
-    if len(dims) == 1:
-        return index * dims[0][1]
-    offsets = np.zeros(len(index), dtype=np.int64)
-    for extent, stride in reversed(dims):
-        offsets += index % extent * stride
-        index = index // extent
-    return offsets
-
-
-def coarsen(dims: Dims, entries: int) -> Dims:
-    """Return the dims along which runs of ``entries`` entries, from ``uniform_run``, lie."""
-    kept: list[tuple[int, int]] = []
-    for extent, stride in reversed(dims):
-        if entries >= extent:
-            entries //= extent
-        else:
-            kept.append((extent // entries, stride * entries))
-            entries = 1
-    return merge_dims(tuple(reversed(kept)))
-
-
-def uniform_run(dims: Dims, entries: int) -> int:
-    """Return the longest run, a divisor of ``entries``, that cuts an axis into equal runs."""
-    # Equal: the distance from a run's first entry to its entry *k* is the same in all runs.
-    product = 1
-    for extent, _ in reversed(dims):
-        product *= extent
-        if entries % product and product % entries:
-            return uniform_run(dims, math.gcd(entries, product))
-    return entries
+def _too_many(o: Overlap) -> PlanError:
+    return PlanError(
+        f"field {o.local.key!r}: the two layouts share no runs longer than a few bytes, which "
+        f"makes more than {MAX_STRIPS} copies for one page"
+    )
