@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         agree,
         engine_info,
     )
-    from kvferry.core.side_channel.connection import health
+    from kvferry.core.side_channel.connection import health, revoke
     from kvferry.core.side_channel.server import HandshakeServer, check_address
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "fetch",
     "health",
     "ping",
+    "revoke",
 ]
 
 # Hidden from type checkers: with a module __getattr__, they would accept any attribute.
