@@ -209,6 +209,30 @@ def health(
 
 
 @_command
+def revoke(
+    address: Annotated[
+        str,
+        argument(metavar="HOST:PORT", help="The engine's side_channel_host and side_channel_port."),
+    ],
+    conversations: Annotated[
+        bool,
+        typer.Option("--conversations", help="Only what is held for a next turn."),
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, max=86400, help="The most seconds to wait, in all.")
+    ] = 5.0,
+    curve_secret_key: CurveSecretKey = "",
+    curve_peer: CurvePeer = "",
+) -> None:
+    """Have a running engine end all that it holds for other engines, at once.
+
+    Its tickets are stale from the engine's next step on: their loads fail, and decode follows its
+    kv_load_failure_policy. Prints how many there were. An engine without keys answers on its own
+    host only.
+    """
+
+
+@_command
 def top(
     addresses: Annotated[
         list[str],

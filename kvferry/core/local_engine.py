@@ -97,6 +97,7 @@ class LocalEngine:
                 port=port,
                 access=options.access,
                 problems=lambda: [problem for rank in ranks for problem in rank.problems],
+                revoke=self.scheduler_holds.ask_revocation,
                 ticket_key=ticket_key,
                 rooms=rooms,
             )
@@ -268,7 +269,10 @@ class LocalEngine:
         self._stack.close()
 
     def step(self, passed: Callable[[], bool] | None = None) -> None:
-        """Send the orders of ``scheduler_holds`` to every rank; see ``Endpoint.apply``."""
+        """Send the orders of ``scheduler_holds`` to every rank; see ``Endpoint.apply``.
+
+        All methods of a prefill do that. Holds whose end ``kvferry revoke`` asked for end then.
+        """
         orders = self.scheduler_holds.drain()
         for rank in self.endpoints:
             rank.apply(orders, passed)

@@ -105,6 +105,14 @@ class Health(Struct, frozen=True, kw_only=True, tag="health"):
     engine: Annotated[str, Meta(max_length=256)] = ""
 
 
+class Revoke(Struct, frozen=True, kw_only=True, tag="revoke", omit_defaults=True):
+    """Ask to end what an engine holds, or conversations only; older builds refuse this."""
+
+    # Empty: any engine that listens there.
+    engine: Annotated[str, Meta(max_length=256)] = ""
+    conversations: bool = False
+
+
 class Follow(Struct, frozen=True, kw_only=True, tag="follow"):
     """Ask what an engine knows about rooms; older builds refuse this.
 
@@ -184,14 +192,22 @@ class Condition(Struct, frozen=True, kw_only=True, tag="condition"):
     problems: Annotated[list[Text], Meta(max_length=MAX_RANKS)] = []
 
 
+class Revoked(Struct, frozen=True, kw_only=True, tag="revoked"):
+    """Answer a ``Revoke``: how many tickets there were, which end with the engine's next step."""
+
+    engine: Name
+    incarnation: RandomBits
+    tickets: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
 class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
     """Refuse any request that cannot be served, with the reason."""
 
     reason: Text
 
 
-Request = PayloadRequest | Ping | Health | Follow
-Reply = Payloads | Pong | Condition | Followed | Refusal
+Request = PayloadRequest | Ping | Health | Follow | Revoke
+Reply = Payloads | Pong | Condition | Followed | Revoked | Refusal
 
 
 T = TypeVar("T")

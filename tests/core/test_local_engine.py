@@ -36,6 +36,7 @@ from kvferry.core.errors import (
     TicketError,
 )
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.side_channel.connection import revoke
 from kvferry.testing import CacheShape, EngineRank
 from tests.core.endpoint.engines import Engine
 from tests.core.layouts import STATE, plain_field
@@ -66,6 +67,14 @@ def test_a_ticket_can_be_sent_as_json(prefill: Engine, decode: Engine) -> None:
     decode.begin_load("ours", msgspec.json.decode(text, type=Ticket), PROMPT, [2, 7])
     assert received(decode).failed == {}
     assert decode.wrong_bytes([2, 7], len(PROMPT)) == 0
+    assert prefill.results(timeout=20.0).sent == {"theirs"}
+
+
+def test_held_pages_are_given_back_by_request(prefill: Engine) -> None:
+    computed(prefill, "theirs", [3, 1])
+    server = prefill.server
+    assert revoke(server.host, server.port, timeout=60.0).tickets == 1
+    prefill.step()
     assert prefill.results(timeout=20.0).sent == {"theirs"}
 
 

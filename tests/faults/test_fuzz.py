@@ -73,6 +73,7 @@ REQUESTS = [
         side.Follow(engine="prefill", rooms=[(bytes(range(16)), 0)], prompts=[bytes(range(16))]),
         side.Health(),
         side.Health(engine="prefill"),
+        side.Revoke(engine="prefill", conversations=True),
     )
 ]
 

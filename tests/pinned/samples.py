@@ -232,6 +232,8 @@ REQUESTS: dict[str, side.Request] = {
     "request, follow at once": side.Follow(engine="prefill", rooms=[(bytes(16), 0)]),
     "request, health": side.Health(),
     "request, health of one engine": side.Health(engine="prefill"),
+    "request, revoke": side.Revoke(),
+    "request, revoke conversations": side.Revoke(engine="decode", conversations=True),
 }
 
 REPLIES: dict[str, side.Reply] = {
@@ -259,6 +261,7 @@ REPLIES: dict[str, side.Reply] = {
     "reply, condition with problems": side.Condition(
         engine="prefill", incarnation=INCARNATION, problems=["the endpoint is closed", "another"]
     ),
+    "reply, revoked": side.Revoked(engine="prefill", incarnation=INCARNATION, tickets=3),
     "reply, refusal": side.Refusal(reason="there is no engine 'decode' here"),
 }
 

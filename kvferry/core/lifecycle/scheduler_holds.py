@@ -108,6 +108,8 @@ class SchedulerHolds:
         self._watermarks: dict[RequestId, int] = {}
         self._ending: set[RequestId] = set()
         """Requests whose tickets were given up and that are not reported as sent yet."""
+        self._asked = set[bool]()
+        """Of revocations not begun: whether only conversations are meant. Any thread adds."""
         self._begin_orders()
 
     def _begin_orders(self) -> None:
@@ -282,10 +284,23 @@ class SchedulerHolds:
         self._ending.discard(request)
         return entry.given_up
 
-    def reset(self) -> None:
-        """Give up all tickets. Their pages may be freed once the requests are reported as sent."""
-        for request in list(self._oldest):
+    def reset(self, *, conversations: bool = False) -> None:
+        """Give up all tickets, or those of conversations only.
+
+        Their pages may be freed once the requests are reported as sent.
+        """
+        for request in list(self._conversations if conversations else self._oldest):
             self._give_up(request, HoldEnd.REVOKED)
+
+    def ask_revocation(self, conversations: bool) -> int:
+        """Have the next ``drain`` do a ``reset``; return the number of tickets. Thread-safe."""
+        self._asked.add(conversations)
+        return len(self._conversations if conversations else self._oldest)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a revocation was asked for since the last ``drain``."""
+        return bool(self._asked)
 
     def reclaim(self, pages: int) -> int:
         """Give up conversations' tickets, oldest first, to free enough pages; return how many."""
@@ -312,6 +327,9 @@ class SchedulerHolds:
 
     def drain(self) -> HoldOrders:
         """Return the orders since the last call, which the caller sends to every worker."""
+        for conversations in self._asked.copy():
+            self._asked.discard(conversations)  # before the tickets: who asks later is not missed
+            self.reset(conversations=conversations)
         marked = self._watermarks.items()
         orders = HoldOrders(
             drops=(*self._drops, *self._replaced),

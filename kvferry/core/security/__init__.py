@@ -4,7 +4,7 @@ Values and checks, for the sockets in ``kvferry.core.side_channel``. The package
 standard library, msgspec, ZMQ (for key pairs) and ``cryptography`` (for proofs).
 """
 
-from kvferry.core.security.access import NEARBY, OPEN, Access, Networks
+from kvferry.core.security.access import NEARBY, OPEN, Access, Networks, is_here
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, PeerKeys, generate, public_keys
 from kvferry.core.security.secret_sources import FILE, Secret, listed_keys, read_secret
 from kvferry.core.security.ticket_hmac import TicketSecrets
@@ -24,6 +24,7 @@ __all__ = [
     "TicketKey",
     "TicketSecrets",
     "generate",
+    "is_here",
     "listed_keys",
     "public_keys",
     "read_secret",

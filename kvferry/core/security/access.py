@@ -12,7 +12,6 @@ from kvferry.core.errors import AdmissionError, SecretError
 from kvferry.core.security.keys import KeyPair
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 PRIVATE = (
     *("127.0.0.0/8", "::1/128"),  # this host
@@ -63,7 +62,7 @@ class Networks:
             address = address.ipv4_mapped
         if any(address in network for network in self.networks):
             return True
-        return self.this_host and _is_here(address)
+        return self.this_host and is_here(str(address))
 
     def __str__(self) -> str:
         if self == Networks.nearby():
@@ -82,8 +81,12 @@ def _network(text: str) -> Network:
         ) from exc
 
 
-def _is_here(address: Address) -> bool:
-    """Return whether an address is one of this host's own addresses."""
+def is_here(numeric: str) -> bool:
+    """Return whether a numeric address is one of this host's own; any other text is not."""
+    try:
+        address = ipaddress.ip_address(numeric)
+    except ValueError:
+        return False
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asking:

@@ -24,6 +24,8 @@ from kvferry.core.side_channel_messages import (
     Refusal,
     Reply,
     Request,
+    Revoke,
+    Revoked,
     decode_reply,
     encode,
 )
@@ -48,6 +50,20 @@ def health(
     """Return the health of an engine (empty: of the one there); otherwise as ``client.fetch``."""
     dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
     return answered(dialer, engine, Health(engine=engine), Condition)
+
+
+def revoke(
+    host: str,
+    port: int,
+    *,
+    conversations: bool = False,
+    timeout: float,
+    access: Access = OPEN,
+    key: bytes = b"",
+) -> Revoked:
+    """Have the engine there end its holds, or those of conversations; raises as ``health``."""
+    dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
+    return answered(dialer, "", Revoke(conversations=conversations), Revoked)
 
 
 def answered(dialer: Dialer, engine: str, request: Request, kind: type[R]) -> R:

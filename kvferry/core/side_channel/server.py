@@ -7,13 +7,14 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
 
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.lifecycle.rooms import Rooms
-from kvferry.core.security import OPEN, Access
+from kvferry.core.security import OPEN, Access, is_here
 from kvferry.core.side_channel.admission import ZapHandler
 from kvferry.core.side_channel.compatibility import engine_info, unspoken
 from kvferry.core.side_channel.connection_limits import ConnectionLimits
@@ -42,6 +43,8 @@ from kvferry.core.side_channel_messages import (
     Refusal,
     Reply,
     Request,
+    Revoke,
+    Revoked,
     RoomNews,
     decode_request,
     encode,
@@ -53,6 +56,8 @@ MAX_FRAMES = 3
 """The most frames of a request: routing id, the empty frame of a REQ client, and the message."""
 USER_ID = "User-Id"
 """The property of a message that has the user id of its connection's admission (ZAP)."""
+PEER_ADDRESS = "Peer-Address"
+"""The property of a message that has the address of its connection's peer, by libzmq."""
 MAX_REASON = 1024
 MAX_PROBLEMS = 64
 QUEUED_REQUESTS = 64
@@ -79,6 +84,8 @@ class HandshakeServer:
         access: the engine's keys, and which clients are admitted.
         problems: returns the engine's problems as texts, for health requests; called on the
             server's thread, and must not block.
+        revoke: has the engine's holds end with its next step, with ``True`` those of conversations
+            only; returns the number of tickets. Called as ``problems``. ``None`` refuses that.
         ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
         rooms: the engine's rooms, which others may follow; ``None`` if it has none. Another server
             may be given the same rooms when this one is closed.
@@ -97,12 +104,15 @@ class HandshakeServer:
         port: int = 0,
         access: Access = OPEN,
         problems: Callable[[], Sequence[str]] = tuple,
+        revoke: Callable[[bool], int] | None = None,
         ticket_key: bytes = b"",
         rooms: Rooms | None = None,
     ) -> None:
         self._engine = engine
         self._incarnation = incarnation
         self._problems = problems
+        self._revoke = revoke
+        self._is_keyed = access.own is not None
         self._payloads = _frame(_checked(payloads, engine, incarnation, ticket_key))
         self._pong = zmq.Frame(encode(Pong(incarnation=incarnation)), copy=True)
         self.host = bare(host)
@@ -175,12 +185,11 @@ class HandshakeServer:
                 frames.append(frame.bytes)
             if not frame.more:
                 break
-        descriptor = frame.get(zmq.SRCFD)  # libzmq's, of the connection
-        self._watch.heard(descriptor)
+        self._watch.heard(frame.get(zmq.SRCFD))
         reason = self._gate.reason_against_user(frame.get(USER_ID))
-        self._answer(frames, reason, self._watch.address(descriptor))
+        self._answer(frames, reason, frame)
 
-    def _answer(self, frames: list[bytes], reason: str, address: str) -> None:
+    def _answer(self, frames: list[bytes], reason: str, frame: zmq.Frame) -> None:
         """Answer a request, or refuse it if there is a reason why its client is not admitted."""
         routing_id, *rest = frames
         envelope = [b""] if len(rest) > 1 and not rest[0] else []
@@ -189,10 +198,14 @@ class HandshakeServer:
             self._send(leading, _refusal(reason))
         elif len(rest) != len(envelope) + 1:
             self._send(leading, _refusal("a request is one frame, or an empty one and one"))
-        elif isinstance(reply := self._reply(rest[-1]), Follow):
-            self._follows.add(leading, reply, address)
+        elif isinstance(reply := self._reply(rest[-1], frame), Follow):
+            self._follows.add(leading, reply, self._address(frame))
         else:
             self._send(leading, reply)
+
+    def _address(self, frame: zmq.Frame) -> str:
+        """Return the address of a message's connection, by its descriptor, libzmq's."""
+        return self._watch.address(int(frame.get(zmq.SRCFD)))
 
     def _send_news(self, envelope: Sequence[bytes], news: list[RoomNews]) -> None:
         self._send(envelope, _frame(Followed(incarnation=self._incarnation, rooms=news)))
@@ -203,18 +216,22 @@ class HandshakeServer:
             self._socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
         self._socket.send(reply, zmq.DONTWAIT, copy=False)
 
-    def _reply(self, message: bytes) -> zmq.Frame | Follow:
+    def _reply(self, message: bytes, frame: zmq.Frame) -> zmq.Frame | Follow:
         """Return the reply to a request, or the request if it may have to wait for an answer."""
         try:
             request = decode_request(message)
         except WireError as exc:
             return _refusal(f"{exc}. This side channel speaks protocol versions {SPOKEN.spoken}")
         reason = self._reason_against(request)
+        if not reason and isinstance(request, Revoke):
+            reason = self._reason_against_revoking(frame)
         if reason:
             logger.info("a request for engine %s was refused: %s", request.engine, reason)
             return _refusal(reason)
         if isinstance(request, Health):
             return self._condition()
+        if isinstance(request, Revoke):
+            return self._revoked(request)
         if isinstance(request, Follow):
             return request
         if isinstance(request, PayloadRequest):
@@ -227,8 +244,31 @@ class HandshakeServer:
             Condition(engine=self._engine, incarnation=self._incarnation, problems=problems)
         )
 
+    def _revoked(self, request: Revoke) -> zmq.Frame:
+        if self._revoke is None:
+            return _refusal(f"engine {self._engine!r} does not end its holds by request")
+        tickets = self._revoke(request.conversations)
+        which = "conversations" if request.conversations else "all tickets"
+        logger.info("engine %s: %s are revoked by request: %d", self._engine, which, tickets)
+        return _frame(Revoked(engine=self._engine, incarnation=self._incarnation, tickets=tickets))
+
+    def _reason_against_revoking(self, frame: zmq.Frame) -> str:
+        if self._is_keyed:
+            return ""
+        # Both: the descriptor may be that of a later connection, and where libzmq knows no address,
+        # a client could name any.
+        address = self._address(frame)
+        with suppress(zmq.ZMQError):  # without the property
+            peer = str(frame.get(PEER_ADDRESS)).partition("%")[0]
+            if peer == address and is_here(peer):
+                return ""
+        return (
+            f"{address or 'who asks'} is not on the engine's host, and without keys only that host "
+            "may end its holds: ask there, or set curve_secret_key and curve_peers on the engines"
+        )
+
     def _reason_against(self, request: Request) -> str:
-        if isinstance(request, Health) and not request.engine:
+        if isinstance(request, Health | Revoke) and not request.engine:
             return ""
         if request.engine != self._engine:
             return f"engine {request.engine!r} is not here: this is engine {self._engine!r}"

@@ -405,6 +405,10 @@ class Producer:
         self._holds.reset()
         return self._holds.is_ending
 
+    def ask_revocation(self, conversations: bool) -> int:
+        """Have the next step end all holds, or conversations'; return how many. Thread-safe."""
+        return self._holds.ask_revocation(conversations)
+
     def update_metrics(self) -> None:
         """Set the metrics of held blocks and host pages."""
         self._pages.update_metrics(self._metrics)
@@ -420,8 +424,8 @@ class Producer:
 
     @property
     def pending(self) -> bool:
-        """Whether host pages are held, so that ranks have to report when they are over."""
-        return self._pages.pending
+        """Whether ranks have to report when host pages are over, or to end holds by request."""
+        return self._pages.pending or self._holds.is_asked
 
     # The methods below free held blocks when requests of this engine wait for blocks.
 

@@ -162,6 +162,7 @@ class FerryScheduler:
             published,
             self._facts,
             problems=self._current_problems,
+            revoke=self._producer.ask_revocation,
             rooms=self._rooms,
             library=handshakes[0].library,
         )
@@ -281,7 +282,8 @@ class FerryScheduler:
         """Return whether vLLM must run a step even if there is no token to compute.
 
         That is while messages about loads are to be sent to the workers, while engines are asked
-        for what the workers need, and while host pages are held. And for a while after a worker
+        for what the workers need, while host pages are held, and while holds are to end by request
+        (``kvferry revoke``). And for a while after a worker
         reported a problem: messages come and problems are reported only in steps.
         """
         has_messages = self._consumer.pending or self._directory.pending or self._producer.pending

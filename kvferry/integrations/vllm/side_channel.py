@@ -51,13 +51,14 @@ def serve(
     facts: EngineFacts,
     *,
     problems: Callable[[], Sequence[str]],
+    revoke: Callable[[bool], int],
     rooms: Rooms,
     library: str = "",
 ) -> tuple[EngineSideChannel, HandshakeServer]:
     """Open the side channel and serve the encoded payloads of this engine's ranks, in rank order.
 
-    ``problems`` is called from the server's thread. ``rooms`` are what decode engines may follow;
-    ``library`` is for the log.
+    ``problems`` and ``revoke`` are called from the server's thread. ``rooms`` are what decode
+    engines may follow; ``library`` is for the log.
 
     Returns:
         The address for tickets, and the server, which the caller closes.
@@ -74,6 +75,7 @@ def serve(
         port=config.side_channel_port,
         access=access,
         problems=problems,
+        revoke=revoke,
         ticket_key=facts.ticket_key.public,
         rooms=rooms,
     )

@@ -94,6 +94,20 @@ def test_a_reset_ends_ticketed_holds_and_keeps_computing_ones() -> None:
     assert not holds.drain()
 
 
+@pytest.mark.parametrize("conversations", [False, True])
+def test_the_next_orders_end_what_was_asked_for(conversations: bool) -> None:
+    holds = SchedulerHolds(4)
+    prompt, answer = ticket(holds, "a", 1), ticket(holds, "b", 2, ttl=TTL)
+    holds.drain()
+    assert holds.ask_revocation(conversations) == 2 - conversations
+    assert (holds.is_asked, holds.ticketed) == (True, 2)
+    late = ticket(holds, "c", 3, ttl=TTL)
+    ends = (answer, late) if conversations else (prompt, answer, late)
+    assert (holds.drain().ends, holds.is_asked) == (ends, False)
+    assert holds.sent(B) is HoldEnd.REVOKED
+    assert not holds.drain()
+
+
 def test_the_oldest_tickets_are_evicted_when_too_many_pages_are_held(four: SchedulerHolds) -> None:
     oldest, older = ticket(four, "a", 1, 2), ticket(four, "b", 3, 4)
     assert not four.drain().ends

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,9 +15,11 @@ import pytest
 import zmq
 
 from kvferry.core import side_channel_messages as wire
-from kvferry.core.errors import HandshakeError
-from kvferry.core.security import TicketKey
+from kvferry.core.errors import HandshakeError, RefusedError
+from kvferry.core.security import OPEN, Access, TicketKey, generate
 from kvferry.core.side_channel.client import fetch, ping
+from kvferry.core.side_channel.connection import revoke
+from kvferry.core.side_channel.connection_limits import ConnectionLimits
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context, Socket
 from tests.core.messages import payload
@@ -182,6 +185,61 @@ def test_a_client_that_never_reads_delays_no_others(context: Context) -> None:
                 slow_reader.send(question)
             assert len(fetched(server).ranks) == 10
             assert len(slow_reader.recv_multipart()[-1]) > 4 << 20
+
+
+# Holds end by request.
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("here", [False, True])
+def test_holds_end_for_who_has_a_key_or_is_here(
+    keyed: bool, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    hosts: list[str] = []
+
+    def revokes(conversations: bool) -> int:
+        asked.append(conversations)
+        return 3
+
+    def is_here(numeric: str) -> bool:
+        hosts.append(numeric)
+        return here
+
+    monkeypatch.setattr("kvferry.core.side_channel.server.is_here", is_here)
+    one, other = generate(), generate()
+    theirs = Access(own=one, peers=frozenset({other.public})) if keyed else OPEN
+    ours = Access(own=other, peers=frozenset({one.public})) if keyed else OPEN
+    with serve(access=theirs, revoke=revokes) as server:
+        ask = partial(
+            revoke, server.host, server.port, timeout=LONG, access=ours, key=theirs.public
+        )
+        if keyed or here:
+            assert ask() == wire.Revoked(engine="prefill", incarnation=7, tickets=3)
+            assert ask(conversations=True).tickets == 3
+        else:
+            with pytest.raises(
+                RefusedError, match=r"127\.0\.0\.1 is not on .*set curve_secret_key"
+            ):
+                ask()
+    assert asked == ([False, True] if keyed or here else [])
+    assert set(hosts) == (set() if keyed else {"127.0.0.1"})
+
+
+def test_holds_do_not_end_where_a_descriptor_is_another_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ConnectionLimits, "address", lambda *_: "127.0.0.9")
+    with (
+        serve(revoke=lambda _: 3) as server,
+        pytest.raises(RefusedError, match=r"127\.0\.0\.9 is not on the engine's host"),
+    ):
+        revoke(server.host, server.port, timeout=LONG)
+
+
+def test_holds_do_not_end_where_nobody_can_end_them(server: HandshakeServer) -> None:
+    with pytest.raises(RefusedError, match="'prefill' does not end its holds by request"):
+        revoke(server.host, server.port, timeout=LONG)
 
 
 # Close.

@@ -17,7 +17,7 @@ from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.security import generate
 from kvferry.core.security.ticket_proof import check
 from kvferry.core.side_channel.client import fetch, ping
-from kvferry.core.side_channel.connection import health
+from kvferry.core.side_channel.connection import health, revoke
 from kvferry.integrations.vllm.ticket_format import read_ticket
 from tests.core.messages import encoded, payload
 from tests.integrations.vllm import without_vllm
@@ -335,6 +335,22 @@ class TestProducing:
         half.step()
         assert half.made.reset_cache() is True
         assert len(half.step().orders.ends) == 1
+
+    @pytest.mark.parametrize("conversations", [False, True])
+    def test_the_side_channel_ends_what_is_held(self, make: Any, conversations: bool) -> None:
+        half = make(bidirectional_kv_xfer=True)
+        port = half.serve()
+        half.prefill(name="prompt")
+        half.allocate(each := answered(20))
+        assert half.finish(each, 6, 7)[0]
+        half.step()
+        asked = revoke("127.0.0.1", port, conversations=conversations, timeout=60.0)
+        assert asked.tickets == 2 - conversations
+        assert half.made.has_pending_push_work()
+        assert len(half.step().orders.ends) == 2 - conversations
+        assert not half.made.has_pending_push_work()
+        half.hear(sending={each.request_id})
+        assert half.counted()["conversation_holds"]["revoked"] == 1
 
 
 class TestAdapters:

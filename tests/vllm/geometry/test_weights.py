@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.directory.news import ProducerNews
+from kvferry.core.side_channel.connection import revoke
 from kvferry.integrations.vllm.adapter_contents import AdapterContents, AdapterLoad
 from tests.integrations.vllm.test_adapter_contents import write
 from tests.vllm.geometry.engine_of_ranks import Shape
@@ -99,6 +100,21 @@ class TestResets:
             assert decode.params[name] is not None
             assert not resets(decode)
             wait(lambda: resets(decode), decode)
+
+    @pytest.mark.parametrize("host_pages", [0, 64])
+    def test_a_ticket_that_is_revoked_by_request(self, host_pages: int) -> None:
+        with engines(attention(2), host_pages=host_pages) as (prefill, decode):
+            params = prefilled(prefill)
+            place = params["remote_host"], params["remote_port"]
+            assert revoke(*place, timeout=60.0).tickets == 1
+            assert prefill.scheduler.has_requests()  # so that vLLM runs the next step
+            prefill.step()
+            name = decode.add(0, 100, params, 3)
+            with pytest.raises(AssertionError, match=FAILS):
+                wait(lambda: name in decode.params, decode)
+            wait(lambda: not prefill.scheduler.has_requests(), prefill)
+            again = decode.add(0, 100, prefilled(prefill), 3)
+            wait(lambda: again in decode.params, prefill, decode)
 
     def test_a_load_under_way(self) -> None:
         """It fails, so that the next reset succeeds."""
