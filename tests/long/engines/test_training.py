@@ -31,7 +31,7 @@ QUIET = 12
 """How many answers are to come after an update, before the next."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "staged": {"staging": True},
+    "staged": {"staging": True, "bidirectional_kv_xfer": False},
     "early": {},
 }
 AHEAD: dict[str, Any] = {"async_scheduling": True, "max_num_batched_tokens": 64}
