@@ -237,8 +237,9 @@ def _main(connection: Connection, log: str, arguments: list[str]) -> None:
 
     os.setpgid(0, 0)
     engine_process.log_to(log)
-    frugal.adapt()
+    frugal.adapt(async_scheduling="--async-scheduling" in arguments)
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     uvloop.run(_serve(connection, arguments))
 
 

@@ -1,0 +1,233 @@
+"""Servers that answer clients all the time while a trainer gives them one version after another."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.conversations import words
+from tests.engines.engines import Engine
+from tests.engines.fixtures import StartEngine
+from tests.engines.steps import eventually
+from tests.engines.training import MODES, Trained, checkpoints, pair, put
+
+pytestmark = pytest.mark.timeout(900)
+
+UPDATES = 8
+CYCLES = 200
+CLIENTS = 4
+QUIET = 12
+"""How many answers are to come after an update, before the next."""
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "staged": {"staging": True, "bidirectional_kv_xfer": False},
+    "early": {},
+}
+AHEAD: dict[str, Any] = {"async_scheduling": True, "max_num_batched_tokens": 64}
+
+PROBE = "tests.engines.training.Probe"
+
+Pair = tuple[Trained, Trained]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What ``server`` has decoded, from ``begun`` to ``ended``."""
+
+    server: Trained
+    prompt: list[int]
+    tokens: list[int]
+    begun: float
+    ended: float
+    reason: str
+
+
+class Traffic:
+    """A router, and clients that lead conversations of two turns; both servers play both parts.
+
+    With ``early``, prefill and decode get a request at once.
+    """
+
+    def __init__(self, servers: Pair, *, early: bool = False) -> None:
+        self.answers: list[Answer] = []
+        self._servers, self._early = servers, early
+        self._sides = {server: _side_channel(server) for server in servers} if early else {}
+        self._rooms = itertools.count()
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def flowing(self) -> Iterator[None]:
+        """Clients ask until the context ends."""
+        self._stopped.clear()
+        with ThreadPoolExecutor(2 * CLIENTS) as self._pool:
+            clients = [self._pool.submit(self._client, number) for number in range(CLIENTS)]
+            try:
+                yield
+            finally:
+                self._stopped.set()
+            for client in clients:
+                client.result()
+
+    def wait(self, since: float) -> None:
+        """Return when some requests have been answered that were begun since."""
+        eventually(lambda: sum(each.begun > since for each in self.answers) >= QUIET)
+
+    def _client(self, number: int) -> None:
+        chance, servers = random.Random(number), self._servers[:: 1 - 2 * (number % 2)]
+        while not self._stopped.is_set():
+            asked = words(chance.randrange(20, 250))
+            answer = self._hand_over(*servers, asked, {})
+            turn = [*answer["tokens"], *words(chance.randrange(1, 80))]
+            self._hand_over(*servers, turn, answer["ticket"] or {})
+            if not chance.randrange(4):  # a ticket that nobody uses
+                servers[0].answer(words(60), {"do_remote_decode": True}, max_tokens=1)
+
+    def _hand_over(
+        self, prefill: Trained, decode: Trained, asked: list[int], ticket: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        params = {**ticket, "do_remote_decode": True}
+        if not self._early:
+            prefilled = prefill.answer(asked, params, max_tokens=1)
+            return self._decode(decode, asked, prefilled["ticket"])
+        room = f"training-{next(self._rooms)}"
+        leg: Future[dict[str, Any]] = self._pool.submit(
+            prefill.answer, asked, params | {"transfer_id": room}, max_tokens=1
+        )
+        here = {"do_remote_prefill": True, "transfer_id": room, **self._sides[prefill]}
+        answer = self._decode(decode, asked, here)
+        leg.result()
+        return answer
+
+    def _decode(self, decode: Trained, asked: list[int], ticket: Any) -> dict[str, Any]:
+        begun = time.monotonic()
+        answer = decode.answer(asked, ticket)
+        record = Answer(
+            server=decode,
+            prompt=asked,
+            tokens=answer["tokens"][len(asked) :],
+            begun=begun,
+            ended=time.monotonic(),
+            reason=answer["reason"],
+        )
+        self.answers.append(record)
+        return answer
+
+
+def _side_channel(server: Trained) -> dict[str, str]:
+    ticket = server.prefill(words(5))
+    return {
+        "remote_engine_id": ticket["remote_engine_id"],
+        "remote_bootstrap_addr": f"http://{ticket['remote_host']}:{ticket['remote_port']}",
+        "remote_bootstrap_key": ticket["kvferry"].get("key", ""),
+    }
+
+
+@pytest.fixture(scope="module")
+def weights(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return checkpoints(tmp_path_factory.mktemp("weights"), UPDATES + 1)
+
+
+def check(ordinary: Engine, weights: Path, answers: Sequence[Answer]) -> None:
+    """See that an ordinary engine answers so with these weights."""
+    put(weights, ordinary.model)
+    ordinary.run(reload)
+    expected = ordinary.generate(*(each.prompt for each in answers), max_tokens=12)
+    for want, got in zip(expected, answers, strict=True):
+        assert (got.tokens, got.reason) == (want.tokens, "length"), got
+
+
+def reload(engine: Any) -> None:
+    engine.collective_rpc("reload_weights")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_updates(weights: list[Path], start_engine: StartEngine, tmp_path: Path, case: str) -> None:
+    """What an engine answers between two updates, it has computed with the weights of then.
+
+    So is what it has loaded. Before the second engine has the weights of the first one, they load
+    nothing of each other.
+    """
+    spans: list[tuple[Trained, int, float, float]] = []  # who had which weights, from when to when
+    with pair(weights[0], tmp_path, CASES[case], **AHEAD) as servers:
+        traffic = Traffic(servers, early=case == "early")
+        since = dict.fromkeys(servers, time.monotonic())
+        with traffic.flowing():
+            traffic.wait(time.monotonic())
+            for number in range(1, UPDATES + 1):
+                version = f"v{number}" if number % 4 > 1 else None
+                for server in servers[:: 1 if number % 2 else -1]:
+                    spans.append((server, number - 1, since[server], time.monotonic()))
+                    server.update(weights[number], version, MODES[number % 3])
+                    since[server] = time.monotonic()
+                    traffic.wait(since[server])
+                pulled = [server.pulled() for server in servers]
+                for server, before in zip(servers, pulled, strict=True):
+                    eventually(lambda s=server, b=before: s.pulled() > b)  # type: ignore[misc]
+        spans += [(server, UPDATES, since[server], time.monotonic()) for server in servers]
+    ordinary = start_engine(case, model=shutil.copytree(weights[0], tmp_path / "ordinary"))
+    for server, number, begin, end in spans:
+        inside = [
+            each
+            for each in traffic.answers
+            if each.server is server and begin < each.begun and each.ended < end
+        ]
+        assert inside
+        check(ordinary, weights[number], inside)
+    ordinary.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cycles(weights: list[Path], start_engine: StartEngine, tmp_path: Path, case: str) -> None:
+    """After many pauses, servers have all that they had before, and no answer was wrong."""
+    with pair(weights[0], tmp_path, CASES[case], **AHEAD, worker_extension_cls=PROBE) as servers:
+        traffic = Traffic(servers, early=case == "early")
+        with traffic.flowing():
+            cycle(traffic, servers, 6)
+        before = [at_rest(server) for server in servers]
+        with traffic.flowing():
+            cycle(traffic, servers, CYCLES)
+        for server, rest in zip(servers, before, strict=True):
+            eventually(lambda s=server, r=rest: at_rest(s) == r)  # type: ignore[misc]
+    ordinary = start_engine(case, model=weights[0])
+    check(ordinary, weights[0], [each for each in traffic.answers if each.reason == "length"])
+    ordinary.close()
+
+
+def cycle(traffic: Traffic, servers: Pair, count: int) -> None:
+    """Pause one server, or both, so many times, while clients ask."""
+    for number in range(count):
+        paused = servers if number % 3 == 2 else servers[number % 2 :][:1]
+        for server in paused:
+            server.pause(("keep", "abort")[number // 3 % 2])
+        for server in paused:
+            server.resume()
+        if not number % 10:
+            traffic.wait(time.monotonic())
+
+
+def at_rest(server: Trained) -> dict[str, Any]:
+    """What a server has when nobody asks: files by process, holds, and host pages.
+
+    All blocks are free then.
+    """
+    server.pause("abort")
+    server.resume()
+    eventually(lambda: bool(server.ask("/reset_prefix_cache")["success"]))
+    server.answer(words(40))
+    return {
+        "files": server.open_files(),
+        "holds": server.rpc("held"),
+        "host pages": server.gauge("vllm:kvferry_host_pages_used"),
+        "requests": server.gauge("vllm:num_requests_running"),
+    }
