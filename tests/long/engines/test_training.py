@@ -84,14 +84,15 @@ class Traffic:
         eventually(lambda: sum(each.begun > since for each in self.answers) >= QUIET)
 
     def _client(self, number: int) -> None:
-        chance, servers = random.Random(number), self._servers[:: 1 - 2 * (number % 2)]
+        chance = random.Random(number)
+        prefill, decode = self._servers[:: 1 - 2 * (number % 2)]
         while not self._stopped.is_set():
             asked = words(chance.randrange(20, 250))
-            answer = self._hand_over(*servers, asked, {})
+            answer = self._hand_over(prefill, decode, asked, {})
             turn = [*answer["tokens"], *words(chance.randrange(1, 80))]
-            self._hand_over(*servers, turn, answer["ticket"] or {})
+            self._hand_over(prefill, decode, turn, answer["ticket"] or {})
             if not chance.randrange(4):  # a ticket that nobody uses
-                servers[0].answer(words(60), {"do_remote_decode": True}, max_tokens=1)
+                prefill.answer(words(60), {"do_remote_decode": True}, max_tokens=1)
 
     def _hand_over(
         self, prefill: Trained, decode: Trained, asked: list[int], ticket: Mapping[str, Any]
