@@ -85,7 +85,7 @@ class Traffic:
 
     def _client(self, number: int) -> None:
         chance = random.Random(number)
-        prefill, decode = self._servers if number % 2 else self._servers[::-1]
+        prefill, decode = self._servers[:: 1 - 2 * (number % 2)]
         while not self._stopped.is_set():
             asked = words(chance.randrange(20, 250))
             answer = self._hand_over(prefill, decode, asked, {})
