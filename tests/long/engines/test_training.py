@@ -19,8 +19,8 @@ import pytest
 from tests.engines.conversations import words
 from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.steps import eventually
 from tests.engines.training import MODES, Trained, checkpoints, pair, put
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)
 
