@@ -175,6 +175,8 @@ def test_updates(weights: list[Path], start_engine: StartEngine, tmp_path: Path,
                 pulled = [server.pulled() for server in servers]
                 for server, before in zip(servers, pulled, strict=True):
                     eventually(lambda s=server, b=before: s.pulled() > b)  # type: ignore[misc]
+        loads = sum(server.counter("vllm:kvferry_early_loads") for server in servers)
+        assert (loads > 0) == (case == "early")
         spans += [(server, UPDATES, since[server], time.monotonic()) for server in servers]
     ordinary = start_engine(case, model=shutil.copytree(weights[0], tmp_path / "ordinary"))
     for server, number, begin, end in spans:
