@@ -119,5 +119,4 @@ def engine_facts(
             "dcp_size": parallel.decode_context_parallel_size,
         },
         adapter_content=adapter_content,
-        weights=Weights(enforced=config.enforce_handshake_compat),
     )

@@ -18,9 +18,8 @@ MAX_CHARACTERS = 200
 
 @dataclass(slots=True)
 class Weights:
-    """The weights of an engine; with ``enforced`` false, tickets may name others."""
+    """The weights of an engine."""
 
-    enforced: bool = True
     _named: str = "default"
     _loads: int = 0
     """How often weights were loaded since they were named."""
@@ -42,7 +41,7 @@ class Weights:
 
     def check(self, version: str) -> None:
         """Raise ``TicketError`` if a ticket is for other weights; older builds name none."""
-        if self.enforced and version and version != self.version:
+        if version and version != self.version:
             raise TicketError(
                 f"it was computed with weights of version {version!r}, and this engine has version "
                 f"{self.version!r}: load the same weights into both engines, and give both the "

@@ -35,10 +35,6 @@ def test_older_builds_name_no_weights() -> None:
     Weights().check("")
 
 
-def test_an_operator_may_allow_other_weights() -> None:
-    Weights(enforced=False).check("step-16")
-
-
 @pytest.mark.parametrize("version", ["\ud800", "x" * 10_000, 17, ""])
 def test_whatever_a_client_calls_them_fits_into_a_ticket(version: object) -> None:
     there, here = Weights(), Weights()
