@@ -43,7 +43,7 @@ from tests.core.planner.oracle import (
 
 Layouts = tuple[Layout, ...]
 
-SEEDS = (*range(24), 39, 46, 73, 78, 101, 130, 139, 200)
+SEEDS = (*range(24), 39, 46, 73, 78, 80, 96, 101, 124, 130, 139, 200)
 """Seeds of the pairs of engines that the quick tests check; the later ones have rare shapes."""
 
 
