@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+
+def source(engine: Any) -> str:
+    """Where the kvferry of an engine's process is."""
+    import kvferry
+
+    return str(Path(kvferry.__file__).resolve())
 
 
 def metrics(engine: Any) -> dict[str, float]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
+from tests.engines import probes
 from tests.engines.engines import Engine
 from tests.engines.fleet import DOES_BOTH, fleet
 from tests.engines.steps import check_decoded, pulled_by, texts
@@ -115,7 +116,7 @@ def test_vllm_engines(trees: Trees, checkpoint: Path, tmp_path: Path, driver: st
         both = [launch(each) for each in trees]
         engines.wait_started()
         for engine, side in zip(both, trees, strict=True):
-            assert Path(engine.run(source)).is_relative_to(side.root)
+            assert Path(engine.run(probes.source)).is_relative_to(side.root)
         prompts = [prompt(length) for length in LENGTHS]
         assert texts(both[0], *prompts) == texts(both[1], *prompts)
         for prefill, decode in itertools.permutations(both):
@@ -124,10 +125,3 @@ def test_vllm_engines(trees: Trees, checkpoint: Path, tmp_path: Path, driver: st
                 # A router passes tickets on as JSON.
                 check_decoded(prefill, decode, each, json.loads(json.dumps(ticket)))
             assert pulled_by(decode) - before == sum(LENGTHS)
-
-
-def source(engine: object) -> str:
-    """Where the kvferry of an engine's process is (`engines.Engine.run`)."""
-    import kvferry
-
-    return str(Path(kvferry.__file__).resolve())
