@@ -283,8 +283,8 @@ class FerryScheduler:
 
         That is while messages about loads are to be sent to the workers, while engines are asked
         for what the workers need, while host pages are held, and while holds are to end by request
-        (``kvferry revoke``). And for a while after a worker
-        reported a problem: messages come and problems are reported only in steps.
+        (``kvferry revoke``). And for a while after a worker reported a problem: messages come and
+        problems are reported only in steps.
         """
         has_messages = self._consumer.pending or self._directory.pending or self._producer.pending
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
