@@ -87,24 +87,34 @@ async def ready(until: float, *descriptors: int) -> None:
 
 
 def _started(steps: Steps[T]) -> Future[T]:
-    with _starting:
-        if (process := os.getpid()) not in _loops:
-            try:
-                _loops[process] = _running_loop()
-            except (OSError, RuntimeError) as exc:
-                steps.close()
-                raise HandshakeError(f"{exc}; {RAISE_LIMITS}") from exc
-        return asyncio.run_coroutine_threadsafe(steps, _loops[process])
+    try:
+        with _starting:
+            loop = _loops.get(os.getpid()) or _running_loop()
+    except (OSError, RuntimeError) as exc:
+        steps.close()
+        raise HandshakeError(f"{exc}; {RAISE_LIMITS}") from exc
+    except BaseException:  # an interrupt, while the thread starts
+        steps.close()
+        raise
+    return asyncio.run_coroutine_threadsafe(steps, loop)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    try:
-        threading.Thread(target=loop.run_forever, name="kvferry-side-channels", daemon=True).start()
-    except RuntimeError:
-        loop.close()
-        raise
+    """Start the thread; it makes its loop itself, so that an interrupt leaves nothing half made."""
+    made = Future[asyncio.AbstractEventLoop]()
+    threading.Thread(target=_run, args=(made,), name="kvferry-side-channels", daemon=True).start()
+    loop = _loops[os.getpid()] = made.result()
     return loop
+
+
+def _run(made: Future[asyncio.AbstractEventLoop]) -> None:
+    try:
+        loop = asyncio.new_event_loop()
+    except OSError as exc:
+        made.set_exception(exc)
+    else:
+        made.set_result(loop)
+        loop.run_forever()
 
 
 # A forked child has its own, and keeps its parent's: the tasks of that would end if it were freed,
