@@ -20,6 +20,7 @@ option = partial(typer.Option, show_default=False)
 argument = partial(typer.Argument, show_default=False)
 tokens_option = partial(typer.Option, min=1, max=1 << 24)
 
+SIDE_CHANNEL = "The engine's side_channel_host and side_channel_port."
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 CurveSecretKey = Annotated[
     str,
@@ -28,6 +29,9 @@ CurveSecretKey = Annotated[
         help="Where this command's own secret key is, for a side channel with keys: file:PATH or "
         "env:NAME. The engine's curve_peers has to list the public one.",
     ),
+]
+Timeout = Annotated[
+    float, typer.Option(min=0.001, max=86400, help="The most seconds to wait, in all.")
 ]
 CurvePeer = Annotated[str, option(metavar="KEY", help="That engine's public key, or its place.")]
 
@@ -192,11 +196,9 @@ def check_config(
 def health(
     address: Annotated[
         list[str],
-        argument(metavar="HOST:PORT", help="The engine's side_channel_host and side_channel_port."),
+        argument(metavar="HOST:PORT", help=SIDE_CHANNEL),
     ],
-    timeout: Annotated[
-        float, typer.Option(min=0.001, max=86400, help="The most seconds to wait, in all.")
-    ] = 5.0,
+    timeout: Timeout = 5.0,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
 ) -> None:
@@ -212,15 +214,13 @@ def health(
 def revoke(
     address: Annotated[
         str,
-        argument(metavar="HOST:PORT", help="The engine's side_channel_host and side_channel_port."),
+        argument(metavar="HOST:PORT", help=SIDE_CHANNEL),
     ],
     conversations: Annotated[
         bool,
         typer.Option("--conversations", help="Only what is held for a next turn."),
     ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=0.001, max=86400, help="The most seconds to wait, in all.")
-    ] = 5.0,
+    timeout: Timeout = 5.0,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
 ) -> None:

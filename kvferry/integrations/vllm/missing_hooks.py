@@ -134,9 +134,11 @@ def _set_weight_version(
 
 def _has_requests(original: Callable[[], bool], scheduler: Scheduler) -> bool:
     """Requests that have ended, and whose blocks are held, are no work for a paused engine."""
+    if scheduler.pause_state.name == "UNPAUSED":
+        return original()
     hooks = _hooks(scheduler)
-    is_alone = hooks is not None and getattr(scheduler.connector, "hooks", None) is hooks
-    if hooks is None or not is_alone or scheduler.pause_state.name == "UNPAUSED":
+    is_alone = getattr(scheduler.connector, "hooks", None) is hooks  # not under MultiConnector
+    if hooks is None or not is_alone:
         return original()
     if scheduler.has_unfinished_requests() or scheduler.finished_req_ids:
         return True
