@@ -112,6 +112,7 @@ FAR = [
 
 def test_this_host_and_private_networks_are_nearby() -> None:
     assert [address for address in NEAR + FAR if NEARBY.allows(address)] == NEAR
+    assert str(NEARBY.networks) == "this host and private networks"
 
 
 def test_a_host_with_a_public_address_is_nearby_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:

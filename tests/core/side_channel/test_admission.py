@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import select
-import socket
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 
 import pytest
 import zmq
@@ -17,14 +13,12 @@ from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import OPEN, Access, Networks, PeerKeys, generate
 from kvferry.core.side_channel.admission import ADDRESS, DOMAIN, VERSION, ZapHandler
-from kvferry.core.side_channel.client import fetch
 from kvferry.core.side_channel.connection import connected
-from kvferry.core.side_channel.dialer import Dialer
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context
 from kvferry.core.side_channel.tasks import call
 from tests.core.endpoint.engines import eventually
-from tests.core.side_channel.servers import LONG, RANKS, fetched, pinged, serve
+from tests.core.side_channel.servers import LONG, RANKS, dialer, fetched, pinged, serve
 
 PREFILL, DECODE, UNLISTED = generate(), generate(), generate()
 SERVES = Access(own=PREFILL, peers=frozenset({DECODE.public}))
@@ -41,43 +35,6 @@ def refusal(server: HandshakeServer, access: Access, key: bytes = PREFILL.public
     with pytest.raises(HandshakeError) as refused:
         fetched(server, access=access, key=key)
     return str(refused.value)
-
-
-def test_requests_and_replies_are_encrypted() -> None:
-    """A relay between client and server sees neither the request nor the layouts."""
-    crossed: list[bytes] = []
-    with (
-        serve(access=SERVES) as server,
-        socket.create_server(("127.0.0.1", 0)) as between,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        port = between.getsockname()[1]
-        asked = pool.submit(
-            fetch, "127.0.0.1", port, "prefill", timeout=LONG, access=READS, key=PREFILL.public
-        )
-        while not asked.done():
-            if select.select([between], [], [], 0.01)[0]:
-                crossed += relay(between.accept()[0], server)
-        assert asked.result().ranks == RANKS
-    seen = b"".join(crossed)
-    assert b"CURVE" in seen
-    assert not [word for word in (b"layer.0/k", b"payloads", b"prefill") if word in seen]
-
-
-def relay(client: socket.socket, server: HandshakeServer) -> list[bytes]:
-    """Relay between a client and the server until one closes; return all bytes."""
-    seen: list[bytes] = []
-    with (
-        client,
-        socket.create_connection((server.host, server.port), LONG) as there,
-        suppress(ConnectionError),
-    ):
-        other = {client: there, there: client}
-        while b"" not in seen:
-            for each in select.select([client, there], [], [], LONG)[0]:
-                seen.append(each.recv(1 << 16))
-                other[each].sendall(seen[-1])
-    return seen
 
 
 def test_an_unlisted_key_is_refused_and_both_sides_say_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,22 +72,6 @@ def test_that_only_one_side_has_keys_is_reported(
 ) -> None:
     with serve(access=serves) as server:
         assert f"its side channel {text}" in refusal(server, asks, key)
-
-
-@contextmanager
-def side_channel_connection(
-    server: HandshakeServer, access: Access
-) -> Iterator[Callable[[], wire.Reply]]:
-    """Yield a function that pings over one connection."""
-    dialer = Dialer(
-        host=server.host, port=server.port, timeout=LONG, access=access, key=PREFILL.public
-    )
-    with closing(call(connected(dialer))) as connection:
-        asking = wire.Ping(engine="prefill")
-        yield lambda: call(connection.ask(asking, time.monotonic() + LONG))
-
-
-# Admission by address.
 
 
 @pytest.mark.parametrize("keys", [True, False])
@@ -171,27 +112,27 @@ def test_what_libzmq_asks_otherwise_is_refused(
         assert asker.recv_multipart()[:3] == [VERSION, b"1", status]
 
 
-# Keys that are added and removed while the server runs.
-
-
 def test_a_key_that_is_removed_is_refused_also_over_connections_that_exist(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     peers = PeerKeys([DECODE.public, UNLISTED.public])
-    with (
-        serve(access=Access(own=PREFILL, peers=peers)) as server,
-        side_channel_connection(server, READS) as ping_again,
-    ):
-        assert isinstance(ping_again(), wire.Pong)
-        peers.replace([UNLISTED.public])
-        answer = ping_again()
-        assert isinstance(answer, wire.Refusal)
-        assert f"the key {DECODE.public.hex()} was removed from curve_peers" in answer.reason
-        assert f"{DECODE.public.hex()} is no longer in curve_peers" in caplog.text
-        assert "refuses this engine's key" in refusal(server, READS)
-        peers.replace([DECODE.public])
-        assert isinstance(ping_again(), wire.Pong)
-        assert read(server, READS) == 7
+    with serve(access=Access(own=PREFILL, peers=peers)) as server:
+        reads = dialer(server.port, access=READS, key=PREFILL.public)
+        with closing(call(connected(reads))) as connection:
+
+            def ping_again() -> wire.Reply:
+                return call(connection.ask(wire.Ping(engine="prefill"), time.monotonic() + LONG))
+
+            assert isinstance(ping_again(), wire.Pong)
+            peers.replace([UNLISTED.public])
+            answer = ping_again()
+            assert isinstance(answer, wire.Refusal)
+            assert f"the key {DECODE.public.hex()} was removed from curve_peers" in answer.reason
+            assert f"{DECODE.public.hex()} is no longer in curve_peers" in caplog.text
+            assert "refuses this engine's key" in refusal(server, READS)
+            peers.replace([DECODE.public])
+            assert isinstance(ping_again(), wire.Pong)
+            assert read(server, READS) == 7
 
 
 def test_a_key_that_is_removed_from_the_clients_list_is_not_asked() -> None:

@@ -10,7 +10,6 @@ import queue
 import socket
 import threading
 import time
-from functools import partial
 
 import pytest
 
@@ -29,17 +28,17 @@ class Waiting:
         self.ended = threading.Event()
         self.over = queue.SimpleQueue[str | Exception]()
         self._woken = asyncio.Event()
-        begun = queue.SimpleQueue[threading.Thread]()
-        self.task = start(partial(self._wait, begun), self.over.put)
-        self.thread = begun.get(timeout=LONG)
+        self._begun = queue.SimpleQueue[threading.Thread]()
+        self.task = start(self._wait, self.over.put)
+        self.thread = self._begun.get(timeout=LONG)
 
     def wake(self) -> str | Exception:
         """Wake the task; return with what it ended."""
         post(self._woken.set)
         return self.over.get(timeout=LONG)
 
-    async def _wait(self, begun: queue.SimpleQueue[threading.Thread]) -> str:
-        begun.put(threading.current_thread())
+    async def _wait(self) -> str:
+        self._begun.put(threading.current_thread())
         try:
             await self._woken.wait()
             return "woken"
