@@ -33,7 +33,7 @@ from kvferry.core.lifecycle.ticket import PeerKey, ProducerName, Ticket
 from kvferry.core.options import EndpointOptions, most_peers
 from kvferry.core.security.ticket_proof import verify
 from kvferry.core.side_channel.client import ReplyLimits
-from kvferry.core.side_channel.tasks import Steps, Task
+from kvferry.core.side_channel.tasks import Task
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +81,15 @@ class Directory:
         self._woken = woken
         self._posted: deque[Callable[[], None]] = deque()
         self._reply_limits = ReplyLimits()
-        self._handshakes = HandshakeQueue(self._fetch, self._on_outcome, self._post, clock)
         self._patience = options.handshake_timeout + LONGEST_BACKOFF_SECONDS
         """How long a rank waits for an outcome, as ``Peers`` does."""
+        self._handshakes = HandshakeQueue(
+            lambda key: fetched(key, options, self._reply_limits),
+            self._on_outcome,
+            self._post,
+            clock,
+            self._patience,
+        )
         self._producer_of: dict[Hashable, ProducerName] = {}
         self._user_counts: Counter[ProducerName] = Counter()
         self._producers: dict[ProducerName, _Producer] = {}
@@ -146,7 +152,6 @@ class Directory:
         """Return what to tell the ranks in this step; replies beyond ``MAX_STEP_BYTES`` wait."""
         self._catch_up()
         now = self._clock()
-        self._handshakes.progress(now)
         gone, self._gone = self._gone, []
         outcomes, left = list[Outcome](), MAX_STEP_BYTES
         while self._outcomes and left > 0:
@@ -172,8 +177,7 @@ class Directory:
             producer.stop()
 
     def _catch_up(self) -> None:
-        """Process what tasks have found out, and end what was waited for in vain, or is unused."""
-        self._handshakes.drop(self._clock() - self._patience)
+        """Process what tasks have found out, and end what is unused."""
         while self._posted:
             self._posted.popleft()()
         self._end_unused()
@@ -181,9 +185,6 @@ class Directory:
     def _post(self, call: Callable[[], None]) -> None:
         self._posted.append(call)
         self._woken()
-
-    def _fetch(self, key: PeerKey) -> Steps[EncodedReply]:
-        return fetched(key, self._options, self._reply_limits)
 
     def _on_outcome(self, asking: Asking, outcome: EncodedReply | KVFerryError) -> None:
         if isinstance(outcome, EncodedReply):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, takewhile
 
 import msgspec
 
@@ -39,21 +39,21 @@ MAX_TICKETS = 16
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Asking:
-    """A producer that is being asked, or is to be once it is due."""
+    """A producer that is being asked, or is to be."""
 
     key: PeerKey
-    since: float  # by the queue's clock, as ``due``
-    due: float
+    since: float  # by the queue's clock
     # Those for which it is asked, which genuine proofs name.
     incarnations: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_TICKETS))
     task: Task | None = None
 
 
 class HandshakeQueue:
-    """Start handshakes, at most ``MAX_HANDSHAKES`` at once. Used by one thread only.
+    """Make handshakes, in the order in which they are due. Used by one thread only.
 
     After a failure, the next one with that producer waits: briefly at first, since an engine may
-    restart, and longer each time. ``shake`` returns the steps of a handshake; ``over`` is called
+    restart, and longer each time. One that has not begun after ``patience`` seconds, when nobody
+    waits for it any more, fails. ``shake`` returns the steps of a handshake; ``over`` is called
     with its outcome on the thread that runs what ``post`` gets.
     """
 
@@ -63,92 +63,79 @@ class HandshakeQueue:
         over: Callable[[Asking, EncodedReply | KVFerryError], None],
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
+        patience: float,
     ) -> None:
         self._shake = shake
         self._on_over = over
         self._post = post
         self._clock = clock
-        self._waiting: dict[PeerKey, Asking] = {}
-        """Those that have not begun, the longest asked first."""
-        self._running: dict[PeerKey, Asking] = {}
+        self._patience = patience
+        self._asked: dict[PeerKey, Asking] = {}
+        self._places = asyncio.Semaphore(MAX_HANDSHAKES)
         self._failed = LRUCache[tuple[int, float]](MAX_REMEMBERED)
         """How often a handshake has failed since one succeeded, and until when there is none."""
-        self._is_turn_of_oldest = False
 
     @property
     def newest(self) -> float:
         """When the producer was asked that was asked last; ``-inf`` if none is being asked."""
-        asked = chain(self._running.values(), self._waiting.values())
-        return max((each.since for each in asked), default=-math.inf)
+        return max((each.since for each in self._asked.values()), default=-math.inf)
 
     def ask(self, key: PeerKey, incarnation: int | None = None) -> None:
         """Ask for a handshake with a producer, unless it is being asked, for an incarnation."""
-        asking = self._running.get(key) or self._waiting.get(key)
+        asking = self._asked.get(key)
         if asking is None:
-            now = self._clock()
-            _, until = self._failures(key)
-            asking = self._waiting[key] = Asking(key=key, since=now, due=max(now, until))
-            self.progress(now)
+            asking = self._asked[key] = Asking(key=key, since=self._clock())
+            self._start(asking)
         if incarnation is not None and incarnation not in asking.incarnations:
             asking.incarnations.append(incarnation)
-
-    def progress(self, now: float) -> None:
-        """Start the handshakes whose pause is over, as far as ``MAX_HANDSHAKES`` allows."""
-        while len(self._running) < MAX_HANDSHAKES:
-            due = [each for each in self._waiting.values() if each.due <= now]
-            if not due:
-                return
-            self._start(self._first(due))
 
     def succeeded(self, key: PeerKey) -> None:
         """Forget the failures of a producer, so that no pause delays it."""
         if self._failed.get(key):
             self._failed.put(key, (0, 0.0))
 
-    def drop(self, since: float) -> None:
-        """Drop the handshakes that were asked for until then and have not begun."""
-        for asking in list(takewhile(lambda each: each.since <= since, self._waiting.values())):
-            del self._waiting[asking.key]
-
     def close(self) -> None:
-        """Start no more handshakes, and end those under way; return at once."""
-        self._waiting.clear()
-        for asking in self._running.values():
+        """End all handshakes; return at once."""
+        for asking in self._asked.values():
             if asking.task is not None:
                 asking.task.cancel()
 
     def _failures(self, key: PeerKey) -> tuple[int, float]:
         return self._failed.get(key) or (0, 0.0)
 
-    def _first(self, due: Sequence[Asking]) -> Asking:
-        # Every second time the one with the fewest failures, so that producers that never answer do
-        # not delay others; otherwise the one that has waited longest, so that tickets with ever new
-        # engine names do not delay it for ever.
-        oldest, self._is_turn_of_oldest = self._is_turn_of_oldest, not self._is_turn_of_oldest
-        if oldest:
-            return min(due, key=lambda each: each.due)
-        return min(due, key=lambda each: self._failures(each.key)[0])
-
     def _start(self, asking: Asking) -> None:
-        del self._waiting[asking.key]
-        self._running[asking.key] = asking
-
         def over(outcome: EncodedReply | Exception) -> None:
             result = outcome if isinstance(outcome, EncodedReply) else kept(outcome)
             self._post(lambda: self._over(asking, result))
 
+        _, until = self._failures(asking.key)
         try:
-            asking.task = start(partial(self._shake, asking.key), over)
+            asking.task = start(partial(self._shaken, asking.key, until - asking.since), over)
         except HandshakeError as exc:
             over(exc)
 
+    async def _shaken(self, key: PeerKey, pause: float) -> EncodedReply:
+        try:
+            async with asyncio.timeout(self._patience):
+                await asyncio.sleep(pause)
+                await self._places.acquire()
+        except TimeoutError:
+            raise HandshakeError(
+                f"engine {key.engine!r} was not asked within {self._patience:g} s, since "
+                f"{MAX_HANDSHAKES} others that tickets name had not answered yet: look which do "
+                "not run any more, or set a shorter handshake_timeout"
+            ) from None
+        try:
+            return await self._shake(key)
+        finally:
+            self._places.release()
+
     def _over(self, asking: Asking, result: EncodedReply | KVFerryError) -> None:
-        del self._running[asking.key]
-        now = self._clock()
+        del self._asked[asking.key]
         if isinstance(result, KVFerryError):
             failures, _ = self._failures(asking.key)
-            self._failed.put(asking.key, (failures + 1, now + backoff_seconds(failures)))
-        self.progress(now)
+            until = self._clock() + backoff_seconds(failures)
+            self._failed.put(asking.key, (failures + 1, until))
         self._on_over(asking, result)
 
 
