@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -402,45 +401,6 @@ def test_addresses_that_never_answer_leave_places_to_others(
             assert "remote_bootstrap_addr" in error
         following.follow("honest", A, key)
         assert part(following, "honest") == b"ticket"
-
-
-def test_one_host_does_not_take_every_place(
-    rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room_follower, "MAX_AT_HOST", 1)
-    rooms.open(A)
-    with producer(rooms) as two, producer(rooms, host="127.0.0.2") as other:
-        for name, each in (("one", key), ("two", two), ("other", other)):
-            following.follow(name, A, each)
-        error = following.news("two")
-        assert isinstance(error, HandshakeError)
-        assert "1 prefill engines at 127.0.0.1" in str(error)
-        assert isinstance(heard(following, "one"), RoomNews)
-        assert isinstance(heard(following, "other"), RoomNews)
-
-
-def test_the_host_whose_parts_take_most_memory_goes_short(
-    key: PeerKey, rooms: Rooms, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts that every request has seen take none."""
-    monkeypatch.setattr(room_questions, "MAX_UNSEEN_BYTES", 20)
-    one = Rooms()
-    with producer(one, host="127.0.0.2") as other:
-        for index in range(3):
-            name = room_id(str(index))
-            following.follow(index, name, key)
-            rooms.open(name)
-            rooms.publish(name, b"x" * 9)
-            assert part(following, index) == b"x" * 9
-            rooms.finish(name, b"x" * (5 + index))
-            eventually(partial(following._inbox.changed.__contains__, index), "a ticket")
-        following.follow("other", A, other)
-        finished(one, A, b"12345678")
-        assert part(following, "other") == b"12345678"
-        error = failure(following, 2)
-        assert isinstance(error, HandshakeError)
-        assert "18 bytes, are of prefill engines at 127.0.0.1" in str(error)
-        assert [part(following, index) for index in (0, 1)] == [b"x" * 5, b"x" * 6]
 
 
 # Hostile side channels.
