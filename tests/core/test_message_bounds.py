@@ -36,7 +36,7 @@ PAYLOAD = msgspec.msgpack.decode(side.encode(payload()))
 
 
 def agreeing(facts: dict[str, str]) -> dict[str, object]:
-    return PAYLOAD | {"agreement": facts}
+    return {**PAYLOAD, "agreement": facts}
 
 
 def followed(*rooms: object) -> dict[str, object]:

@@ -7,6 +7,7 @@ import queue
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ class Handshakes:
     def end(self, name: str, outcome: EncodedReply | Exception = GOOD) -> None:
         """End a handshake that has begun, and wait until it is over."""
         future = self.futures[name]
-        how = future.set_exception if isinstance(outcome, Exception) else future.set_result
+        how: Any = future.set_exception if isinstance(outcome, Exception) else future.set_result
         future.get_loop().call_soon_threadsafe(how, outcome)
         self.over()
 
@@ -58,7 +59,8 @@ class Handshakes:
         return self._over.pop()
 
     async def _shake(self, key: PeerKey) -> EncodedReply:
-        future = self.futures[key.engine] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EncodedReply] = asyncio.get_running_loop().create_future()
+        self.futures[key.engine] = future
         self.begun.put(key.engine)
         return await future
 

@@ -107,7 +107,8 @@ def test_a_judgement_is_refused_with_its_setting_or_overridden_and_returned() ->
     "changes", [{"agreement": {"model": "b", "dtype": "y"}}, {"driver": "nixl"}, {"oldest": 2}]
 )
 def test_a_fact_is_never_overridden(judgements: Judgements, changes: dict[str, Any]) -> None:
-    theirs = payload(**({"agreement": {"model": "b"}, "newest": 2} | changes))
+    plain: dict[str, Any] = {"agreement": {"model": "b"}, "newest": 2}
+    theirs = payload(**(plain | changes))
     text = refusal(payload(agreement={"model": "a", "dtype": "x"}), theirs, judgements)
     assert "enforce_handshake_compat" not in text
     assert ("model" in text) is not judgements.overridden
