@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,12 +12,14 @@ from functools import partial
 import zmq
 
 from kvferry.core.directory.news import EncodedReply
-from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError, kept
+from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.options import EndpointOptions
 from kvferry.core.side_channel.connection import connected
 from kvferry.core.side_channel.dialer import Dialer
 from kvferry.core.side_channel.tasks import Task, start
 from kvferry.core.side_channel_messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply
+
+logger = logging.getLogger(__name__)
 
 # Not a whole interval, so that a process that has ended, whose pings are missed at once, is soon
 # given up.
@@ -33,14 +36,18 @@ def start_pings(
 ) -> Task:
     """Ping the producer of a reply until it is lost, not wanted any more, or the task cancelled.
 
-    ``wanted`` is called before each ping, and at the end ``lost`` with the error, or with ``None``
-    for a producer that is not wanted; both on the thread of all tasks. Raises ``HandshakeError`` if
-    that cannot be started.
+    An answer with another incarnation means a restart. ``wanted`` is called before each ping, and
+    at the end ``lost`` with the error, or with ``None`` for a producer that is not wanted; both on
+    the thread of all tasks. Raises ``HandshakeError`` if that cannot be started.
     """
-    return start(
-        partial(_pinged, reply, options, wanted),
-        lambda outcome: lost(None if outcome is None else kept(outcome)),
-    )
+
+    def over(outcome: Exception | None) -> None:
+        if outcome is not None and not isinstance(outcome, PeerLostError):
+            logger.error("a producer cannot be watched any more", exc_info=outcome)
+            outcome = PeerLostError(f"it cannot be watched any more: {outcome!r}")
+        lost(outcome)
+
+    return start(partial(_pinged, reply, options, wanted), over)
 
 
 async def _pinged(

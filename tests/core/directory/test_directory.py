@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS
-from kvferry.core.directory import Directory, EncodedReply, ProducerNews, directory, handshake_queue
+from kvferry.core.directory import Directory, EncodedReply, ProducerNews, directory
 from kvferry.core.endpoint import EndpointOptions, Load
 from kvferry.core.errors import (
     ConnectError,
@@ -313,7 +313,7 @@ def test_the_longest_unused_producer_makes_room(
 def test_a_handshake_that_no_rank_waits_for_asks_for_no_steps(
     channel: Channel, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake_queue, "MAX_HANDSHAKES", 0)
+    monkeypatch.setattr(directory, "MAX_HANDSHAKES", 0)
     with contextlib.closing(Directory(EndpointOptions(), clock)) as relay:
         relay.begin("r", channel.serve())
         assert relay.take().is_asking

@@ -1,79 +1,82 @@
-"""``HandshakeQueue``: handshakes run concurrently, and are delayed after failures."""
+"""Handshakes of a ``Directory``: they run concurrently, and are delayed after failures."""
 
 from __future__ import annotations
 
 import asyncio
 import queue
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from kvferry.core.directory import EncodedReply
-from kvferry.core.directory import handshake_queue as module
-from kvferry.core.directory.handshake_queue import MAX_TICKETS, Asking, HandshakeQueue
+from kvferry.core.directory import Directory, EncodedReply, directory
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
+from kvferry.core.options import EndpointOptions
+from kvferry.core.side_channel import tasks
+from tests.core.endpoint.engines import eventually
+from tests.core.messages import ticket
 from tests.core.resource_limits import no_threads
 
-GOOD = EncodedReply(address=PeerKey("a", "host", 1), incarnation=Incarnation(1), ranks=(b"a",))
-BAD = HandshakeError("nobody there")
 LONG = 20.0
+BAD = HandshakeError("nobody there")
 
 
 class Handshakes:
-    """A ``HandshakeQueue`` whose handshakes end when the test says so."""
+    """A ``Directory`` whose handshakes end when the test says so."""
 
-    def __init__(self, patience: float = LONG) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: float) -> None:
         self.now = 0.0
         self.begun = queue.SimpleQueue[str]()
-        self.asked_for: list[int] = []
-        self.futures: dict[str, asyncio.Future[EncodedReply]] = {}
-        self._over: list[EncodedReply | KVFerryError] = []
-        self._posted = queue.SimpleQueue[Callable[[], None]]()
-        self.queue = HandshakeQueue(
-            self._shake, self._on_over, self._posted.put, lambda: self.now, patience
-        )
+        self._futures: dict[str, asyncio.Future[EncodedReply]] = {}
+        given = EndpointOptions(liveness_interval=0.0, **options)  # type: ignore[arg-type]
+        self.directory = Directory(given, lambda: self.now)
+        monkeypatch.setattr(directory, "fetched", self._fetched)
 
-    def ask(self, *names: str) -> None:
+    def ask(self, *names: str, incarnation: int = 1) -> None:
         for name in names:
-            self.queue.ask(PeerKey(name, "host", 1))
+            self.directory.ask(ticket(engine=name, incarnation=incarnation))
 
     def begins(self) -> str:
         """Wait until a further handshake begins; return with whom."""
         return self.begun.get(timeout=LONG)
 
-    def end(self, name: str, outcome: EncodedReply | Exception = GOOD) -> None:
+    def end(self, name: str, outcome: Exception | None = None, incarnation: int = 1) -> None:
         """End a handshake that has begun, and wait until it is over."""
-        future = self.futures[name]
-        how: Any = future.set_exception if isinstance(outcome, Exception) else future.set_result
-        future.get_loop().call_soon_threadsafe(how, outcome)
+        future = self._futures[name]
+        key = PeerKey.of(ticket(engine=name))
+        reply = EncodedReply(address=key, incarnation=Incarnation(incarnation), ranks=(b"a",))
+        end: Any = future.set_result if outcome is None else future.set_exception
+        future.get_loop().call_soon_threadsafe(end, outcome or reply)
         self.over()
 
     def over(self) -> EncodedReply | KVFerryError:
         """Wait until a handshake is over; return its outcome."""
-        self._posted.get(timeout=LONG)()
-        return self._over.pop()
+        outcomes: list[EncodedReply | KVFerryError] = []
 
-    async def _shake(self, key: PeerKey) -> EncodedReply:
+        def is_over() -> bool:
+            outcomes.extend(outcome for _, outcome in self.directory.take().outcomes)
+            return bool(outcomes)
+
+        eventually(is_over, "a handshake is over")
+        return outcomes[0]
+
+    async def _fetched(self, key: PeerKey, *_: object) -> EncodedReply:
         future: asyncio.Future[EncodedReply] = asyncio.get_running_loop().create_future()
-        self.futures[key.engine] = future
+        self._futures[key.engine] = future
         self.begun.put(key.engine)
         return await future
-
-    def _on_over(self, asking: Asking, result: EncodedReply | KVFerryError) -> None:
-        self._over.append(result)
-        self.asked_for = list(asking.incarnations)
 
 
 @pytest.fixture
 def handshakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Handshakes]:
-    monkeypatch.setattr(module, "MAX_HANDSHAKES", 2)
-    made = Handshakes()
-    with closing(made.queue):
+    monkeypatch.setattr(directory, "MAX_HANDSHAKES", 2)
+    made = Handshakes(monkeypatch)
+    with closing(made.directory):
         yield made
 
 
@@ -86,7 +89,7 @@ def test_handshakes_run_concurrently_up_to_a_limit_in_the_order_asked(
         assert handshakes.begun.empty()
         handshakes.end(ended)
         assert handshakes.begins() == begun
-    handshakes.queue.close()
+    handshakes.directory.close()
     handshakes.ask("e")
     assert handshakes.begins() == "e", "those that were under way have ended"
 
@@ -112,8 +115,7 @@ def test_the_wait_after_failures_grows(
     assert pauses[-2] == pytest.approx(min(0.1 * 2 ** (failures - 1), 5.0))
     assert pauses[-1] <= 0.0
     handshakes.end("a")
-    handshakes.queue.succeeded(PeerKey("a", "host", 1))
-    handshakes.ask("a")
+    handshakes.ask("a", incarnation=2)
     handshakes.begins()
     assert pauses[-1] <= 0.0
 
@@ -121,44 +123,43 @@ def test_the_wait_after_failures_grows(
 def test_a_handshake_that_cannot_start_or_begin_in_time_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_HANDSHAKES", 0)
-    monkeypatch.setattr("kvferry.core.side_channel.tasks._loops", {})
-    handshakes = Handshakes(patience=0.01)
+    monkeypatch.setattr(directory, "MAX_HANDSHAKES", 0)
+    monkeypatch.setattr(directory, "LONGEST_BACKOFF_SECONDS", 0.0)
+    handshakes = Handshakes(monkeypatch, handshake_timeout=0.01)
     handshakes.ask("a")
     assert "was not asked within 0.01 s" in str(handshakes.over())
-    monkeypatch.setattr("kvferry.core.side_channel.tasks._loops", {})
+    monkeypatch.setattr(tasks, "_loops", {})
     with no_threads("kvferry-side-channels"):
         handshakes.ask("a")
     assert "can't start new thread" in str(handshakes.over())
 
 
+@pytest.mark.parametrize(("incarnation", "is_used"), [(16, False), (17, True), (32, True)])
 def test_one_handshake_is_for_the_newest_incarnations_that_tickets_name(
-    handshakes: Handshakes,
+    handshakes: Handshakes, incarnation: int, is_used: bool
 ) -> None:
-    for incarnation in (None, *range(2 * MAX_TICKETS), 2 * MAX_TICKETS - 1):
-        handshakes.queue.ask(PeerKey("a", "host", 1), incarnation)
-    handshakes.end(handshakes.begins())
+    for each in (*range(1, 33), 32):
+        handshakes.ask("a", incarnation=each)
+    handshakes.end(handshakes.begins(), incarnation=incarnation)
     assert handshakes.begun.empty()
-    assert handshakes.asked_for == list(range(MAX_TICKETS, 2 * MAX_TICKETS))
+    handshakes.ask("a", incarnation=incarnation)
+    assert handshakes.directory.pending is not is_used
 
 
 def test_any_error_is_reported_without_a_reference_to_decoded_data(
     handshakes: Handshakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Decoded:
-        pass
+    references: list[weakref.ref[Mock]] = []
 
-    references: list[weakref.ref[Decoded]] = []
-
-    async def perform(key: PeerKey) -> EncodedReply:
-        decoded = Decoded()
+    async def fail(key: PeerKey, *_: object) -> EncodedReply:
+        decoded = Mock()
         references.append(weakref.ref(decoded))
         try:
             raise KeyError(key.engine)
         except KeyError as exc:
             raise ZeroDivisionError from exc
 
-    monkeypatch.setattr(handshakes.queue, "_shake", perform)
+    monkeypatch.setattr(directory, "fetched", fail)
     handshakes.ask("a")
     error = handshakes.over()
     assert isinstance(error, HandshakeError)
