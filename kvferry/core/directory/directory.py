@@ -69,10 +69,6 @@ class _Asking:
     incarnations: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_TICKETS))
     task: Task | None = None
 
-    def stop(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Producer:
@@ -195,8 +191,11 @@ class Directory:
 
     def close(self) -> None:
         """End all pings and handshakes; return at once."""
-        for each in (*self._asked.values(), *self._producers.values()):
-            each.stop()
+        for asking in self._asked.values():
+            if asking.task is not None:
+                asking.task.cancel()
+        for producer in self._producers.values():
+            producer.stop()
 
     def _catch_up(self) -> None:
         """Process what tasks have found out, and end what is unused."""
