@@ -2,11 +2,10 @@
 
 libzmq limits the size of a frame, but not the number of frames of a message, which it keeps until
 the last one has come. So this module limits the bytes, as the kernel counts them, that a peer may
-send without completing a message. Only connections on which bytes arrive are checked.
+send without completing a message.
 
-A stranger is a connection that has completed no request; no other is closed to make room. The
-address with the most strangers loses its oldest, so that strangers push out none from another
-address; those from no admitted network go first of all.
+A stranger is a connection that has completed no request; no other is closed to make room. Those
+from no admitted network go first, then the oldest of the address with the most.
 """
 
 from __future__ import annotations
