@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,18 +25,14 @@ from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import EndpointOptions
 from kvferry.core.security import Access, Networks
-from kvferry.core.side_channel import waiting_follows
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED_PROMPTS,
     PROMPT_BYTES,
     Follow,
     Followed,
-    Ping,
     Pong,
-    Reply,
     RoomNews,
-    decode_reply,
     encode,
 )
 from tests.core.endpoint.engines import Clock, eventually
@@ -471,61 +467,3 @@ def test_news_that_were_not_asked_for_or_are_old_are_ignored(following: RoomFoll
     assert set(known) == {0, 5}
     assert following.news("d") in (None, last)
     assert following.news("d") is None
-
-
-# Hostile clients of a side channel.
-
-
-@contextlib.contextmanager
-def client(key: PeerKey, source: str = "127.0.0.1") -> Iterator[Callable[..., list[Reply]]]:
-    """Yield a function that sends messages, and returns the answers that come before a pong."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.connect(f"tcp://{source}:0;{key.host}:{key.port}")
-
-        def ask(*messages: bytes) -> list[Reply]:
-            for message in (*messages, encode(Ping(engine="prefill"))):
-                socket.send(message)
-            answers: list[Reply] = []
-            while True:
-                assert socket.poll(20_000), "no answer"
-                answer = decode_reply(socket.recv())
-                if isinstance(answer, Pong):
-                    return answers
-                answers.append(answer)
-
-        yield ask
-
-
-def follow(rooms: Sequence[tuple[bytes, int]], wait_ms: int = 0) -> bytes:
-    return encode(Follow(engine="prefill", rooms=list(rooms), wait_ms=wait_ms))
-
-
-def test_a_further_request_replaces_the_one_that_waits(
-    rooms: Rooms, key: PeerKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # No request has waited for too long.
-    monkeypatch.setattr(waiting_follows, "time", SimpleNamespace(monotonic=float))
-    rooms.open(B)
-    with client(key) as ask:
-        assert ask(*[follow([(A.name, 0)], wait_ms=200)] * 100) == []
-        assert len(ask(follow([(B.name, 0)], wait_ms=200))) == 1
-        rooms.open(A)
-        assert ask() == []
-
-
-def test_the_address_with_most_requests_that_wait_makes_room_for_others(
-    key: PeerKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting_follows, "MAX_WAITING", 2)
-    # No request has waited for too long.
-    monkeypatch.setattr(waiting_follows, "time", SimpleNamespace(monotonic=float))
-    question = follow([(A.name, 0)], wait_ms=200)
-    with (
-        client(key, "127.0.0.1") as other,
-        client(key, "127.0.0.2") as oldest,
-        client(key, "127.0.0.2") as newest,
-    ):
-        assert [ask(question) for ask in (other, oldest, newest)] == [[], [], []]
-        assert [ask() for ask in (other, newest)] == [[], []]
-        assert oldest() == [Followed(incarnation=7, rooms=[])]
