@@ -87,6 +87,7 @@ def test_numbers_are_bounded(
         (side.decode_request, lambda n: {"type": "health", "engine": "e" * n}, 256),
         (side.decode_request, lambda n: ASK | {"engine": "e" * n}, 256),
         (side.decode_reply, lambda n: {"type": "payloads", "ranks": [b""] * n}, 1 << 12),
+        (side.decode_reply, lambda n: {"type": "payloads", "ranks": [bytes(n)]}, 1 << 19),
         (side.decode_reply, lambda n: {"type": "refusal", "reason": "r" * n}, 1 << 12),
         (side.decode_reply, lambda n: CONDITION | {"problems": ["p" * n]}, 1 << 12),
         (side.decode_reply, lambda n: CONDITION | {"problems": [""] * n}, 1 << 12),
@@ -148,7 +149,6 @@ def test_lengths_are_bounded(
                 ({"fingerprint": {"address": 12, "nbytes": 16}}, "at a multiple of 8"),
                 ({"lease": float("nan")}, "> 0"),
                 ({"engine": ""}, "length"),
-                ({"address": b"x" * (side.MAX_PAYLOAD_BYTES + 1)}, "524288 are allowed"),
             )
         ),
     ],
@@ -160,17 +160,29 @@ def test_messages_that_lack_or_contradict_something_are_refused(
         decode(msgspec.msgpack.encode(message))
 
 
-def test_the_length_of_a_request_is_bounded() -> None:
+@pytest.mark.parametrize(
+    ("decode", "message", "what", "limit"),
+    [
+        (side.decode_request, {"type": "ping", "engine": "e"}, "request", 1 << 12),
+        (side.decode_reply, {"type": "refusal", "reason": ""}, "reply", 1 << 23),
+        (wire.decode_payload, PAYLOAD, "payload", 1 << 19),
+        (wire.decode_versions, PAYLOAD, "payload", 1 << 19),
+    ],
+)
+def test_the_length_of_a_message_is_bounded(
+    decode: Callable[[bytes], object], message: dict[str, object], what: str, limit: int
+) -> None:
     """That includes fields of a newer version."""
 
-    def ping(length: int) -> bytes:
-        empty = msgspec.msgpack.encode({"type": "ping", "engine": "e", "more": bytes(256)})
-        padding = bytes(256 + length - len(empty))
-        return msgspec.msgpack.encode({"type": "ping", "engine": "e", "more": padding})
+    def long(length: int) -> bytes:
+        empty = msgspec.msgpack.encode(message | {"more": bytes(1 << 11)})
+        padding = bytes((1 << 11) + length - len(empty))
+        return msgspec.msgpack.encode(message | {"more": padding})
 
-    assert side.decode_request(ping(1 << 12)) == side.Ping(engine="e")
-    with pytest.raises(WireError, match="a request of 4097 bytes; 4096 are allowed"):
-        side.decode_request(ping((1 << 12) + 1))
+    excess = len(long(limit)) - limit
+    assert decode(long(limit - excess))
+    with pytest.raises(WireError, match=f"a {what} of {limit + 1} bytes; {limit} are allowed"):
+        decode(long(limit - excess + 1))
 
 
 def test_element_types_have_the_sizes_of_torch() -> None:

@@ -17,7 +17,7 @@ from kvferry.core.side_channel.client import fetch, ping
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import is_loopback_host, own_address
 from tests.core.resource_limits import no_threads
-from tests.core.side_channel.servers import LONG, pinged
+from tests.core.side_channel.servers import LONG, pinged, serve
 
 ELSEWHERE = Access(networks=Networks.of(["192.0.2.0/24"]))
 
@@ -34,6 +34,27 @@ def resolve(monkeypatch: pytest.MonkeyPatch, name: str, look_up: Callable[[], li
         return [entry for each in look_up() for entry in real(each, *args, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])
+def test_of_several_addresses_of_a_name_the_one_that_listens_is_used(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "::1" in host and not has_ipv6():
+        pytest.skip("this host has no IPv6 loopback address")
+    resolve(monkeypatch, "prefill.test", lambda: ["::1", "127.0.0.1"])
+    with serve(host=host) as server:
+        assert server.host == host.strip("[]")
+        for name in (host, "prefill.test"):
+            assert ping(name, server.port, "prefill", timeout=LONG) == 7
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "2130706433", "0x7f000001", "localhost"])

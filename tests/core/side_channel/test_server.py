@@ -18,26 +18,13 @@ import zmq
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, RefusedError
 from kvferry.core.security import OPEN, Access, TicketKey, generate
-from kvferry.core.side_channel.client import fetch
 from kvferry.core.side_channel.connection import revoke
 from kvferry.core.side_channel.connection_limits import ConnectionLimits
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context, Socket
 from tests.core.messages import payload
-from tests.core.side_channel.servers import LONG, RANKS, fetched, patient, serve, still_serves
+from tests.core.side_channel.servers import LONG, fetched, patient, serve, still_serves
 from tests.own_host import OWN_HOST
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
-
-
-IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback address")
-V6 = ("::1", "[::1]")
 
 
 def dealer(context: Context, server: HandshakeServer, **options: int) -> Socket:
@@ -58,23 +45,6 @@ def test_the_ticket_key_is_published() -> None:
     with serve(rank, ticket_key=key) as server:
         info = fetched(server)
     assert (info.ticket_key, info.ranks) == (key, (rank,))
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", *(pytest.param(h, marks=IPV6) for h in V6)])
-def test_of_several_addresses_of_a_name_the_one_that_listens_is_used(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolve = socket.getaddrinfo
-
-    def both(name: str, *args: int, **options: int) -> list[object]:
-        names = ["::1", "127.0.0.1"] if name == "prefill.test" else [name]
-        return [entry for name in names for entry in resolve(name, *args, **options)]
-
-    with serve(host=host) as server:
-        assert server.host == host.strip("[]")
-        assert fetch(host, server.port, "prefill", timeout=LONG).ranks == RANKS
-        monkeypatch.setattr(socket, "getaddrinfo", both)
-        assert fetch("prefill.test", server.port, "prefill", timeout=LONG).ranks == RANKS
 
 
 # What is refused.
