@@ -73,11 +73,20 @@ def test_a_moved_plan_equals_a_new_plan(sizes: tuple[int, int], orders: list[lis
         assert facts(planner.plan(met)) == planned(near, moved, len(near) - 1)
 
 
-def test_an_engine_of_another_shape_gets_a_new_plan() -> None:
-    planner = PlanCache(tp(1), 0)
-    for size in (1, 2, 4, 1, 2):
-        far = [decode_payload(payload(each, rank)).layout for rank, each in enumerate(tp(size))]
-        assert facts(planner.plan(far)) == planned(tp(1), far)
+@pytest.mark.parametrize(
+    ("near", "engines"),
+    [
+        (tp(1), [tp(size) for size in (1, 2, 4, 1, 2)]),
+        (tp(1), [[move(each, [4 * n + i for i in range(3)]) for each in tp(2)] for n in range(8)]),
+        ([stacked(1)], [[move(stacked(1), [n])] for n in range(MAX_PLANS + 3)]),
+    ],
+    ids=["another shape", "other addresses", "more than are cached"],
+)
+def test_several_threads_plan_for_engines(near: list[Layout], engines: list[list[Layout]]) -> None:
+    planner = PlanCache(near, 0)
+    with ThreadPoolExecutor(8) as pool:
+        for far, made in zip(engines, pool.map(planner.plan, engines), strict=True):
+            assert facts(made) == planned(near, far)
 
 
 def test_plans_with_equal_regions_are_not_moved() -> None:
@@ -142,32 +151,8 @@ def test_the_total_length_of_cached_layouts_is_bounded(monkeypatch: pytest.Monke
         assert least <= len(known) <= greatest
 
 
-def test_the_total_work_of_cached_plans_is_bounded() -> None:
-    planner = PlanCache([stacked(1)], 0)
-    planner._plans = LRUCache(MAX_PLANS, 1)
-    planner.plan([stacked(1)])
-    assert len(planner._plans) == 0
-
-
 def test_cached_fields_are_not_tracked_by_the_garbage_collector() -> None:
     """Peers publish thousands of fields, and a collection would visit all of them."""
     [field, *_] = decode_payload(payload(stacked(2))).layout.fields
     assert not gc.is_tracked(field)
     assert msgspec.structs.replace(field, key="other").key == "other"
-
-
-def test_a_plan_cache_drops_shapes_and_still_plans() -> None:
-    planner = PlanCache([stacked(1)], 0)
-    for number in range(MAX_PLANS + 3):
-        far = move(stacked(1), [number])
-        assert facts(planner.plan([far])) == planned([stacked(1)], [far])
-
-
-def test_several_threads_may_plan() -> None:
-    planner = PlanCache(tp(1), 0)
-    engines = [
-        [move(each, [4 * number + i for i in range(3)]) for each in tp(2)] for number in range(8)
-    ]
-    with ThreadPoolExecutor(8) as pool:
-        for far, made in zip(engines, pool.map(planner.plan, engines), strict=True):
-            assert facts(made) == planned(tp(1), far)
