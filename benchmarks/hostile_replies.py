@@ -17,7 +17,7 @@ import zmq
 from benchmarks import engines, harness
 from benchmarks.harness import Row, WorkerProcess, row
 from kvferry.core.directory import LocalDirectory
-from kvferry.core.directory.handshake_queue import MAX_HANDSHAKES
+from kvferry.core.directory.directory import MAX_HANDSHAKES
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId

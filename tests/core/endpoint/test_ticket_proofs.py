@@ -267,7 +267,7 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
         asked.append((call.host, call.timeout))
         raise HandshakeError(f"{call.host} is silent")
 
-    monkeypatch.setattr("kvferry.core.directory.handshake_queue.payloads", silent)
+    monkeypatch.setattr("kvferry.core.directory.handshake.payloads", silent)
     failure(decode, "d-1", routed(prefill.serve("p-1", [1, 2], 8), 1, "router"))
     [(first, half), (second, rest)] = asked
     assert (first, second) == ("127.0.0.1", "router")
