@@ -1,35 +1,25 @@
-"""What a tick of ``LoadManager`` costs with many producers that are idle, down or being closed."""
+"""What a tick costs an endpoint with many producers that are idle, down or being closed."""
 
 from __future__ import annotations
 
 import gc
+import queue
 import sys
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from kvferry.core.directory import EncodedReply, ProducerNews
+from kvferry.core.directory import ProducerNews
 from kvferry.core.driver_calls.connections import LONGEST_SECONDS
-from kvferry.core.driver_calls.driver_calls import DriverCalls
-from kvferry.core.endpoint import EndpointOptions, Load
-from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
-from kvferry.core.endpoint.slot_reads import ScratchWords
-from kvferry.core.errors import HandshakeError, KVFerryError, TransportError
-from kvferry.core.lifecycle.holds import Incarnation, RequestId
-from kvferry.core.lifecycle.ticket import PeerKey, Ticket
-from kvferry.core.metrics import Metrics
-from kvferry.core.planner.build_copies import Pages
-from kvferry.core.planner.unwritten import zero_cpu
-from kvferry.core.side_channel_messages import encode
+from kvferry.core.endpoint import LoadRecord
+from kvferry.core.endpoint.load_manager import TICK_SECONDS
+from kvferry.core.errors import TransportError
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.transport import PeerId
-from kvferry.testing.engines import CacheShape
-from tests.core.endpoint.engines import Engine, eventually
-from tests.core.endpoint.test_peers import AnyAddressTransport
+from tests.core.endpoint.engines import Clock, Engine, eventually
+from tests.core.endpoint.test_peers import AnyAddressTransport, any_engine
+from tests.free_port import free_port
 
 
 class ManyPeersTransport(AnyAddressTransport):
@@ -44,80 +34,6 @@ class ManyPeersTransport(AnyAddressTransport):
         if not self.does_quiesce:
             raise TransportError("still copying")
         super().disconnect(peer)
-
-
-class Manager:
-    """A ``LoadManager`` on this thread, and producers like one, known by relayed replies."""
-
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
-        self.like = prefill.serve("p-1", [1], 4)
-        self.payloads = [rank.endpoint.payload for rank in prefill.ranks]
-        self.tickets: list[Ticket] = []
-        self.now = 0.0
-        self.commands: deque[Callable[[], None]] = deque()
-        self.transport = ManyPeersTransport()
-        calls = DriverCalls(self.transport, post=self.commands.append, clock=lambda: self.now)
-        self.connections, own = calls.connections, decode.endpoint.payload
-        self.loads = LoadManager(
-            own=own,
-            calls=calls,
-            scratch=ScratchWords(),
-            zero=zero_cpu,
-            options=EndpointOptions(),
-            metrics=Metrics(driver=own.driver, rank="0"),
-            reported=lambda *_: None,
-        )
-        self.loads.peers.join([own])
-
-    def meet(self, count: int, error: KVFerryError | None = None) -> None:
-        """Connect to so many more producers; or fail, with an error."""
-        for _ in range(count):
-            ticket = replace(self.like, engine=f"prefill-{len(self.tickets)}")
-            self.tickets.append(ticket)
-            ranks = [
-                msgspec.structs.replace(
-                    each, engine=ticket.engine, address=f"{ticket.engine}/{each.rank}".encode()
-                )
-                for each in self.payloads
-            ]
-            reply = EncodedReply(
-                address=PeerKey.of(ticket),
-                incarnation=Incarnation(ticket.incarnation),
-                ranks=tuple(map(encode, ranks)),
-            )
-            nothing = (Pages(ids=np.empty(0, dtype=np.int64)),)
-            load = Load(
-                request=RequestId("d"), ticket=ticket, ranges=(None,), local=nothing, report=False
-            )
-            self.loads.begin(load)
-            news = ProducerNews(outcomes=((PeerKey.of(ticket), error or reply),))
-            self.loads.peers.relay(news)
-            eventually(self.is_at_rest, "it has answered")
-
-    def is_at_rest(self) -> bool:
-        self.work()
-        return not len(self.loads)
-
-    def tick(self) -> None:
-        self.now += TICK_SECONDS
-        self.work()
-
-    def work(self) -> None:
-        """Do what an endpoint's thread does with it in a round."""
-        while self.commands:
-            self.commands.popleft()()
-        self.loads.progress()
-        _ = self.connections.closing  # for the pause before the next round
-
-    def let_go(self) -> None:
-        """Have the directory let all producers go, which it does when they were long unused."""
-        gone = tuple((PeerKey.of(each), each.incarnation, None) for each in self.tickets)
-        self.loads.peers.relay(ProducerNews(gone=gone))
-        self.tick()
-
-    def effort(self) -> int:
-        """Return how many lines of Python the most expensive of some ticks runs."""
-        return max(lines_run(self.tick) for _ in range(60))
 
 
 def lines_run(call: Callable[[], object]) -> int:
@@ -140,24 +56,55 @@ def lines_run(call: Callable[[], object]) -> int:
     return lines
 
 
-def test_a_tick_runs_no_more_lines_with_many_producers() -> None:
-    """Idle ones; and some that are down, or whose connections do not close."""
-    with Engine("prefill", CacheShape(tp=4)) as prefill, Engine("decode") as decode:
-        manager = Manager(prefill, decode)
-        manager.transport.does_quiesce, refused = False, HandshakeError("nobody listens")
+def effort(decode: Engine, clock: Clock) -> int:
+    """Return how many lines of Python the most expensive of some ticks runs."""
+    manager, found = decode.endpoint._load_manager, queue.SimpleQueue[int]()
+
+    def tick() -> None:
+        clock.skip(TICK_SECONDS)
+        manager._tick(clock())
+
+    decode.endpoint._post(lambda: found.put(max(lines_run(tick) for _ in range(60))))
+    return found.get(timeout=60)
+
+
+def test_a_tick_runs_no_more_lines_with_many_producers(prefill: Engine, clock: Clock) -> None:
+    driver = ManyPeersTransport()
+    ticket, names, nobody = prefill.serve("p-1", [1], 4), iter(range(1000)), free_port()
+    with (
+        any_engine(prefill) as port,
+        Engine("decode", transport=lambda: driver, clock=clock) as decode,
+    ):
+        connections = decode.endpoint._calls.connections
+
+        def meet(count: int, at_port: int) -> ProducerNews:
+            """Reach so many more producers, and return what lets them go."""
+            tickets = [
+                replace(ticket, engine=f"e-{next(names)}", port=at_port) for _ in range(count)
+            ]
+            for number, each in enumerate(tickets):
+                decode.pull(f"d-{number}", each, [], nothing=True)
+            answers: list[LoadRecord] = []
+
+            def have_answered() -> bool:
+                answers.extend(decode.endpoint.results().loads)
+                return len(answers) == count
+
+            eventually(have_answered, "all have answered")
+            gone = [(PeerKey.of(each), each.incarnation, None) for each in tickets]
+            return ProducerNews(gone=tuple(gone))
+
+        driver.does_quiesce = False
         efforts = []
-        for idle, down in ((1, 1), (50, 50)):
-            manager.let_go()
-            manager.meet(down, refused)
-            manager.meet(idle)
-            efforts.append(manager.effort())
-        manager.let_go()
-        manager.meet(1)
-        efforts.append(manager.effort())
-        assert (manager.connections.closing, manager.transport.open_connections) == (204, 208)
-        assert len(set(efforts)) == 1
-        manager.transport.does_quiesce = True
-        manager.now += LONGEST_SECONDS
-        manager.tick()
-        manager.work()
-        assert manager.connections.closing == 0
+        for closing, down, idle in ((1, 1, 1), (20, 20, 20)):
+            let_go = meet(closing, port)
+            decode.endpoint.relay(let_go)
+            eventually(lambda: connections.closing >= closing, "they are being closed")  # noqa: B023
+            meet(down, nobody)
+            meet(idle, port)
+            efforts.append(effort(decode, clock))
+        assert (connections.closing, driver.open_connections) == (21, 42)
+        assert efforts[0] == efforts[1]
+        driver.does_quiesce = True
+        clock.skip(LONGEST_SECONDS)
+        eventually(lambda: not connections.closing, "all are closed")
