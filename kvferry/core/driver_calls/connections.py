@@ -25,7 +25,7 @@ STUCK_SECONDS = 30.0
 T = TypeVar("T")
 
 Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
-"""Called with (producer rank index to connection) for all ranks, or with the error of any."""
+"""Called with (rank index to connection) for all ranks, or with the error of any."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,10 +43,6 @@ class Connections:
     """Open, share and close the connections of one endpoint.
 
     Used by the endpoint's thread only, except for ``not_quiesced`` and ``problems``.
-
-    Attributes:
-        closing: how many connections are being closed.
-        not_quiesced: how many connections failed to close: reads may still write.
     """
 
     def __init__(
@@ -66,8 +62,10 @@ class Connections:
         self._closed_meanwhile: dict[int, set[PeerId]] = {}
         """For each ``acquire`` that is not over, by ``id``: connections closed since it began."""
         self.closing = 0
+        """How many connections are being closed."""
         self._retries: list[tuple[float, PeerId]] = []
         self.not_quiesced = 0  # other threads read it without a lock
+        """How many connections failed to close: reads may still write."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -90,12 +88,9 @@ class Connections:
         return known is not None and not known.is_closing
 
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
-        """Connect to the ranks of an engine; connections that are open already are shared.
+        """Connect to an engine's ranks (index to address); open connections are shared.
 
-        Args:
-            addresses: rank index to transport address, for each rank to connect to.
-            engine: id of the engine, for errors and log lines.
-            over: called once, with rank index to connection, each to be released once, or an error.
+        ``over`` is called once. Each of the connections that it gets is to be released once.
         """
         made: dict[int, PeerId] = {}
         closed = set[PeerId]()
@@ -210,9 +205,6 @@ class BlockingCalls:
     """Make calls that may take seconds, such as a driver's, on a thread each if ``threads`` is set.
 
     Used by the endpoint's thread only, except for ``problems`` and ``wait``.
-
-    Attributes:
-        are_ending: whether ``wait`` was called: a call of several steps skips the rest.
     """
 
     def __init__(
@@ -230,6 +222,7 @@ class BlockingCalls:
         self._post = post
         self._clock = clock
         self.are_ending = False
+        """Whether ``wait`` was called: a call of several steps skips the rest."""
         self._running: dict[threading.Thread, float] = {}
         """Thread to when its call began. Replaced, never changed: others read it without a lock."""
 

@@ -92,21 +92,15 @@ class RunningCopies:
     @property
     def problems(self) -> list[str]:
         """Return the problems to report in a health check; empty if all is well."""
-        running = list(self._running)
-        unknown = [each.what for each in running if each.passed is None]
-        now = self._clock()
-        stuck = [each.what for each in running if now - each.begun > STUCK_SECONDS]
-        if unknown:
-            return [
-                f"{len(unknown)} copies between the device and host pages have failed, and may "
-                f"still be under way ({unknown[0]}): their pages are not reused; restart the engine"
-            ]
-        if stuck:
-            return [
-                f"{len(stuck)} copies between the device and host pages do not end ({stuck[0]}): "
-                "restart the engine if that lasts"
-            ]
-        return []
+        latest = self._clock() - STUCK_SECONDS
+        stuck = [each for each in list(self._running) if not each.passed or each.begun < latest]
+        if not stuck:
+            return []
+        return [
+            f"{len(stuck)} copies between the device and host pages have failed or do not end, and "
+            f"may still be under way ({stuck[0].what}): their pages are not reused; restart the "
+            "engine if that lasts"
+        ]
 
     def begin(self, what: str, direction: CopyDirection, copy: PageCopy, ended: Ended) -> None:
         """Begin a copy; ``ended`` is called, with its error, when it is known to be over."""
