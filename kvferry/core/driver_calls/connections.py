@@ -59,8 +59,9 @@ class Connections:
         # ``connect`` returns the same id for a remote transport, even if several engines publish
         # its address: so users are counted, and the last one's release closes the connection.
         self._known: dict[PeerId, _Connection] = {}
-        self._closed_meanwhile: dict[int, set[PeerId]] = {}
-        """For each ``acquire`` that is not over, by ``id``: connections closed since it began."""
+        self._acquiring = 0
+        self._closed_meanwhile: set[PeerId] = set()
+        """While calls of ``acquire`` are under way: the connections closed since."""
         self.closing = 0
         """How many connections are being closed."""
         self._retries: list[tuple[float, PeerId]] = []
@@ -93,7 +94,6 @@ class Connections:
         ``over`` is called once. Each of the connections that it gets is to be released once.
         """
         made: dict[int, PeerId] = {}
-        closed = set[PeerId]()
 
         def connect() -> None:
             # One rank after the other, so that an engine takes one thread, and an address to which
@@ -105,10 +105,12 @@ class Connections:
                 made[rank] = self._transport.connect(addresses[rank])
 
         def connected(error: KVFerryError | None) -> None:
-            del self._closed_meanwhile[id(closed)]
             for each in made.values():
-                if each not in closed:
+                if each not in self._closed_meanwhile:
                     self._known.setdefault(each, _Connection(id=each, engine=engine)).users += 1
+            self._acquiring -= 1
+            if not self._acquiring:
+                self._closed_meanwhile.clear()
             if error is None:
                 error = self._flaw(made, engine)
             else:
@@ -126,7 +128,7 @@ class Connections:
             for each in made.values():
                 self.release(each)
 
-        self._closed_meanwhile[id(closed)] = closed
+        self._acquiring += 1
         self._blocking_calls.run(connect, connected)
 
     def _flaw(self, made: Mapping[int, PeerId], engine: str) -> ConnectError | None:
@@ -176,8 +178,8 @@ class Connections:
         self._transfers.end_disconnect(connection.id, closed=error is None)
         if error is None:
             del self._known[connection.id]
-            for closed in self._closed_meanwhile.values():
-                closed.add(connection.id)
+            if self._acquiring:
+                self._closed_meanwhile.add(connection.id)
             self.closing -= 1
             self.not_quiesced -= connection.tries > 0
             return

@@ -58,10 +58,7 @@ class _DeviceWork:
 
 
 class HoldServer:
-    """Keep the holds of one rank, and let consumers renew and end them. Thread-safe.
-
-    With ``copies``, peers read host pages: a hold is ready when its copy has passed.
-    """
+    """Keep the holds of one rank, and let consumers renew and end them. Thread-safe."""
 
     def __init__(
         self,
@@ -69,7 +66,7 @@ class HoldServer:
         incarnation: Incarnation,
         clock: Callable[[], float],
         metrics: Metrics,
-        copies: RunningCopies | None = None,
+        copies: RunningCopies,
     ) -> None:
         self._holds = LeasedHolds(table.words, incarnation, table.watermarks)
         self._clock = clock
@@ -100,7 +97,7 @@ class HoldServer:
     def apply(self, orders: HoldOrders, passed: Passed | None) -> None:
         """Begin, mark as ready, and end holds; ``passed`` is as for ``Endpoint.apply``."""
         marks: list[tuple[Hold, int | None]] = [(ticket.hold, None) for ticket in orders.tickets]
-        if self._copies is None:
+        if not self._copies.is_staged:
             marks += orders.watermarks  # host pages have nothing before the ticket is made
         with self._lock:
             self._holds.apply(orders, self._clock())
@@ -125,10 +122,9 @@ class HoldServer:
             self._device_works = waiting
             tickets = self._holds.take_copies()
         for ticket in tickets:
-            if self._copies is not None and ticket.copy is not None:
-                what = f"pages of request {on_one_line(ticket.request)}"
-                ended = partial(self._on_copied, ticket)
-                self._copies.begin(what, CopyDirection.TO_HOST, ticket.copy, ended)
+            what = f"pages of request {on_one_line(ticket.request)}"
+            ended = partial(self._on_copied, ticket)
+            self._copies.begin(what, CopyDirection.TO_HOST, ticket.copy, ended)
         return busy or bool(tickets)
 
     def _is_over(self, work: _DeviceWork) -> bool:

@@ -71,9 +71,12 @@ class _Running:
 
 
 class RunningCopies:
-    """Begin copies, and say when each is over. Only the properties are for any thread."""
+    """Begin copies, and say when each is over. Only the properties are for any thread.
 
-    def __init__(self, copies: PageCopies, calls: DriverCalls, metrics: Metrics) -> None:
+    Without ``copies``, the cache is not staged, and nothing is ever copied.
+    """
+
+    def __init__(self, copies: PageCopies | None, calls: DriverCalls, metrics: Metrics) -> None:
         self._copies = copies
         self._contain = calls.contain
         self._clock = calls.clock
@@ -83,6 +86,11 @@ class RunningCopies:
     def __len__(self) -> int:
         """Return how many copies may use the memory on both sides."""
         return len(self._running)
+
+    @property
+    def is_staged(self) -> bool:
+        """Return whether peers read host pages."""
+        return self._copies is not None
 
     @property
     def is_busy(self) -> bool:
@@ -102,8 +110,12 @@ class RunningCopies:
             "engine if that lasts"
         ]
 
-    def begin(self, what: str, direction: CopyDirection, copy: PageCopy, ended: Ended) -> None:
+    def begin(
+        self, what: str, direction: CopyDirection, copy: PageCopy | None, ended: Ended
+    ) -> None:
         """Begin a copy; ``ended`` is called, with its error, when it is known to be over."""
+        if self._copies is None or copy is None:
+            raise CopyError("nothing can be copied: this endpoint does not stage its cache")
         if not copy.blocks:
             self._tell(ended, None)
             return

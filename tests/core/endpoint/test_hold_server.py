@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from unittest.mock import MagicMock
 
 import pytest
 
 from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
+from kvferry.core.endpoint.page_copies import RunningCopies
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.memory import region_of
@@ -37,7 +39,8 @@ class Rank:
         self.clock, self.table = clock, SlotTable(8)
         self.holds = [Hold(slot=slot, generation=7) for slot in range(count)]
         metrics = Metrics(driver="d", rank="0")
-        self.server = HoldServer(self.table, INCARNATION, self.clock, metrics)
+        no_copies = RunningCopies(None, MagicMock(), metrics)
+        self.server = HoldServer(self.table, INCARNATION, self.clock, metrics, no_copies)
         pairs = [(RequestId(f"p-{hold.slot}"), hold) for hold in self.holds]
         self.server.apply(HoldOrders(take_ons=tuple(pairs)), None)
 
