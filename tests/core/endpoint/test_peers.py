@@ -83,6 +83,7 @@ def test_a_closed_side_channel_fails_loads_and_releases_the_connection(
         decode.pull("d-1", prefill.serve_later("p-1", [1], 4), [2])
         wait_for_connection(driver)
         prefill.server.close()
+        other = prefill
         if successor is not None:
             other = stack.enter_context(Engine(successor, port=prefill.server.port))
         error = decode.error("d-1")

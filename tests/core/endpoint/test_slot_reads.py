@@ -116,7 +116,7 @@ def test_slot_reads_with_the_same_rank_and_kind_of_note_share_a_batch() -> None:
     assert [read.connection for read in reads] == [5, 6, 5, 5]
     assert [read.tags for read in reads] == [{"a3", "a9"}, {"b"}, {"check"}, {"renew"}]
     assert all(read.urgent for read in reads)
-    notes: list[list[Note] | None] = [read.notify and decode_notes(read.notify) for read in reads]
+    notes = [decode_notes(read.notify) if read.notify else None for read in reads]
     assert notes == [[release(3), release(9)], [release(4)], None, [renewal]]
     assert slots_of(reads[0]) == [3, 9]
     assert copies_of(reads[0]).nbytes.tolist() == [8, 8]
@@ -145,8 +145,9 @@ def test_what_raises_loses_only_its_own_read_or_batch() -> None:
         raise ZeroDivisionError("a bug")
 
     harness.add_read("a", note=release(1 << 70))  # too large an integer to encode
-    for tag, how in (("b", {}), ("c", {"landed": fails}), ("d", {})):
-        harness.add_read(tag, rank=1, **how)
+    harness.add_read("b", rank=1)
+    harness.add_read("c", rank=1, landed=fails)
+    harness.add_read("d", rank=1)
     [read] = harness.post()
     assert [tag for tag, _ in harness.lost] == ["a"]
     harness.land(read)

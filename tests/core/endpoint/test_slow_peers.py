@@ -39,7 +39,7 @@ class SlowPeerTransport(ScriptedTransport):
         self.disconnecting = threading.Event()
 
     def connect(self, address: bytes) -> PeerId:
-        peer = super().connect(address)
+        peer: PeerId = super().connect(address)
         if self.slow is None:
             self.slow = peer
             assert self.connects_at_once or self.may_return.wait(LONG)

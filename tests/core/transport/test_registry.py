@@ -129,9 +129,9 @@ def test_only_the_named_driver_is_imported_also_one_installed_while_running(
         ("fake_good:Vague", {}, None, "interface_version 'one', not two numbers"),
         ("fake_good:function", {}, None, "not a subclass of kvferry.core.transport.Transport"),
         ("fake_good:Partial", {}, None, "lacks address, capabilities, connect"),
-        ("fake_good:Good", {"color": "red"}, None, "argument 'color'; its options are: colour"),
-        ("fake_good:Picky", {}, None, "missing a required"),
-        ("fake_good:Entering", {"enter": 1}, None, "enter is not an option, .* options are: size"),
+        ("fake_good:Good", {"color": "red"}, TypeError, "argument 'color'; .*takes: colour"),
+        ("fake_good:Picky", {}, TypeError, "missing 1 required .* 'device'; .*takes: device"),
+        ("fake_good:Entering", {"enter": 1}, TypeError, "argument 'enter'; .*takes: size"),
         (
             "kvferry.drivers.loopback:LoopbackTransport",
             {"threds": 3},
