@@ -655,12 +655,9 @@ class ConsumerRank:
                 got = self.pages.parts(page).get(remote.rank)
                 require(got == wanted or not remote.reads, "stale bytes accepted:", got, wanted)
 
-    def check_loaded(self, turn: Turn, pages: tuple[int, ...] | None = None) -> None:
-        """Check that the blocks of a request still contain what was loaded."""
-        assert turn.source is not None
-        blocks = turn.pages if pages is None else pages
-        pairs = list(zip(blocks[: turn.wanted], turn.source.contents, strict=False))
-        for block, wanted in pairs[turn.cached :]:
+    def check_loaded(self, loaded: list[tuple[int, Content]]) -> None:
+        """Check that blocks of a request still contain what was loaded."""
+        for block, wanted in loaded:
             got = self._device.blocks[block]
             require(got == wanted, "stale bytes accepted:", got, wanted)
 

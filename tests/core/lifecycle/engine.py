@@ -113,6 +113,8 @@ class Engine:
         peer: the name of the engine whose tickets it takes.
         plan: what each of its ranks reads there.
         life: its incarnation, as its renewals say.
+        weights: the version of its weights.
+        is_paused: whether it waits for the end of holds and loads, to get other weights.
         free: the blocks that no request has.
         steps: those under way.
         ordered: by the uid of a request whose load says "done", when that was ordered.
@@ -127,6 +129,7 @@ class Engine:
         self.options = options = world.options
         of = world.components.of
         self.incarnation, self.ticket_key = random_incarnation(), TicketKey()
+        self.weights, self.is_paused = 0, False
         self.free = list(range(1, PAGES + 1))
         self.steps: deque[Step] = deque()
         self.turns: dict[RequestId, Turn] = {}
@@ -146,6 +149,7 @@ class Engine:
         self.reclaimed: list[Hold] = []
         self.evicted: set[Hold | None] = set()
         self.reset_holds: set[Hold | None] = set()
+        self._revocations: set[bool] = set()
         self._ages: dict[int, dict[Hold, float]] = {}
         self._prepares: list[tuple[Turn, Issue]] = []
         self._begins: list[LoadOrder] = []
@@ -185,16 +189,21 @@ class Engine:
     @property
     def has_orders(self) -> bool:
         """Return whether there is something to tell the ranks, even without requests."""
-        return bool(self._prepares or self._begins or self._aborts) or self.users.pending
+        has_some = bool(self._prepares or self._begins or self._aborts)
+        return has_some or self.users.pending or self.is_paused
 
     def schedule(self) -> None:
         """Schedule a step: allocate blocks, continue running requests, and send the orders."""
+        if self.is_paused:
+            self.reset()
+            if not self.holds_up_pause():
+                self._take_weights()
         for turn in self.at(Stage.WAITING, Stage.LOADING):
             if turn.news is not None:
                 self._hear_news(turn)
-        for turn in self.at(Stage.WAITING):
+        for turn in self.at(Stage.WAITING) if not self.is_paused else ():
             self._admit(turn)
-        running = self.at(Stage.RUNNING)
+        running = self.at(Stage.RUNNING) if not self.is_paused else []
         for turn in running if self.options.early else ():
             self.publish(turn)
         steps = [(t, t.chunks + (t.leaves is Leaves.ANSWER)) for t in running]
@@ -202,6 +211,9 @@ class Engine:
         asks = not self.options.staged and self._relieve()
         for unused in self.users.take_unused():
             self._order_done(unused)
+        for conversations in self._revocations:
+            self._explain_reset(conversations=conversations)
+        self._revocations.clear()
         orders = self.holds.drain()
         self._check_ends(set(orders.ends))
         step = Step(
@@ -259,7 +271,34 @@ class Engine:
 
     def reset(self) -> None:
         self.holds.reset()
-        self.reset_holds.update(issue.ticket.hold for issue in self.issued)
+        self._explain_reset()
+
+    def revoke(self, *, conversations: bool) -> None:
+        """End all holds, or those of conversations, with the next step."""
+        self.holds.ask_revocation(conversations)
+        self._revocations.add(conversations)
+
+    def _explain_reset(self, *, conversations: bool = False) -> None:
+        self.reset_holds.update(
+            issue.ticket.hold
+            for issue in self.issued
+            if not conversations or issue.turn.leaves is Leaves.ANSWER
+        )
+
+    def update(self) -> None:
+        """Pause, and get other weights when all holds and loads are over."""
+        self.is_paused = True
+        self._aborts += self.at(Stage.LOADING)
+
+    def _take_weights(self) -> None:
+        """Go on with other weights: what is computed, or was loaded, is computed anew."""
+        self.weights, self.is_paused = self.weights + 1, False
+        for turn in self.at(Stage.RUNNING):
+            turn.source = turn.follows = None
+            self.preempt(turn)
+        for turn in self.at(Stage.WAITING):
+            if turn.source is not None and self.is_foreign(turn.source):
+                self._forgo(turn)
 
     def shut_down(self) -> None:
         """Shut down in order: no read that ends later may be valid."""
@@ -278,7 +317,19 @@ class Engine:
     # What planted faults replace.
 
     def admits(self, turn: Turn, issue: Issue) -> bool:
-        return tokens_digest(turn.believed(issue)) == issue.ticket.digest
+        is_same = tokens_digest(turn.believed(issue)) == issue.ticket.digest
+        return is_same and issue.ticket.weights == self.version()
+
+    def version(self) -> str:
+        """Return the name of the weights, as tickets have it."""
+        return f"step-{self.weights}"
+
+    def is_foreign(self, issue: Issue) -> bool:
+        """Return whether a ticket that was accepted is for other weights."""
+        return issue.ticket.weights != self.version()
+
+    def holds_up_pause(self) -> bool:
+        return self.holds.is_ending or bool(self.at(Stage.LOADING, Stage.ABORTED))
 
     def computed(self, turn: Turn) -> bool:
         """Return whether the ticket of a request may say that its pages are complete."""
@@ -328,9 +379,12 @@ class Engine:
             self.forget(turn)
             return
         turn.stage, turn.loaded = Stage.RUNNING, 0 if failed else turn.wanted
-        for each in self.ranks if not failed else ():
-            each.consumer.check_loaded(turn)
-            each.device.queue(each.consumer.check_loaded, turn, turn.pages)
+        loaded = list(zip(turn.pages, turn.contents()[: turn.loaded], strict=False))
+        for _, content in loaded:
+            require(content.weights == self.weights, "pages of other weights accepted:", content)
+        for each in self.ranks:
+            each.consumer.check_loaded(loaded[turn.cached :])
+            each.device.queue(each.consumer.check_loaded, loaded[turn.cached :])
 
     def give_back_host(self, turn: Turn) -> None:
         self.in_pages.cancel(turn.id)
@@ -391,7 +445,7 @@ class Engine:
             return
         turn.hold = hold
         turn.pages = tuple(self.free.pop() for _ in range(turn.size))
-        turn.stage = Stage.RUNNING
+        turn.stage, turn.loaded, turn.weights = Stage.RUNNING, 0, self.weights
         if turn.source is not None:
             if self.options.staged:
                 turn.host = self.in_pages.take(turn.id, turn.wanted) or ()
@@ -490,6 +544,7 @@ class Engine:
             digest=tokens_digest(tokens),
             computed=is_last and self.computed(turn),
             tp_size=len(self.ranks),
+            weights=self.version(),
         )
         issue = Issue(
             ticket=proved(made, self.ticket_key),

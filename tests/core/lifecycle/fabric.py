@@ -43,12 +43,14 @@ class Content(NamedTuple):
         number: its index.
         final: whether the request's steps, and its drafter, are over with it.
         late: whether it has the token that a step under way computes when an answer has ended.
+        weights: the version of the weights that computed it.
     """
 
     owner: int
     number: int
     final: bool
     late: bool = False
+    weights: int = 0
 
 
 @dataclass(slots=True, eq=False)

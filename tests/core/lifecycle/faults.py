@@ -793,6 +793,22 @@ class FailedLoadGivenBackAtOnce(Engine):
             self.forget(turn)
 
 
+# Faults of engines that get other weights, or whose holds are revoked.
+
+PLANTED.replace("weights keep their version", Engine, version=lambda self: "step-0")
+PLANTED.replace(
+    "waiting tickets are not compared again", Engine, is_foreign=lambda self, issue: False
+)
+PLANTED.replace(
+    "a load ends after other weights came", Engine, holds_up_pause=lambda self: self.holds.is_ending
+)
+PLANTED.replace(
+    "a ticket made until the next step survives a revocation",
+    SchedulerHolds,
+    ask_revocation=lambda self, conversations: self.reset(conversations=conversations),
+)
+
+
 # Faults of early tickets.
 
 PLANTED.add("no fence", "early")(PLANTED["the fence ignored"].planted)

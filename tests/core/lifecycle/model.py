@@ -216,7 +216,11 @@ class _Walker:
     def _stops(self, world: World) -> Iterator[str]:
         name, verb = self._rng.choice(list(world.engines)), self._pick("abort", "abort", "preempt")
         if self._rng.random() < (0.3 if world.options.staged else 0.1):
-            yield f"reset {name}"
+            yield self._pick(f"reset {name}", f"revoke {name}", f"revoke {name} 1")
+        elif self._rng.random() < 0.1:
+            for each in self._pick(name, "PAB", "PA", "ABP"):
+                if each in world.engines:
+                    yield f"update {each}"
         else:
             yield f"{verb} {name} {self._rng.randint(0, 3)}"
 

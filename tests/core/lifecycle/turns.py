@@ -76,6 +76,7 @@ class Turn:
         is_last: whether ``source`` is the ticket, not a part of it.
         late: whether a step was under way when it ended, which computes its last token.
         loaded: how many of its blocks hold what was loaded.
+        weights: the version of the weights that compute the others.
         outcomes: each rank's report of its load.
     """
 
@@ -100,6 +101,7 @@ class Turn:
     chunk: int = 0
     late: bool = False
     loaded: int = 0
+    weights: int = 0
     asked: float | None = None
     """When it first asked for host pages to load to."""
     pages: tuple[int, ...] = ()
@@ -131,7 +133,7 @@ class Turn:
     def contents(self) -> list[Content]:
         """Return what its blocks contain when everything is computed."""
         source = self.source.contents if self.source is not None else ()
-        own = [Content(owner=self.uid, number=i, final=True) for i in range(self.size)]
+        own = [Content(self.uid, i, final=True, weights=self.weights) for i in range(self.size)]
         all_ = [*source[: self.loaded], *own[self.loaded :]]
         return [*all_[:-1], all_[-1]._replace(late=self.late or all_[-1].late)]
 

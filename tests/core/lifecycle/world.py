@@ -467,6 +467,12 @@ class World:
     def do_reset(self, name: str) -> None:
         self.engines[name].reset()
 
+    def do_revoke(self, name: str, conversations: int = 0) -> None:
+        self.engines[name].revoke(conversations=bool(conversations))
+
+    def do_update(self, name: str) -> None:
+        self.engines[name].update()
+
     # Failures.
 
     def do_fail(self, index: int = 0, failing: int = 0) -> None:
@@ -501,6 +507,7 @@ class World:
             gone = [m for m in self.fabric.messages if name in (m.sender, m.to)]
             self.fabric.messages = [m for m in self.fabric.messages if m not in gone]
         self.engines[name] = self._new_engine(name)
+        self.engines[name].weights = old.weights
 
     def do_stray(self, index: int = 0) -> None:
         """Deliver releases that differ from a hold of P in incarnation, generation or slot."""
