@@ -66,13 +66,6 @@ STEPS_AHEAD = 2
 _LAYOUT = layout(heads(block=BLOCK, pages=PAGES + 1), groups=[paged(BLOCK)])
 
 
-class EveryLoadSendsDone(HoldUsers):
-    def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        super().order(request, siblings=siblings)
-        self._uses[self._keys[request]].is_done_bound = True
-        return False
-
-
 class Rank:
     """One rank: its device, and its two halves."""
 
@@ -297,7 +290,7 @@ class Engine:
             turn.source = turn.follows = None
             self.preempt(turn)
         for turn in self.at(Stage.WAITING):
-            if turn.source is not None and self.is_foreign(turn.source):
+            if turn.source is not None and turn.source.ticket.weights != self.version():
                 self._forgo(turn)
 
     def shut_down(self) -> None:
@@ -323,10 +316,6 @@ class Engine:
     def version(self) -> str:
         """Return the name of the weights, as tickets have it."""
         return f"step-{self.weights}"
-
-    def is_foreign(self, issue: Issue) -> bool:
-        """Return whether a ticket that was accepted is for other weights."""
-        return issue.ticket.weights != self.version()
 
     def holds_up_pause(self) -> bool:
         return self.holds.is_ending or bool(self.at(Stage.LOADING, Stage.ABORTED))

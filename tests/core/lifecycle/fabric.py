@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.load_machine import LoadAction, LoadId
 from kvferry.core.messages import Release
 from kvferry.core.transport import State
+
+T = TypeVar("T")
 
 
 class ProtocolViolation(AssertionError):
@@ -33,6 +35,22 @@ class ProtocolViolation(AssertionError):
 def require(holds: bool, what: str, *details: object) -> None:
     if not holds:
         raise ProtocolViolation(what, *details)
+
+
+class Components:
+    """The classes that a simulation is made of; a planted fault replaces one of them.
+
+    Without ``strict``, nothing is compared with the protocol table.
+    """
+
+    def __init__(
+        self, original: type | None = None, planted: type | None = None, *, strict: bool = True
+    ) -> None:
+        self._original, self._planted, self.strict = original, planted, strict
+
+    def of(self, original: type[T]) -> type[T]:
+        """Return the class to use in place of this one."""
+        return cast(type[T], self._planted) if original is self._original else original
 
 
 class Content(NamedTuple):

@@ -19,10 +19,9 @@ from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.components import Components
 from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull
 from tests.core.lifecycle.engine import Engine, Plan, Rank
-from tests.core.lifecycle.fabric import Fabric, Message, release, require
+from tests.core.lifecycle.fabric import Components, Fabric, Message, release, require
 from tests.core.lifecycle.producer_rank import ProducerRank
 from tests.core.lifecycle.rank_renewals import Wait, is_renewal
 from tests.core.lifecycle.turns import LEASE, PAGES, TTL, Issue, Leaves, Stage, Turn
@@ -81,8 +80,8 @@ class Options:
     max_held: int | None = None
 
     @property
-    def is_plain(self) -> bool:
-        return not (self.pair or self.staged or self.early)
+    def kind(self) -> str:
+        return next((kind for kind in ("pair", "staged", "early") if getattr(self, kind)), "plain")
 
 
 class World:
