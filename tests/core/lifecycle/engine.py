@@ -198,7 +198,8 @@ class Engine:
             self._admit(turn)
         running = self.at(Stage.RUNNING) if not self.is_paused else []
         for turn in running if self.options.early else ():
-            self.publish(turn)
+            if 0 < turn.chunk < turn.chunks:  # the last is for the ticket
+                self._publish(turn, turn.chunk)
         steps = [(t, t.chunks + (t.leaves is Leaves.ANSWER)) for t in running]
         work = [turn.next_chunk() for turn, chunks in steps if turn.chunk < chunks]
         asks = not self.options.staged and self._relieve()
@@ -320,16 +321,7 @@ class Engine:
     def holds_up_pause(self) -> bool:
         return self.holds.is_ending or bool(self.at(Stage.LOADING, Stage.ABORTED))
 
-    def computed(self, turn: Turn) -> bool:
-        """Return whether the ticket of a request may say that its pages are complete."""
-        return not (turn.drafter or turn.leaves is Leaves.ANSWER or self.options.staged)
-
-    def publish(self, turn: Turn) -> None:
-        """Publish the chunks of earlier steps, but for the last."""
-        if 0 < turn.chunk < turn.chunks:
-            self.publish_chunks(turn, turn.chunk)
-
-    def publish_chunks(self, turn: Turn, chunks: int) -> None:
+    def _publish(self, turn: Turn, chunks: int) -> None:
         hold = self.holds.mark(turn.id, chunks * BLOCK)
         if hold is not None:
             self.rooms.publish(turn.room, self._issue(turn, hold, turn.pages[:chunks]))
@@ -339,11 +331,8 @@ class Engine:
         had = turn.hold is not None and turn.stage is not Stage.HELD
         require(self.holds.drop(turn.id) is had, "dropped a request that has no hold, or not")
         turn.hold = None
-        self.cancel_pages(turn)
-        self.rooms.close(turn.room, "aborted")
-
-    def cancel_pages(self, turn: Turn) -> None:
         self.out_pages.cancel(turn.id)
+        self.rooms.close(turn.room, "aborted")
 
     def reclaim(self, pages: int) -> int:
         kept = self.conversations
@@ -363,7 +352,9 @@ class Engine:
         require(failed or turn.fits, "another prompt's pages accepted")
         require(failed or not turn.forged, "a forged ticket's pages accepted")
         self._check_may_not_land(turn)
-        self.give_back_host(turn)
+        self.in_pages.cancel(turn.id)
+        self.in_pages.give_back(turn.id)
+        turn.host = ()
         if turn.stage is Stage.ABORTED:
             self.forget(turn)
             return
@@ -374,11 +365,6 @@ class Engine:
         for each in self.ranks:
             each.consumer.check_loaded(loaded[turn.cached :])
             each.device.queue(each.consumer.check_loaded, loaded[turn.cached :])
-
-    def give_back_host(self, turn: Turn) -> None:
-        self.in_pages.cancel(turn.id)
-        self.in_pages.give_back(turn.id)
-        turn.host = ()
 
     def hear_sent(self, rank: int, request: RequestId) -> None:
         self._check_sent(rank, request)
@@ -522,6 +508,7 @@ class Engine:
     ) -> bytes:
         """Make a ticket, or a part; return its name."""
         tokens = turn.tokens[: len(pages) * BLOCK]
+        is_computed = not (turn.drafter or turn.leaves is Leaves.ANSWER or self.options.staged)
         made = ticket(
             engine=self.name,
             incarnation=self.incarnation,
@@ -531,7 +518,7 @@ class Engine:
             first_index=(0,),
             tokens=len(tokens),
             digest=tokens_digest(tokens),
-            computed=is_last and self.computed(turn),
+            computed=is_last and is_computed,
             tp_size=len(self.ranks),
             weights=self.version(),
         )

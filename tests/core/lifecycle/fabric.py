@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
-from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.lifecycle.load_machine import LoadAction, LoadId
-from kvferry.core.messages import Release
+from kvferry.core.lifecycle.load_machine import LoadAction
 from kvferry.core.transport import State
 
 T = TypeVar("T")
@@ -76,11 +74,6 @@ class Link:
     broken: bool = False
 
 
-def release(incarnation: int, hold: Hold, **how: Any) -> Release:
-    slot, generation = hold.slot, hold.generation
-    return Release(incarnation=incarnation, slot=slot, generation=generation, **how)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Message:
     """A notification on its way to a rank of engine ``to``.
@@ -126,7 +119,7 @@ class Transfer:
     def __post_init__(self) -> None:
         self.wanted = set(self.loads)
 
-    def cancel(self, load: LoadId) -> None:
+    def cancel(self, load: object) -> None:
         self.wanted.discard(load)
         self.cancelled = not self.wanted
 

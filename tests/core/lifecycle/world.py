@@ -17,13 +17,13 @@ from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
+from kvferry.core.messages import Heartbeat, Release, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull
+from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull, Wait
 from tests.core.lifecycle.engine import Engine, Plan, Rank
-from tests.core.lifecycle.fabric import Components, Fabric, Message, release, require
+from tests.core.lifecycle.fabric import Components, Fabric, Message, require
 from tests.core.lifecycle.producer_rank import ProducerRank
-from tests.core.lifecycle.rank_renewals import Wait, is_renewal
 from tests.core.lifecycle.turns import LEASE, PAGES, TTL, Issue, Leaves, Stage, Turn
 
 IDS = [RequestId(f"request-{i}") for i in range(5)]
@@ -146,7 +146,7 @@ class World:
                 yield f"device {name}{rank.rank}"
             if any(t.state is not State.PENDING for t in consumer.transfers):
                 yield f"poll {name}{rank.rank}"
-            if consumer.open or consumer.renewals.waiting or producer.has_due:
+            if consumer.open or consumer.waiting or producer.has_due:
                 yield f"tick {name}{rank.rank}"
             for i in range(len(consumer.handshakes)):
                 yield f"answer {name}{rank.rank} {i}"
@@ -374,7 +374,10 @@ class World:
                     while not transfer.state.final:
                         self.fabric.land(transfer, 0)
                 rank.poll()
-        for message in [m for m in self.fabric.messages if is_renewal(m)]:
+        for message in list(self.fabric.messages):
+            notes = decode_notes(message.payload)
+            if not all(isinstance(note, Renewal | Heartbeat) for note in notes):
+                continue
             if ranks is None or self.engines[message.to].ranks[message.rank].producer in ranks:
                 self._deliver(message)
         for engine in self.engines.values():
@@ -385,7 +388,7 @@ class World:
         """Yield what is renewed at a producer that runs now, with its ranks."""
         for engine in self.engines.values():
             for rank in (each.consumer for each in engine.ranks):
-                for wait in rank.renewals.renewed():
+                for wait in rank.renewed():
                     if wait.issue.producer is rank.producer():
                         ranks = wait.issue.producer.ranks
                         yield wait, [ranks[p.rank].producer for p in rank.remote_ranks]
@@ -521,15 +524,13 @@ class World:
             (Hold(slot=slot, generation=generation ^ _BIT), incarnation),
             (hold, incarnation ^ _BIT),
         ):
-            note = encode([release(mine, other, engine="A", rank=0, expected=1)])
+            names = {"incarnation": mine, "slot": other.slot, "generation": other.generation}
+            note = Release(**names, engine="A", rank=0, expected=1)
             for rank in producer.ranks:
-                stray = Message(sender="A", to="P", rank=rank.rank, payload=note, origins=(0,))
+                stray = Message(
+                    sender="A", to="P", rank=rank.rank, payload=encode([note]), origins=(0,)
+                )
                 rank.producer.hear(stray)
-
-    def do_echo(self, name: str, events: int = 2) -> None:
-        """Repeat the last events of a rank's loads."""
-        if rank := self._rank(name):
-            rank.consumer.echo(events)
 
     # What must hold always, at rest, and at the end. What must hold at an event is checked there.
 
@@ -586,18 +587,14 @@ class World:
                 require(not reset, "reset, but still held:", turn)
 
     def _check_rank_rest(self, rank: ConsumerRank) -> None:
-        rank.echo(len(rank.heard))
-        rank.heard.clear()
-        quiet = rank.transfers == [] == self.fabric.messages
-        require(quiet, "a repeated event of a load that is over had an effect")
-        for load_id, pull in rank.pulls.items():
+        for pull in rank.pulls.values():
             if self._waits_for(pull):
                 continue
-            require(pull.reported and rank.loads[load_id].is_over, "a load that is never over")
+            require(pull.reported and pull.load.is_over, "a load that is never over")
             producer, link = rank.producer(), pull.link
-            if pull.shared:
+            if pull.load.shared:
                 pulls = rank.pulls.values()
-                tells = any(not p.shared and p.issue is pull.issue for p in pulls)
+                tells = any(not p.load.shared and p.issue is pull.issue for p in pulls)
                 awaited = len(rank.engine.users) > 0
                 require(tells or awaited, "no done was sent for a shared hold:", pull.hold)
             elif (
