@@ -15,11 +15,10 @@ from kvferry.core.lifecycle.holds import (
     Hold,
     HoldEnd,
     Incarnation,
-    PageCopy,
     RequestId,
 )
 from kvferry.core.lifecycle.leased_holds import MAX_READERS, LeasedHolds, ReleaseOutcome
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
+from kvferry.core.lifecycle.scheduler_holds import NewTicket
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
@@ -30,22 +29,19 @@ NEXT = Hold(slot=1, generation=8)
 """The next hold in that slot."""
 LEASE = 30.0
 TICKET = NewTicket(request=A, hold=HOLD, lease=LEASE)
-STAGED = replace(TICKET, copy=PageCopy(blocks=(30, 31), pages=(1, 2)))
-COUNTED, IGNORED, LATE = ReleaseOutcome.COUNTED, ReleaseOutcome.IGNORED, ReleaseOutcome.LATE
+COUNTED, IGNORED = ReleaseOutcome.COUNTED, ReleaseOutcome.IGNORED
 
 
 class Words(list[int]):
-    """Slot words, which remember what was sent, and marked, when that of ``HOLD`` was written."""
+    """Slot words, which remember the watermark when that of ``HOLD`` was written."""
 
     def __init__(self, rank: Rank, slots: int) -> None:
         super().__init__([NOTHING] * slots)
         self.rank = rank
-        self.sent: list[RequestId] = []
         self.marks: list[int] = []
 
     def __setitem__(self, slot: Any, word: Any) -> None:
         if slot == HOLD.slot:
-            self.sent += self.rank.holds._sent
             self.marks.append(self.rank.watermarks[slot])
         super().__setitem__(slot, word)
 
@@ -79,10 +75,6 @@ class Rank:
         """Return for how long a hold is silent; ``None`` if it has ended or has no ticket."""
         return {each.hold: each.age for each in self.holds.silent(now, 0.0, 99)}.get(hold)
 
-    def reports(self) -> tuple[list[RequestId], list[EndedHold]]:
-        """Return which requests are sent, and which holds have ended."""
-        return self.holds.take_sent(), self.holds.take_ended()
-
     def ends_at(self, deadline: float) -> bool:
         """Return whether the hold ends at that moment, and not before."""
         self.holds.expire(deadline - 0.1)
@@ -91,16 +83,8 @@ class Rank:
         return stands and HOLD not in self.holds
 
     @property
-    def word(self) -> int:
-        return self.words[HOLD.slot]
-
-    @property
     def is_over(self) -> bool:
         return set(self.words) == {NOTHING} and self.holds.held == 0
-
-
-def ended(end: HoldEnd | None = None, engine: str = "") -> list[EndedHold]:
-    return [EndedHold(request=A, end=end, engine=engine)]
 
 
 @pytest.fixture
@@ -141,9 +125,10 @@ def test_a_hold_with_a_ticket_says_once_how_it_ended(
 ) -> None:
     ready.holds.take_on(B, Hold(slot=0, generation=3))  # has no ticket: it is not reported
     act(ready)
-    assert ready.reports() == ([A], ended(end, engine))
+    ended = [EndedHold(request=A, end=end, engine=engine)]
+    assert (ready.holds.take_sent(), ready.holds.take_ended()) == ([A], ended)
     act(ready)
-    assert ready.reports() == ([], [])
+    assert (ready.holds.take_sent(), ready.holds.take_ended()) == ([], [])
 
 
 @pytest.mark.parametrize("is_claimed_before", [True, False])
@@ -178,16 +163,6 @@ def test_a_watermark_is_zero_before_the_next_hold_s_slot_word_is_written(computi
     computing.holds.mark(HOLD, 32)
     computing.holds.take_on(B, NEXT)
     assert computing.words.marks == [0, HOLD.watermark(16), 0]
-
-
-# Copies to host pages, where the cache is staged.
-
-
-@pytest.fixture
-def staged(computing: Rank) -> Rank:
-    """Return a rank with a hold that is to be copied."""
-    computing.holds.apply(HoldOrders(tickets=(STAGED,)), 100.0)
-    return computing
 
 
 # Ages: for how long no consumer of a hold gave a sign of life.
