@@ -69,29 +69,24 @@ Words = dict[tuple[Link, int, LoadAction], list["Pull"]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """One rank's part of a load, with what the checks need to know of it.
-
-    Attributes:
-        pulls: whether pages are read and the outcome is reported; if not, "done" is sent.
-        is_early: whether it began with a part; ``is_last`` says whether it has its ticket.
-        causes: why it must fail, in order: errors, or ``STALE``, ``LATE``.
-        reads: producer rank to the last transfer of its pages.
-        told: producer ranks to which a "done" or "abandon" was sent that is not bound to a fence.
-        fenced: producer ranks whose slot word has proven the pages valid.
-    """
+    """One rank's part of a load, with what the checks need to know of it."""
 
     turn: Turn
     issue: Issue
     load: LoadMachine
-    pulls: bool
-    is_early: bool
+    pulls: bool  # whether pages are read and the outcome is reported; if not, "done" is sent
+    is_early: bool  # whether it began with a part; ``is_last`` says whether it has its ticket
     is_last: bool
     deadline: float
     remote_ranks: tuple[RemoteRank, ...] = ()
     link: Link | None = None
+    # Why it must fail, in order: errors, or ``STALE``, ``LATE``.
     causes: list[KVFerryError | str] = field(default_factory=list)
+    # Producer rank to the last transfer of its pages.
     reads: dict[int, Transfer] = field(default_factory=dict)
+    # Producer ranks to which a "done" or "abandon" was sent that is not bound to a fence.
     told: set[int] = field(default_factory=set)
+    # Producer ranks whose slot word has proven the pages valid.
     fenced: set[int] = field(default_factory=set)
     is_copying: bool = False
     reported: bool = False
@@ -115,20 +110,15 @@ class Pull:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Wait:
-    """A request that waits or loads (``pull``) with a ticket, and the renewal of that.
-
-    Attributes:
-        settled: producer ranks whose fence is posted.
-        gone: whether a renewal found its hold gone.
-    """
+    """A request that waits or loads (``pull``) with a ticket, and the renewal of that."""
 
     turn: Turn
     issue: Issue
     pull: Pull | None = None
     link: Link | None = None
     renewal: RenewalId | None = None
-    settled: set[int] = field(default_factory=set)
-    gone: bool = False
+    settled: set[int] = field(default_factory=set)  # producer ranks whose fence is posted
+    gone: bool = False  # whether a renewal found its hold gone
 
 
 class ConsumerRank:

@@ -111,7 +111,8 @@ class Engine:
         free: the blocks that no request has.
         steps: those under way.
         ordered: by the uid of a request whose load says "done", when that was ordered.
-        issued, parts: its tickets, and all parts with them, the oldest first.
+        parts: its tickets, and parts of them, the oldest first.
+        ends: the holds that the scheduler half has a reason to end.
         sent, ended: the ranks that have reported each request, with these outcomes.
     """
 
@@ -127,7 +128,6 @@ class Engine:
         self.steps: deque[Step] = deque()
         self.turns: dict[RequestId, Turn] = {}
         self.ordered: dict[int, int] = {}
-        self.issued: list[Issue] = []
         self.parts: list[Issue] = []
         self.sent: dict[RequestId, set[int]] = defaultdict(set)
         self.ended: dict[RequestId, set[int]] = defaultdict(set)
@@ -138,10 +138,7 @@ class Engine:
         self.rooms = Rooms(self.clock())
         self.out_pages, self.in_pages = (self._host_pages() for _ in range(2))
         self.out_pages.ranks = ranks
-        self.orphaned: list[Hold] = []
-        self.reclaimed: list[Hold] = []
-        self.evicted: set[Hold | None] = set()
-        self.reset_holds: set[Hold | None] = set()
+        self.ends: dict[Hold | None, HoldEnd] = {}
         self._revocations: set[bool] = set()
         self._ages: dict[int, dict[Hold, float]] = {}
         self._prepares: list[tuple[Turn, Issue]] = []
@@ -209,7 +206,8 @@ class Engine:
             self._explain_reset(conversations=conversations)
         self._revocations.clear()
         orders = self.holds.drain()
-        self._check_ends(set(orders.ends))
+        unexplained = set(orders.ends) - self.ends.keys()
+        require(not unexplained, "ended by the scheduler, without a reason:", unexplained)
         step = Step(
             orders=orders,
             prepares=self._prepares,
@@ -273,11 +271,14 @@ class Engine:
         self._revocations.add(conversations)
 
     def _explain_reset(self, *, conversations: bool = False) -> None:
-        self.reset_holds.update(
-            issue.ticket.hold
-            for issue in self.issued
-            if not conversations or issue.turn.leaves is Leaves.ANSWER
-        )
+        for issue in self.issued:
+            if not conversations or issue.turn.leaves is Leaves.ANSWER:
+                self.ends.setdefault(issue.ticket.hold, HoldEnd.REVOKED)
+
+    @property
+    def issued(self) -> list[Issue]:
+        """Return its tickets, the oldest first."""
+        return [issue for issue in self.parts if issue.is_last]
 
     def update(self) -> None:
         """Pause, and get other weights when all holds and loads are over."""
@@ -337,7 +338,7 @@ class Engine:
     def reclaim(self, pages: int) -> int:
         kept = self.conversations
         given = self.holds.reclaim(pages)
-        self.reclaimed += [turn.hold for turn in kept[:given] if turn.hold is not None]
+        self.ends |= {turn.hold: HoldEnd.RECLAIMED for turn in kept[:given]}
         return given
 
     def hear_received(self, rank: int, turn: Turn, error: KVFerryError | None) -> None:
@@ -482,13 +483,12 @@ class Engine:
             return
         require(hold == turn.hold, "a ticket for another hold", turn)
         turn.stage = Stage.HELD
-        entries = self.holds._entries.values()
-        self.evicted.update(e.hold for e in entries if e.given_up is HoldEnd.EVICTED)
+        for entry in self.holds._entries.values():
+            if entry.given_up is HoldEnd.EVICTED:
+                self.ends.setdefault(entry.hold, HoldEnd.EVICTED)
         self._check_limit()
-        part = self._issue(turn, hold, pages, is_last=True)
-        self.issued.append(self.parts[-1])
+        self.rooms.finish(turn.room, self._issue(turn, hold, pages, is_last=True))
         self.world.issues.append(self.parts[-1])
-        self.rooms.finish(turn.room, part)
 
     def _readable(self, turn: Turn) -> tuple[int, ...]:
         """Return the pages that peers read; none if too few host pages are free."""
@@ -528,6 +528,7 @@ class Engine:
             turn=turn,
             contents=tuple(turn.contents()[: len(pages)]),
             made=self.world.now,
+            is_last=is_last,
         )
         self.parts.append(issue)
         return (len(self.parts) - 1).to_bytes(4, "big")
@@ -566,16 +567,8 @@ class Engine:
         for each in self.holds.give_up(silent, needed):
             youngest = min(ages.get(each.hold, 0.0) for ages in self._ages.values())
             require(youngest >= GONE_SECONDS, "given up, though its consumer lives:", each)
-            self.orphaned.append(each.hold)
+            self.ends[each.hold] = HoldEnd.ORPHANED
         return self.pressure.ask(self.world.now, held=self.holds.ticketed)
-
-    def is_given_up(self, hold: Hold) -> bool:
-        return hold in self._reasons
-
-    @property
-    def _reasons(self) -> set[Hold | None]:
-        """Return the holds that the scheduler half has a reason to end."""
-        return {*self.reset_holds, *self.orphaned, *self.reclaimed, *self.evicted}
 
     @property
     def conversations(self) -> list[Turn]:
@@ -585,19 +578,14 @@ class Engine:
             for issue in self.issued
             if issue.turn.leaves is Leaves.ANSWER
             and issue.turn.stage is Stage.HELD
-            and issue.turn.hold not in self._reasons
+            and issue.turn.hold not in self.ends
         ]
 
     # Checks.
 
-    def _check_ends(self, ends: set[Hold]) -> None:
-        """Check that the scheduler half has a reason for each hold that it has ended."""
-        unexplained = ends - self._reasons
-        require(not unexplained, "ended by the scheduler, without a reason:", unexplained)
-
     def _check_limit(self) -> None:
         """Check that no more blocks are held than the limit, without those that were given up."""
-        held = [turn for turn in self.at(Stage.HELD) if turn.hold not in self._reasons]
+        held = [turn for turn in self.at(Stage.HELD) if turn.hold not in self.ends]
         kept = {page for turn in held for page in turn.pages}
         limit = PAGES if self.options.max_held is None else self.options.max_held
         require(len(kept) <= limit, "more pages held than allowed:", kept)

@@ -52,21 +52,14 @@ class Components:
 
 
 class Content(NamedTuple):
-    """The content of a page.
+    """The content of a page."""
 
-    Attributes:
-        owner: the request that computed it.
-        number: its index.
-        final: whether the request's steps, and its drafter, are over with it.
-        late: whether it has the token that a step under way computes when an answer has ended.
-        weights: the version of the weights that computed it.
-    """
-
-    owner: int
-    number: int
-    final: bool
+    owner: int  # the request that computed it
+    number: int  # its index
+    final: bool  # whether the request's steps, and its drafter, are over with it
+    # Whether it has the token that a step under way computes when an answer has ended.
     late: bool = False
-    weights: int = 0
+    weights: int = 0  # the version of the weights that computed it
 
 
 @dataclass(slots=True, eq=False)
@@ -91,26 +84,18 @@ class Message:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transfer:
-    """A read of one or more items from one producer rank.
+    """A read of one or more items from one producer rank."""
 
-    Attributes:
-        op: the action that it performs; ``None`` for a renewal.
-        wanted: the loads that have not cancelled it; it is cancelled when none is left.
-        loads: all loads, or renewals, that it serves.
-        items: the items that have not landed.
-        take: reads one item from the producer rank that runs now.
-        words: the slot words that have landed, by load or renewal.
-        message: the notification that is bound to it.
-    """
-
-    op: LoadAction | None
+    op: LoadAction | None  # the action that it performs; ``None`` for a renewal
     link: Link
     rank: int
-    loads: tuple[Any, ...]
-    items: list[Any]
-    take: Callable[[Any, int], None]
+    loads: tuple[Any, ...]  # all loads, or renewals, that it serves
+    items: list[Any]  # the items that have not landed
+    take: Callable[[Any, int], None]  # reads one item from the producer rank that runs now
+    # The slot words that have landed, by load or renewal.
     words: dict[Any, int] = field(default_factory=dict)
-    message: Message | None = None
+    message: Message | None = None  # the notification that is bound to it
+    # The loads that have not cancelled it; it is cancelled when none is left.
     wanted: set[Any] = field(init=False)
     state: State = State.PENDING
     error: TransportError | None = None

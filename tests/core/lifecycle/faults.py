@@ -1,10 +1,9 @@
 """The faults that the simulation must find, planted one at a time, from ``faults.txt``.
 
 Each is a block of lines: its name and the class that it changes, how (``-`` lines are replaced by
-``+`` lines; ``@`` separates places), the invariant that then breaks (``?``), and the actions that
-break it (``>``), after the options of the simulation. "table" marks those that are found by
-comparing slot words and outcomes with the table in docs/protocol.md, since they violate another
-invariant only rarely.
+``+`` lines; ``@`` separates places), and the actions (``>``), after the options of the simulation,
+that then break an invariant (``=>``). "table" marks those that are found by comparing slot words
+and outcomes with the table in docs/protocol.md, since they violate another invariant only rarely.
 """
 
 from __future__ import annotations
@@ -79,14 +78,15 @@ def _indented(lines: list[str], match: re.Match[str]) -> str:
 
 
 def _parse(block: str) -> tuple[str, Fault]:
-    *lines, found, text = block.split("\n")
+    *lines, last = block.split("\n")
     name, changed, *table = next(line for line in lines if line[0] not in "#").split(" | ")
-    actions = text.removeprefix("> ").split("; ")
+    text, _, found = last.removeprefix("> ").rpartition(" => ")
+    actions = text.split("; ")
     options: dict[str, Any] = {}
     if actions[0].startswith("with "):
         pairs = (word.split("=") for word in actions.pop(0).split()[1:])
         options = {key: value if key == "plans" else int(value) for key, value in pairs}
-    walk = Walk(found=found[2:], options=Options(**options), actions=tuple(actions))
+    walk = Walk(found=found, options=Options(**options), actions=tuple(actions))
     fault = Fault(lines=tuple(lines), changed=CLASSES[changed], by_table=bool(table), walk=walk)
     return name, fault
 
@@ -108,6 +108,6 @@ def write_walk(name: str, walk: Walk) -> None:
     begin = " ".join(("with", *options)) + "; "
     text = ("" if begin == "with; " else begin) + "; ".join(walk.actions)
     fault = replace(PLANTED[name], walk=walk)
-    new = "\n".join((*fault.lines, f"? {walk.found}", f"> {text}"))
+    new = "\n".join((*fault.lines, f"> {text} => {walk.found}"))
     blocks = [new if "\n" in block and _parse(block)[0] == name else block for block in _blocks()]
     PATH.write_text("\n\n".join(blocks) + "\n")

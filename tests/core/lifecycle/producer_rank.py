@@ -58,15 +58,10 @@ class Device:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BlockCopy:
-    """A copy between blocks and host pages that is under way, one block at a time.
+    """A copy between blocks and host pages that is under way, one block at a time."""
 
-    Attributes:
-        source: the order of a copy to the host, or the load that is copied to the device.
-        items: pairs of where a block is copied from and to.
-    """
-
-    source: Any
-    items: list[tuple[int, int]]
+    source: Any  # the order of a copy to the host, or the load that is copied to the device
+    items: list[tuple[int, int]]  # pairs of where a block is copied from and to
 
 
 class ProducerRank:

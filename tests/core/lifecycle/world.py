@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.core.errors import HandshakeError, TransportError
-from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
+from kvferry.core.lifecycle.holds import NOTHING, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
@@ -61,23 +61,16 @@ PAIR = _plan("0", "1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is simulated.
+    """What is simulated."""
 
-    Attributes:
-        pair: whether A and B prefill for each other; then P is not there.
-        staged: whether the caches are staged, with this number of host pages on each side.
-        early: whether decode engines load what is computed of a prompt with parts of its ticket.
-        ranks: how many ranks the producer has; ``plans`` choose what those of A and B read.
-        max_held: as in ``SchedulerHolds``.
-    """
-
-    pair: bool = False
-    staged: int = 0
+    pair: bool = False  # whether A and B prefill for each other; then P is not there
+    staged: int = 0  # whether the caches are staged, with this number of host pages on each side
+    # Whether decode engines load what is computed of a prompt with parts of its ticket.
     early: bool = False
-    ranks: int = 1
+    ranks: int = 1  # how many ranks the producer has; ``plans`` choose what those of A and B read
     plans: str = "00"
     slots: int = PAGES
-    max_held: int | None = None
+    max_held: int | None = None  # as in ``SchedulerHolds``
 
     @property
     def kind(self) -> str:
@@ -337,10 +330,11 @@ class World:
             self.now += 1.0 if second else 0.0
             self._claim(ranks)
         kept = [hold for hold in self._claimed(ranks) if hold in kept]
-        waits, left, orphaned = producer.starved, self._silent(), len(producer.orphaned)
+        waits, left, ended = producer.starved, self._silent(), set(producer.ends)
         for _ in range(3):
             self.do_run("P")
-        given_up = producer.orphaned[orphaned:]
+        given_up = [hold for hold, end in producer.ends.items() if end is HoldEnd.ORPHANED]
+        given_up = [hold for hold in given_up if hold not in ended]
         require(not set(kept) & set(given_up), "given up, though a consumer waits for it:", kept)
         helped = given_up or not any(turn.stage is Stage.WAITING for turn in waits)
         require(bool(helped) or not left, "kept, though it is silent and pages are lacking:", left)
@@ -353,7 +347,7 @@ class World:
         return [
             hold
             for hold in held
-            if not producer.is_given_up(hold)
+            if hold not in producer.ends
             and all(each.get(hold, 0.0) >= GONE_SECONDS for each in ages)
         ]
 
@@ -583,8 +577,7 @@ class World:
             for turn in engine.at(Stage.HELD):
                 over = all(turn.hold in rank.producer.table.over for rank in engine.ranks)
                 require(not over, "over on every rank, but its pages never came back:", turn)
-                reset = turn.hold in engine.reset_holds
-                require(not reset, "reset, but still held:", turn)
+                require(turn.hold not in engine.ends, "given up, but still held:", turn)
 
     def _check_rank_rest(self, rank: ConsumerRank) -> None:
         for pull in rank.pulls.values():
