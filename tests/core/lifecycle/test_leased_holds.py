@@ -75,13 +75,6 @@ class Rank:
         """Return for how long a hold is silent; ``None`` if it has ended or has no ticket."""
         return {each.hold: each.age for each in self.holds.silent(now, 0.0, 99)}.get(hold)
 
-    def ends_at(self, deadline: float) -> bool:
-        """Return whether the hold ends at that moment, and not before."""
-        self.holds.expire(deadline - 0.1)
-        stands = HOLD in self.holds
-        self.holds.expire(deadline)
-        return stands and HOLD not in self.holds
-
     @property
     def is_over(self) -> bool:
         return set(self.words) == {NOTHING} and self.holds.held == 0
@@ -131,30 +124,7 @@ def test_a_hold_with_a_ticket_says_once_how_it_ended(
     assert (ready.holds.take_sent(), ready.holds.take_ended()) == ([], [])
 
 
-@pytest.mark.parametrize("is_claimed_before", [True, False])
-def test_the_ttl_of_a_conversation_ends_with_the_first_renewal(
-    is_claimed_before: bool, computing: Rank
-) -> None:
-    if is_claimed_before:
-        computing.renew(99.0)
-    computing.holds.order(replace(TICKET, ttl=400.0), 100.0)
-    computing.holds.ready(HOLD, 100.0)
-    if is_claimed_before:
-        assert computing.ends_at(100.0 + LEASE)
-    else:
-        computing.holds.expire(300.0)
-        computing.renew(301.0)
-        assert computing.ends_at(301.0 + LEASE)
-
-
 # Watermarks.
-
-
-def test_a_watermark_has_the_tokens_and_grows(computing: Rank) -> None:
-    for tokens, marked in ((16, 16), (48, 48), (32, 48)):
-        computing.holds.mark(HOLD, tokens)
-        assert HOLD.marked_tokens(computing.watermarks[HOLD.slot]) == marked
-    assert NEXT.marked_tokens(computing.watermarks[HOLD.slot]) == 0
 
 
 def test_a_watermark_is_zero_before_the_next_hold_s_slot_word_is_written(computing: Rank) -> None:
@@ -177,16 +147,6 @@ def many(holds: int = 8) -> tuple[Rank, list[Hold]]:
         rank.holds.order(replace(TICKET, hold=hold), 100.0)
         rank.holds.ready(hold, 100.0)
     return rank, more
-
-
-def test_a_heartbeat_counts_for_all_holds_that_its_engine_claims() -> None:
-    rank, (first, second) = many(2)
-    for hold in (first, second):
-        rank.renew(101.0, hold, engine="d")
-    rank.release(slot=first.slot, generation=first.generation, engine="other")
-    rank.heartbeat(102.0)
-    assert rank.age(102.0, second) == 0.0
-    rank.holds.end(second)
 
 
 def test_the_number_of_claims_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
