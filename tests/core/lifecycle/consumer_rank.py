@@ -643,7 +643,7 @@ class ConsumerRank:
             found = self._find(ask)
             if found is not None and found.link is not None:
                 batches[found.link, ask.rank][ask] = found
-        me = {"engine": self.engine.name, "life": self.engine.life}
+        me: dict[str, Any] = {"engine": self.engine.name, "life": self.engine.life}
         for (link, rank), asks in batches.items():
             tickets = {ask: wait.issue.ticket for ask, wait in asks.items()}
             notes = [

@@ -100,21 +100,7 @@ class Rank:
 
 
 class Engine:
-    """One incarnation of an engine.
-
-    Attributes:
-        peer: the name of the engine whose tickets it takes.
-        plan: what each of its ranks reads there.
-        life: its incarnation, as its renewals say.
-        weights: the version of its weights.
-        is_paused: whether it waits for the end of holds and loads, to get other weights.
-        free: the blocks that no request has.
-        steps: those under way.
-        ordered: by the uid of a request whose load says "done", when that was ordered.
-        parts: its tickets, and parts of them, the oldest first.
-        ends: the holds that the scheduler half has a reason to end.
-        sent, ended: the ranks that have reported each request, with these outcomes.
-    """
+    """One incarnation of an engine, whose ranks read as ``plan`` says from engine ``peer``."""
 
     def __init__(
         self, world: World, name: str, *, ranks: int, peer: str, plan: Plan, life: int
@@ -123,12 +109,15 @@ class Engine:
         self.options = options = world.options
         of = world.components.of
         self.incarnation, self.ticket_key = random_incarnation(), TicketKey()
-        self.weights, self.is_paused = 0, False
+        self.weights = 0
+        self.is_paused = False  # until holds and loads are over, to get other weights
         self.free = list(range(1, PAGES + 1))
-        self.steps: deque[Step] = deque()
+        self.steps: deque[Step] = deque()  # those under way
         self.turns: dict[RequestId, Turn] = {}
+        # By the uid of a request whose load says "done", when that was ordered.
         self.ordered: dict[int, int] = {}
-        self.parts: list[Issue] = []
+        self.parts: list[Issue] = []  # tickets, and parts of them, the oldest first
+        # The ranks that have reported each request, with these outcomes.
         self.sent: dict[RequestId, set[int]] = defaultdict(set)
         self.ended: dict[RequestId, set[int]] = defaultdict(set)
         draw = (world.draw,) if options.early else ()
@@ -138,12 +127,10 @@ class Engine:
         self.rooms = Rooms(self.clock())
         self.out_pages, self.in_pages = (self._host_pages() for _ in range(2))
         self.out_pages.ranks = ranks
-        self.ends: dict[Hold | None, HoldEnd] = {}
+        self.ends: dict[Hold | None, HoldEnd] = {}  # those that the scheduler half has to end
         self._revocations: set[bool] = set()
         self._ages: dict[int, dict[Hold, float]] = {}
-        self._prepares: list[tuple[Turn, Issue]] = []
-        self._begins: list[LoadOrder] = []
-        self._aborts: list[Turn] = []
+        self.next = Step()
         self.ranks = [of(Rank)(self, rank) for rank in range(ranks)]
         self.payloads = _payloads(self)
         self.page_limits = page_limits(self.payloads)
@@ -170,7 +157,7 @@ class Engine:
             turn.source = None
         if turn.source is not None:
             self.users.add(turn.id, turn.source.ticket)
-            self._prepares.append((turn, turn.source))
+            self.next.prepares.append((turn, turn.source))
 
     @property
     def can_schedule(self) -> bool:
@@ -179,7 +166,7 @@ class Engine:
     @property
     def has_orders(self) -> bool:
         """Return whether there is something to tell the ranks, even without requests."""
-        has_some = bool(self._prepares or self._begins or self._aborts)
+        has_some = bool(self.next.prepares or self.next.begins or self.next.aborts)
         return has_some or self.users.pending or self.is_paused
 
     def schedule(self) -> None:
@@ -198,25 +185,18 @@ class Engine:
             if 0 < turn.chunk < turn.chunks:  # the last is for the ticket
                 self._publish(turn, turn.chunk)
         steps = [(t, t.chunks + (t.leaves is Leaves.ANSWER)) for t in running]
-        work = [turn.next_chunk() for turn, chunks in steps if turn.chunk < chunks]
-        asks = not self.options.staged and self._relieve()
+        step = self.next
+        step.work = [turn.next_chunk() for turn, chunks in steps if turn.chunk < chunks]
+        step.asks = not self.options.staged and self._relieve()
         for unused in self.users.take_unused():
             self._order_done(unused)
         for conversations in self._revocations:
             self._explain_reset(conversations=conversations)
         self._revocations.clear()
-        orders = self.holds.drain()
-        unexplained = set(orders.ends) - self.ends.keys()
+        step.orders = self.holds.drain()
+        unexplained = set(step.orders.ends) - self.ends.keys()
         require(not unexplained, "ended by the scheduler, without a reason:", unexplained)
-        step = Step(
-            orders=orders,
-            prepares=self._prepares,
-            begins=self._begins,
-            aborts=self._aborts,
-            work=work,
-            asks=asks,
-        )
-        self._prepares, self._begins, self._aborts = [], [], []
+        self.next = Step()
         self.steps.append(step)
         for rank in self.ranks:
             rank.inbox.append(step)
@@ -253,7 +233,7 @@ class Engine:
             self._forgo(turn)
         elif turn.stage is Stage.LOADING:
             turn.stage = Stage.ABORTED
-            self._aborts.append(turn)
+            self.next.aborts.append(turn)
             self.drop(turn)
             return
         elif turn.stage is not Stage.RUNNING:
@@ -283,7 +263,7 @@ class Engine:
     def update(self) -> None:
         """Pause, and get other weights when all holds and loads are over."""
         self.is_paused = True
-        self._aborts += self.at(Stage.LOADING)
+        self.next.aborts += self.at(Stage.LOADING)
 
     def _take_weights(self) -> None:
         """Go on with other weights: what is computed, or was loaded, is computed anew."""
@@ -399,7 +379,7 @@ class Engine:
             return
         turn.source, turn.is_last = issue, news.is_last
         if turn.stage is Stage.LOADING:
-            self._begins.append(LoadOrder(turn, issue, pulls=True, is_last=turn.is_last))
+            self.next.begins.append(LoadOrder(turn, issue, pulls=True, is_last=turn.is_last))
 
     def awaits_part(self, turn: Turn) -> bool:
         return turn.follows is not None and turn.source is None
@@ -459,7 +439,7 @@ class Engine:
 
     def _order(self, turn: Turn, issue: Issue, *, pulls: bool) -> None:
         shared = turn.follows is None and self.users.order(turn.id, siblings=turn.sample)
-        self._begins.append(LoadOrder(turn, issue, pulls, shared, turn.is_last))
+        self.next.begins.append(LoadOrder(turn, issue, pulls, shared, turn.is_last))
         # No message of a sample may end the hold, because siblings may come later.
         self.ordered[turn.uid] = sys.maxsize if turn.sample else next(self.world.uids)
 
@@ -468,7 +448,7 @@ class Engine:
         issue = next(each for each in self.world.issues if each.ticket is unused)
         uid = next(self.world.uids)
         turn = Turn(uid=uid, id=RequestId(f"done-{uid}"), size=issue.turn.size)
-        self._begins.append(LoadOrder(turn, issue, pulls=False, is_prepared=False))
+        self.next.begins.append(LoadOrder(turn, issue, pulls=False, is_prepared=False))
         self.ordered[uid] = uid
 
     # Inside: what is held.

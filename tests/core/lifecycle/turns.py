@@ -186,12 +186,12 @@ class Report(NamedTuple):
 class Step:
     """What the scheduler sends to every rank, and what the ranks report."""
 
-    orders: HoldOrders
-    prepares: list[tuple[Turn, Issue]]
-    begins: list[LoadOrder]
-    aborts: list[Turn]
-    work: list[Work]
-    asks: bool  # whether the ranks are to report silent holds
+    orders: HoldOrders = field(default_factory=HoldOrders)
+    prepares: list[tuple[Turn, Issue]] = field(default_factory=list)
+    begins: list[LoadOrder] = field(default_factory=list)
+    aborts: list[Turn] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    asks: bool = False  # whether the ranks are to report silent holds
     silent: dict[int, list[Silence]] = field(default_factory=dict)
     # The ages of each rank's holds at that time, by the protocol table.
     ages: dict[int, dict[Hold, float]] = field(default_factory=dict)

@@ -218,12 +218,12 @@ class World:
                     half.copy(copy, pick % len(copy.items))
 
     def do_land(self, index: int = 0, pick: int = 0) -> None:
-        if index < len(self.fabric.transfers):
-            self.fabric.land(self.fabric.transfers[index], pick)
+        for transfer in self.fabric.transfers[index : index + 1]:
+            self.fabric.land(transfer, pick)
 
     def do_deliver(self, index: int = 0) -> None:
-        if index < len(self.fabric.messages):
-            self._deliver(self.fabric.messages[index])
+        for message in self.fabric.messages[index : index + 1]:
+            self._deliver(message)
 
     def _deliver(self, message: Message) -> None:
         self.fabric.messages.remove(message)
@@ -474,13 +474,12 @@ class World:
     def do_fail(self, index: int = 0, failing: int = 0) -> None:
         """Let a transfer fail; with ``failing``, bytes may still land."""
         error = TransportError("a cable was pulled")
-        if index < len(self.fabric.transfers):
-            self.fabric.fail(self.fabric.transfers[index], error, failing=bool(failing))
+        for transfer in self.fabric.transfers[index : index + 1]:
+            self.fabric.fail(transfer, error, failing=bool(failing))
 
     def do_lose(self, index: int = 0) -> None:
-        if index < len(self.fabric.messages):
-            self._has_lost = True
-            del self.fabric.messages[index]
+        self._has_lost |= index < len(self.fabric.messages)
+        del self.fabric.messages[index : index + 1]
 
     def do_part(self, name: str, failing: int = 0) -> None:
         """Let a rank take its producer for dead."""
@@ -518,7 +517,11 @@ class World:
             (Hold(slot=slot, generation=generation ^ _BIT), incarnation),
             (hold, incarnation ^ _BIT),
         ):
-            names = {"incarnation": mine, "slot": other.slot, "generation": other.generation}
+            names: dict[str, Any] = {
+                "incarnation": mine,
+                "slot": other.slot,
+                "generation": other.generation,
+            }
             note = Release(**names, engine="A", rank=0, expected=1)
             for rank in producer.ranks:
                 stray = Message(
