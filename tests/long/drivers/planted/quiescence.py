@@ -32,11 +32,10 @@ from tests.long.drivers.planted.base import (
     KnowsCancelled,
     OtherCapabilities,
     Watched,
-    alters_status,
     caught_by,
     cut,
+    plant,
     replaces,
-    transfer_of,
 )
 
 _LATE_SECONDS = 0.1
@@ -112,7 +111,7 @@ class LateBytes(Watched):
     def land_unfinished(self, peer: PeerId | None = None) -> None:
         """Let the unfinished transfers of one peer, or of all, land late."""
         for transfer, batch in list(self._batches.items()):
-            if batch.peer == (peer or batch.peer) and not transfer_of(self, transfer).final:
+            if batch.peer == (peer or batch.peer) and not self._find_transfer(transfer).final:
                 self.land_repeatedly(transfer)
 
     def close(self) -> None:
@@ -127,7 +126,7 @@ class LandsOnlyWhatHadBegun(LateBytes):
     """A transfer that is cancelled at once is quiet; one that has moved bytes is not."""
 
     def cancel(self, transfer: TransferId) -> None:
-        job = transfer_of(self, transfer)
+        job = self._find_transfer(transfer)
         if not isinstance(job, ChunkedTransfer) or job.final:
             return
         begun = int(job.runs.end_bytes[job.position - 1]) if job.position else 0
@@ -266,7 +265,7 @@ class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
             LoopbackTransport.close(self)
 
 
-@alters_status("test_a_stopped_peer_keeps_what_was_cancelled_in_use", KnowsCancelled)
+@replaces("seen", "test_a_stopped_peer_keeps_what_was_cancelled_in_use", KnowsCancelled)
 def deregisters_memory_of_cancelled_transfer(
     driver: KnowsCancelled, transfer: TransferId, status: Status
 ) -> Status:
@@ -317,25 +316,21 @@ def notify_raises_for_a_lost_peer(driver: LoopbackTransport, peer: PeerId, paylo
         raise TransportError("nobody hears this")
 
 
-@alters_status("test_killed_before_a_transfer")
-def failed_without_error(driver: Watched, transfer: TransferId, status: Status) -> Status:
-    """A failed transfer has no error."""
-    return replace(status, error=None)
+plant(
+    "seen",
+    {
+        "test_killed_before_a_transfer": {
+            "failed_without_error": lambda _, transfer, status: replace(status, error=None)
+        },
+        "test_killed_during_transfers": {
+            "ignores_death": lambda _, transfer, status: PENDING if status.error else status,
+            "death_means_done": lambda _, transfer, status: DONE if status.error else status,
+        },
+    },
+)
 
 
-@alters_status("test_killed_during_transfers")
-def ignores_death(driver: Watched, transfer: TransferId, status: Status) -> Status:
-    """A transfer with a dead peer is PENDING for ever."""
-    return PENDING if status.state is State.FAILED else status
-
-
-@alters_status("test_killed_during_transfers")
-def death_means_done(driver: Watched, transfer: TransferId, status: Status) -> Status:
-    """A transfer with a dead peer is DONE."""
-    return DONE if status.state is State.FAILED else status
-
-
-@alters_status("test_killed_during_transfers")
+@replaces("seen", "test_killed_during_transfers")
 def death_fails_only_one_transfer(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """Only the first transfer with a dead peer fails."""
     others = [
@@ -370,7 +365,7 @@ def mistakes_a_restarted_peer_for_the_former(driver: LoopbackTransport, address:
     return first
 
 
-@alters_status("test_killed_while_a_fork_lives_on")
+@replaces("seen", "test_killed_while_a_fork_lives_on")
 def detects_death_by_socket_only(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """Death is detected by the end of a socket, which a fork of the peer keeps open."""
     peer = driver._peers.get(driver._transfers[transfer].peer)
