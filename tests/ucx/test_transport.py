@@ -17,7 +17,7 @@ from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import State, registry
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.merged_copies import MergedCopies, merge_copies
-from kvferry.drivers.ucx import UcxTransport, client, transport
+from kvferry.drivers.ucx import UcxTransport, transport
 from kvferry.testing.peer_process import PeerServer
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import (
@@ -95,7 +95,7 @@ def test_a_small_read_of_memory_that_was_deregistered_fails(make: Make) -> None:
 def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
     make: Make, monkeypatch: pytest.MonkeyPatch, available: int
 ) -> None:
-    monkeypatch.setattr(client, "available_cores", lambda: available)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(available)))
     pair = paired(make(), make(), 8 * MIB)
     places = np.random.default_rng(5).permutation(8 * MIB // 4096)
     rows = [(4096 * i, 4096 * int(place), 4096) for i, place in enumerate(places)]

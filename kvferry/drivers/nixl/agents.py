@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, DriverError, PeerLostError, TransportError
 from kvferry.core.memory import Region
-from kvferry.drivers.nixl.agent import Agent, Handle, Registration, TransferChunk, bare
+from kvferry.drivers.nixl.agent import Agent, Handle, Registration, TransferChunk
 from kvferry.drivers.nixl.descriptor_lists import PagedChunk
 from kvferry.drivers.nixl.library import NixlLibrary
 from kvferry.drivers.nixl.options import NixlOptions, without_threads
@@ -127,10 +127,9 @@ class Agents:
         _check_files()
         try:
             made = Agent(self._library, f"{self.first.name}-2", self._options)
-        except DriverError as exc:
+        except (DriverError, *self._library.errors) as exc:
+            exc.__traceback__ = None  # its frames would keep the agent alive
             raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from exc
-        except self._library.errors as exc:
-            raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from bare(exc)
         try:
             _register(self.spans, [made])
         except TransportError:

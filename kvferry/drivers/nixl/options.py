@@ -57,7 +57,7 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         backend: NIXL's name of the backend, such as "UCX".
         backend_options: parameters of the backend, by NIXL's names; they override those that the
             function ``defaults`` returns.
-        telemetry: whether NIXL measures transfers, for ``NixlTransport.telemetry``.
+        telemetry: whether NIXL measures transfers, for its own exporters.
         progress_milliseconds: how long NIXL's progress thread sleeps at most when nothing arrives.
             At 0 it never sleeps, and takes a core.
         progress_thread: whether NIXL has a progress thread. Without one, the UCX backend has no

@@ -291,7 +291,9 @@ class Ucp:
         """Return an endpoint's transports, such as ``tcp/eth0``, some repeatedly; [] if unknown."""
         entries = (structs.TransportEntry * 64)()
         found = structs.EndpointAttributes.of(
-            entries=entries, num_entries=64, entry_size=ctypes.sizeof(structs.TransportEntry)
+            entries=ctypes.addressof(entries),
+            num_entries=64,
+            entry_size=ctypes.sizeof(structs.TransportEntry),
         )
         if self._library.ucp_ep_query(endpoint, ctypes.byref(found)):
             return []
