@@ -101,6 +101,9 @@ class Ucp:
         self.check = self._brief.ucp_request_check_status
         self.free = self._brief.ucp_request_free
         self.get = self._brief.ucp_get_nbx
+        self.destroy_key = library.ucp_rkey_destroy
+        self.destroy_worker = library.ucp_worker_destroy  # with its endpoints
+        self.destroy_context = library.ucp_cleanup  # without workers and registered memory
         self._check_threads()
         # The driver reports errors itself. The function is in libucs; without it, UCX prints.
         if "UCX_LOG_LEVEL" not in os.environ:
@@ -147,10 +150,6 @@ class Ucp:
             ) from exc
         finally:
             self._library.ucp_config_release(config)
-
-    def destroy_context(self, context: Context) -> None:
-        """Destroy a context. The caller has destroyed its workers and unmapped its memory."""
-        self._library.ucp_cleanup(context)
 
     def memory_kinds(self, context: Context) -> frozenset[str]:
         """Return the kinds of memory that a context can register, by kvferry's names."""
@@ -229,10 +228,6 @@ class Ucp:
         self._try(name, worker, ctypes.byref(event), trouble="no event descriptor")
         return address, event.value
 
-    def destroy_worker(self, worker: WorkerHandle) -> None:
-        """Destroy a worker and its endpoints."""
-        self._library.ucp_worker_destroy(worker)
-
     def arm(self, worker: WorkerHandle) -> bool:
         """Arm a worker's descriptor for its next event; return False if there is work already."""
         return bool(self._library.ucp_worker_arm(worker) == Code.OK)
@@ -306,10 +301,6 @@ class Ucp:
         return RemoteKey(
             self._new("ucp_ep_rkey_unpack", endpoint, packed + _MARGIN, trouble=trouble)
         )
-
-    def destroy_key(self, key: RemoteKey) -> None:
-        """Destroy a key that ``unpack_key`` returned."""
-        self._library.ucp_rkey_destroy(key)
 
     def function(self, name: str) -> Any:  # noqa: ANN401
         """Return a ctypes function of libucp, by its name."""
