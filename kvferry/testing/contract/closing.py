@@ -138,13 +138,18 @@ class ThreadTests(ContractSettings):
         make = imported(lab.settings.factory)
         takes = takes_enter(make)
         entered: list[threading.Thread] = []
-        started = _record_threads(monkeypatch)
-        choose_device = thread_setup(lab.settings.memory)
+        started: list[threading.Thread] = []
+        start, choose_device = threading.Thread.start, thread_setup(lab.settings.memory)
+
+        def recorded(thread: threading.Thread) -> None:
+            started.append(thread)
+            start(thread)
 
         def enter() -> None:
             entered.append(threading.current_thread())
             choose_device()
 
+        monkeypatch.setattr(threading.Thread, "start", recorded)
         given = {"enter": enter} if takes else {}
         transport: Transport = make(**lab.settings.options, **given)
         try:
@@ -158,19 +163,6 @@ class ThreadTests(ContractSettings):
             assert len(entered) == len(set(entered)), "a thread has called enter twice"
         finally:
             transport.close()
-
-
-def _record_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """Return the list to which every thread is added that starts from now on."""
-    started: list[threading.Thread] = []
-    start = threading.Thread.start
-
-    def recorded(thread: threading.Thread) -> None:
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", recorded)
-    return started
 
 
 def _use(lab: Workbench, transport: Transport, remote: Process) -> None:

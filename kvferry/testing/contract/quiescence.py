@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -134,25 +133,17 @@ _MOST_MESSAGES = 5000
 """How many notifications are sent to a stopped peer at most."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
 class Caught:
     """A transfer of which some bytes have arrived, and whose peer was stopped then."""
 
-    lab: Workbench
-    there: Process
-    transport: Transport
-    mine: Buffer = field(init=False)
-    peer: PeerId = field(init=False)
-    transfer: TransferId = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.mine = self.lab.buffer(MIB, self.transport, CPU)
-        self.mine.put(self.lab.fresh())
-        self.peer = self.transport.connect(self.there.address())
-        copies = self.lab.lasting(self.there, self.mine.region)
-        self.transfer = self.transport.read(self.peer, copies)
-        self.lab.await_some(self.transfer, self.mine, self.transport)
-        self.there.stop()
+    def __init__(self, lab: Workbench, there: Process, transport: Transport) -> None:
+        self.lab, self.there, self.transport = lab, there, transport
+        self.mine = lab.buffer(MIB, transport, CPU)
+        self.mine.put(lab.fresh())
+        self.peer = transport.connect(there.address())
+        self.transfer = transport.read(self.peer, lab.lasting(there, self.mine.region))
+        lab.await_some(self.transfer, self.mine, transport)
+        there.stop()
         # What is asked for now reaches the peer's kernel, but not its process.
         self.lab.until(lambda: self.final, _PILES_UP_SECONDS)
 
@@ -197,7 +188,7 @@ class StoppedPeerTests(ContractSettings):
         """
         if not lab.capabilities.cancel:
             return
-        caught = Caught(lab=lab, there=stoppable, transport=lab.transport)
+        caught = Caught(lab, stoppable, lab.transport)
         lab.transport.cancel(caught.transfer)
         caught.keeps(caught.mine.region)
         if not lab.until(lambda: caught.final, _SOON_SECONDS):
@@ -214,7 +205,7 @@ class StoppedPeerTests(ContractSettings):
         In the first case no byte of the transfer's memory changes any more. In the second the
         transfer stays FAILING, and its memory stays in use.
         """
-        caught = Caught(lab=lab, there=stoppable, transport=lab.transport)
+        caught = Caught(lab, stoppable, lab.transport)
         try:
             lab.transport.disconnect(caught.peer)
         except TransportError:
@@ -231,7 +222,7 @@ class StoppedPeerTests(ContractSettings):
         self, lab: Workbench, stoppable: Process
     ) -> None:
         transport = lab.make()
-        caught = Caught(lab=lab, there=stoppable, transport=transport)
+        caught = Caught(lab, stoppable, transport)
         try:
             transport.close()
         except TransportError:

@@ -214,6 +214,15 @@ class Workbench:
             return f"after {self.settings.patience:g} s (the setting patience)"
         return f"after {seconds:.3g} s"
 
+    @staticmethod
+    def durations(call: Callable[[], object], count: int = 20) -> list[float]:
+        """Return the seconds that each of some calls took, the shortest first."""
+        moments = [time.monotonic()]
+        for _ in range(count):
+            call()
+            moments.append(time.monotonic())
+        return sorted(np.diff(moments).tolist())
+
     @contextlib.contextmanager
     def within_patience(self, what: str) -> Iterator[None]:
         """Fail the test if the ``with`` block takes longer than ``patience``."""
@@ -269,17 +278,15 @@ class Workbench:
         disconnects the peer, which also ends its other transfers.
         """
         status = self.known(transfer)
-        if status.state is State.FAILING:
-            if self.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
-                self.transport.disconnect(peer)
-                (status,) = self.poll([transfer])
-                assert status.state is State.FAILED, f"disconnect has returned, and it is {status}"
-            else:
-                self.wait_for(
-                    lambda: self.state(transfer).final,
-                    f"quiescence is ALWAYS, and it is still {status}",
-                )
-                (status,) = self.poll([transfer])
+        if status.state is not State.FAILING:
+            return status
+        if self.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
+            self.transport.disconnect(peer)
+        else:
+            still = f"quiescence is ALWAYS, and it is still {status}"
+            self.wait_for(lambda: self.state(transfer).final, still)
+        (status,) = self.poll([transfer])
+        assert status.state is State.FAILED, f"disconnect has returned, and it is {status}"
         return status
 
     def finish(self, transfer: TransferId, transport: Transport | None = None) -> None:
@@ -345,11 +352,14 @@ class Workbench:
         peer = self.connect(remote)
         return peer, self.transport.read(peer, self.lasting(remote))
 
+    def reads(self, remote: TransportPeer, copies: Copies, notify: bytes | None = None) -> None:
+        """Connect to a peer, read from it, and wait until the transfer is DONE."""
+        self.finish(self.transport.read(self.connect(remote), copies, notify))
+
     def works(self, remote: TransportPeer) -> None:
         """Assert that the transport under test can still read from a peer."""
         self.mine.put(np.zeros(MIB, np.uint8))
-        peer = self.connect(remote)
-        self.finish(self.transport.read(peer, self.whole(remote)))
+        self.reads(remote, self.whole(remote))
         np.testing.assert_array_equal(self.mine.get(), remote.get())
 
     def await_some(
