@@ -127,7 +127,7 @@ class Agents:
         _check_files()
         try:
             made = Agent(self._library, f"{self.first.name}-2", self._options)
-        except (DriverError, *self._library.errors) as exc:
+        except (DriverError, *self._library.errors) as exc:  # type: ignore[misc]
             exc.__traceback__ = None  # its frames would keep the agent alive
             raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from exc
         try:

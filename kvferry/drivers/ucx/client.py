@@ -109,7 +109,10 @@ class Client(ProgressTarget):
         for transfer in self._transfers:
             transfer.advance(now, self._idle_timeout)
         self._transfers = [transfer for transfer in self._transfers if not transfer.final]
-        self._confirm_withdrawals()
+        for connection in self._connections.values():
+            if connection.unconfirmed:
+                used = [t.remote_keys for t in self._transfers if t.uses(connection)]
+                connection.confirm_withdrawals(frozenset().union(*used))
         return busy
 
     def _progress_transfers(self) -> list[Worker]:
@@ -122,15 +125,14 @@ class Client(ProgressTarget):
         ]
         if not moving:
             return []
-        first = moving[0]
-        second = next((other for other in moving if other is not first), None)
-        if second is None:
+        first, *others = dict.fromkeys(moving)
+        if not others:
             first.progress(COPY_SECONDS)
             return [first]
         if self._copy_thread is None:
             self._copy_thread = CopyThread(f"{self._name}-copy", self._enter)
-        self._copy_thread.progress_both(first, second)
-        return [first, second]
+        self._copy_thread.progress_both(first, others[0])
+        return [first, others[0]]
 
     # Connections.
 
@@ -294,13 +296,12 @@ class Client(ProgressTarget):
             connection.close(PeerLostError(f"{server.name}'s process has ended"))
         waited = now - connection.opened
         if connection.state is ConnectionState.CONNECTING and waited > self._connect_timeout:
-            connection.close(
-                PeerLostError(
-                    f"{server.name} has not answered in {self._connect_timeout:g} s: it may be "
-                    "stopped, or the network cut (driver_options: connect_seconds), or another "
-                    "is there by now: connect with a new address"
-                )
+            silence = PeerLostError(
+                f"{server.name} has not answered in {self._connect_timeout:g} s: it may be "
+                "stopped, or the network cut (driver_options: connect_seconds), or another is "
+                "there by now: connect with a new address"
             )
+            connection.close(silence)
         if connection.state is ConnectionState.BROKEN:
             self._release(connection)
 
@@ -316,9 +317,3 @@ class Client(ProgressTarget):
         if not shared and len(self._workers) > 1:
             del self._workers[worker]
             worker.destroy()
-
-    def _confirm_withdrawals(self) -> None:
-        for connection in self._connections.values():
-            if connection.unconfirmed:
-                used = [t.remote_keys for t in self._transfers if t.uses(connection)]
-                connection.confirm_withdrawals(frozenset().union(*used))
