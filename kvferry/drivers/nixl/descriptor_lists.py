@@ -43,7 +43,12 @@ class DescriptorLists:
         Copies of 0 bytes are left out. The rows, local and remote, are valid until the next chunk.
         """
         if len(copies) == len(copies.segments) == 1:
-            yield from _one(copies, *copies.segments)
+            # To NIXL, a list of one tuple takes less time than an array.
+            [segment], nbytes = copies.segments, copies.nbytes.item()
+            if nbytes:
+                local = [(copies.local.item(), nbytes, segment.local.device)]
+                remote = [(copies.remote.item(), nbytes, segment.remote.device)]
+                yield (segment.local.kind, segment.remote.kind), local, remote
             return
         for _, group in itertools.groupby(copies.segments, _devices):
             segments = list(group)
@@ -67,18 +72,6 @@ class DescriptorLists:
             local, remote = local[full], remote[full]
         if len(local):
             yield (segment.local.kind, segment.remote.kind), local, remote
-
-
-def _one(copies: Copies, segment: Segment) -> Iterator[tuple[Kinds, Rows, Rows]]:
-    # To NIXL, a list of one tuple takes less time than an array.
-    here, there, nbytes = segment.local, segment.remote, copies.nbytes.item()
-    if nbytes:
-        local, remote = copies.local.item(), copies.remote.item()
-        yield (
-            (here.kind, there.kind),
-            [(local, nbytes, here.device)],
-            [(remote, nbytes, there.device)],
-        )
 
 
 def _devices(segment: Segment) -> tuple[str, int, str, int]:

@@ -15,8 +15,7 @@ from kvferry.drivers.nixl.peer import NixlPeer
 AT_ONCE = 2
 """Chunks posted at once; not more, as NIXL fails posted copies one by one if the peer dies."""
 
-_PENDING = Status(state=State.PENDING)
-_DONE = Status(state=State.DONE)
+_PENDING, _DONE = Status(state=State.PENDING), Status(state=State.DONE)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -271,12 +271,11 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _drained(self, transfers: Sequence[NixlTransfer]) -> bool:
         """Make progress until all chunks have ended; return whether within ``grace_seconds``."""
         deadline = time.monotonic() + self.grace_seconds
-        undrained = list(transfers)
         while True:
-            self._progress(undrained)
-            undrained = [transfer for transfer in undrained if not transfer.drained]
-            if not undrained or time.monotonic() > deadline:
-                return not undrained
+            self._progress(transfers)
+            drained = all(transfer.drained for transfer in transfers)
+            if drained or time.monotonic() > deadline:
+                return drained
             time.sleep(_POLL_SECONDS)
 
     def _settle(self, transfers: Sequence[NixlTransfer]) -> None:
