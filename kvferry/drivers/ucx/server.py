@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
@@ -180,11 +182,11 @@ class Server(ProgressTarget):
 
     def _on_fetch(self, connection: ClientConnection, message: Fetch) -> None:
         refusal, addresses, lengths = check_rows(message.rows, self.regions)
-        buffer = self.worker.take_buffer()
-        self.worker.poster.copy(consecutive(buffer.ctypes.data, lengths), addresses, lengths)
+        body = np.empty(int(lengths.sum()), np.uint8)
+        self.worker.poster.copy(consecutive(body.ctypes.data, lengths), addresses, lengths)
         answer = Fetched(message.connection, message.number, refusal)
         with contextlib.suppress(TransportError):
-            self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
+            self.worker.send(connection.endpoint, answer, body)
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
         client = connection.hello.client
