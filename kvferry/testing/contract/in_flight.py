@@ -37,10 +37,7 @@ class InFlightTests(ContractSettings):
     """Tests of calls during a transfer that takes seconds (``ContractSettings.lasting_bytes``)."""
 
     def test_cancel_ends_a_transfer_early(self, lab: Workbench, remote: TransportPeer) -> None:
-        """A running transfer that is cancelled becomes FAILED, and its notification is not sent.
-
-        A driver that cannot cancel accepts the call, and the transfer continues to its end.
-        """
+        """It is FAILED, without its notification; without the capability, it goes on to its end."""
         peer = lab.connect(remote)
         if not lab.capabilities.cancel:
             self._cancel_does_nothing(lab, remote, peer)
@@ -174,10 +171,7 @@ class InFlightTests(ContractSettings):
     def test_other_calls_change_nothing_for_a_transfer(
         self, lab: Workbench, shared: Process
     ) -> None:
-        """A running transfer is not disturbed by other calls.
-
-        The calls connect, register memory, notify, and start a transfer with another peer.
-        """
+        """The calls connect, register memory, notify, and start a transfer with another peer."""
         peer, lasting = lab.begin(shared)
         spare = lab.buffer(MIB, lab.transport)
         other = lab.neighbour()
@@ -251,10 +245,7 @@ _LONG_SECONDS = 1.0
 
 
 class ConcurrentConnectTests(ContractSettings):
-    """One thread connects and disconnects while another makes all other calls.
-
-    The tests pass without a check if the capabilities lack ``concurrent_connect``.
-    """
+    """With ``concurrent_connect``, a thread connects and disconnects while another works."""
 
     def test_peers_come_and_go_beside_transfers(self, lab: Workbench, shared: Process) -> None:
         if not lab.capabilities.concurrent_connect:
@@ -322,10 +313,7 @@ class ConcurrentConnectTests(ContractSettings):
 
     @staticmethod
     def _connected_during_a_disconnect(lab: Workbench, process: Process) -> PeerId:
-        """Connect to a stopped peer while it is disconnected, and return what ``connect`` returned.
-
-        When this returns, ``disconnect`` has succeeded, and the peer is no longer stopped.
-        """
+        """Connect to a stopped peer while it is disconnected; return the id, once all is over."""
         address = process.address()
         peer, _ = lab.begin(process)
         process.stop()
@@ -354,10 +342,7 @@ class ConcurrentConnectTests(ContractSettings):
     def _beside_its_disconnect(
         lab: Workbench, process: Process, others: Callable[[], None]
     ) -> tuple[float, float]:
-        """Disconnect a stopped peer during a transfer, while ``others`` moves bytes of another.
-
-        Returns seconds: the longest in which none of those ended, and those of ``disconnect``.
-        """
+        """Disconnect a stopped peer; return the longest run of ``others``, and how long it took."""
         peer, _ = lab.begin(process)
         process.stop()
         try:

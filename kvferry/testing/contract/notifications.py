@@ -17,10 +17,7 @@ from kvferry.testing.peers import Process, TransportPeer
 
 
 class NotificationTests(ContractSettings):
-    """Tests of free and bound notifications.
-
-    A driver that has no notifications (``max_notification`` is 0) must refuse to send them.
-    """
+    """Tests of notifications, free and bound; without ``max_notification``, they are refused."""
 
     def test_without_the_capability_they_are_refused(self, lab: Workbench, shared: Process) -> None:
         if lab.notifies:
@@ -110,10 +107,7 @@ class NotificationTests(ContractSettings):
         assert shared.notifications(1, 0.05) == []
 
     def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench) -> None:
-        """A notification does not arrive before all segments of its long transfer are DONE.
-
-        It never arrives if the transfer fails.
-        """
+        """Nor its last segment; and it never arrives if the transfer fails."""
         if not lab.notifies:
             return
         neighbour = lab.neighbour()

@@ -58,10 +58,7 @@ class PeerTests(ContractSettings):
     # What the transport tells about itself.
 
     def test_it_says_itself_for_which_version_it_was_written(self, lab: Workbench) -> None:
-        """The driver sets ``interface_version`` itself, with the major version of this interface.
-
-        A version inherited from ``Transport`` would change although the driver has not.
-        """
+        """A version inherited from ``Transport`` would change although the driver has not."""
         assert type(lab.transport).interface_version[0] == INTERFACE_VERSION[0]
         kinds = type(lab.transport).__mro__
         own = [kind for kind in kinds if "interface_version" in vars(kind)]
@@ -106,10 +103,7 @@ class PeerTests(ContractSettings):
     def test_an_address_that_was_changed_on_its_way_harms_nobody(
         self, lab: Workbench, shared: Process
     ) -> None:
-        """With a damaged address, ``connect`` succeeds or raises ``ConnectError``.
-
-        In both cases transfers with other peers continue, and new transfers work.
-        """
+        """``connect`` succeeds or raises ``ConnectError``, and other peers are not affected."""
         neighbour = lab.neighbour()
         peer, lasting = lab.begin(shared)
         for wrong in flipped(neighbour.address(), _FLIPS):
@@ -121,10 +115,7 @@ class PeerTests(ContractSettings):
     def test_an_address_under_another_name_takes_no_connection_away(
         self, lab: Workbench, shared: Process
     ) -> None:
-        """``connect`` with a changed name in a connected peer's address does not affect that peer.
-
-        Transfers with the peer continue, and ``connect`` to its own address returns the same id.
-        """
+        """Its transfers go on, and ``connect`` to its own address returns the same id."""
         address = shared.address()
         peer, lasting = lab.begin(shared)
         for wrong in renamed(address, shared.name):
@@ -185,10 +176,7 @@ class PeerTests(ContractSettings):
             np.testing.assert_array_equal(near, pattern(MIB, index)[5:][:size])
 
     def test_both_sides_at_once(self, lab: Workbench, shared: Process) -> None:
-        """Two transports run a transfer with each other at the same time, and all bytes arrive.
-
-        The transport under test moves the lower half of the buffers, its peer the upper half.
-        """
+        """The transport under test moves the lower half of the buffers, its peer the upper half."""
         half = MIB // 2
         mine, theirs = pattern(MIB, 6), shared.get()
         lab.mine.put(mine)
@@ -214,10 +202,7 @@ class PeerTests(ContractSettings):
             lab.finish(transfer)
 
     def test_a_limit_of_unfinished_transfers_is_kept(self, lab: Workbench, shared: Process) -> None:
-        """While ``max_outstanding`` transfers are unfinished, another transfer is refused.
-
-        Transfers that have ended and transfers that were refused do not count as unfinished.
-        """
+        """Transfers that have ended and transfers that were refused do not count as unfinished."""
         peer = lab.connect(shared)
         limit = lab.capabilities.max_outstanding
         outside = batch(lab.mine.region, shared.region, [0], [MIB], [8])

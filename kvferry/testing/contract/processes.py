@@ -84,10 +84,7 @@ class ProcessTests(ContractSettings):
             lab.works(other)
 
     def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process) -> None:
-        """The death of a peer's process is reported in time although a forked child of it lives on.
-
-        The child keeps the inherited sockets open, so the kernel closes no connection of the peer.
-        """
+        """The child keeps inherited sockets open: the kernel closes no connection of the peer."""
         peer = lab.connect(process)
         copies = lab.lasting(process)
         # The child inherits only what the peer has already accepted: use the connection first.

@@ -104,10 +104,7 @@ class TransferTests(ContractSettings):
         np.testing.assert_array_equal(shared.get(), content)
 
     def test_two_memory_kinds_in_one_transfer(self, lab: Workbench) -> None:
-        """One transfer moves bytes of every memory kind that driver and machine have.
-
-        If that is only one kind, the transfer has two regions of this kind on each side.
-        """
+        """All that driver and machine have; if that is one kind, two regions of it on each side."""
         others = lab.capabilities.memory - {lab.mine.region.kind}
         kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
         other = lab.make()

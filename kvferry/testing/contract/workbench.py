@@ -79,10 +79,7 @@ class ContractSettings:
 
     @pytest.fixture
     def shared(self, lab: Workbench, lasting_process: Process) -> Iterator[Process]:
-        """A peer in a process of its own, for tests that neither kill nor stop the process.
-
-        The tests of a class share the process; the buffer is filled anew before each test.
-        """
+        """A peer process for a class's tests that neither kill nor stop it; filled anew for each."""
         with lab.turning_for(lasting_process):
             lasting_process.reset()
             yield lasting_process
@@ -147,10 +144,7 @@ class Workbench:
     def buffer(
         self, nbytes: int, transport: Transport | None = None, memory: str | None = None
     ) -> Buffer:
-        """Return a buffer of zeros, registered with a transport if one is given.
-
-        ``memory`` is its kind, by default the one under test.
-        """
+        """Return a buffer of zeros, by default of the kind under test, perhaps registered."""
         made = allocate(memory or self.settings.memory, nbytes)
         # Memory has to stay until every transport is closed, whatever the test drops.
         self._buffers.append(made)
@@ -296,10 +290,7 @@ class Workbench:
         (transport or self.transport).forget(transfer)
 
     def known_in_time(self, transfer: TransferId, since: float) -> Status:
-        """Wait until a transfer with a peer that died at ``since`` is not PENDING any more.
-
-        Fail the test if it still is ``known_within`` seconds after that.
-        """
+        """Assert that a transfer with a peer that died at ``since`` is not PENDING for too long."""
         limit = self.settings.known_within
         remaining = since + limit - time.monotonic()
         known = self.until(lambda: self.state(transfer) is not State.PENDING, max(remaining, 0.05))
@@ -397,12 +388,9 @@ class Workbench:
 
     def done_there(self, process: Process) -> None:
         """Wait for the transfer that ``Process.begin`` has started, and assert that it is DONE."""
-        before = time.monotonic()
         self.wait_for(process.answered, "the other side's transfer has not ended")
-        status, took = process.ended(), time.monotonic() - before
-        assert status.state is State.DONE, (
-            f"the other side's transfer is {status} {self.waited(took)}"
-        )
+        status = process.ended()
+        assert status.state is State.DONE, f"the other side's transfer is {status}"
 
     # Watching memory.
 
