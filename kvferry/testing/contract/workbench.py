@@ -79,7 +79,7 @@ class ContractSettings:
 
     @pytest.fixture
     def shared(self, lab: Workbench, lasting_process: Process) -> Iterator[Process]:
-        """A peer process for a class's tests that neither kill nor stop it; filled anew for each."""
+        """A peer process of a class, for tests that neither kill nor stop it; filled anew."""
         with lab.turning_for(lasting_process):
             lasting_process.reset()
             yield lasting_process

@@ -188,7 +188,6 @@ def takes_any_region(driver: LoopbackTransport, read: Read) -> Read:
 
 @replaces("altered", "test_regions_of_another_peer_are_refused")
 def mixes_regions_of_peers(driver: LoopbackTransport, read: Read) -> Read:
-    """Memory that one peer registered may be read from every peer."""
     found = driver._find_peer(read.peer)
     for other in driver._peers.values():
         found.regions = other.regions | found.regions
@@ -197,7 +196,6 @@ def mixes_regions_of_peers(driver: LoopbackTransport, read: Read) -> Read:
 
 @replaces("altered", "test_regions_of_another_peer_are_refused")
 def accepts_remote_region_as_local(driver: LoopbackTransport, read: Read) -> Read:
-    """A region of a peer is accepted as a local region."""
     known = {region for one in driver._peers.values() for region in one.regions}
     for segment in read.copies.segments:
         if segment.local in known and segment.local not in driver._registered:
@@ -207,7 +205,6 @@ def accepts_remote_region_as_local(driver: LoopbackTransport, read: Read) -> Rea
 
 @replaces("altered", "test_large_transfers")
 def done_after_the_first_part(_: LoopbackTransport, read: Read) -> Read:
-    """A large transfer is split in two, and DONE with the first part."""
     if not 32 << 20 < read.copies.total <= 1 << 30:
         return read
     nbytes = read.copies.nbytes.copy()
@@ -273,8 +270,6 @@ def deregister_has_no_effect(driver: LoopbackTransport, region: Region) -> None:
 
 @caught_by("test_registering_again_has_no_effect")
 class CountsRegistrations(LoopbackTransport):
-    """A region that was registered twice must be deregistered twice."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._counts = Counter[Region]()
@@ -309,7 +304,6 @@ plant(
 def only_first_region_is_in_use(
     driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
 ) -> TransferId:
-    """Of a transfer with several regions, only the first counts as in use."""
     transfer = LoopbackTransport.read(driver, peer, copies, notify)
     first = frozenset(one.local for one in copies.segments[:1])
     driver._transfers[transfer] = driver._transfers[transfer]._replace(local=first)
@@ -318,7 +312,6 @@ def only_first_region_is_in_use(
 
 @replaces("deregister", "test_a_region_in_use_is_not_deregistered")
 def all_regions_are_in_use(driver: LoopbackTransport, region: Region) -> None:
-    """While any transfer is under way, no region can be deregistered."""
     if driver._unfinished():
         raise TransportUsageError("busy")
     LoopbackTransport.deregister(driver, region)
@@ -346,7 +339,6 @@ class RefusedTransferKeepsRegionInUse(LoopbackTransport):
 
 @replaces("register", "test_overlapping_regions_are_separate")
 def refuses_overlaps(driver: LoopbackTransport, region: Region) -> None:
-    """A part of a registered region cannot be registered."""
     if any(one != region and one.contains(region) for one in driver._registered):
         raise TransportError("it overlaps")
     LoopbackTransport.register(driver, region)
@@ -354,7 +346,6 @@ def refuses_overlaps(driver: LoopbackTransport, region: Region) -> None:
 
 @replaces("deregister", "test_overlapping_regions_are_separate")
 def deregisters_regions_within(driver: LoopbackTransport, region: Region) -> None:
-    """Deregistering a region also deregisters the regions within it."""
     LoopbackTransport.deregister(driver, region)
     for one in [one for one in driver._registered if region.contains(one)]:
         LoopbackTransport.deregister(driver, one)
@@ -381,16 +372,12 @@ class ReadsPages(LoopbackTransport):
 
 @caught_by("test_paged_read_moves_the_right_bytes")
 class IgnoresPlacesWithinPages(ReadsPages):
-    """All places of a page are taken for its first."""
-
     def parts(self, pages: PagedCopies) -> Iterable[PlacedStrips]:
         return (replace(one, local=one.local % one.strips.local.pages) for one in pages.parts)
 
 
 @caught_by("test_read_pages_is_refused_without_the_capability")
 class ExceedsCapabilities(OtherCapabilities, ReadsPages):
-    """It can do what its capabilities deny."""
-
     can: ClassVar = {"paged_reads": False}
 
 
@@ -405,16 +392,12 @@ class KeepsTheFirstPlaces(ReadsPages):
 
 @caught_by("test_strips_of_two_objects_in_one_read")
 class ReadsOnlyTheFirstStrips(ReadsPages):
-    """Of several strips in one read, only the first are read."""
-
     def parts(self, pages: PagedCopies) -> Iterable[PlacedStrips]:
         return pages.parts[:1]
 
 
 @caught_by("test_places_that_do_not_exist_are_refused")
 class ClipsPlaces(ReadsPages):
-    """A place that does not exist is taken for the last."""
-
     def read_pages(
         self, peer: PeerId, pages: PagedCopies, notify: bytes | None = None
     ) -> TransferId:
@@ -431,8 +414,6 @@ class ClipsPlaces(ReadsPages):
 
 @caught_by("test_notification_bound_to_a_paged_read")
 class DropsTheBoundNotification(ReadsPages):
-    """A read by pages sends no notification."""
-
     def _start_paged(self, request: PagedRequest[LoopbackConnection]) -> LoopbackTransfer:
         return super()._start_paged(request._replace(notify=None))
 

@@ -24,7 +24,6 @@ taken = LoopbackTransport.notifications
 
 @replaces("altered", "test_a_bound_one_does_not_overtake_a_long_transfer")
 def notifies_with_the_first_part(driver: LoopbackTransport, read: Read) -> Read:
-    """A transfer is split in two, and its notification is sent with the first part."""
     peer, copies, notify = read
     first = copies.segments[0].stop if copies.segments else 0
     if notify is None or not 0 < first < len(copies):
@@ -35,7 +34,6 @@ def notifies_with_the_first_part(driver: LoopbackTransport, read: Read) -> Read:
 
 @replaces("altered", "test_other_lengths_are_refused_and_nothing_has_moved")
 def checks_payload_last(driver: LoopbackTransport, read: Read) -> Read:
-    """A transfer whose notification is refused moves its bytes first."""
     if read.notify is not None:
         LoopbackTransport.read(driver, read.peer, read.copies)
     return read
@@ -74,8 +72,6 @@ plant(
 
 @caught_by("test_each_arrives_once_in_order_and_says_from_whom")
 class DeliversNotificationsTwice(LoopbackTransport):
-    """``notifications`` returns every notification twice."""
-
     def notifications(self) -> list[Notification]:
         fresh = super().notifications()
         again, self._again = getattr(self, "_again", []), fresh
@@ -91,8 +87,6 @@ class ExceedsMaxNotification(OtherCapabilities):
 
 @caught_by("test_senders_are_told_apart")
 class NamesTheFirstSender(LoopbackTransport):
-    """Every notification names the first sender."""
-
     def notifications(self) -> list[Notification]:
         found = super().notifications()
         if found and not hasattr(self, "_first"):
@@ -104,7 +98,6 @@ class NamesTheFirstSender(LoopbackTransport):
 def notifies_the_newest_peer(
     driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
 ) -> TransferId:
-    """A bound notification is sent to the peer that was connected last."""
     driver._find_peer(peer)
     newest = max(driver._peers)
     if notify is None or newest == peer:
@@ -130,8 +123,6 @@ class BindsItself(LoopbackTransport):
 
 @caught_by("test_cancel_ends_a_transfer_early")
 class NotifiesWhenTheTransferFails(BindsItself):
-    """A bound notification is sent at the end, even if the transfer failed."""
-
     def cancel(self, transfer: TransferId) -> None:
         super().cancel(transfer)
         if transfer in self._unsaid:
@@ -140,8 +131,6 @@ class NotifiesWhenTheTransferFails(BindsItself):
 
 @caught_by("test_disconnect_fails_what_is_in_flight")
 class DisconnectSendsBoundNotifications(BindsItself):
-    """``disconnect`` sends the notifications of unfinished transfers."""
-
     def disconnect(self, peer: PeerId) -> None:
         self._find_peer(peer)
         for other, payload in self._unsaid.values():
@@ -152,8 +141,6 @@ class DisconnectSendsBoundNotifications(BindsItself):
 
 @caught_by("test_quiet_after_close")
 class CloseSendsBoundNotifications(BindsItself):
-    """``close`` sends the notifications of the transfers that it ended."""
-
     def close(self) -> None:
         for peer, payload in self._unsaid.values():
             if peer in self._peers:
@@ -164,8 +151,6 @@ class CloseSendsBoundNotifications(BindsItself):
 
 @caught_by("test_quiet_after_a_failure")
 class FailureSendsBoundNotification(BindsItself):
-    """A transfer that failed by itself still sends its notification."""
-
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         statuses = super().poll(transfers)
         for transfer, status in zip(transfers, statuses, strict=True):
@@ -176,7 +161,6 @@ class FailureSendsBoundNotification(BindsItself):
 
 @replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
 def notify_waits_for_the_peer(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
-    """``notify`` returns only when the socket of the peer has taken the notification."""
     LoopbackTransport.notify(driver, peer, payload)
     channel, until = driver._peers[peer].channel, time.monotonic() + 3
     while channel._queue and time.monotonic() < until:

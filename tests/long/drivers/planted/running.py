@@ -37,8 +37,6 @@ def poll_ignores_order_of_ids(
 
 @caught_by("test_done_stays_until_it_is_forgotten")
 class ReusesTransferIds(LoopbackTransport):
-    """The id of a forgotten transfer is given to the next one."""
-
     def forget(self, transfer: TransferId) -> None:
         super().forget(transfer)
         self._ids = iter([transfer, *range(transfer + 1, transfer + 10_000)])  # type: ignore[assignment]
@@ -48,7 +46,6 @@ class ReusesTransferIds(LoopbackTransport):
 def disconnect_fails_done_transfers(
     driver: Watched, transfer: TransferId, status: Status
 ) -> Status:
-    """A transfer that was DONE is FAILED once its peer is disconnected."""
     peer = driver._transfers[transfer].peer
     return status if peer in driver._peers else failed("disconnected")
 
@@ -57,7 +54,6 @@ def disconnect_fails_done_transfers(
 def forgets_done_transfers(
     driver: LoopbackTransport, transfers: Sequence[TransferId]
 ) -> list[Status]:
-    """A transfer is forgotten once ``poll`` has reported its end."""
     statuses = LoopbackTransport.poll(driver, transfers)
     for transfer, status in zip(transfers, statuses, strict=True):
         if status.state.final and transfer in driver._transfers:
@@ -67,14 +63,12 @@ def forgets_done_transfers(
 
 @replaces("forget", "test_only_final_transfers_can_be_forgotten")
 def forgets_running_transfers(driver: LoopbackTransport, transfer: TransferId) -> None:
-    """A transfer in flight can be forgotten."""
     if driver._find_transfer(transfer).final:
         LoopbackTransport.forget(driver, transfer)
 
 
 @replaces("poll", "test_poll_does_not_block")
 def poll_blocks(driver: LoopbackTransport, transfers: Sequence[TransferId]) -> list[Status]:
-    """``poll`` waits a while for the end of a transfer."""
     end = time.monotonic() + 0.06
     while time.monotonic() < end and driver._unfinished():
         time.sleep(0.001)
@@ -83,8 +77,6 @@ def poll_blocks(driver: LoopbackTransport, transfers: Sequence[TransferId]) -> l
 
 @caught_by("test_calls_may_come_from_different_threads")
 class RefusesOtherThreads(LoopbackTransport):
-    """Only the thread that made the transport may call it."""
-
     def __init__(self, **options: Any) -> None:
         self._thread = threading.get_ident()
         super().__init__(**options)
@@ -111,7 +103,6 @@ class ProgressesOnlyInPoll(KeepsArraysUntilPoll):
 def holds_the_interpreter_lock(
     driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
 ) -> TransferId:
-    """``read`` holds the interpreter lock for long."""
     transfer = LoopbackTransport.read(driver, peer, copies, notify)
     if copies.total > 1 << 30:
         ctypes.PyDLL(None).usleep(900_000)
@@ -120,7 +111,6 @@ def holds_the_interpreter_lock(
 
 @replaces("notifications", "test_notifications_does_not_block")
 def notifications_blocks(driver: LoopbackTransport) -> list[Notification]:
-    """``notifications`` waits a while for a notification."""
     found = LoopbackTransport.notifications(driver)
     if not found:
         time.sleep(0.1)
@@ -129,8 +119,6 @@ def notifications_blocks(driver: LoopbackTransport) -> list[Notification]:
 
 @caught_by("test_a_batch_moves_its_bytes_and_no_others")
 class DoneBecomesPending(Watched):
-    """A transfer that was DONE is PENDING at the next poll."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._told: set[TransferId] = set()
@@ -145,13 +133,11 @@ class DoneBecomesPending(Watched):
 
 @replaces("cancel", "test_cancel_ends_a_transfer_early")
 def claims_to_cancel(driver: LoopbackTransport, transfer: TransferId) -> None:
-    """``cancel`` has no effect."""
     driver._find_transfer(transfer)
 
 
 @replaces("wake_when_ended", "test_the_end_of_a_transfer_wakes_the_caller")
 def claims_to_wake(driver: LoopbackTransport, wake: Callable[[], None]) -> bool:
-    """It says that it wakes the caller, and never does."""
     return True
 
 
@@ -183,7 +169,6 @@ class DisconnectDoesNotWait(Watched):
 
 @replaces("disconnect", "test_disconnect_leaves_other_peers_alone")
 def disconnects_all_peers(driver: LoopbackTransport, peer: PeerId) -> None:
-    """``disconnect`` disconnects all other peers, too."""
     LoopbackTransport.disconnect(driver, peer)
     for other in list(driver._peers):
         LoopbackTransport.disconnect(driver, other)
@@ -191,8 +176,6 @@ def disconnects_all_peers(driver: LoopbackTransport, peer: PeerId) -> None:
 
 @caught_by("test_cancel_leaves_other_transfers_alone")
 class CancelsLaterTransfers(LoopbackTransport):
-    """``cancel`` also cancels the transfers that were begun later."""
-
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
         job = self._find_transfer(transfer)
@@ -224,30 +207,24 @@ class CloseDoesNotWait(LoopbackTransport):
 
 @replaces("seen", "test_disconnect_fails_what_is_in_flight")
 def disconnect_reports_other_error(driver: Watched, transfer: TransferId, status: Status) -> Status:
-    """A transfer that ``disconnect`` ended does not fail with ``PeerLostError``."""
     lost = isinstance(status.error, PeerLostError)
     return replace(status, error=TransportError("it failed")) if lost else status
 
 
 @caught_by("test_killed_before_a_transfer")
 class DeregistersMemoryOfFailingTransfer(FailingUntilDisconnect):
-    """Memory of a failing transfer can be deregistered."""
-
     def deregister(self, region: Region) -> None:
         LoopbackTransport.deregister(self, region)
 
 
 @caught_by("test_killed_before_a_transfer")
 class ForgetsFailingTransfer(FailingUntilDisconnect):
-    """A failing transfer can be forgotten."""
-
     def forget(self, transfer: TransferId) -> None:
         LoopbackTransport.forget(self, transfer)
 
 
 @replaces("cancel", "test_cancel_does_not_wait_for_the_end")
 def cancel_waits_for_the_end(driver: LoopbackTransport, transfer: TransferId) -> None:
-    """``cancel`` returns only when the transfer is final."""
     running = not driver._find_transfer(transfer).final
     LoopbackTransport.cancel(driver, transfer)
     if running:
@@ -256,8 +233,6 @@ def cancel_waits_for_the_end(driver: LoopbackTransport, transfer: TransferId) ->
 
 @caught_by("test_a_stopped_peer_that_is_disconnected_holds_nobody_up")
 class DisconnectBlocksAllTransfers(LoopbackTransport):
-    """``disconnect`` holds a lock for long that all transfers need."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._lock = threading.Lock()
@@ -274,7 +249,6 @@ class DisconnectBlocksAllTransfers(LoopbackTransport):
 
 @replaces("connect", "test_peers_come_and_go_beside_transfers")
 def connect_iterates_without_lock(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """``connect`` iterates over the transfers without a lock while other threads change them."""
     for _ in range(20):  # so long that other threads do change them, on a busy machine too
         for _ in driver._transfers:
             time.sleep(0.001)
