@@ -88,7 +88,11 @@ class Agent:
             started = parameters(options, library, self._native)
             self._threads = threads(started)
             self.memory = self._start(options.backend, started)
-        self.notifies = self._probe_notifications()
+        self.notifies = True
+        try:
+            self.notifications()
+        except TransportError:
+            self.notifies = False
         # Keeps it alive until ``close``, even while the interpreter ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._native))
 
@@ -283,13 +287,6 @@ class Agent:
                 "says more, and driver_options: backend names another"
             ) from exc
         return frozenset(kind for kind in accelerators() | {CPU} if SEGMENTS[kind] in supported)
-
-    def _probe_notifications(self) -> bool:
-        try:
-            self.notifications()
-        except TransportError:
-            return False
-        return True
 
 
 def accelerators() -> frozenset[str]:
