@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,10 +19,12 @@ from kvferry.drivers.ucx import UcxTransport, transport
 from kvferry.testing.peer_process import PeerServer
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import (
+    LEFT_OPEN,
     MIB,
     closed_at_end,
     copies_of,
     paired,
+    run_python,
     stop,
     until,
     until_accepted,
@@ -231,24 +231,10 @@ def test_a_peer_that_does_not_answer_is_not_connected_to(make: Make) -> None:
 
 # Its process.
 
-CODE = """
-import logging
-import numpy as np
-from kvferry.core.memory import region_of
-from kvferry.drivers.ucx import UcxTransport, client
-
-one, other = UcxTransport(), UcxTransport()
-buffer = np.zeros(4096, np.uint8)
-one.register(region_of(buffer))
-peer = other.connect(one.address())
-other.notify(peer, b"x")
-one.close()
-print("the end")
-"""
-
 
 def test_it_prints_nothing_and_its_process_ends_well_with_one_open() -> None:
-    assert run(CODE) == ("the end\n", "", 0)
+    ran = run_python(LEFT_OPEN, "ucx")
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("the end True\n", "", 0)
 
 
 BESIDE_NIXL = """
@@ -273,17 +259,5 @@ for pair in pairs:
 
 @pytest.mark.parametrize("order", [["ucx", "nixl"], ["nixl", "ucx"]], ids=" ".join)
 def test_it_and_nixl_which_brings_its_own_ucx_move_bytes_in_one_process(order: list[str]) -> None:
-    _, said, status = run(BESIDE_NIXL, *order)
-    assert status == 0, said
-
-
-def run(code: str, *arguments: str) -> tuple[str, str, int]:
-    """Run Python code, and return what it printed, its errors, and its status."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    return ran.stdout, ran.stderr, ran.returncode
+    ran = run_python(BESIDE_NIXL, *order)
+    assert ran.returncode == 0, ran.stderr

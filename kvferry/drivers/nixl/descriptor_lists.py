@@ -35,7 +35,6 @@ class DescriptorLists:
     def __init__(self, most: int = CHUNK_ROWS) -> None:
         self._most = most
         self._local, self._remote = np.empty((2, most, 3), np.uint64)
-        self._devices = (-1, -1)  # in all rows of the arrays
 
     def chunks(self, copies: Copies) -> Iterator[tuple[Kinds, Rows, Rows]]:
         """Cut a batch into chunks of ``most`` copies, each with one device on either side.
@@ -64,9 +63,7 @@ class DescriptorLists:
         local, remote = self._local[: len(nbytes)], self._remote[: len(nbytes)]
         local[:, 0], remote[:, 0] = copies.local[rows], copies.remote[rows]
         local[:, 1] = remote[:, 1] = nbytes
-        devices = (segment.local.device, segment.remote.device)
-        if devices != self._devices:
-            self._local[:, 2], self._remote[:, 2] = self._devices = devices
+        local[:, 2], remote[:, 2] = segment.local.device, segment.remote.device
         if not nbytes[nbytes.argmin()]:
             full = nbytes != 0
             local, remote = local[full], remote[full]
