@@ -12,12 +12,7 @@ from kvferry.core.errors import PeerLostError, TransportError, TransportUnsuppor
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import State
 from kvferry.drivers.cuda import CudaDriver
-from kvferry.drivers.ucx import (
-    UcxTransport,
-    library,
-    transport,
-    ucp,
-)
+from kvferry.drivers.ucx import UcxTransport, library, transport, ucp
 from kvferry.drivers.ucx import transfer as transfer_module
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
