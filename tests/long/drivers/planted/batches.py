@@ -92,7 +92,8 @@ def with_strides_ignored(copies: Copies) -> Copies:
     def flat(array: np.ndarray) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         return np.lib.stride_tricks.as_strided(array, array.shape, (8,), writeable=False)
 
-    return Copies(*map(flat, (copies.local, copies.remote, copies.nbytes)), copies.segments)
+    local, remote, nbytes = map(flat, (copies.local, copies.remote, copies.nbytes))
+    return replace(copies, local=local, remote=remote, nbytes=nbytes)
 
 
 def refused_if_of_no_bytes(copies: Copies) -> Copies:
