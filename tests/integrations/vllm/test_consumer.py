@@ -337,6 +337,8 @@ def loaded(made: Consumer, each: Any, computed: int = 0) -> int | None:
 LORA = {"lora_request": SimpleNamespace(lora_name="sql")}
 WEIGHTS: dict[str, Any] = {"adapter_content": lambda each: b"weights"}
 OTHERS: dict[str, Any] = {"adapter_content": lambda each: b"others"}
+OF_STATES = conversation_ticket(57, (STATE,))
+ENDS = ((80, 57), (57, 0), (56, 0))
 WITH_LORA = turn(80, conversation_ticket(change=LORA, **WEIGHTS), change=LORA)
 
 
@@ -355,6 +357,8 @@ class TestTurns:
             (64, turn(edited=79), {}),
             (16, turn(edited=20), {"verify_prompt": False}),
             (0, turn(edited=60), {"groups": (STATE,)}),
+            # States are loaded whole or not at all; the last token of a prompt is computed here.
+            *((n, turn(prompt, OF_STATES), {"groups": (STATE,)}) for prompt, n in ENDS),
             # No image is cut; without its second, the first of two would be.
             (32, pictured((40, 20)), {}),
             (48, pictured((40, 8)), {}),
@@ -419,12 +423,6 @@ class TestTurns:
         [load] = allocate(made, each, external=tokens).loads
         assert (load.reads, load.report) == (bool(tokens), bool(tokens))
         assert (load.ticket.tokens, load.ticket.computed) == (57, False)
-
-    @pytest.mark.parametrize(("prompt", "tokens"), [(80, 57), (57, 0), (56, 0)])
-    def test_states_are_loaded_whole_or_not_at_all(self, prompt: int, tokens: int) -> None:
-        """The last token of a prompt is computed here."""
-        params = conversation_ticket(57, (STATE,))
-        assert loaded(talker((STATE,)), turn(prompt, params)) == tokens
 
     def test_request_with_both_flags_is_no_turn(self) -> None:
         """It comes with the ticket of a prompt, which it needs, and is decoded elsewhere."""

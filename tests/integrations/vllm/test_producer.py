@@ -200,13 +200,6 @@ class TestAnswers:
         [made_ticket] = orders.tickets
         assert (made_ticket.hold, made_ticket.lease, made_ticket.ttl) == (hold, 30.0, TTL)
 
-    def test_a_request_with_both_flags_is_handed_over_as_a_prompt(self) -> None:
-        """Such a request is prefilled here with what another engine has, and decoded elsewhere."""
-        made = producer(**TALKS)
-        got = read_ticket(finish(made, answered(40, 1, 40, params=PREFILL | TURNED)))
-        assert (got.blocks, got.tokens) == (None, 40)
-        assert [each.ttl for each in made.drain().tickets] == [None]
-
     @pytest.mark.parametrize(
         ("groups", "each", "ids", "tokens", "digests"),
         [

@@ -42,7 +42,7 @@ MORE_SPECS = """            head_size: int = 64
 
 FILES = {
     "_version.py": '__version__ = version = "1.0"',
-    "distributed/kv_transfer/kv_connector/v1/base.py": """
+    BASE: """
         class KVConnectorBase_V1(ABC):
             @abstractmethod
             def start_load_kv(self, forward_context: "ForwardContext", **kwargs) -> None:
@@ -55,14 +55,14 @@ FILES = {
             def get_finished_count(self):
                 return None
     """,
-    "v1/worker/runner.py": """
+    RUNNER: """
         class Runner:
             def step(self):
                 self.kv_connector.start_load_kv(None)
                 if self.finish:
                     self.kv_connector.wait_for_save()
     """,
-    "v1/kv_cache_interface.py": """
+    SPECS: """
         class KVQuantMode(IntEnum):
             NONE = 0
             FP8_PER_TENSOR = 1
@@ -78,7 +78,7 @@ FILES = {
         class AttentionBackendEnum(Enum):
             FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
     """,
-    "v1/attention/backends/flash_attn.py": """
+    FLASH: """
         class FlashAttentionBackend(AttentionBackend):
             @staticmethod
             def get_name():
@@ -92,13 +92,13 @@ FILES = {
                 return query
     """,
     "config/cache.py": 'CacheDType = Literal["auto", "fp8"]',
-    "distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py": """
+    TICKETS: """
         def finished(self, request, params):
             if params.get("do_remote_prefill"):
                 host = params["remote_host"]
             return dict(remote_block_ids=[], remote_host=self.host)
     """,
-    "distributed/kv_transfer/kv_connector/factory.py": """
+    names.FACTORY: """
         KVConnectorFactory.register_connector("NixlConnector", "vllm.nixl", "NixlConnector")
     """,
     "v1/request.py": "class Request:\n    num_prompt_tokens: int\n    other = 1\n",
@@ -107,13 +107,12 @@ FILES = {
 """A vLLM with one of everything."""
 
 
-def tree(folder: Path, changes: Mapping[str, str | None] | None = None) -> Source:
+def tree(folder: Path, changes: Mapping[str, str] | None = None) -> Source:
     """Write a tree like a source distribution's."""
     root = folder / "vllm"
     for path, text in {**FILES, **(changes or {})}.items():
-        if text is not None:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(textwrap.dedent(text), encoding="utf-8")
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(textwrap.dedent(text), encoding="utf-8")
     return Source(root)
 
 
@@ -122,158 +121,145 @@ def old(tmp_path: Path) -> Source:
     return tree(tmp_path / "old")
 
 
-def replaced(path: str, text: str, by: str) -> dict[str, str]:
-    """A file in which a text was replaced."""
-    assert text in FILES[path]
-    return {path: FILES[path].replace(text, by)}
+def differences(old: Source, new: Source) -> list[str]:
+    return [
+        f"{section.title}: {each.name}: {each.change}"
+        for section in command.SECTIONS
+        for each in findings(section, old, new, {})
+    ]
 
 
-def hook(name: str, change: str) -> dict[str, dict[str, str]]:
-    return {"Hooks of the connector": {f"KVConnectorBase_V1.{name}": change}}
-
-
-def calls(change: str) -> dict[str, dict[str, str]]:
-    return {"Calls of hooks": {f"{RUNNER}: Runner.step": change}}
+BASE_CLASS = "Hooks of the connector: KVConnectorBase_V1"
+STEP = f"Calls of hooks: {RUNNER}: Runner.step"
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("path", "text", "by", "expected"),
     [
-        ({}, {}),
-        (replaced(BASE, HOOK, NEW_HOOK), hook("slept", "new: `(self, level=1)`")),
+        (BASE, HOOK, NEW_HOOK, [f"{BASE_CLASS}.slept: new: `(self, level=1)`"]),
         (
-            replaced(BASE, "def wait_for_save(self)", "def wait_for_save(self, req: str)"),
-            hook("wait_for_save", "changed: `(self)` became `(self, req)`"),
+            BASE,
+            "def wait_for_save(self)",
+            "def wait_for_save(self, req: str)",
+            [f"{BASE_CLASS}.wait_for_save: changed: `(self)` became `(self, req)`"],
         ),
         (
-            replaced(BASE, "return None", "return 1"),
-            hook("get_finished_count", "changed: `return None` became `return 1`"),
-        ),
-        (replaced(BASE, "-> None", "-> int"), {}),
-        (
-            replaced(RUNNER, "if self.finish:", "if self.late:"),
-            calls("changed: `if self.finish: wait_for_save` became `if self.late: wait_for_save`"),
-        ),
-        (replaced(RUNNER, START, "pass"), calls("changed: `start_load_kv` became nothing")),
-        (
-            {RUNNER: FILES[RUNNER].replace(f"{START}\n" + 16 * " ", "") + f"            {START}\n"},
-            calls("changed: the order is `if self.finish: wait_for_save`, `start_load_kv`"),
-        ),
-        (replaced(RUNNER, START, f"{START}; self.ec_connector.wait_for_save()"), {}),
-        (
-            {MACHINERY: "class Aggregator:\n    def merge(self): return 1\n"},
-            {"What drives connectors": {f"{MACHINERY}: Aggregator.merge": "new"}},
+            RUNNER,
+            "if self.finish:",
+            "if self.late:",
+            [
+                f"{STEP}: changed: `if self.finish: wait_for_save` became "
+                "`if self.late: wait_for_save`"
+            ],
         ),
         (
-            replaced(SPECS, "            head_size: int = 64\n", MORE_SPECS),
-            {
-                "Specs of caches": {
-                    "FullAttentionSpec.width": "new: `int = 0`",
-                    "TheirSpec": "new: `class TheirSpec(KVCacheSpec)`",
-                }
-            },
+            RUNNER,
+            FILES[RUNNER],
+            FILES[RUNNER].replace(f"{START}\n" + 16 * " ", "") + f"            {START}\n",
+            [f"{STEP}: changed: the order is `if self.finish: wait_for_save`, `start_load_kv`"],
+        ),
+        (RUNNER, START, f"{START}; self.ec_connector.wait_for_save()", []),
+        (
+            MACHINERY,
+            "",
+            "class Aggregator:\n    def merge(self): return 1\n",
+            [f"What drives connectors: {MACHINERY}: Aggregator.merge: new"],
         ),
         (
-            {"v1/attention/backends/more.py": BACKEND},
-            {"Attention backends": {"FLASHINFER": "new: `more.Backend`, `orders any`"}},
+            SPECS,
+            "            head_size: int = 64\n",
+            MORE_SPECS,
+            [
+                "Specs of caches: FullAttentionSpec.width: new: `int = 0`",
+                "Specs of caches: TheirSpec: new: `class TheirSpec(KVCacheSpec)`",
+            ],
         ),
         (
-            replaced(FLASH, "kv_cache.copy_(key)", "kv_cache.copy_(value)"),
-            {
-                "Functions that fill pages": {
-                    FLASH: "changed: `FlashAttentionImpl.do_kv_cache_update "
-                }
-            },
-        ),
-        (replaced(FLASH, "return query", "return 2 * query"), {}),
-        ({"../csrc/cache.cu": "int* slot_mapping"}, {"Kernels in C++": {"csrc/cache.cu": "new"}}),
-        ({"../csrc/gemm.cu": "void gemm();"}, {}),
-        (
-            replaced("config/cache.py", '"fp8"', '"fp8", "fp4"'),
-            {"Quantised formats, orders and other values": {"CacheDType 'fp4'": "new: `'fp4'`"}},
+            "v1/attention/backends/more.py",
+            "",
+            BACKEND,
+            ["Attention backends: FLASHINFER: new: `more.Backend`, `orders any`"],
         ),
         (
-            replaced(TICKETS, "remote_block_ids=[]", "remote_block_ids=[], more=1"),
-            {"Keys of tickets": {"more": "new: `NixlConnector`"}},
+            FLASH,
+            "kv_cache.copy_(key)",
+            "kv_cache.copy_(value)",
+            [
+                f"Functions that fill pages: {FLASH}: changed: "
+                "`FlashAttentionImpl.do_kv_cache_update "
+            ],
+        ),
+        (FLASH, "return query", "return 2 * query", []),
+        ("../csrc/cache.cu", "", "int* slot_mapping", ["Kernels in C++: csrc/cache.cu: new"]),
+        ("../csrc/gemm.cu", "", "void gemm();", []),
+        (
+            "config/cache.py",
+            '"fp8"',
+            '"fp8", "fp4"',
+            ["Quantised formats, orders and other values: CacheDType 'fp4': new: `'fp4'`"],
         ),
         (
-            {"v1/engine/core.py": 'a = kv_transfer_params.get("b"); c = params.get("d")'},
-            {"Keys of tickets": {"b": "new: `v1/engine/core.py`"}},
+            TICKETS,
+            "remote_block_ids=[]",
+            "remote_block_ids=[], more=1",
+            ["Keys of tickets: more: new: `NixlConnector`"],
         ),
         (
-            {names.FACTORY: "KVConnectorFactory.register_connector('Other', 'vllm.o', 'Other')"},
-            {"Connectors": {"NixlConnector": "gone: `vllm.nixl`", "Other": "new: `vllm.o`"}},
+            names.FACTORY,
+            "NixlConnector",
+            "Other",
+            ["Connectors: NixlConnector: gone: `vllm.nixl`", "Connectors: Other: new: `vllm.nixl`"],
         ),
         (
-            {SPECS: f"{FILES[SPECS]}\n        def iter_layer_specs(spec): 1\n"},
-            {
-                "Names that kvferry imports": {
-                    "vllm.v1.kv_cache_interface.iter_layer_specs": "new: `iter_layer_specs(spec)`"
-                }
-            },
+            SPECS,
+            "        class KVQuantMode",
+            "        def iter_layer_specs(spec): 1\n\n        class KVQuantMode",
+            [
+                "Names that kvferry imports: vllm.v1.kv_cache_interface.iter_layer_specs: "
+                "new: `iter_layer_specs(spec)`"
+            ],
         ),
         (
-            {"v1/request.py": "class Request:\n    other = 1\n", "platforms/xpu.py": ""},
-            {
-                "Attributes that kvferry uses": dict.fromkeys(
-                    ("num_prompt_tokens", "swap_out_blocks_to_host"), "gone"
-                )
-            },
+            "v1/request.py",
+            "    num_prompt_tokens: int\n",
+            "",
+            ["Attributes that kvferry uses: num_prompt_tokens: gone"],
         ),
     ],
 )
 def test_differences(
-    old: Source,
-    tmp_path: Path,
-    changes: Mapping[str, str],
-    expected: Mapping[str, Mapping[str, str]],
+    old: Source, tmp_path: Path, path: str, text: str, by: str, expected: list[str]
 ) -> None:
-    """What is expected of a change is how its text begins."""
-    new = tree(tmp_path / "new", changes)
-    differences = {
-        section.title: {each.name: each.change for each in some}
-        for section in command.SECTIONS
-        if (some := findings(section, old, new, {}))
-    }
-    assert {title: set(each) for title, each in differences.items()} == {
-        title: set(each) for title, each in expected.items()
-    }
-    for title, each in expected.items():
-        for name, change in each.items():
-            assert differences[title][name].startswith(change)
+    """What is expected of a change is how its line begins."""
+    before = FILES.get(path, "")
+    assert text in before
+    new = tree(tmp_path / "new", {path: before.replace(text, by) if text else by})
+    found = differences(old, new)
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("name", "was", "now", "verdict"),
+    ("found", "verdict"),
     [
-        ("theirs", None, "()", ""),
-        ("theirs", "()", None, "not used"),
-        ("theirs", "()\nreturn 1", "()\nreturn 2", ""),
-        ("shutdown", None, "()", "`KVFerryConnector` defines it"),
-        ("request_finished", "()", None, ""),
-        ("request_finished", "()\nreturn 1", "()\nreturn 2", "`KVFerryConnector` does not use"),
-        ("request_finished", "()", "(a)", ""),
+        (hook_verdict("SupportsHMA.theirs", None, "()"), ""),
+        (hook_verdict("SupportsHMA.theirs", "()", None), "not used"),
+        (hook_verdict("SupportsHMA.theirs", "()\nreturn 1", "()\nreturn 2"), ""),
+        (hook_verdict("SupportsHMA.shutdown", None, "()"), "`KVFerryConnector` defines it"),
+        (hook_verdict("SupportsHMA.request_finished", "()", None), ""),
+        (
+            hook_verdict("SupportsHMA.request_finished", "()\nreturn 1", "()\nreturn 2"),
+            "`KVFerryConnector` does not use the default",
+        ),
+        (hook_verdict("SupportsHMA.request_finished", "()", "(a)"), ""),
+        (caches.backend_verdict("FLASHINFER", None, "a class"), "`halves`"),
+        (caches.backend_verdict("GDN_ATTN", None, "a class"), "`delta`"),
+        (caches.backend_verdict("SOMEBODYS", None, "a class"), ""),
+        (caches.backend_verdict("FLASH_ATTN", "another class", "a class"), ""),
     ],
 )
-def test_hooks_matter_where_the_connector_uses_them(
-    name: str, was: str | None, now: str | None, verdict: str
-) -> None:
-    found = hook_verdict(f"SupportsHMA.{name}", was, now)
-    assert found.startswith(verdict)
-    assert bool(found) == bool(verdict)
-
-
-@pytest.mark.parametrize(
-    ("name", "was", "verdict"),
-    [
-        ("FLASHINFER", None, "`halves`"),
-        ("GDN_ATTN", None, "`delta`"),
-        ("SOMEBODYS", None, ""),
-        ("FLASH_ATTN", "another class", ""),  # its pages may be other ones
-    ],
-)
-def test_backends(name: str, was: str | None, verdict: str) -> None:
-    assert caches.backend_verdict(name, was, "a class") == verdict
+def test_what_follows_from_our_own_code(found: str, verdict: str) -> None:
+    assert found == verdict
 
 
 def test_verdicts_of_maintainers(old: Source, tmp_path: Path) -> None:
