@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,24 +49,18 @@ def platform_device() -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def has_streams(device: torch.device) -> bool:
-    """Return whether torch has streams and events for a device, so that copies can be awaited."""
-    import torch
-
-    try:
-        module = torch.get_device_module(device)
-    except RuntimeError:  # torch has no module for this kind of device
-        return False
-    return device.type != CPU and hasattr(module, "Stream") and hasattr(module, "Event")
-
-
 def check_has_streams(device: torch.device) -> None:
     """Raise ``ConfigError`` for a device of which nobody can tell when work on a page is done."""
-    if device.type != CPU and not has_streams(device):
+    import torch
+
+    module: object = None
+    with suppress(RuntimeError):  # torch has no module for this kind of device
+        module = torch.get_device_module(device)
+    if device.type != CPU and not (hasattr(module, "Stream") and hasattr(module, "Event")):
         raise ConfigError(
             f"torch has no streams and events for {device.type!r}, so nobody can tell when its "
-            "pages may be read; set kv_buffer_device 'cpu', which hands pages over by way of host "
-            "memory"
+            "pages may be read or were copied: use a device that has them, such as CUDA, ROCm or "
+            "XPU"
         )
 
 
@@ -74,10 +68,9 @@ def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]
     """Return a function that marks the work enqueued so far on a device's current stream.
 
     It returns a second function, which tells whether that work is done; or ``None`` on CPUs, where
-    work is done when the call that does it ends, and on devices without streams, whose work is done
-    in the order of the calls.
+    work is done when the call that does it ends.
     """
-    if not has_streams(device):
+    if device.type == CPU:
         return lambda: None
 
     import torch
@@ -94,7 +87,7 @@ def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]
 
 
 class HighPriorityStream:
-    """A stream of its own for short work, of high priority; on devices without streams, nothing.
+    """A stream of its own for short work, of high priority; on CPUs, nothing.
 
     On the calling thread's current stream, which may be the engine's, the work would wait for a
     whole step of the model.
@@ -110,7 +103,7 @@ class HighPriorityStream:
         """Enqueue torch's work in the context on this stream; wait for it, also after an error."""
         import torch
 
-        if not has_streams(self._device):
+        if self._device.type == CPU:
             yield
             return
         module = torch.get_device_module(self._device)

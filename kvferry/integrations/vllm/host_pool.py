@@ -52,8 +52,7 @@ def stage(
     of the ``uses``: for holds, for loads, or both. ``enter`` is called first on the pool's threads.
 
     Raises:
-        ConfigError: The memory cannot be allocated, or is too little for one page for each use; or
-            the device's memory cannot be copied.
+        ConfigError: The memory cannot be allocated, or is too little for one page for each use.
         LayoutError: The cache cannot be staged.
     """
     from vllm.utils.platform_utils import is_pin_memory_available
@@ -100,7 +99,7 @@ class HostPool:
         layout: that of the host pages, which the rank publishes in place of the cache's.
 
     Raises:
-        ConfigError: the memory cannot be allocated, or the device's memory cannot be copied.
+        ConfigError: the memory cannot be allocated.
         DriverError: ``enter`` raised.
     """
 

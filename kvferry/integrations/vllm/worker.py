@@ -321,8 +321,7 @@ def start_worker(
     device = found[0] if found else platform_device()
     transfer = vllm_config.kv_transfer_config
     staged = None
-    if not is_staged(transfer, config, device.type):
-        check_has_streams(device)
+    check_has_streams(device)
     enter = thread_setup(device)
     facts = layer_facts(vllm_config, kv_cache_config, position.shard)
     security = read_security_settings(config)
