@@ -26,9 +26,8 @@ INDEX_ROWS = 1 << 20
 def thread_setup(device: torch.device) -> EnterThread:
     """Return what every thread that uses a device must do first: choose the device.
 
-    A new thread is on device 0, and without a context of CUDA. Its first call would make a context
-    on device 0, which takes some 500 MB there; and UCX does without NVLink if it connects in a
-    thread without a context.
+    A new thread is on device 0, without a context of CUDA. Its first call would make one there,
+    which takes 500 MB; and UCX does without NVLink if it connects in a thread without a context.
     """
     if device.type == CPU:
         return enter_nothing
@@ -131,10 +130,8 @@ def make_transport(
 ) -> Transport:
     """Return a transport of the configured driver; the caller closes it.
 
-    ``memory`` has the kinds of memory in which the caches are (``Region.kind``).
-
     Raises:
-        ConfigError: The driver cannot reach one of the kinds of memory.
+        ConfigError: The driver cannot reach one of the kinds of ``memory`` (``Region.kind``).
         DriverError: The driver cannot be used.
     """
     transport = registry.create(config.driver, config.driver_options, enter=enter)
