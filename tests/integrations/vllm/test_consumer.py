@@ -458,43 +458,15 @@ class TestTurns:
         assert counted(made) == {"refused_tickets": {reason: 1}}
 
 
-class TestStaged:
-    """Loads into host pages: of four, the first of two requests has got three."""
-
-    @pytest.fixture
-    def now(self) -> list[float]:
-        return [0.0]
-
-    @pytest.fixture
-    def made(self, now: list[float]) -> Consumer:
-        made = consumer(is_staged=True, metrics=Metrics(driver="loopback"))
-        made.set_host_pages(host_pages(4, lambda: now[0]))
-        for name in ("first", "second"):
-            self.requests[name] = arrive(made, name=name)
-        assert made.num_matched_tokens(self.requests["first"], 0) == 40
-        return made
-
-    @pytest.fixture(autouse=True)
-    def requests_by_name(self) -> None:
-        self.requests: dict[str, Any] = {}
-
-    def test_a_wait_ends_as_a_refused_ticket(self, made: Consumer, now: list[float]) -> None:
-        """Prefill is told that nobody will come."""
-        late = self.requests["second"]
-        assert made.num_matched_tokens(late, 0) is None
-        now[0] = 10.0
-        assert made.num_matched_tokens(late, 0) == 40
-        messages = allocate(made, late)
-        assert [request for request, _ in messages.refused] == ["second"]
-        [release] = messages.loads
-        assert (release.request, release.report, release.copy) == ("second", False, None)
-        assert counted(made)["refused_tickets"] == {"host_pages": 1}
-
-    def test_more_blocks_than_reserved_fail_the_load(self, made: Consumer) -> None:
-        """vLLM may give a request more than its tokens need."""
-        messages = allocate(made, self.requests["first"])
-        assert [request for request, _ in messages.refused] == ["first"]
-        [release] = messages.loads
-        assert not release.report
-        made.loads_finished(["first"], ["first"])
-        assert made.num_matched_tokens(self.requests["second"], 0) == 40
+def test_more_blocks_than_host_pages_fail_the_load() -> None:
+    """vLLM may give a request more than its tokens need. ``test_consumer_model`` has the rest."""
+    made = consumer(is_staged=True, metrics=Metrics(driver="loopback"))
+    made.set_host_pages(host_pages(4, lambda: 0.0))
+    first, second = arrive(made, name="first"), arrive(made, name="second")
+    assert (made.num_matched_tokens(first, 0), made.num_matched_tokens(second, 0)) == (40, None)
+    messages = allocate(made, first)
+    assert [request for request, _ in messages.refused] == ["first"]
+    assert [(load.report, load.copy) for load in messages.loads] == [(False, None)]
+    assert counted(made)["refused_tickets"] == {"host_pages": 1}
+    made.loads_finished(["first"], ["first"])
+    assert made.num_matched_tokens(second, 0) == 40

@@ -56,16 +56,6 @@ def configured(role: str = "kv_both", **extra: Any) -> Any:
     return engine(role, kv_connector_extra_config=extra, enable_prefix_caching=True, **parallel)
 
 
-def serving(vllm: Any, half: Any, *ranks: wire.RankPayload, host_pages: int = 0) -> None:
-    published = [
-        vllm.metadata.RankHandshake(payload=data, library="nixl 1.5, UCX", host_pages=host_pages)
-        for data in encoded(*ranks)
-    ]
-    half.set_xfer_handshake_metadata_pp_aware(
-        {(0, tp): each for tp, each in reversed([*enumerate(published)])}
-    )
-
-
 class Half:
     """A scheduler half of an engine with 100 blocks of 16 tokens."""
 
@@ -76,7 +66,13 @@ class Half:
 
     def serve(self, *ranks: wire.RankPayload) -> int:
         """Open the side channel; its port."""
-        serving(self.vllm, self.made, *ranks or RANKS)
+        make = self.vllm.metadata.RankHandshake
+        self.made.set_xfer_handshake_metadata_pp_aware(
+            {
+                (0, tp): make(payload=data, library="nixl 1.5, UCX")
+                for tp, data in reversed([*enumerate(encoded(*ranks or RANKS))])
+            }
+        )
         return int(self.made._serving.port)
 
     def step(self, output: Any = OUTPUT) -> Any:
@@ -317,25 +313,6 @@ class TestProducing:
         assert half.finish(each, 6, 7)[0]
         ttl = half.step().orders.tickets[0].ttl
         assert (lease, ttl) == (7.0, 8.0)
-
-    def test_host_pages_are_held_until_all_ranks_say_over(self, make: Any) -> None:
-        half = make(staging=True)
-        serving(half.vllm, half.made, *RANKS, host_pages=9)
-        assert half.prefill()[0]
-        assert half.made.has_pending_block_frees()
-        assert [each.copy is not None for each in half.step().orders.tickets] == [True]
-        assert half.matched(late := request(40, dict(PREFILL), name="late")) == (None, False)
-        half.hear(sending={"r"}, over={0: ("r",), 1: ("r",)})
-        assert half.made.has_pending_push_work()
-        half.hear(over={2: ("r",)})
-        assert not half.made.has_pending_push_work()
-        assert half.matched(late) == (0, False)
-
-    def test_a_reset_gives_up_what_is_held(self, half: Half) -> None:
-        half.prefill()
-        half.step()
-        assert half.made.reset_cache() is True
-        assert len(half.step().orders.ends) == 1
 
     @pytest.mark.parametrize("conversations", [False, True])
     def test_the_side_channel_ends_what_is_held(self, make: Any, conversations: bool) -> None:
