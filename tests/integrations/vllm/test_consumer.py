@@ -64,18 +64,6 @@ def counted(made: Consumer) -> dict[str, Any]:
 
 
 class TestTickets:
-    def test_load_of_what_is_not_cached_here(self) -> None:
-        made = consumer()
-        each = arrive(made)
-        assert made.num_matched_tokens(each, 16) == made.num_matched_tokens(each, 16) == 24
-        made.blocks_allocated(each, blocks(21, 22, 23, cached=1), 24)
-        messages = made.drain()
-        [load] = messages.loads
-        assert load.ranges == ((16, 40),)
-        assert (load.local[0].ids.tolist(), load.local[0].first_index) == ([22, 23], 1)
-        assert (load.report, load.shared) == (True, False)
-        assert [prepared.tokens for prepared in messages.prepare] == [40]
-
     def test_an_id_that_comes_again_is_another_request(self) -> None:
         """vLLM did not say how the first has ended, so its ticket is given back."""
         made = consumer(directory=(users := Users()))

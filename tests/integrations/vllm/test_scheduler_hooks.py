@@ -125,14 +125,6 @@ class Half:
         self.allocate(each, *ids)
         return self.finish(each, *ids)
 
-    def load(self, **changes: Any) -> Any:
-        """A request with a ticket, which has blocks to load into."""
-        each = request(40, ticket())
-        vars(each).update(changes)
-        self.made.on_new_request(each)
-        self.allocate(each, 21, 22, 23, external=40)
-        return each
-
     def adapted(self, path: str, params: Any, *, waits: bool = True, name: str = "r") -> Any:
         """Let a request with a LoRA adapter come, until the adapter's content is known."""
         each = request(40, params, name=name)
@@ -516,8 +508,9 @@ class TestConsuming:
         """The workers get the load's blocks, and report the request before all of them are done."""
         monkeypatch.setattr(vllm.scheduler.compat_029, "takes_failed_requests", lambda: False)
         half = make()
-        half.load()
-        assert half.step().blocks == {"r": (21, 22, 23)}
+        half.made.on_new_request(each := request(40, ticket()))
+        half.made.update_state_after_alloc(each, blocks(21, 0, 22, 23, cached=1), 24)
+        assert half.step().blocks == {"r": (22, 23)}
         assert half.step().blocks == {}
         report = vllm.metadata.RankReport(failed=frozenset({"r"}))
         for recving, said in ((None, report), ({"r"}, None)):
