@@ -204,12 +204,6 @@ class TestProducer:
         orders = prefill.step(40)
         assert (orders.take_ons, orders.drops) == ((), ())
 
-    @pytest.mark.parametrize("groups", [(*full(), WINDOW), STATES])
-    def test_windows_and_states_wait_for_the_ticket(self, groups: tuple[CacheGroup, ...]) -> None:
-        prefill = computed(40, groups=groups)
-        assert prefill.part().ticket.pages == ((11, 12, 13), ())
-        assert prefill.part().ticket.first_index == (0, 0)
-
     @pytest.mark.parametrize(
         ("settings", "change"),
         [
@@ -234,11 +228,6 @@ class TestProducer:
 
     def test_drafts_behind_a_chunk_are_left_to_the_next_part(self) -> None:
         assert computed(40, lookahead=3).part().ticket.tokens == 37
-
-    def test_aborted_request_ends_its_room(self) -> None:
-        news = computed(40).finish("FINISHED_ABORTED").news()
-        assert (news.part, news.is_last) == (b"", True)
-        assert "FINISHED_ABORTED" in news.error
 
     @pytest.mark.parametrize("end", [HoldEnd.READ, HoldEnd.ABANDONED, HoldEnd.EXPIRED])
     def test_room_of_a_ticket_that_decode_is_through_with_is_forgotten(self, end: HoldEnd) -> None:
