@@ -154,13 +154,10 @@ def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], Non
     return device_zero_function(tensors)
 
 
-def device_zero_function(
-    caches: Iterable[torch.Tensor],
-    stream_of: Callable[[torch.device], HighPriorityStream] = HighPriorityStream,
-) -> Callable[[list[Spans]], None]:
-    """Return a function that zeroes spans on any device, through torch, on these streams."""
+def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], None]:
+    """Return a function that zeroes spans on any device, through torch, and waits for that."""
     memory = {region_of(tensor): storage_of(tensor) for tensor in caches}
-    streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
+    streams = {tensor.device: HighPriorityStream(tensor.device) for tensor in memory.values()}
 
     def zero(spans: list[Spans]) -> None:
         for device, stream in streams.items():
