@@ -99,19 +99,19 @@ def ferry(role: str = "kv_both", **extra: object) -> Any:
     return engine(role, kv_connector_extra_config=extra).kv_transfer_config
 
 
-def named(name: str | None, module: str | None = None, **extra: object) -> Any:
-    changes = {"kv_connector": name, "kv_connector_module_path": module}
-    return engine(kv_connector_extra_config=extra, **changes).kv_transfer_config
-
-
-def multi(*children: dict[str, Any], role: str = "kv_both") -> Any:
-    extra = {"connectors": list(children)}
+def named(name: str | None, module: str | None = None, **extra: Any) -> Any:
     return engine(
-        role, kv_connector="MultiConnector", kv_connector_extra_config=extra
+        kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra
     ).kv_transfer_config
 
 
-def child(name: str = "KVFerryConnector", **extra: object) -> dict[str, Any]:
+def multi(*children: dict[str, Any], role: str = "kv_both") -> Any:
+    transfer = ferry(role, connectors=list(children))
+    transfer.kv_connector = "MultiConnector"
+    return transfer
+
+
+def child(name: str = "KVFerryConnector", **extra: Any) -> dict[str, Any]:
     return dict(vars(named(name, **extra)))
 
 
