@@ -1,8 +1,6 @@
 """``kvferry demo``: move a KV cache between two engines of different shape, without a model.
 
-Everything but the model is real: a prefill engine in a process of its own, a decode engine in that
-of the command, their endpoints, side channel, tickets, holds and fences, and the driver. What
-arrives is compared, byte for byte, with what must arrive.
+Everything but the model is real, and what arrives is compared, byte for byte.
 """
 
 from __future__ import annotations
@@ -79,8 +77,7 @@ class Request(NamedTuple):
 def shape_of(text: str, tp: int | None = None) -> CacheShape:
     """Return the shape that ``RANKS/ORDER/TOKENS`` names, or ``ORDER/TOKENS`` if ``tp`` is given.
 
-    It has no room for a request yet. The K and the V of a layer are layers of the shape, whose
-    elements are words.
+    K and V of a layer are layers of the shape, whose elements are words.
     """
     found = _SHAPE.fullmatch(text if tp is None else f"{tp}/{text}")
     if found is None or not (1 <= int(found[1]) <= HEADS and 1 <= int(found[3]) <= BLOCK_LIMIT):
@@ -130,11 +127,7 @@ def _page_counts(shape: CacheShape, requests: Sequence[Request]) -> list[int]:
 
 
 def run(*, megabytes: int, driver: str, prefill: str | None, decode: str | None) -> int:
-    """Move the cache, and print the results; the exit status is 0 if every byte was right.
-
-    If no engine is given, the cache is moved twice: between engines of like shape, then between
-    engines of unlike shape.
-    """
+    """Move the cache, by default between like and then unlike pages; return the status."""
     console = output()
     # The demo causes warnings of its endpoints on purpose, and prints the outcome itself.
     logging.getLogger("kvferry").addHandler(logging.NullHandler())

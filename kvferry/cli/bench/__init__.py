@@ -1,8 +1,7 @@
 """``kvferry bench``: measure how fast a driver is here, compared with memcpy.
 
-There are two processes with a buffer each: this process reads the buffer of the other one, in
-blocks of several sizes, in ascending order ("in a row") and in random order ("scattered").
-Before a case is timed, it runs once and every byte that it moved is compared.
+This process reads the buffer of a second one, in blocks in ascending ("in a row") and in random
+order ("scattered"). A case runs once, and every byte is compared, before it is timed.
 """
 
 from __future__ import annotations
@@ -41,12 +40,7 @@ def run(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure a driver, and print the results.
-
-    Raises:
-        KVFerryError: The driver could not be measured, or moved a wrong byte. All processes have
-            ended then, as after Ctrl-C.
-    """
+    """Measure a driver, and print the results; no process is left, also after an error."""
     grid = cases(sizes_of(size, "--size"), sizes_of(block, "--block"))
     if plot is not None:
         _check_plot(plot)

@@ -308,10 +308,7 @@ def _ucx_devices(machine: Machine, listed: str) -> Finding:
 
 
 def reading(problem: str | None) -> Finding:
-    """Return the finding about reading another process's memory, as the driver ``loopback`` does.
-
-    ``problem`` is what ``Probed.reading`` says.
-    """
+    """Return the finding about reading another process's memory, of ``Probed.reading``."""
     check = Check("reading processes")
     if problem is None:
         return check.warn("not known: the process that should read did not answer", "try again")

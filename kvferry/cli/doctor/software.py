@@ -104,13 +104,7 @@ def no_driver(found: Sequence[Finding], trouble: str) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedUcx:
-    """The libucp that a driver has loaded.
-
-    Attributes:
-        transports: The devices of each of its transports.
-        rdma: Whether it has a module for RDMA that can be loaded.
-        advice: Which other UCX would be better; empty if none would.
-    """
+    """The libucp that a driver has loaded; ``advice`` is which other would be better, if any."""
 
     driver: str
     version: str

@@ -1,8 +1,7 @@
-"""Estimate the copies of one request: how many, of which sizes, between which ranks.
+"""Count the copies of one request as the planner makes them, and their sizes.
 
-Copies are counted as the planner makes them, not by formulas. The pages of a request are assumed to
-be scattered, as in an engine that has run for a while, so that two pages are never merged into one
-copy.
+The pages of a request are assumed to be scattered, as in an engine that has run for a while, so
+that two pages are never merged into one copy.
 """
 
 from __future__ import annotations
@@ -70,11 +69,7 @@ def merged(all_sizes: Iterable[CopySizes]) -> CopySizes:
 class ReadEstimate:
     """What a decode rank reads from one prefill rank.
 
-    Attributes:
-        decode, prefill: The indices of the two ranks.
-        overlaps: The overlapping pairs of fields, and the part of each that is read.
-        early_bytes: How many of the bytes are final once their token is computed: those of cache
-            groups with neither a sliding window nor states.
+    ``early_bytes`` are final once their token is computed: not of sliding windows, nor of states.
     """
 
     decode: int
@@ -90,11 +85,8 @@ class Estimate:
     """The reads that one request takes, and their copies.
 
     Attributes:
-        reads: The reads, ordered by decode rank, then by prefill rank.
-        readers: For each prefill rank, how many decode ranks send it "done": those that read it, or
-            the one in ``told``.
-        told: For each prefill rank that no decode rank reads, the decode rank that sends it "done"
-            nevertheless.
+        readers: How many decode ranks send "done" to each prefill rank.
+        told: The decode rank that sends it to a prefill rank that none reads, by the latter.
         on_gpus: Whether all copies are from a GPU's memory to a GPU's memory.
     """
 
@@ -218,7 +210,7 @@ def _span(group: Group) -> int:
 
 
 def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Split the tokens ``[first, last)`` into ranges, and say how often each one's copies count.
+    """Yield ranges of the tokens ``[first, last)``, and how often each counts.
 
     Copies repeat with the pages of both engines.
     """

@@ -25,11 +25,7 @@ Contents = dict[Held, list[Layer]]
 
 
 class FieldName(NamedTuple):
-    """The parts of a field's key.
-
-    ``model.layers.3.attn/k`` is ``("model.layers", 3, "k")``. For a layer without an index, the
-    owner is its whole name.
-    """
+    """The parts of a key, as ``("model.layers", 3, "k")``; without an index, the whole name."""
 
     owner: str
     layer: int | None
@@ -72,10 +68,7 @@ def shape_of(contents: Contents) -> object:
 
 
 def text_of(alike: Sequence[Contents]) -> str:
-    """Return the contents of ranks of one ``shape_of`` as text.
-
-    For one rank ``layers 0-39, heads 0-1``; for several ``layers 0-39, 2 each of heads 0-7``.
-    """
+    """Return the contents of ranks of one ``shape_of``: ``layers 0-39, 2 each of heads 0-7``."""
     texts = []
     for same in zip(*(contents.items() for contents in alike), strict=True):
         (parts, _), layers = same[0]

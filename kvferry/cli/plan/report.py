@@ -49,14 +49,7 @@ Record = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """All that ``kvferry plan`` has computed; table, JSON and picture show it.
-
-    Attributes:
-        model: The model; ``None`` if both engines were given by layouts.
-        advice: What to do about small or many copies; ``None`` without need.
-        early: How prefill computes, and what early tickets save; ``None`` if nobody asked.
-        notes: What else there is to know, a sentence each.
-    """
+    """All that ``kvferry plan`` has computed; ``model`` and ``advice`` may be missing."""
 
     model: Model | None
     prefill: Side
