@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.core.errors import KVFerryError
-
 UNWRAPPED = 1 << 14
 """Columns of output that is not for a terminal: a line of it is as long as its text."""
 NARROWEST = {"text": 20, "sizes": 8, "name": 12}
@@ -20,20 +18,6 @@ NARROWEST = {"text": 20, "sizes": 8, "name": 12}
 
 CROWDED = 10
 """Tables of so many columns have a single space between them."""
-
-
-class PlotError(KVFerryError):
-    """No picture can be drawn, because matplotlib is not installed."""
-
-
-def require_matplotlib(option: str) -> None:
-    """Raise ``PlotError`` if the picture that an option asks for cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401 - only to see that it is there
-    except ModuleNotFoundError as exc:
-        raise PlotError(
-            f"{option} draws with matplotlib, which is not installed: pip install 'kvferry[plot]'"
-        ) from exc
 
 
 def output() -> Console:

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from rich.text import Text
 from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
 from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
 from kvferry.cli.formatting import size as text_of
-from kvferry.cli.output import output, print_json, print_table, require_matplotlib
+from kvferry.cli.output import output, print_json, print_table
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create, find
 from kvferry.testing.memory import thread_setup
@@ -63,7 +64,8 @@ def _check_plot(path: Path) -> None:
         raise BenchError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
     if not os.access(path.parent, os.W_OK):
         raise BenchError(f"--plot {path}: {path.parent} is no folder that can be written to")
-    require_matplotlib("--plot")
+    if find_spec("matplotlib") is None:
+        raise BenchError("--plot needs matplotlib: pip install 'kvferry[plot]'")
 
 
 def _measured(
