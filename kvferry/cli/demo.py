@@ -262,7 +262,7 @@ def _rates(
     memcpy = _rate(nbytes, lambda: np.copyto(target, pieces))
     speeds = {
         "kvferry": (rate, f"{copies:,} pieces of {piece:,} bytes, fences included"),
-        "gather": (gather, f"such pieces, by numpy in one process: {gather / rate:.1f}x"),
+        "gather": (gather, f"pieces of this size, by numpy in one process: {gather / rate:.1f}x"),
         "memcpy": (memcpy, f"the same bytes in one piece: {memcpy / rate:.1f}x"),
     }
     rows = [(name, f"{speed / 1e9:.2f} GB/s", said) for name, (speed, said) in speeds.items()]

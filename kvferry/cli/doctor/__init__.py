@@ -69,7 +69,6 @@ def _findings(probed: Probed) -> Iterator[Finding]:
     yield from software.no_driver(probed.drivers, probed.trouble)
     yield from probed.ucx
     yield hardware.reading(probed.reading)
-    yield hardware.ptrace_scope(machine)
     answers = bool(probed.gpus or probed.trouble)
     yield from hardware.hardware(machine, cuda_answers=answers, has_vllm=software.has_vllm())
     yield hardware.shared_memory()

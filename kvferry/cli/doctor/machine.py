@@ -139,6 +139,14 @@ class Machine:
         return [card for card in found if pci_address(card.address) in allowed]
 
     @property
+    def pid_namespace(self) -> str:
+        """This process's PID namespace, as the kernel names it; empty if it cannot be told."""
+        try:
+            return os.readlink(self.root / "proc/self/ns/pid")
+        except OSError:
+            return ""
+
+    @property
     def release(self) -> str:
         """The version of Linux."""
         return self.text("proc/sys/kernel/osrelease")
@@ -156,16 +164,12 @@ class Machine:
     def _from_smi(self) -> list[str]:
         """Return a description of each GPU that nvidia-smi lists; empty if the program fails."""
         try:
-            said = subprocess.check_output(
-                SMI,
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                timeout=SMI_SECONDS,
+            said = subprocess.run(
+                SMI, capture_output=True, check=True, text=True, timeout=SMI_SECONDS
             )
         except (OSError, subprocess.SubprocessError):
             return []
-        return [f"{line.strip()} (driver)" for line in said.splitlines() if line.strip()]
+        return [f"{line.strip()} (driver)" for line in said.stdout.splitlines() if line.strip()]
 
     def _from_proc(self) -> list[str]:
         """Return the models of the GPUs that NVIDIA's kernel module lists."""
