@@ -30,16 +30,11 @@ class CopySizes(Counter[int]):
     @property
     def figures(self) -> dict[str, int]:
         """The number of copies, their bytes, and the sizes of the extreme and the median copy."""
-        sizes = sorted(self)
+        sizes = sorted(self) or [0]
         ends = list(accumulate(self[nbytes] for nbytes in sizes))
-        middle = bisect_left(ends, (self.total() + 1) // 2)
-        return {
-            "copies": self.total(),
-            "bytes": self.nbytes,
-            "smallest": sizes[0] if sizes else 0,
-            "median": sizes[middle] if sizes else 0,
-            "largest": sizes[-1] if sizes else 0,
-        }
+        middle = bisect_left(ends, (self.copies + 1) // 2)
+        figures = {"copies": self.copies, "bytes": self.nbytes}
+        return figures | {"smallest": sizes[0], "median": sizes[middle], "largest": sizes[-1]}
 
     @property
     def copies(self) -> int:
@@ -73,11 +68,19 @@ class ReadEstimate:
     """
 
     decode: int
-    prefill: int
     source: Source = field(repr=False)
-    overlaps: tuple[Overlap, ...] = field(repr=False)
     sizes: CopySizes
     early_bytes: int
+
+    @property
+    def prefill(self) -> int:
+        """The index of the prefill rank."""
+        return self.source.remote
+
+    @property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """The overlapping pairs of fields, and the part of each that is read."""
+        return tuple(one for match in self.source.matches for one in match.overlaps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,14 +90,18 @@ class Estimate:
     Attributes:
         readers: How many decode ranks send "done" to each prefill rank.
         told: The decode rank that sends it to a prefill rank that none reads, by the latter.
-        on_gpus: Whether all copies are from a GPU's memory to a GPU's memory.
     """
 
     tokens: int
     reads: tuple[ReadEstimate, ...]
     readers: tuple[int, ...]
     told: dict[int, int]
-    on_gpus: bool
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether all copies are from a GPU's memory to a GPU's memory."""
+        sides = [(read.source.local_layout, read.source.remote_layout) for read in self.reads]
+        return all(region.kind == CUDA for pair in sides for it in pair for region in it.regions)
 
     @property
     def sizes(self) -> CopySizes:
@@ -145,25 +152,15 @@ def estimate_reads(
         for source in planned.sources:
             by_group = _counted(source, decode, tokens, workspace)
             # A sliding window drops tokens again, and every token changes a state.
-            early = [
+            early = sum(
                 sizes.nbytes
                 for group, sizes in by_group.items()
                 if source.local_layout.groups[group].kind is not GroupKind.STATE
                 and not decode.drops_tokens(group)
-            ]
-            reads.append(
-                ReadEstimate(
-                    decode=rank,
-                    prefill=source.remote,
-                    source=source,
-                    overlaps=tuple(o for match in source.matches for o in match.overlaps),
-                    sizes=merged(by_group.values()),
-                    early_bytes=sum(early),
-                )
             )
-    layouts = [side for r in reads for side in (r.source.local_layout, r.source.remote_layout)]
-    on_gpus = all(region.kind == CUDA for layout in layouts for region in layout.regions)
-    return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told, on_gpus=on_gpus)
+            sizes = merged(by_group.values())
+            reads.append(ReadEstimate(decode=rank, source=source, sizes=sizes, early_bytes=early))
+    return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told)
 
 
 def _counted(
