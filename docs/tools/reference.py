@@ -112,7 +112,7 @@ def _default(field: types.Field) -> str:
     return "none" if value in ((), None, "", [], {}) else f"`{msgspec.json.encode(value).decode()}`"
 
 
-def _command(command: Any, context: object, title: str) -> str:
+def _command(command: Any, context: object, title: str) -> str:  # noqa: ANN401 - of typer
     """Return a command's section: its usage, its help, its parameters, its own commands."""
     usage = command.get_usage(context).removeprefix("Usage: ")
     parts = [f"## {title}"] if title else []
@@ -133,5 +133,5 @@ def _paragraphs(text: str) -> Iterator[str]:
         yield f"```\n{paragraph[2:]}\n```" if paragraph.startswith("\b\n") else paragraph
 
 
-def _first(command: Any) -> str:
+def _first(command: Any) -> str:  # noqa: ANN401 - of typer
     return str(command.help or "").partition("\n\n")[0].replace("\n", " ")
