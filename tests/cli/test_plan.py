@@ -68,9 +68,9 @@ def test_unread_replicas_are_notified(plan: PlanCommand) -> None:
         ),
         (
             *(TINY, f"tp=2,{HND}", "pp=2,block_size=32"),
-            "1 (pp 1) 0-1 layers 2-3, 2 each of heads 0-3 32,768 1 MiB 32 B",
+            "1 (pp 1) 0-1 layers 2-3, 2 heads from each 32,768 1 MiB 32 B",
         ),
-        (TINY, "tp=2", "tp=2", "0-1 1 each of 0-1 layers 0-3, 2 each of heads 0-3"),
+        (TINY, "tp=2", "tp=2", "0-1 1 each of 0-1 layers 0-3, 2 heads 1,024"),
     ],
 )
 def test_alike_ranks_share_a_row_of_the_table(

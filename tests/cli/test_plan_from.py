@@ -89,7 +89,7 @@ def test_two_running_engines_need_no_config(plan: PlanCommand) -> None:
         f"prefill 2 ranks engine 'p-1' at {first}",
         f"decode 2 ranks engine 'd[/]-1' at {second}",
         "The side channel does not say which layers of decode have a sliding window",
-        "layers 0-3, 2 each of heads 0-3",
+        "layers 0-3, 2 heads",
     ):
         assert part in said
 

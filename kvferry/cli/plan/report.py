@@ -15,7 +15,7 @@ from kvferry.cli.output import output, print_table
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
 from kvferry.cli.plan.early import EarlyCase, PrefillSpeed
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
-from kvferry.cli.plan.fields import Contents, contents_of, shape_of, text_of
+from kvferry.cli.plan.fields import contents_of
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.sides import Side
 from kvferry.core.transport.copies import SMALL_COPY
@@ -129,16 +129,15 @@ def _read_rows(result: PlanResult) -> Iterator[list[str]]:
     )
     for own in alike.values():
         rows = []
-        for kind in reads[own[0]]:
-            same = [reads[rank][kind] for rank in own]
-            figures = merged(read.sizes for read in same[0]).figures
+        for kind, first in reads[own[0]].items():
+            each = [[read.prefill for read in reads[rank][kind]] for rank in own]
+            figures = merged(read.sizes for read in first).figures
+            what, of_size = kind[0], _sizes(figures).partition(",")[0]
             rows.append(
                 [
-                    _among(result.prefill, [[read.prefill for read in each] for each in same]),
-                    text_of([_contents(read) for each in same for read in each]),
-                    f"{figures['copies']:,}",
-                    size(figures["bytes"]),
-                    _sizes(figures).partition(",")[0],
+                    _among(result.prefill, each),
+                    f"{what} from each" if len(first) > 1 else what,
+                    *(f"{figures['copies']:,}", size(figures["bytes"]), of_size),
                 ]
             )
         told = [estimate.told_by(rank) for rank in own]
@@ -151,12 +150,9 @@ def _read_rows(result: PlanResult) -> Iterator[list[str]]:
             who = ""
 
 
-def _contents(read: ReadEstimate) -> Contents:
-    return contents_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
-
-
-def _kind(read: ReadEstimate) -> object:
-    return shape_of(_contents(read)), frozenset(read.sizes.items())
+def _kind(read: ReadEstimate) -> tuple[str, frozenset[tuple[int, int]]]:
+    what = contents_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
+    return what, frozenset(read.sizes.items())
 
 
 def _among(side: Side, each: Sequence[Sequence[int]]) -> str:
