@@ -161,7 +161,8 @@ class Server:
         if not takes_failed_requests():
             rank.failed.ended(found.finished_recving, found.failed_recving)
             failed = {"invalid_block_ids": rank.failed.take_blocks()}
-            report = replace(report or RankReport(), failed=rank.failed.take_requests())
+            if names := rank.failed.take_requests():
+                report = replace(report or RankReport(), failed=names)
         return ModelRunnerOutput.with_kv_conn_output_only(
             KVConnectorOutput(
                 finished_sending=found.finished_sending,

@@ -208,6 +208,8 @@ class TestPauses:
 
     def test_a_load_that_is_waited_for(self) -> None:
         with engines(attention(2)) as (prefill, decode):
+            if not hasattr(decode.scheduler, "kv_holding_waiting"):
+                pytest.skip("before 0.32, vLLM waits for no load: its request is computed anew")
             name = decode.add(0, 100, prefilled(prefill), 30)
             decode.step()
             Core(decode).pause("wait", steps=10_000)
