@@ -272,7 +272,9 @@ def test_ctrl_c_leaves_the_terminal_as_it_was() -> None:
     with MetricsServer(*DECODE) as server:
         process = subprocess.Popen(
             [*command, server.address],
-            **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
             env=environment,
             start_new_session=True,
         )

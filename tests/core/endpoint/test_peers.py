@@ -56,7 +56,6 @@ from tests.core.endpoint.engines import (
 )
 from tests.core.endpoint.side_channels import SideChannel
 from tests.core.endpoint.transports import ScriptedTransport
-from tests.core.endpoint.transports import ScriptedTransport
 from tests.core.messages import payload
 
 
@@ -92,22 +91,6 @@ def test_a_producer_that_the_directory_lets_go_stays_connected_while_it_is_used(
         prefill.step()
         assert decode.error("d-1") is None
         eventually(lambda: driver.open_connections == 0, "it is disconnected")
-
-
-def test_a_producer_that_could_not_be_connected_is_tried_again_after_a_pause(
-    prefill: Engine, clock: Clock
-) -> None:
-    driver = ScriptedTransport()
-    with Engine("decode", transport=lambda: driver, clock=clock) as decode:
-        driver.raises["connect"] = ConnectError("nobody there")
-        assert isinstance(load(prefill, decode, 1), ConnectError)
-        del driver.raises["connect"]
-        pull(prefill, decode, 2)
-        eventually(lambda: bool(decode.endpoint._load_manager.peers._backing_off), "it waits")
-        assert not driver.connected
-        clock.skip(0.1)
-        assert outcomes(decode, 2) == [None]
-        assert not decode.endpoint._load_manager.peers._backing_off
 
 
 def test_a_producer_that_could_not_be_connected_is_tried_again_after_a_pause(
