@@ -19,8 +19,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
-from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
-from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
+from kvferry.cli.bench.measure import (
+    Bench,
+    BenchError,
+    Case,
+    Result,
+    cases,
+    far_process,
+    memcpy_of,
+    near_buffer,
+    options_of,
+    sizes_of,
+)
 from kvferry.cli.formatting import size as text_of
 from kvferry.cli.output import output, print_json, print_table
 from kvferry.core.transport import Transport

@@ -12,8 +12,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvferry.cli.bench.grid import BenchError
-from kvferry.cli.bench.measure import Result
+from kvferry.cli.bench.measure import BenchError, Result
 from kvferry.cli.formatting import size
 
 WIDTH, HEIGHT = 5.2, 4.0
