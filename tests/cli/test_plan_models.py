@@ -203,21 +203,3 @@ def test_table_names_the_states(plan: PlanCommand) -> None:
         "36 of layers 0-46, conv/q, conv/k, conv/v, ssm",
     ):
         assert part in said
-
-
-def test_ranks_split_states_by_heads_and_copy_a_single_group(plan: PlanCommand) -> None:
-    found = plan.json(configs.GRANITE, "tp=2", "tp=4", "--tokens=16")
-    shards = {
-        key.partition("/")[2]: fields["shard"]
-        for read in found["reads"]
-        if read["decode"] == 3
-        for fields in read["fields"]
-        for key in fields["keys"]
-        if ".0." in key
-    }
-    assert shards == {
-        "conv/x": [3072, 4096],
-        "conv/B": [0, 128],
-        "conv/C": [0, 128],
-        "ssm": [48, 64],
-    }
