@@ -45,8 +45,7 @@ from kvferry.integrations.vllm.transfer_config import (
     own_transfers,
 )
 
-SECONDS = 5.0
-"""How long a peer may take to answer."""
+SECONDS = 5.0  # how long a peer may take to answer
 
 SELECTING_KEYS = ("kv_connector", "kv_connector_module_path", "kv_role", EXTRA)
 """The keys of ``--kv-transfer-config`` that select a connector and its settings."""

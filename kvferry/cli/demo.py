@@ -36,17 +36,13 @@ from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 from kvferry.testing.engines import POISON, CacheShape, EngineRank, ModelFreeEngine
 
-LAYERS, HEADS, HEAD_DIM, ELEMENT_BYTES = 32, 8, 128, 2
-"""The dimensions are those of Llama 3 8B."""
-WORD_BYTES = 8
-"""Bytes of a word: four elements, enough bits for a value that occurs only once."""
+LAYERS, HEADS, HEAD_DIM, ELEMENT_BYTES = 32, 8, 128, 2  # the dimensions are those of Llama 3 8B
+WORD_BYTES = 8  # bytes of a word: four elements, enough bits for a value that occurs only once
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * ELEMENT_BYTES
 """Bytes of one token in all layers, K and V."""
 REQUESTS = 8
-ORDERS = ("HND", "NHD")
-"""Orders within a page, by the outermost: heads, or tokens."""
-BLOCK_LIMIT = 1024
-"""Largest number of tokens in a page."""
+ORDERS = ("HND", "NHD")  # orders within a page, by the outermost: heads, or tokens
+BLOCK_LIMIT = 1024  # largest number of tokens in a page
 SPARE_PAGES = 4
 """Pages that no request has and no load may change, such as page 0, whose id stands for a hole."""
 PREFILL, DECODE, UNLIKE_DECODE = "2/HND/16", "HND/16", "NHD/32"

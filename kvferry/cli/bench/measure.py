@@ -24,10 +24,8 @@ from kvferry.core.transport.copies import Copies, Segment
 from kvferry.testing.memory import Buffer, Bytes, allocate
 from kvferry.testing.peers import Process
 
-LARGEST = 1 << 36
-"""Largest size of a transfer or block, in bytes."""
-COPIES_LIMIT = 1 << 24
-"""Largest number of copies of a case; preparing more would take too long."""
+LARGEST = 1 << 36  # largest size of a transfer or block, in bytes
+COPIES_LIMIT = 1 << 24  # largest number of copies of a case; preparing more would take too long
 
 _SIZE = re.compile(r"(\d{1,12})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -135,15 +133,12 @@ def options_of(pairs: Sequence[str]) -> dict[str, object]:
     return result
 
 
-ROUNDS = (3, 1000)
-"""The smallest and the largest number of rounds of a case."""
-DEADLINE_SECONDS = 120.0
-"""Seconds after which a transfer counts as hanging."""
+ROUNDS = (3, 1000)  # the smallest and the largest number of rounds of a case
+DEADLINE_SECONDS = 120.0  # seconds after which a transfer counts as hanging
 BUSY_SECONDS = 0.001
 """Seconds after a transfer's start in which the transfer is polled without pause."""
 
-FAR = 1
-"""The seed of the content of the other process's buffer."""
+FAR = 1  # the seed of the content of the other process's buffer
 
 Memcpy = Callable[[int], None]
 """A function that copies a number of bytes from one buffer of this process to another."""

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from kvferry.cli.bench.measure import BenchError, Result
 from kvferry.cli.formatting import size
 
-WIDTH, HEIGHT = 5.2, 4.0
-"""Size of a panel in inches."""
+WIDTH, HEIGHT = 5.2, 4.0  # size of a panel in inches
 
 
 def draw(path: Path, title: str, results: Sequence[Result]) -> None:

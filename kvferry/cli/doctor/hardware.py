@@ -31,10 +31,8 @@ DMABUF_KERNEL = (5, 12)
 """The first version of Linux with which RDMA takes memory as dmabuf (UCX's FAQ)."""
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """Number of the PID namespace of the host itself (``PROC_PID_INIT_INO`` in Linux)."""
-MULTI_NODE_GPUS = ("GB200", "GB300")
-"""In the names of GPUs whose NVLink may lead to other hosts."""
-SHARED_ENOUGH = 1 << 30
-"""Free bytes of /dev/shm that suffice for engines and UCX."""
+MULTI_NODE_GPUS = ("GB200", "GB300")  # in the names of GPUs whose NVLink may lead to other hosts
+SHARED_ENOUGH = 1 << 30  # free bytes of /dev/shm that suffice for engines and UCX
 DISTANCES = (
     "same PCIe switch",  # behind one PCIe root port
     "same PCIe root complex",

@@ -15,12 +15,9 @@ from msgspec import Struct
 
 SMI_SECONDS = 10.0
 SMI = "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
-NVIDIA, AMD = "0x10de", "0x1002"
-"""PCI vendors of GPUs."""
-DISPLAY = "0x03"
-"""The class of GPUs among PCI devices."""
-OPEN = "open"
-"""The kind of NVIDIA's kernel module that exports GPU memory as dmabuf."""
+NVIDIA, AMD = "0x10de", "0x1002"  # PCI vendors of GPUs
+DISPLAY = "0x03"  # the class of GPUs among PCI devices
+OPEN = "open"  # the kind of NVIDIA's kernel module that exports GPU memory as dmabuf
 
 SWITCH, ROOT, NODE, UNKNOWN, FAR = range(5)
 """What a NIC and a GPU have in common, the nearest first."""

@@ -28,11 +28,9 @@ from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_rea
 from kvferry.drivers.ucx import dlopen
 from kvferry.drivers.ucx.library import Devices, devices, find
 
-SECONDS = 60.0
-"""Seconds that all drivers together may take to start."""
+SECONDS = 60.0  # seconds that all drivers together may take to start
 
-_RMA = 1 << 1
-"""UCX's feature flag for one-sided transfers."""
+_RMA = 1 << 1  # UCX's feature flag for one-sided transfers
 
 
 class Probed(Struct, frozen=True, kw_only=True):

@@ -34,14 +34,11 @@ from kvferry.cli.plan.defaults import (
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES
 
-FILE_LIMIT = 1 << 24
-"""Largest size of a config file, in bytes; real ones have some thousands."""
-LARGEST = 1 << 24
-"""Largest number in a file that counts."""
+FILE_LIMIT = 1 << 24  # largest size of a config file, in bytes; real ones have some thousands
+LARGEST = 1 << 24  # largest number in a file that counts
 MOST_EXPANDED = 1 << 10
 
-HYBRID = "hybrid"
-"""Type of the layers that have both attention and a state."""
+HYBRID = "hybrid"  # type of the layers that have both attention and a state
 STATEFUL = frozenset({"linear_attention", "mamba", "conv", HYBRID})
 """Types of layers that have a state."""
 WINDOWED, CHUNKED = "sliding_attention", "chunked_attention"

@@ -39,8 +39,7 @@ BACKENDS = {
 """Which attention backends of vLLM 0.32 can store a block's layers together, in which order
 (``AttentionBackend.supported_kv_cache_layouts``)."""
 
-PREFERRED = "LBHNC"
-"""The order that the connector asks vLLM for."""
+PREFERRED = "LBHNC"  # the order that the connector asks vLLM for
 
 Record = dict[str, object]
 

@@ -28,8 +28,7 @@ from kvferry.core.side_channel.client import fetch
 from kvferry.core.side_channel.compatibility import EngineInfo, agree
 from kvferry.core.side_channel.connection import health
 
-SECONDS = 10.0
-"""How long an engine may take for each of its two answers."""
+SECONDS = 10.0  # how long an engine may take for each of its two answers
 
 UNKNOWN_WINDOWS = (
     "The side channel does not say which layers of decode have a sliding window: all tokens are "
