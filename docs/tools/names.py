@@ -18,8 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SHORT = ("kvferry/core", "kvferry/drivers")
-"""Folders whose private docstrings have one line."""
+SHORT = ("kvferry/core", "kvferry/drivers")  # folders whose private docstrings have one line
 HOOKS = "kvferry/core/transport/base.py"
 """Its private methods are what the author of a driver implements."""
 

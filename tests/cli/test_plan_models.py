@@ -15,8 +15,7 @@ from kvferry.cli.plan.sides import with_keys_of
 from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import LATENT, TINY, Config, PlanCommand, write_config
 
-BYTES_PER_TOKEN = 4 * 4 * 32
-"""Of ``TINY``."""
+BYTES_PER_TOKEN = 4 * 4 * 32  # of ``TINY``
 VISION: Config = {"num_hidden_layers": 27, "num_attention_heads": 16, "hidden_size": 1152}
 
 
@@ -108,7 +107,7 @@ WINDOW: Config = {"sliding_window": 20}
     ],
 )
 def test_windows_read_only_their_pages(tmp_path: Path, content: Config, copies: int) -> None:
-    # A window of 20 tokens before token 64 has tokens 45 to 63, in 2 of the 4 pages.
+    # a window of 20 tokens before token 64 has tokens 45 to 63, in 2 of the 4 pages.
     assert copies_of(tmp_path, TINY | content, tokens=64).copies == copies
 
 
@@ -178,7 +177,7 @@ HYBRIDS = [
 def test_bytes_of_hybrids(
     tmp_path: Path, model: Config, attending: int, token: int, stateful: int, state: int
 ) -> None:
-    # A page of the block size that vLLM chooses has room for a state.
+    # a page of the block size that vLLM chooses has room for a state.
     block = 16 * -(-state // (16 * token))
     found = copies_of(tmp_path, model, tokens=block)
     assert found.nbytes == attending * block * token + stateful * state

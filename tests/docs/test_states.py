@@ -41,8 +41,7 @@ for before, after, events, reported in table("by"):
 REQUEST, HOLD_OF_REQUEST = RequestId("a"), Hold(slot=0, generation=7)
 TICKET = NewTicket(request=REQUEST, hold=HOLD_OF_REQUEST, lease=30.0)
 DEADLINE, ERROR = 100.0, TransportError("it failed")
-DEPTH = 7
-"""The most events that it takes to reach every state and to leave it again."""
+DEPTH = 7  # the most events that it takes to reach every state and to leave it again
 
 
 class Named(Protocol):

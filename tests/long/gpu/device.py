@@ -16,8 +16,7 @@ from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.memory import CUDA
 
 PAGE_TOKENS = 16
-POISON = 0x7FC07FC0
-"""Two NaNs of bfloat16."""
+POISON = 0x7FC07FC0  # two NaNs of bfloat16
 _MASK = 0x3FFF3FFF  # no word is the poison, and no value is a NaN
 
 LIBCUDA = "libcuda.so.1"

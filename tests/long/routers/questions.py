@@ -12,8 +12,7 @@ from typing import Any
 
 from examples.tiny_llama import WORDS, prompt
 
-ANSWER_FOLLOWS = 0
-"""The token that stands before every answer in a chat."""
+ANSWER_FOLLOWS = 0  # the token that stands before every answer in a chat
 
 TEMPLATE = (
     "{% for message in messages %}"
