@@ -179,7 +179,6 @@ def _notes(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the settings of the connector on this host."""
     yield from problems(extra)
     config = acceptable(extra)
     try:
@@ -203,7 +202,6 @@ def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) ->
 
 
 def _engine_at(host: str, port: int, access: Access) -> str:
-    """Return the id of the engine whose side channel is at an address."""
     *others, last = sorted(access.peers) or [b""]
     for key in others:
         try:

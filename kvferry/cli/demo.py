@@ -224,7 +224,6 @@ def _step(console: Console, title: str) -> Iterator[None]:
 
 
 def _loaded(engine: ModelFreeEngine, request: Request) -> LoadRecord:
-    """Wait until a request is loaded, and return its figures."""
     results = engine.outcome(request.name, math.inf)
     for name, error in results.failed.items():
         raise DemoError(f"{name} was not loaded: {error}") from error

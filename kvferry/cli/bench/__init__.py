@@ -81,7 +81,6 @@ def _check_plot(path: Path) -> None:
 def _measured(
     driver: str, options: dict[str, object], grid: Sequence[Case], memory: str, seconds: float
 ) -> tuple[dict[str, object], list[Result]]:
-    """Start a second process, and measure all cases in about so many seconds."""
     nbytes = max(case.size for case in grid)
     with ExitStack() as stack:
         enter = thread_setup(memory)
@@ -117,7 +116,6 @@ def _measured(
 def _conditions(
     driver: str, options: Mapping[str, object], memory: str, transport: Transport
 ) -> dict[str, object]:
-    """Return the conditions of a measurement that starts now."""
     info = find(driver)
     return {
         "driver": driver,

@@ -38,7 +38,6 @@ def draw(path: Path, title: str, results: Sequence[Result]) -> None:
 
 
 def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
-    """Draw one panel: for each size of transfer a solid line, and a dotted one for memcpy."""
     sizes = sorted({result.case.size for result in results})
     for number, total in enumerate(sizes):
         rows = sorted((r for r in results if r.case.size == total), key=lambda r: r.case.block)

@@ -196,7 +196,6 @@ def direct(machine: Machine) -> Finding:
 
 
 def _lacking_for_dmabuf(machine: Machine) -> Iterator[str]:
-    """Yield what dmabuf lacks, or what cannot be told."""
     release, module = machine.release, machine.kernel_module
     version = re.match(r"(\d+)\.(\d+)", release)
     if version is None:
@@ -260,7 +259,6 @@ def bound(machine: Machine) -> Iterator[Finding]:
 
 
 def _binding(machine: Machine, mapping: str, selection: str) -> Finding:
-    """Return the finding about the variables by which vLLM's workers bind GPUs to NICs."""
     remedy = (
         f"set both: {MAPPING}=GPU=NIC,... with PCI addresses (0000:1b:00.0=0000:1c:00.0), one pair "
         f"for each GPU that an engine uses, and {SELECTION}={UCX_DEVICES}:1"

@@ -139,7 +139,6 @@ def gpus(cuda: CudaDriver | None) -> list[CudaGpu] | None:
 
 
 def _ucx(path: str, driver: str, *, cuda: bool) -> Finding:
-    """Return the finding about a UCX that this process has loaded."""
     library, advice = ctypes.CDLL(path), ""
     library.ucp_get_version_string.restype = ctypes.c_char_p
     if driver == "ucx":

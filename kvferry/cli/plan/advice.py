@@ -176,7 +176,6 @@ def _candidates(
 
 
 def _difference(before: PlanSettings, after: PlanSettings) -> str:
-    """Return the settings that differ from earlier ones, as text."""
     return ",".join(
         f"{name}={getattr(after, name)}"
         for name in ("block_size", "layout", "interleave")

@@ -301,8 +301,6 @@ _Strides = dict[str, int]
 
 
 class _Rank:
-    """One rank, whose layout is computed."""
-
     def __init__(self, model: Model, settings: PlanSettings, pages: int, pp: int, tp: int) -> None:
         self._model, self._settings, self._pages, self._tp = model, settings, pages, tp
         self._stage = _stage(model.layers, settings.pp, pp)
@@ -313,7 +311,6 @@ class _Rank:
         self._block = 0
 
     def layout(self, groups: Sequence[_CacheGroup]) -> Layout:
-        """Return the rank's layout."""
         model, settings = self._model, self._settings
         here = [[layer for layer in group.layers if layer in self._stage] for group in groups]
         indexed = [layer for layer in model.indexed if layer in self._stage]

@@ -312,7 +312,6 @@ def _refuse_unsupported(keys: _Keys, name: str) -> None:
 
 
 def _head_dim(keys: _Keys, heads: int) -> int:
-    """Return the elements of a head of a file that does not say it."""
     size = keys.number("hidden_size", 0)
     if size < heads:
         raise ModelError(
@@ -533,7 +532,6 @@ def _mamba2(keys: _Keys) -> RecurrentState:
 
 
 def _mamba_channels(keys: _Keys, heads: int) -> int:
-    """Return the channels of a layer, at least one for each head."""
     if (channels := keys.optional("mamba_d_ssm")) is None:
         size = keys.number("hidden_size")
         expand = keys.get("mamba_expand", Annotated[float, Meta(gt=0, le=MOST_EXPANDED)], 2)

@@ -161,7 +161,6 @@ def _among(side: Side, each: Sequence[Sequence[int]]) -> str:
 
 
 def _advice_lines(estimate: Estimate, given: Advice) -> Iterator[str]:
-    """Yield why copies are small or many, and what to change."""
     many, sizes = is_many(estimate), _sizes(estimate.sizes.figures)
     by_ipc = "Between GPUs of one host (CUDA IPC)"
     if is_small(estimate):
@@ -193,7 +192,6 @@ def _advice_lines(estimate: Estimate, given: Advice) -> Iterator[str]:
 
 
 def _sides(change: Change) -> list[tuple[str, str]]:
-    """Return where to change what."""
     if change.prefill == change.decode:
         return [(" on both", change.prefill)]
     both = {" on prefill": change.prefill, " on decode": change.decode}
@@ -201,7 +199,6 @@ def _sides(change: Change) -> list[tuple[str, str]]:
 
 
 def _for_vllm(change: Change) -> Iterator[str]:
-    """Yield vLLM's options for a change, as far as it has them."""
     for side, said in _sides(change):
         pairs = [pair.partition("=") for pair in said.split(",")]
         flags = [VLLM[name].format(value) for name, _, value in pairs if name in VLLM]
