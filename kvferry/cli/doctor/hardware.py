@@ -141,16 +141,16 @@ def cache_order(machine: Machine, *, has_vllm: bool) -> Finding:
     asked = f"is {order}" if order else "is not set: kvferry asks for LBHNC (not with MLA)"
     found = (
         f"{ORDER} {asked}. With layers outermost, each page of each layer is a copy of its own: a "
-        "rank of Llama 3 70B with TP 8 reads 8,192 tokens in 40,960 copies of 8 KiB, for which "
-        "CUDA IPC takes some 164 ms; with BLHNC in 512 copies of 640 KiB"
+        "rank of Llama 3 70B with TP 8 reads 8,192 tokens in 40,960 copies of 8 KiB, and with "
+        "BLHNC in 512 of 640 KiB"
     )
     if not has_vllm:
         return CACHE_ORDER.ok(found)
     return CACHE_ORDER.warn(
         found,
         f"set {ORDER}=BLHNC on both engines if their attention backend can use this order "
-        "(FLASH_ATTN, FLASHINFER and TRITON_ATTN can). kvferry plan counts a model's copies; it "
-        "also names the better order if the engines have different numbers of ranks",
+        "(FLASH_ATTN, FLASHINFER and TRITON_ATTN can); kvferry plan counts a model's copies, and "
+        "names the better order for engines of different numbers of ranks",
     )
 
 
@@ -190,8 +190,8 @@ def direct(machine: Machine) -> Finding:
         )
     asked = "CUDA exports GPU memory" if machine.cuda else "the kernel module is open"
     return DIRECT.ok(
-        f"dmabuf: Linux {machine.release}, and {asked}. Whether the NIC's driver takes it is known "
-        "when UCX starts with UCX_LOG_LEVEL=debug, which prints 'dmabuf is supported'"
+        f"dmabuf: Linux {machine.release}, and {asked}; UCX_LOG_LEVEL=debug shows whether the NIC's "
+        "driver takes it ('dmabuf is supported')"
     )
 
 
