@@ -190,8 +190,8 @@ def direct(machine: Machine) -> Finding:
         )
     asked = "CUDA exports GPU memory" if machine.cuda else "the kernel module is open"
     return DIRECT.ok(
-        f"dmabuf: Linux {machine.release}, and {asked}; UCX_LOG_LEVEL=debug shows whether the NIC's "
-        "driver takes it ('dmabuf is supported')"
+        f"dmabuf: Linux {machine.release}, and {asked}; UCX_LOG_LEVEL=debug shows whether the "
+        "NIC's driver takes it ('dmabuf is supported')"
     )
 
 
