@@ -165,8 +165,8 @@ def _run(
     console.print(f"\n[bold]Engines of {'like' if like else 'unlike'} pages[/]")
     with ExitStack() as stack:
         with _step(console, "engines started"):
-            spec = Spec(driver, prefill, requests, lease)
-            pid, pipe = stack.enter_context(prefill_process(spec))
+            started = prefill_process(driver, prefill, requests, lease)
+            pid, pipe = stack.enter_context(started)
             options = EndpointOptions(lease=lease, load_timeout=lease)
             engine = ModelFreeEngine(
                 "decode", decode, driver=driver, transport=lambda: transport, options=options
@@ -273,18 +273,11 @@ def _rate(nbytes: int, copy: Callable[[], object]) -> float:
 # The prefill engine's process.
 
 
-class Spec(NamedTuple):
-    """The prefill engine, and the requests that it computes in their order."""
-
-    driver: str
-    shape: CacheShape
-    requests: tuple[Request, ...]
-    lease: float
-
-
 @contextmanager
-def prefill_process(spec: Spec) -> Iterator[tuple[int, Connection]]:
-    """Start the engine; yield its process id, and the pipe for ``receive``.
+def prefill_process(
+    driver: str, shape: CacheShape, requests: Sequence[Request], lease: float
+) -> Iterator[tuple[int, Connection]]:
+    """Start an engine that computes requests; yield its process id, and the pipe for ``receive``.
 
     It sends ``None`` when it has started, then each request's ticket, then ``None`` when the pages
     of all have been released. It ends when the ``with`` block or this process ends, because its
@@ -292,7 +285,7 @@ def prefill_process(spec: Spec) -> Iterator[tuple[int, Connection]]:
     """
     spawn = multiprocessing.get_context("spawn")
     pipe, theirs = spawn.Pipe()
-    process = spawn.Process(target=_main, args=(theirs, spec))
+    process = spawn.Process(target=_main, args=(theirs, driver, shape, requests, lease))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
@@ -319,19 +312,21 @@ def receive(pipe: Connection) -> Any:  # noqa: ANN401 - see prefill_process
     return message
 
 
-def _main(pipe: Connection, spec: Spec) -> None:
+def _main(
+    pipe: Connection, driver: str, shape: CacheShape, requests: Sequence[Request], lease: float
+) -> None:
     """Compute all requests, and keep their pages until they are read and the pipe is closed."""
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
-    options = EndpointOptions(lease=spec.lease)
+    options = EndpointOptions(lease=lease)
     try:
-        with ModelFreeEngine("prefill", spec.shape, driver=spec.driver, options=options) as engine:
+        with ModelFreeEngine("prefill", shape, driver=driver, options=options) as engine:
             pipe.send(None)
-            for request, pages in scattered_pages(spec.shape, spec.requests, seed=1).items():
+            for request, pages in scattered_pages(shape, requests, seed=1).items():
                 engine.take_on(request.name)
                 for rank in engine.ranks:
                     rank.compute(pages, request.tokens, request.first_token)
-                pipe.send(engine.finish(request.name, pages, request.tokens, lease=spec.lease))
-            for request in spec.requests:
+                pipe.send(engine.finish(request.name, pages, request.tokens, lease=lease))
+            for request in requests:
                 engine.released(request.name, math.inf)
             pipe.send(None)
             threading.Event().wait()
