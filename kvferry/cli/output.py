@@ -13,8 +13,7 @@ UNWRAPPED = 1 << 14
 """Columns of output that is not for a terminal: a line of it is as long as its text."""
 NARROWEST = {"text": 20, "sizes": 8, "name": 12}
 """To how many columns the cells of a table's column may be wrapped, by its kind; others are not."""
-CROWDED = 10
-"""Tables of so many columns have a single space between them."""
+CROWDED = 10  # tables of so many columns have a single space between them
 
 
 def output() -> Console:

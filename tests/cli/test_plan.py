@@ -83,7 +83,7 @@ def test_rows_fit_a_terminal_and_are_whole_in_a_pipe(plan: PlanCommand) -> None:
     config = write_config(plan.folder, configs.NEMOTRON_H)
     shown = ""
     for width in (80, 50, 0):
-        shown = plan.run(config, "--prefill=tp=2", "--decode=tp=8", width=width).out
+        shown = plan.run(config, "--prefill=tp=2", "--decode=tp=8", "--tokens=64", width=width).out
         words = " ".join(shown.split())
         # A row, or below 80 columns a line for each cell, whose words are not torn.
         assert ("decode rank from prefill what copies bytes" in words) == (width != 50)

@@ -19,8 +19,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
-from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
-from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
+from kvferry.cli.bench.measure import (
+    Bench,
+    BenchError,
+    Case,
+    Result,
+    cases,
+    far_process,
+    memcpy_of,
+    near_buffer,
+    options_of,
+    sizes_of,
+)
 from kvferry.cli.formatting import size as text_of
 from kvferry.cli.output import output, print_json, print_table
 from kvferry.core.transport import Transport
@@ -71,7 +81,6 @@ def _check_plot(path: Path) -> None:
 def _measured(
     driver: str, options: dict[str, object], grid: Sequence[Case], memory: str, seconds: float
 ) -> tuple[dict[str, object], list[Result]]:
-    """Start a second process, and measure all cases in about so many seconds."""
     nbytes = max(case.size for case in grid)
     with ExitStack() as stack:
         enter = thread_setup(memory)
@@ -107,7 +116,6 @@ def _measured(
 def _conditions(
     driver: str, options: Mapping[str, object], memory: str, transport: Transport
 ) -> dict[str, object]:
-    """Return the conditions of a measurement that starts now."""
     info = find(driver)
     return {
         "driver": driver,
