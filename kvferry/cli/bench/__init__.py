@@ -11,7 +11,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ from kvferry.cli.bench.measure import (
     sizes_of,
 )
 from kvferry.cli.formatting import size as text_of
-from kvferry.cli.output import output, print_json, print_table
+from kvferry.cli.output import output, print_json, print_table, require_matplotlib
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create, find
 from kvferry.testing.memory import thread_setup
@@ -74,8 +73,7 @@ def _check_plot(path: Path) -> None:
         raise BenchError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
     if not os.access(path.parent, os.W_OK):
         raise BenchError(f"--plot {path}: {path.parent} is no folder that can be written to")
-    if find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: pip install 'kvferry[plot]'")
+    require_matplotlib("--plot")
 
 
 def _measured(
