@@ -28,15 +28,12 @@ RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeResult:
-    """What is read of a producer's reply; ``payloads`` are in rank order.
-
-    ``ticket_key`` is the public key for the proofs of its tickets, empty without proofs.
-    """
+    """What is read of a producer's reply; ``payloads`` are in rank order."""
 
     payloads: tuple[RankPayload, ...]
     plan: Plan
     page_limits: tuple[int, ...]
-    ticket_key: bytes = b""
+    ticket_key: bytes = b""  # the public key for the proofs of its tickets; empty without proofs
     memory: Mapping[int, int] = field(default_factory=dict)
     """What this takes, see ``memory_of``."""
 

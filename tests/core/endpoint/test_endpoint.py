@@ -128,6 +128,7 @@ def test_what_raises_for_one_load_fails_that_load(prefill: Engine) -> None:
 
     is_over = threading.Event()
     with Engine("decode", zero=broken) as decode:
+        assert load(prefill, decode, 5) is None
         error = decode.load("d-1", prefill.serve("p-1", [1], 4), [2], passed=broken)
         assert isinstance(error, EndpointClosedError)
         decode.pull("d-2", prefill.serve("p-2", [1], 4), [2, 3], passed=is_over.is_set)
@@ -238,6 +239,7 @@ def test_an_overridden_judgement_is_logged_once(caplog: pytest.LogCaptureFixture
 def test_a_closed_endpoint_refuses_loads(prefill: Engine, decode: Engine) -> None:
     decode.endpoint.close()
     decode.endpoint.close()
+    assert decode.endpoint.problems == ("the endpoint is closed",)
     with pytest.raises(EndpointClosedError):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
 
