@@ -332,7 +332,9 @@ class Two:
 def two(
     driver: RecordingTransport, clock: Clock | None = None, liveness_interval: float = 0.0
 ) -> Iterator[Two]:
-    options = dataclasses.replace(OPTIONS, liveness_interval=liveness_interval, engine_ttl=600.0)
+    options = dataclasses.replace(
+        OPTIONS, liveness_interval=liveness_interval, liveness_misses=10, engine_ttl=600.0
+    )
     how = {"transport": lambda: driver, "options": options, "clock": clock or Clock()}
     with (
         Engine("real") as real,
