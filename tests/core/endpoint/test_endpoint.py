@@ -15,7 +15,6 @@ from kvferry.core.errors import (
     EndpointClosedError,
     IncompatibleError,
     PageError,
-    StaleError,
     TicketError,
     TransportError,
     TransportUsageError,
@@ -180,13 +179,6 @@ def test_a_ticket_that_does_not_fit_is_refused(
     if kind is TicketError:
         assert decode.load("d-2", ticket, [3, 4]) is None
     prefill.released("p-1")
-
-
-def test_a_read_after_the_end_of_the_hold_is_stale(prefill: Engine, decode: Engine) -> None:
-    ticket = prefill.serve("p-1", [1], 4)
-    prefill.reset("p-1")
-    prefill.serve("p-2", [1], 4)  # its page is used again, its slot perhaps too
-    assert isinstance(decode.load("d-1", ticket, [2]), StaleError)
 
 
 def test_a_second_engine_with_the_same_name_does_not_end_loads_from_the_first(
