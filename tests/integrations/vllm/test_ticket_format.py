@@ -90,7 +90,7 @@ def sign(params: dict[str, Any]) -> None:
     [
         ({name: OFFER.params()[name] for name in NIXL_KEYS}, "another connector made it"),
         (altered(OFFER.params(), "version", 2), "version 2; this engine reads 1"),
-        (replace(OFFER, port=0).params(None, TICKET_KEY), "port 0"),
+        (replace(OFFER, port=0).params(None, TICKET_KEY), "the port is 0"),
         (OFFER.params() | {"remote_block_ids": [[]] * 257}, "remote_block_ids"),
         # JSON can name half a surrogate pair, and Python reads it.
         (OFFER.params() | {"remote_port": json.loads(HALF_A_PAIR)}, "kv_transfer_params"),
@@ -101,7 +101,7 @@ def sign(params: dict[str, Any]) -> None:
         *(
             (altered(ANSWER.params(None, TICKET_KEY), "blocks", {**BLOCKS, name: value}), words)
             for name, value, words in [
-                ("tokens", 0, "blocks of 0 tokens"),
+                ("tokens", 0, "tokens of a block is 0"),
                 ("tokens", 1 << 63, "blocks.tokens"),
                 ("tokens", 16.5, "blocks.tokens"),
                 ("salt", "0", "blocks.salt"),
