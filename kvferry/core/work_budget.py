@@ -17,7 +17,7 @@ MAX_STEPS = 10_000_000
 
 LOOP_STEPS = 10  # one turn of a short Python loop
 
-# Reading what an engine publishes (handshake.compatibility).
+# Reading what an engine publishes (side_channel.compatibility).
 
 PAYLOAD_BYTES_PER_STEP = 8
 """Bytes of an encoded payload that are decoded per step; checks of its content cost extra."""

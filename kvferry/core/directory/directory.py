@@ -246,7 +246,7 @@ class Directory:
             self._places.release()
 
     def _on_over(self, asking: _Asking, outcome: EncodedReply | Exception) -> None:
-        """Hear the end of a handshake; called on the thread of all tasks."""
+        """Hear the end of a handshake, on the thread of all tasks unless it could not begin."""
         result = outcome if isinstance(outcome, EncodedReply) else kept(outcome)
         self._post(lambda: self._on_outcome(asking, result))
 

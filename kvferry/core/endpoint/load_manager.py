@@ -129,7 +129,7 @@ class LoadManager:
 
     @property
     def only_computing(self) -> bool:
-        """Return whether all loads wait for their producers to compute more pages."""
+        """Return whether all loads are early ones that wait for their next part."""
         machines = (state.machine for state in self._states.values())
         return all(machine.is_idle or machine.reported for machine in machines)
 
@@ -218,7 +218,7 @@ class LoadManager:
             self._next_tick = now + TICK_SECONDS
             self._tick(now)
         busy = False
-        while self._awaiting_device and self._is_past(*self._awaiting_device[0]):
+        while self._awaiting_device and self._go_on_if_passed(*self._awaiting_device[0]):
             self._awaiting_device.popleft()
             busy = True
         while self._actions:
@@ -231,8 +231,8 @@ class LoadManager:
         self._slot_reads.post(self._transfers, self._capabilities.max_notification)
         return busy
 
-    def _is_past(self, state: LoadState, passed: Passed) -> bool:
-        """Return whether a load waits for the device no more; then go on with it, or fail it."""
+    def _go_on_if_passed(self, state: LoadState, passed: Passed) -> bool:
+        """Go on with a load whose device work has passed, or fail it; return whether it is past."""
         load, machine = state.load, state.machine
         if not machine.awaits_device or machine.failure is not None:
             return True

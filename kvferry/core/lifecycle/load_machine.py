@@ -177,7 +177,7 @@ class LoadMachine:
 
     @property
     def awaits_pages(self) -> bool:
-        """Whether the load waits for its producer to compute pages, on some rank."""
+        """Whether the load waits on some rank for more pages, or for its turn to read them."""
         return not {_At.RECHECK, _At.IDLE}.isdisjoint(self.at.values())
 
     @property

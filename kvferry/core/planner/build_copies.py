@@ -17,7 +17,7 @@ from kvferry.core.errors import PageError
 from kvferry.core.layout import HOLE, Layout
 from kvferry.core.memory import I64Array, U64Array
 from kvferry.core.planner.plan import Match, Source
-from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap
+from kvferry.core.planner.sub_blocks import LAST_TOKEN, BlockMap
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.core.transport.paged import PagedCopies, PlacedStrips, Strips, StripSide
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout
 from kvferry.core.layout.fields import FieldSet
-from kvferry.core.planner.token_blocks import share_tokens
+from kvferry.core.planner.sub_blocks import share_tokens
 from kvferry.core.work_budget import HOLDING_STEPS, LOOP_STEPS, SPLIT_STEPS, WorkBudget
 
 

@@ -21,7 +21,7 @@ from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.planner.coverage import EngineHoldings, assign_pieces, engine_holdings, held
 from kvferry.core.planner.strips import Overlap, Overlaps, find_strips
-from kvferry.core.planner.token_blocks import Pairing
+from kvferry.core.planner.sub_blocks import Pairing
 from kvferry.core.transport.copies import Segment
 from kvferry.core.transport.paged import Strips
 from kvferry.core.work_budget import MAX_STEPS, WorkBudget

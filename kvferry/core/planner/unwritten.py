@@ -19,7 +19,7 @@ from kvferry.core.planner.build_copies import (
 )
 from kvferry.core.planner.coalesce import CoalescedRuns, coalesce, concatenate, runs_of_equals
 from kvferry.core.planner.plan import Plan
-from kvferry.core.planner.token_blocks import tokens_before
+from kvferry.core.planner.sub_blocks import tokens_before
 from kvferry.core.transport.paged import Strips
 
 LONG_BYTES = 1 << 12

@@ -15,7 +15,6 @@ import zmq
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.security import OPEN, Access, is_here
-from kvferry.core.side_channel.admission import ZapHandler
 from kvferry.core.side_channel.compatibility import engine_info, unspoken
 from kvferry.core.side_channel.connection_limits import ConnectionLimits
 from kvferry.core.side_channel.sockets import (
@@ -28,6 +27,7 @@ from kvferry.core.side_channel.sockets import (
     tcp_url,
 )
 from kvferry.core.side_channel.waiting_follows import WaitingFollows
+from kvferry.core.side_channel.zap import ZapHandler
 from kvferry.core.side_channel_messages import (
     MAX_PAYLOAD_BYTES,
     MAX_REPLY_BYTES,

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm import checks, compat_029, config, versions
-from kvferry.integrations.vllm.adapter_contents import AdapterLoad, AdapterReport, observe_loads
+from kvferry.integrations.vllm.adapter_hashes import AdapterLoad, AdapterReport, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics_export import FerryPromMetrics, FerryStats, LoggedStats
 from kvferry.integrations.vllm.pauses import Pauses

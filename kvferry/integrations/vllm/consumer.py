@@ -29,7 +29,7 @@ from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, num_blocks
-from kvferry.integrations.vllm.early_requests import EarlyRequests
+from kvferry.integrations.vllm.early_following import PartFollower
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.request_ids import is_sample
@@ -134,7 +134,7 @@ class Consumer:
         self._groups = facts.groups
         self._checks = TicketAdmission(facts)
         self._directory = directory
-        self._early = EarlyRequests(follower, checks=self._checks, blocks=facts.blocks)
+        self._early = PartFollower(follower, checks=self._checks, blocks=facts.blocks)
         self._pages = PageSource(facts, use="loads")
         self._prefix_cache = prefix_cache
         self._users = HoldUsers()
@@ -241,7 +241,7 @@ class Consumer:
         """Return whether a request that could load so many tokens must wait, and gets no blocks."""
         if pull.stage is PullStage.FOLLOWED:
             blocks = num_blocks(self._groups, tokens)
-            return self._facts.is_staged or not self._early.has_room(pull.name, blocks)
+            return self._facts.is_staged or not self._early.may_begin_early(pull.name, blocks)
         if pull.stage is not PullStage.READY:
             return False
         try:

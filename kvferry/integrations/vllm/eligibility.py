@@ -44,7 +44,7 @@ class NoTicketError(KVFerryError):
 
 @dataclass(frozen=True, slots=True)
 class Eligibility:
-    """Decide which requests of an engine get a ticket."""
+    """Decide which requests may get a ticket; ``Producer`` has what they need besides: a hold."""
 
     facts: EngineFacts
 

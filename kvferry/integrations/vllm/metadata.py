@@ -18,7 +18,7 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.metrics import LoadRecord
-from kvferry.integrations.vllm.adapter_contents import AdapterReport
+from kvferry.integrations.vllm.adapter_hashes import AdapterReport
 from kvferry.integrations.vllm.consumer import LoadMessages
 
 Value = TypeVar("Value")

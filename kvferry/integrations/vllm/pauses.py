@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.integrations.vllm.adapters import Adapters
+from kvferry.integrations.vllm.adapter_checks import Adapters
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.metadata import RankReport
 from kvferry.integrations.vllm.producer import Producer

@@ -27,9 +27,9 @@ from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.metrics import Metric
-from kvferry.integrations.vllm.adapter_contents import AdapterError
+from kvferry.integrations.vllm.adapter_hashes import AdapterError
 from kvferry.integrations.vllm.cache_groups import num_blocks
-from kvferry.integrations.vllm.early_parts import PromptParts
+from kvferry.integrations.vllm.early_publishing import PartPublisher
 from kvferry.integrations.vllm.eligibility import TRUNCATED, Eligibility, NoTicketError
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prompts import block_digests, prompt_digest, truncate_prompt
@@ -91,7 +91,7 @@ class Producer:
         self._holds = SchedulerHolds(
             facts.blocks, max_pages=None if facts.is_staged else self._max_held
         )
-        self._parts = PromptParts(facts, holds=self._holds, rooms=rooms)
+        self._parts = PartPublisher(facts, holds=self._holds, rooms=rooms)
         # Requests with a ticket that not all workers have reported as sent.
         self._held: dict[str, HeldRequest] = {}
         # Of several samples of a prompt, by the id that they share and the prompt's digest: the one

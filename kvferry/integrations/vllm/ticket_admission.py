@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvferry.core.errors import HandshakeError, TicketError, TicketReason
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.security import TicketSecrets
-from kvferry.integrations.vllm.adapter_contents import AdapterError
+from kvferry.integrations.vllm.adapter_hashes import AdapterError
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_ids import prompt_index

@@ -18,7 +18,7 @@ from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import LoadRecord, Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
 from kvferry.core.side_channel_messages import RoomNews
-from kvferry.integrations.vllm.adapter_contents import AdapterError
+from kvferry.integrations.vllm.adapter_hashes import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.consumer import Consumer

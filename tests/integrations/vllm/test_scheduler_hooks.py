@@ -33,7 +33,7 @@ from tests.integrations.vllm.halves import (
     request,
     ticket,
 )
-from tests.integrations.vllm.test_adapter_contents import write
+from tests.integrations.vllm.test_adapter_hashes import write
 from tests.integrations.vllm.test_early_half import DECODE, computed, finished
 from tests.waiting import eventually
 
@@ -45,7 +45,7 @@ RANKS = tuple(payload(rank, engine="decode", incarnation=9) for rank in range(3)
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
     """Our modules with stand-ins for vLLM's."""
-    names = ("scheduler", "metadata", "metrics_export", "adapter_contents", "engine_facts")
+    names = ("scheduler", "metadata", "metrics_export", "adapter_hashes", "engine_facts")
     with without_vllm.modules(*names) as modules:
         yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
@@ -91,7 +91,7 @@ class Half:
         self.made.update_connector_output(output)
 
     def adapters(self, *loads: Any, step: int = 0) -> Any:
-        return self.vllm.adapter_contents.AdapterReport(loads=loads, step=step)
+        return self.vllm.adapter_hashes.AdapterReport(loads=loads, step=step)
 
     def doomed(self, *loads: Any, nested: bool = False) -> Any:
         """Which requests must fail, by what the workers report before a step is used."""
@@ -101,7 +101,7 @@ class Half:
 
     def load_of(self, path: str, content: bytes) -> Any:
         """A load of an adapter's files by a worker."""
-        make = self.vllm.adapter_contents.AdapterLoad
+        make = self.vllm.adapter_hashes.AdapterLoad
         return make(rank=0, adapter=1, name="adapter", path=path, content=content)
 
     def counted(self) -> dict[str, Any]:

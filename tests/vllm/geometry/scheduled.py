@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.layout import HOLE
-from kvferry.integrations.vllm.adapter_contents import AdapterLoad, AdapterReport
+from kvferry.integrations.vllm.adapter_hashes import AdapterLoad, AdapterReport
 from kvferry.integrations.vllm.compat_029 import takes_failed_requests, unreportable_failures
 from tests.vllm.geometry.engine_of_ranks import LONGEST, POISON, Engine, Extent, Rank, Shape, engine
 from tests.vllm.geometry.model import Bytes, Layer, Part, Steps

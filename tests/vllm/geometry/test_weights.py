@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.core.directory.news import ProducerNews
 from kvferry.core.side_channel.connection import revoke
-from kvferry.integrations.vllm.adapter_contents import AdapterContents, AdapterLoad
-from tests.integrations.vllm.test_adapter_contents import write
+from kvferry.integrations.vllm.adapter_hashes import AdapterContents, AdapterLoad
+from tests.integrations.vllm.test_adapter_hashes import write
 from tests.vllm.geometry.engine_of_ranks import Shape
 from tests.vllm.geometry.model import Layer, attention, hybrid
 from tests.vllm.geometry.paused import Core

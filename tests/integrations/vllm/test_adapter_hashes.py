@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm import adapter_contents
-from kvferry.integrations.vllm.adapter_contents import (
+from kvferry.integrations.vllm import adapter_hashes
+from kvferry.integrations.vllm.adapter_hashes import (
     CONFIG,
     METHOD,
     UNKNOWN,
@@ -93,7 +93,7 @@ class TestFiles:
             return hashlib.blake2b(digest_size=digest_size)
 
         changing = SimpleNamespace(blake2b=begin, file_digest=hashlib.file_digest)
-        monkeypatch.setattr(adapter_contents, "hashlib", changing)
+        monkeypatch.setattr(adapter_hashes, "hashlib", changing)
         words = "cannot be read" if gone else "changed while they were hashed"
         with pytest.raises(AdapterError, match=words):
             content(path)
@@ -104,8 +104,8 @@ class TestFiles:
         """No hash, though the version may be the same: two changes may be at one time."""
         path = write(tmp_path)
         writes = SimpleNamespace(sleep=lambda seconds: write(tmp_path, b"more"), time=time.time)
-        monkeypatch.setattr(adapter_contents, "time", writes)
-        monkeypatch.setattr(adapter_contents, "SETTLE_SECONDS", 60.0)
+        monkeypatch.setattr(adapter_hashes, "time", writes)
+        monkeypatch.setattr(adapter_hashes, "SETTLE_SECONDS", 60.0)
         with pytest.raises(AdapterError, match="keep changing"):
             content(path)
 
@@ -116,7 +116,7 @@ class TestFiles:
         assert contents.known(path) is None
         version, first = contents.read(path)
         with monkeypatch.context() as patched:
-            patched.setattr(adapter_contents, "hashlib", None)
+            patched.setattr(adapter_hashes, "hashlib", None)
             assert contents.read(path) == (version, first)
         assert contents.known(path) == first
         write(tmp_path, weights=b"others")
@@ -130,7 +130,7 @@ class TestFiles:
         """Images of two file systems may have the same inodes and times."""
         one, other = write(tmp_path / "one"), write(tmp_path / "other", weights=b"WEIGHTS")
         contents, same = AdapterContents(), AdapterContents().read(one)[0]
-        monkeypatch.setattr(adapter_contents, "adapter_version", lambda path: same)
+        monkeypatch.setattr(adapter_hashes, "adapter_version", lambda path: same)
         assert contents.read(one) != contents.read(other)
 
 

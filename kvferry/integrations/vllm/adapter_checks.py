@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.lru_cache import LRUCache
-from kvferry.integrations.vllm.adapter_contents import (
+from kvferry.integrations.vllm.adapter_hashes import (
     UNKNOWN,
     AdapterContents,
     AdapterError,

@@ -36,7 +36,7 @@ class _Prompt:
     """How many tokens are computed when the last step is over that computes any of them."""
 
 
-class PromptParts:
+class PartPublisher:
     """Open the rooms of requests, publish parts of their tickets, and then the tickets."""
 
     def __init__(self, facts: EngineFacts, *, holds: SchedulerHolds, rooms: Rooms) -> None:

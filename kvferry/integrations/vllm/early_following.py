@@ -1,7 +1,7 @@
 """Follow the requests whose prompts another engine is still computing, until it has made a ticket.
 
 A router that sends both legs of a request at once names a room: what the engine that prefills says
-of the request on its side channel. ``EarlyRequests`` follows the rooms, and checks each part
+of the request on its side channel. ``PartFollower`` follows the rooms, and checks each part
 against the request's own prompt. ``Consumer`` decides what is loaded.
 """
 
@@ -45,7 +45,7 @@ class _EarlyRequest:
     """How many blocks its early load has; 0 if none has begun."""
 
 
-class EarlyRequests:
+class PartFollower:
     """Follow the rooms of requests; ``checks`` checks each part. The engine has ``blocks``."""
 
     def __init__(self, follower: RoomFollower, *, checks: TicketAdmission, blocks: int) -> None:
@@ -117,7 +117,7 @@ class EarlyRequests:
         early.total = part.total
         return replace(part, ticket=self._routed(early, part.ticket))
 
-    def has_room(self, request_id: str, blocks: int) -> bool:
+    def may_begin_early(self, request_id: str, blocks: int) -> bool:
         """Return whether a load of so many blocks may begin now, before the ticket has come.
 
         Not if other requests name the same room, since only the last of them may end the hold.

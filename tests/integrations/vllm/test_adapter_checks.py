@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from kvferry.integrations.vllm import adapters as module
-from kvferry.integrations.vllm.adapter_contents import (
+from kvferry.integrations.vllm.adapter_checks import WAIT_SECONDS, Adapters, lora_settings
+from kvferry.integrations.vllm.adapter_hashes import (
     UNKNOWN,
     AdapterContents,
     AdapterError,
     AdapterLoad,
     AdapterReport,
 )
-from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters, lora_settings
-from tests.integrations.vllm.test_adapter_contents import content, write
+from tests.integrations.vllm.test_adapter_hashes import content, write
 from tests.waiting import eventually
 
 NOT_LOADED = "not those that the engine loaded"
@@ -278,7 +278,7 @@ def test_waiting_has_an_end(engine: Engine, hashing: bool, monkeypatch: pytest.M
 def test_files_that_could_not_be_hashed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but the requests with this adapter suffers, whatever the error."""
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.integrations.vllm.adapter_contents.hashlib", None)
+        patched.setattr("kvferry.integrations.vllm.adapter_hashes.hashlib", None)
         request = engine.settle()
     engine.check(request, "'NoneType' object has no attribute 'blake2b'")
     engine.check(engine.settle(name="later"))

@@ -12,11 +12,11 @@ import zmq
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import OPEN, Access, Networks, PeerKeys, generate
-from kvferry.core.side_channel.admission import ADDRESS, DOMAIN, VERSION, ZapHandler
 from kvferry.core.side_channel.connection import connected
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context
 from kvferry.core.side_channel.tasks import call
+from kvferry.core.side_channel.zap import ADDRESS, DOMAIN, VERSION, ZapHandler
 from tests.core.endpoint.engines import eventually
 from tests.core.side_channel.servers import LONG, RANKS, dialer, fetched, pinged, serve
 
