@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from kvferry.core.memory import region_of
     from kvferry.core.messages import Coordinates
     from kvferry.core.planner.build_copies import Pages
+    from kvferry.core.region_exchange import (
+        ExchangeOptions,
+        RegionExchange,
+        RegionRead,
+        RemoteRegion,
+    )
     from kvferry.core.side_channel.server import HandshakeServer
     from kvferry.core.transport.registry import create as create_transport
 
@@ -29,6 +35,7 @@ __all__ = [
     "Directory",
     "Endpoint",
     "EndpointOptions",
+    "ExchangeOptions",
     "Field",
     "Group",
     "GroupKind",
@@ -40,6 +47,9 @@ __all__ = [
     "LocalDirectory",
     "LocalEngine",
     "Pages",
+    "RegionExchange",
+    "RegionRead",
+    "RemoteRegion",
     "Results",
     "SchedulerHolds",
     "Ticket",
@@ -67,6 +77,10 @@ _SOURCES = {
     "Layout": "core.layout:Layout",
     "Load": "core.endpoint:Load",
     "Pages": "core.planner.build_copies:Pages",
+    "ExchangeOptions": "core.region_exchange:ExchangeOptions",
+    "RegionExchange": "core.region_exchange:RegionExchange",
+    "RegionRead": "core.region_exchange:RegionRead",
+    "RemoteRegion": "core.region_exchange:RemoteRegion",
     "Results": "core.endpoint:Results",
     "LocalEngine": "core.local_engine:LocalEngine",
     "Ticket": "core.lifecycle.ticket:Ticket",

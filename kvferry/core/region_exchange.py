@@ -1,0 +1,519 @@
+"""Serve one region of memory to peers, and read peers' regions by offsets.
+
+For integrations that know where their objects lie, and keep each in its place while it is read:
+without layouts, tickets and holds. What a read reports as read was in the memory of the process
+that was connected to, which still served that memory when the last byte had arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
+
+import numpy as np
+
+from kvferry.core.driver_calls.driver_calls import DriverCalls
+from kvferry.core.driver_calls.transfers import Read
+from kvferry.core.error_causes import on_one_line
+from kvferry.core.errors import (
+    AdmissionError,
+    EndpointClosedError,
+    HandshakeError,
+    KVFerryError,
+    PeerLostError,
+    StaleError,
+    TransferCancelledError,
+    TransportError,
+    TransportUsageError,
+)
+from kvferry.core.layout import Layout
+from kvferry.core.lifecycle.holds import NOTHING, Incarnation, random_incarnation
+from kvferry.core.memory import Region, U64Array, region_of
+from kvferry.core.messages import FINGERPRINT_WORDS, WORD_BYTES, Coordinates, RankPayload
+from kvferry.core.security import NEARBY, Access
+from kvferry.core.side_channel.client import fetch
+from kvferry.core.side_channel.compatibility import agree
+from kvferry.core.side_channel.server import HandshakeServer
+from kvferry.core.side_channel.sockets import port_at
+from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
+from kvferry.core.transport import enter_nothing
+from kvferry.core.transport.copies import Copies, Segment, copies_between
+from kvferry.core.transport.registry import create
+
+logger = logging.getLogger(__name__)
+
+MAX_READS = 1 << 12
+"""The most reads that are under way at once."""
+MAX_LEASE = 86400.0
+BUSY_SECONDS = 0.0002
+"""Pause of the thread while only a poll tells when reads end."""
+WOKEN_SECONDS = 0.002
+"""Pause while reads are under way and the driver ends the pause when one of them ends."""
+IDLE_SECONDS = 0.05
+JOIN_SECONDS = 10.0
+"""How long ``close`` waits for reads to end, and for calls of the driver to return."""
+AGAIN_SECONDS = 1.0
+"""Least time between two tries to reach a peer whose connection was lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeOptions:
+    """Options of an exchange; times are in seconds.
+
+    Attributes:
+        handshake_timeout: time within which a peer must have answered a handshake.
+        read_timeout: time after which a read that is not over is cancelled. It is over only once
+            no byte of it can land any more.
+        access: this process's keys, the peers' keys, and the networks that peers may be in.
+    """
+
+    handshake_timeout: float = 10.0
+    read_timeout: float = 10.0
+    access: Access = NEARBY
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RemoteRegion:
+    """A peer's region, as long as the peer's process serves it. Made by ``RegionExchange``.
+
+    Attributes:
+        nbytes: length of the region.
+        incarnation: the random number of the peer's exchange: a restarted one has another.
+        has_restarted: whether another exchange answers there by now. All further reads fail.
+    """
+
+    host: str
+    port: int
+    nbytes: int = 0
+    incarnation: Incarnation = Incarnation(0)
+    has_restarted: bool = False
+    payload: RankPayload | None = None
+    connection: int | None = None
+    is_joining: bool = False
+    next_try: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class RegionRead:
+    """A read that ``RegionExchange.read`` has begun.
+
+    Attributes:
+        remote: the region that is read from.
+        error: why it has failed; ``None`` if it is not over, or has succeeded.
+    """
+
+    remote: RemoteRegion
+    error: KVFerryError | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has succeeded or failed: no byte of it lands any more."""
+        return self._over.is_set()
+
+    def end(self, error: KVFerryError | None) -> None:
+        """End it. Called by the exchange."""
+        self.error = error
+        self._over.set()
+
+
+class RegionExchange:
+    """Serve a region of this process to peers, and read from their regions. Thread-safe.
+
+    Args:
+        name: what all exchanges that read from each other are called; it is no address.
+        region: the memory. The caller keeps it alive until ``close`` has returned.
+        driver: name of the driver; peers must use the same one.
+        driver_options: the driver's options.
+        host: address of the side channel, at which peers find this exchange.
+        port: port of the side channel; 0 takes a free one.
+        agreement: name to value, what must be equal on two exchanges that read from each other.
+        options: times and access.
+
+    Attributes:
+        region: the memory that is served.
+        port: the port of the side channel.
+        incarnation: a random number that identifies this exchange.
+
+    Raises ``DriverError`` if the driver does not start, ``TransportError`` if it cannot register
+    the memory, and ``HandshakeError`` if the side channel cannot be bound to its address.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        region: Region,
+        *,
+        driver: str = "loopback",
+        driver_options: Mapping[str, object] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        agreement: Mapping[str, str] | None = None,
+        options: ExchangeOptions = ExchangeOptions(),
+    ) -> None:
+        self.region, self.incarnation = region, random_incarnation()
+        self._name, self._options = name, options
+        self._words = _Words(self.incarnation)
+        self._commands: deque[Callable[[], object]] = deque()
+        self._wake = threading.Event()
+        self._lock = threading.RLock()
+        self._closing = False
+        self._reads: dict[RegionRead, float] = {}
+        """Reads that are not over, in their order, each to when it is cancelled."""
+        with ExitStack() as stack:
+            self._transport = create(driver, driver_options)
+            stack.callback(self._transport.close)
+            self._payload = self._publish(driver, agreement or {})
+            self._is_woken = self._transport.wake_when_ended(self._wake.set)
+            self._calls = DriverCalls(
+                self._transport,
+                post=self._post,
+                clock=time.monotonic,
+                threads=self._transport.capabilities.concurrent_connect,
+                enter=enter_nothing,
+            )
+            # A driver may know only by closing the connection when a failing read is quiet.
+            self._calls.transfers.failing = self._calls.transfers.failed = self._drop
+            self._server = HandshakeServer(
+                [encode(self._payload)],
+                engine=name,
+                incarnation=self.incarnation,
+                host=host,
+                port=port,
+                access=options.access,
+                problems=lambda: self._calls.problems,
+            )
+            stack.pop_all()
+        self.port = self._server.port
+        self._thread = threading.Thread(target=self._run, name="kvferry-exchange", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def problems(self) -> list[str]:
+        """Return the problems to report in a health check; empty if all is well."""
+        return self._calls.problems
+
+    def connect(self, host: str, port: int) -> RemoteRegion:
+        """Connect to the exchange whose side channel is at an address. Blocks.
+
+        Raises ``HandshakeError`` if it cannot be reached or does not admit this one, or this one
+        does not admit it; ``IncompatibleError`` if the two differ in driver or ``agreement``;
+        ``ConnectError`` if the driver cannot connect.
+        """
+        remote, over = RemoteRegion(host=host, port=port), threading.Event()
+        errors: list[KVFerryError] = []
+
+        def joined(error: KVFerryError | None) -> None:
+            errors.extend([error] if error else [])
+            over.set()
+
+        with self._lock:
+            self._check_open()
+            self._join(remote, joined)
+        while not over.wait(IDLE_SECONDS):
+            self._check_open()
+        for error in errors:
+            raise error
+        return remote
+
+    def read(
+        self, remote: RemoteRegion, local: U64Array, there: U64Array, nbytes: U64Array
+    ) -> RegionRead:
+        """Begin to read from ``there`` in a peer's region to ``local`` in this one's.
+
+        The three arrays are (n,) uint64: offsets in both regions, and lengths. A read fails as a
+        whole: use nothing of it then. One from a peer whose connection was lost fails, and the
+        connection is made again for later ones, unless the peer has restarted.
+        """
+        task = RegionRead(remote)
+        segment = Segment(start=0, stop=len(nbytes), local=self.region, remote=_region(remote))
+        copies = Copies(
+            local=local + np.uint64(self.region.address),
+            remote=there + np.uint64(segment.remote.address),
+            nbytes=nbytes,
+            segments=(segment,),
+        )
+        with self._lock:
+            self._check_open()
+            self._begin(task, remote, copies)
+            self._progress()
+        return task
+
+    def wait(self, task: RegionRead, timeout: float = 0.0) -> bool:
+        """Wait up to ``timeout`` seconds for a read; return whether it is over."""
+        if not task.is_over and self._lock.acquire(blocking=False):
+            try:
+                self._progress()
+            finally:
+                self._lock.release()
+        return task.is_over or task._over.wait(timeout)
+
+    def disconnect(self, remote: RemoteRegion) -> None:
+        """End the reads from a peer's region, and give up the connection. Does not wait."""
+        with self._lock:
+            remote.next_try = float("inf")
+            for task in [each for each in self._reads if each.remote is remote]:
+                self._calls.transfers.cancel(task)
+            if remote.connection is not None:
+                self._calls.connections.release(remote.connection)
+                remote.connection = None
+
+    def close(self) -> None:
+        """End all reads, and serve the region no longer. A second call does nothing.
+
+        Raises ``TransportError`` if bytes may still land: the memory must stay allocated.
+        """
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            # First: from now on, no peer takes what it reads for this exchange's.
+            self._words.end()
+            for task in self._reads:
+                self._calls.transfers.cancel(task)
+        self._server.close()
+        until = time.monotonic() + JOIN_SECONDS
+        while self._reads and time.monotonic() < until:
+            time.sleep(BUSY_SECONDS)
+            self._run_once()
+        self._wake.set()
+        self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive() or not self._calls.blocking.wait(until):
+            raise TransportError(
+                "a call of the driver does not return, and it may still touch the region: keep "
+                "its memory until the process ends"
+            )
+        self._transport.close()
+        for task in list(self._reads):
+            self._end(task, EndpointClosedError("the exchange was closed"))
+
+    # Under the lock.
+
+    def _publish(self, driver: str, agreement: Mapping[str, str]) -> RankPayload:
+        words = self._words
+        for region in (self.region, words.slots, words.header, words.watermarks, words.scratch):
+            self._transport.register(region)
+        return RankPayload(
+            oldest=OLDEST_PROTOCOL,
+            newest=NEWEST_PROTOCOL,
+            engine=self._name,
+            incarnation=self.incarnation,
+            rank=0,
+            coordinates=Coordinates(),
+            agreement=dict(agreement),
+            layout=Layout(regions=(self.region,), groups=(), fields=()),
+            driver=driver,
+            address=self._transport.address(),
+            slots=words.slots,
+            lease=MAX_LEASE,
+            fingerprint=words.header,
+            watermarks=words.watermarks,
+        )
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise EndpointClosedError("the exchange is closed")
+
+    def _post(self, command: Callable[[], object]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _join(self, remote: RemoteRegion, joined: Callable[[KVFerryError | None], None]) -> None:
+        """Shake hands with a peer and connect to it, on another thread."""
+        remote.is_joining = True
+
+        def over(error: KVFerryError | None) -> None:
+            remote.is_joining, remote.next_try = False, time.monotonic() + AGAIN_SECONDS
+            joined(error)
+
+        def shaken(found: RankPayload | KVFerryError) -> None:
+            if isinstance(found, KVFerryError):
+                over(found)
+            elif remote.payload is not None and found.incarnation != remote.incarnation:
+                remote.has_restarted = True
+                over(StaleError("the peer has restarted"))
+            else:
+                remote.payload, remote.incarnation = found, Incarnation(found.incarnation)
+                remote.nbytes = found.layout.regions[0].nbytes
+                where = port_at(remote.host, remote.port)
+                self._calls.connections.acquire({0: found.address}, where, connected)
+
+        def connected(made: Mapping[int, int] | KVFerryError) -> None:
+            if isinstance(made, KVFerryError):
+                over(made)
+                return
+            if remote.next_try == float("inf"):  # disconnected meanwhile
+                self._calls.connections.release(made[0])
+            else:
+                remote.connection = made[0]
+            over(None)
+
+        self._calls.blocking.run(partial(self._shake, remote.host, remote.port), shaken)
+
+    def _begin(self, task: RegionRead, remote: RemoteRegion, copies: Copies) -> None:
+        connection = remote.connection
+        if connection is None or not self._calls.connections.is_open(connection):
+            self._again(remote)
+            task.end(PeerLostError("the connection to the peer was lost"))
+        elif len(self._reads) >= MAX_READS:
+            task.end(TransportError(f"{MAX_READS} reads are under way"))
+        else:
+            self._reads[task] = time.monotonic() + self._options.read_timeout
+            self._calls.transfers.add(
+                Read(
+                    connection=connection,
+                    build=lambda: copies,
+                    landed=lambda _: self._fence(task, remote, connection),
+                    lost=partial(self._end, task),
+                    tags={task},
+                )
+            )
+
+    def _fence(self, task: RegionRead, remote: RemoteRegion, connection: int) -> None:
+        """Read the peer's word, which says whether it still serves its region."""
+        index = self._words.take()
+
+        def landed(_: Read) -> None:
+            stands = self._words.give_back(index) == remote.incarnation
+            self._end(task, None if stands else StaleError("the peer has closed its region"))
+
+        def lost(error: KVFerryError) -> None:
+            self._words.give_back(index)
+            self._end(task, error)
+
+        word = _payload(remote).slots
+        here = self._words.scratch
+        pair = here.address + index * WORD_BYTES, word.address, WORD_BYTES
+        self._calls.transfers.add(
+            Read(
+                connection=connection,
+                build=lambda: copies_between([pair], local=here, remote=word),
+                landed=landed,
+                lost=lost,
+                urgent=True,
+                tags={task},
+            )
+        )
+
+    def _end(self, task: RegionRead, error: KVFerryError | None) -> None:
+        if self._reads.pop(task, None) is not None:
+            task.end(error)
+
+    def _drop(self, read: Read, error: KVFerryError) -> None:
+        if not isinstance(error, TransferCancelledError | TransportUsageError):
+            self._calls.connections.close(read.connection)
+
+    def _again(self, remote: RemoteRegion) -> None:
+        """Connect again to a peer whose connection was lost, in the background."""
+        now = time.monotonic()
+        if remote.is_joining or remote.has_restarted or now < remote.next_try:
+            return
+
+        def joined(error: KVFerryError | None) -> None:
+            if error is not None:
+                where = port_at(remote.host, remote.port)
+                logger.warning("the peer at %s is lost: %s", where, on_one_line(str(error)))
+
+        self._join(remote, joined)
+
+    def _progress(self) -> bool:
+        """Do all that is due; return whether there was anything to do."""
+        has_run = bool(self._commands)
+        while self._commands:
+            self._calls.contain("a command", self._commands.popleft())
+        now = time.monotonic()
+        for task, due in list(self._reads.items()):
+            if now < due:
+                break
+            self._calls.transfers.cancel(task)
+        for read in self._calls.transfers.lingering(now):
+            self._calls.connections.close(read.connection)
+        self._calls.connections.progress(now)
+        return self._calls.transfers.progress() or has_run
+
+    # On the threads of the exchange.
+
+    def _run(self) -> None:
+        while not self._closing:
+            busy = self._run_once()
+            self._calls.contain("the driver's notifications", self._transport.notifications)
+            reading = WOKEN_SECONDS if self._is_woken else BUSY_SECONDS
+            self._wake.wait(0.0 if busy else reading if self._reads else IDLE_SECONDS)
+            self._wake.clear()
+
+    def _run_once(self) -> bool:
+        with self._lock:
+            return self._progress()
+
+    def _shake(self, host: str, port: int) -> RankPayload:
+        """Return what the exchange at an address publishes, if the two may read from each other."""
+        options, reasons = self._options, list[str]()
+        # The address says nothing of the peer's key.
+        for key in sorted(options.access.peers) or [b""]:
+            try:
+                info = fetch(
+                    host,
+                    port,
+                    self._name,
+                    timeout=options.handshake_timeout,
+                    access=options.access,
+                    key=key,
+                )
+            except AdmissionError as exc:
+                reasons.append(str(exc))
+                continue
+            theirs = info.ranks[0]
+            agree(self._payload, theirs)
+            if len(theirs.layout.regions) != 1:
+                raise HandshakeError(f"{port_at(host, port)} serves no single region")
+            return theirs
+        raise AdmissionError("; ".join(reasons))
+
+
+class _Words:
+    """The words that say whether a region is served, and those that peers' words are read into."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._memory = np.zeros(FINGERPRINT_WORDS + 2 + MAX_READS, np.uint64)
+        header, word, watermark, scratch = np.split(
+            self._memory, [FINGERPRINT_WORDS, FINGERPRINT_WORDS + 1, FINGERPRINT_WORDS + 2]
+        )
+        word[0] = incarnation
+        self._word, self._read, self._free = word, scratch, list(range(MAX_READS))
+        self.header, self.slots = region_of(header), region_of(word)
+        self.watermarks, self.scratch = region_of(watermark), region_of(scratch)
+
+    def end(self) -> None:
+        self._word[0] = NOTHING
+
+    def take(self) -> int:
+        index = self._free.pop()
+        self._read[index] = NOTHING
+        return index
+
+    def give_back(self, index: int) -> int:
+        self._free.append(index)
+        return int(self._read[index])
+
+
+def _payload(remote: RemoteRegion) -> RankPayload:
+    if remote.payload is None:
+        raise TransportError("the region was never connected")
+    return remote.payload
+
+
+def _region(remote: RemoteRegion) -> Region:
+    return _payload(remote).layout.regions[0]

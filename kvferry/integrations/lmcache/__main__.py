@@ -1,0 +1,5 @@
+from lmcache.cli.main import main
+
+import kvferry.integrations.lmcache
+
+main()

@@ -1,0 +1,193 @@
+"""The transfer channel of type ``kvferry``: LMCache's interface over a ``RegionExchange``."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lmcache.v1.distributed.internal_api import L1MemoryDesc
+from lmcache.v1.distributed.transfer_channel.abstract import (
+    TransferChannelClient,
+    TransferChannelContext,
+    TransferChannelServer,
+)
+from lmcache.v1.distributed.transfer_channel.api import (
+    TransferChannelAddress,
+    TransferChannelReadResult,
+)
+
+from kvferry import RegionExchange, RegionRead, RemoteRegion
+from kvferry.core.memory import Region, U64Array
+from kvferry.integrations.lmcache.settings import Settings
+
+QUERY_SECONDS = 0.0002
+"""The longest wait of a query: it lets the driver's threads run while LMCache asks in a loop."""
+CLOSE_SECONDS = 10.0
+"""How long closing a client waits for its reads to end."""
+
+
+class KVFerryContext(TransferChannelContext):
+    """This process's exchange, and a client for each peer. Thread-safe."""
+
+    def __init__(self, settings: Settings, l1_memory_desc: L1MemoryDesc, listen_url: str) -> None:
+        host, port = parse_url(listen_url)
+        self.l1 = l1_memory_desc
+        self.exchange = RegionExchange(
+            "lmcache",
+            Region(address=l1_memory_desc.ptr, nbytes=l1_memory_desc.size),
+            driver=settings.driver,
+            driver_options=settings.driver_options,
+            host=host,
+            port=port,
+            options=settings.options(),
+        )
+        self._server = KVFerryServer(self.exchange)
+        self._clients: dict[str, KVFerryClient] = {}
+        self._superseded: dict[str, list[KVFerryClient]] = {}
+        """Clients of processes that have restarted, which LMCache has not removed yet."""
+        self._lock = threading.Lock()
+
+    def get_transfer_channel_server(self) -> KVFerryServer:
+        """Return the server, which listens from the beginning."""
+        return self._server
+
+    def get_transfer_channel_client(self, peer_advertise_url: str) -> KVFerryClient:
+        """Return the client for the process that listens at a url. Blocks.
+
+        If it is another process than last time, LMCache gets a new client. The old one stays, and
+        fails: addresses that the old process has given out mean nothing in the new one.
+        """
+        remote = self.exchange.connect(*parse_url(peer_advertise_url))
+        with self._lock:
+            known = self._clients.get(peer_advertise_url)
+            if known is not None and known.remote.incarnation == remote.incarnation:
+                self.exchange.disconnect(remote)
+                return known
+            if known is not None:
+                self._superseded.setdefault(peer_advertise_url, []).append(known)
+            client = self._clients[peer_advertise_url] = KVFerryClient(self, remote)
+            return client
+
+    def remove_transfer_channel_client(self, peer_advertise_url: str) -> None:
+        """Close the client for a url: the oldest, if there are several."""
+        with self._lock:
+            if old := self._superseded.get(peer_advertise_url):
+                client: KVFerryClient | None = old.pop(0)
+            else:
+                client = self._clients.pop(peer_advertise_url, None)
+        if client is not None:
+            client.close()
+
+    def get_transfer_channel_address(
+        self, lmcache_addresses: list[tuple[int, int]]
+    ) -> list[TransferChannelAddress]:
+        """Return (offset, size) pairs as addresses; ``ValueError`` if one leaves the memory."""
+        for offset, size in lmcache_addresses:
+            if offset < 0 or size < 0 or offset + size > self.l1.size:
+                raise ValueError(
+                    f"an object of {size} bytes at {offset} is not within the {self.l1.size} "
+                    "bytes of registered memory"
+                )
+        return [TransferChannelAddress(*each) for each in lmcache_addresses]
+
+    def get_num_connected_clients(self) -> int:
+        """Return the number of peers that there is a client for."""
+        with self._lock:
+            return len(self._clients)
+
+    def close(self) -> None:
+        """End all reads, also those of peers. ``TransportError`` if bytes may still land."""
+        with self._lock:
+            self._clients.clear()
+            self._superseded.clear()
+        self.exchange.close()
+
+
+class KVFerryServer(TransferChannelServer):
+    """The side channel of an exchange, which owns it."""
+
+    def __init__(self, exchange: RegionExchange) -> None:
+        self.port = exchange.port
+
+    def close(self) -> None:
+        """Do nothing: the context closes it with the exchange."""
+
+
+class KVFerryClient(TransferChannelClient):
+    """Reads from one process. Thread-safe."""
+
+    def __init__(self, context: KVFerryContext, remote: RemoteRegion) -> None:
+        self.remote = remote
+        self._context = context
+        self._ids = itertools.count()
+        self._tasks: dict[int, tuple[RegionRead, list[bool]]] = {}
+
+    def submit_read(
+        self,
+        local_addresses: list[TransferChannelAddress],
+        remote_addresses: list[TransferChannelAddress],
+    ) -> int:
+        """Begin to read objects; an object that the peer's memory cannot have is not read.
+
+        Raises ``ValueError`` if the lists differ in length, an object differs in size, or a local
+        address is outside of the memory.
+        """
+        local, remote = _table(local_addresses), _table(remote_addresses)
+        if local.shape != remote.shape or (local[1] != remote[1]).any():
+            raise ValueError("local_addresses and remote_addresses differ in number or size")
+        if not _within(local, self._context.l1.size).all():
+            raise ValueError("a local address is outside of the registered memory")
+        good = _within(remote, self.remote.nbytes)
+        offsets, nbytes = local[:, good].astype(np.uint64)
+        read = self._context.exchange.read(
+            self.remote, offsets, remote[0, good].astype(np.uint64), nbytes
+        )
+        task = next(self._ids)
+        self._tasks[task] = read, good.tolist()
+        return task
+
+    def query_read_status(self, task_id: int) -> TransferChannelReadResult:
+        """Return whether a read is over, and which objects were read. Waits up to 0.2 ms."""
+        read, good = self._tasks[task_id]
+        if not self._context.exchange.wait(read, QUERY_SECONDS):
+            return TransferChannelReadResult(finished=False)
+        del self._tasks[task_id]
+        if read.error is not None:
+            good = [False] * len(good)
+        return TransferChannelReadResult(finished=True, succeeded_mask=good)
+
+    def close(self) -> None:
+        """End the reads, and wait until no byte of them can land any more."""
+        self._context.exchange.disconnect(self.remote)
+        for read, _ in self._tasks.values():
+            self._context.exchange.wait(read, CLOSE_SECONDS)
+        self._tasks.clear()
+
+
+def parse_url(url: str) -> tuple[str, int]:
+    """Return host and port of ``host:port`` or ``tcp://host:port``, or raise ``ValueError``."""
+    host, _, port = url.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"{url!r} is no address of a transfer channel: write host:port")
+    return host.strip("[]"), int(port)
+
+
+def _table(addresses: Sequence[TransferChannelAddress]) -> np.ndarray:
+    """Return offsets and sizes as a (2, n) int64 array."""
+    pairs = [(each.offset, each.size) for each in addresses]
+    return np.array(pairs, np.int64).reshape(-1, 2).T
+
+
+def _within(table: np.ndarray, nbytes: int) -> np.ndarray:
+    offsets, sizes = table
+    return (offsets >= 0) & (sizes > 0) & (sizes <= nbytes) & (offsets <= nbytes - sizes)
+
+
+def create_context(
+    l1_memory_desc: L1MemoryDesc, listen_url: str, advertise_url: str, **kwargs: Any
+) -> KVFerryContext:
+    """Make the context of this process: LMCache's factory. Options of other channels are ignored."""
+    return KVFerryContext(Settings.configured(), l1_memory_desc, listen_url)
