@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvferry.core.local_engine import LocalEngine
     from kvferry.core.memory import region_of
     from kvferry.core.messages import Coordinates
+    from kvferry.core.peer_settings import PeerSettings
     from kvferry.core.planner.build_copies import Pages
     from kvferry.core.region_exchange import (
         ExchangeOptions,
@@ -47,6 +48,7 @@ __all__ = [
     "LocalDirectory",
     "LocalEngine",
     "Pages",
+    "PeerSettings",
     "RegionExchange",
     "RegionRead",
     "RemoteRegion",
@@ -81,6 +83,7 @@ _SOURCES = {
     "RegionExchange": "core.region_exchange:RegionExchange",
     "RegionRead": "core.region_exchange:RegionRead",
     "RemoteRegion": "core.region_exchange:RemoteRegion",
+    "PeerSettings": "core.peer_settings:PeerSettings",
     "Results": "core.endpoint:Results",
     "LocalEngine": "core.local_engine:LocalEngine",
     "Ticket": "core.lifecycle.ticket:Ticket",

@@ -8,6 +8,7 @@ that was connected to, which still served that memory when the last byte had arr
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -36,14 +37,14 @@ from kvferry.core.errors import (
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import NOTHING, Incarnation, random_incarnation
 from kvferry.core.memory import Region, U64Array, region_of
-from kvferry.core.messages import FINGERPRINT_WORDS, WORD_BYTES, Coordinates, RankPayload
+from kvferry.core.messages import FINGERPRINT_WORDS, MAX_LEASE, WORD_BYTES, Coordinates, RankPayload
 from kvferry.core.security import NEARBY, Access
 from kvferry.core.side_channel.client import fetch
 from kvferry.core.side_channel.compatibility import agree
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
-from kvferry.core.transport import enter_nothing
+from kvferry.core.transport import PeerId
 from kvferry.core.transport.copies import Copies, Segment, copies_between
 from kvferry.core.transport.registry import create
 
@@ -51,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 MAX_READS = 1 << 12
 """The most reads that are under way at once."""
-MAX_LEASE = 86400.0
 BUSY_SECONDS = 0.0002
 """Pause of the thread while only a poll tells when reads end."""
 WOKEN_SECONDS = 0.002
@@ -71,33 +71,61 @@ class ExchangeOptions:
         handshake_timeout: time within which a peer must have answered a handshake.
         read_timeout: time after which a read that is not over is cancelled. It is over only once
             no byte of it can land any more.
+        stale_after: time for which offsets may be used after a peer has told them. For so long,
+            reads fail after the peer has restarted: an offset may be the old process's.
         access: this process's keys, the peers' keys, and the networks that peers may be in.
     """
 
     handshake_timeout: float = 10.0
     read_timeout: float = 10.0
+    stale_after: float = math.inf
     access: Access = NEARBY
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RemoteRegion:
-    """A peer's region, as long as the peer's process serves it. Made by ``RegionExchange``.
+    """A peer's region. Made by ``RegionExchange.connect``, and changed by the exchange only.
 
     Attributes:
+        host: address of the peer's side channel.
+        port: port of the peer's side channel.
         nbytes: length of the region.
         incarnation: the random number of the peer's exchange: a restarted one has another.
-        has_restarted: whether another exchange answers there by now. All further reads fail.
     """
 
     host: str
     port: int
     nbytes: int = 0
-    incarnation: Incarnation = Incarnation(0)
-    has_restarted: bool = False
-    payload: RankPayload | None = None
-    connection: int | None = None
-    is_joining: bool = False
-    next_try: float = 0.0
+    incarnation: Incarnation | None = None
+    _payload: RankPayload | None = None
+    _connection: PeerId | None = None
+    _is_joining: bool = False
+    _next_try: float = 0.0  # infinite once ``disconnect`` was called
+    _successor: tuple[int, float] | None = None  # incarnation of a restarted peer, and since when
+
+    @property
+    def payload(self) -> RankPayload:
+        """What the peer publishes; ``TransportError`` if it was never reached."""
+        if self._payload is None:
+            raise TransportError(f"the peer at {self} was never reached")
+        return self._payload
+
+    def __str__(self) -> str:
+        return port_at(self.host, self.port)
+
+    def adopt(self, found: RankPayload, stale_after: float) -> None:
+        """Use what the peer publishes; ``StaleError`` if it has restarted, and that is news."""
+        now = time.monotonic()
+        if self.incarnation not in (None, found.incarnation):
+            if self._successor is None or self._successor[0] != found.incarnation:
+                self._successor = found.incarnation, now
+            if now < self._successor[1] + stale_after:
+                raise StaleError(
+                    f"the peer at {self} has restarted: what it had told about its region before "
+                    f"means nothing now, so reads from it fail for {stale_after:g} s"
+                )
+        self._payload, self.incarnation = found, Incarnation(found.incarnation)
+        self.nbytes, self._successor = found.layout.regions[0].nbytes, None
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +205,6 @@ class RegionExchange:
                 post=self._post,
                 clock=time.monotonic,
                 threads=self._transport.capabilities.concurrent_connect,
-                enter=enter_nothing,
             )
             # A driver may know only by closing the connection when a failing read is quiet.
             self._calls.transfers.failing = self._calls.transfers.failed = self._drop
@@ -239,10 +266,11 @@ class RegionExchange:
         connection is made again for later ones, unless the peer has restarted.
         """
         task = RegionRead(remote)
-        segment = Segment(start=0, stop=len(nbytes), local=self.region, remote=_region(remote))
+        theirs = remote.payload.layout.regions[0]
+        segment = Segment(start=0, stop=len(nbytes), local=self.region, remote=theirs)
         copies = Copies(
             local=local + np.uint64(self.region.address),
-            remote=there + np.uint64(segment.remote.address),
+            remote=there + np.uint64(theirs.address),
             nbytes=nbytes,
             segments=(segment,),
         )
@@ -254,7 +282,7 @@ class RegionExchange:
 
     def wait(self, task: RegionRead, timeout: float = 0.0) -> bool:
         """Wait up to ``timeout`` seconds for a read; return whether it is over."""
-        if not task.is_over and self._lock.acquire(blocking=False):
+        if not (task.is_over or self._closing) and self._lock.acquire(blocking=False):
             try:
                 self._progress()
             finally:
@@ -264,12 +292,10 @@ class RegionExchange:
     def disconnect(self, remote: RemoteRegion) -> None:
         """End the reads from a peer's region, and give up the connection. Does not wait."""
         with self._lock:
-            remote.next_try = float("inf")
+            remote._next_try = math.inf
             for task in [each for each in self._reads if each.remote is remote]:
                 self._calls.transfers.cancel(task)
-            if remote.connection is not None:
-                self._calls.connections.release(remote.connection)
-                remote.connection = None
+            self._release(remote)
 
     def close(self) -> None:
         """End all reads, and serve the region no longer. A second call does nothing.
@@ -288,7 +314,8 @@ class RegionExchange:
         until = time.monotonic() + JOIN_SECONDS
         while self._reads and time.monotonic() < until:
             time.sleep(BUSY_SECONDS)
-            self._run_once()
+            with self._lock:
+                self._progress()
         self._wake.set()
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive() or not self._calls.blocking.wait(until):
@@ -333,38 +360,42 @@ class RegionExchange:
 
     def _join(self, remote: RemoteRegion, joined: Callable[[KVFerryError | None], None]) -> None:
         """Shake hands with a peer and connect to it, on another thread."""
-        remote.is_joining = True
+        remote._is_joining = True
 
         def over(error: KVFerryError | None) -> None:
-            remote.is_joining, remote.next_try = False, time.monotonic() + AGAIN_SECONDS
+            remote._is_joining = False
+            remote._next_try = max(remote._next_try, time.monotonic() + AGAIN_SECONDS)
             joined(error)
 
         def shaken(found: RankPayload | KVFerryError) -> None:
             if isinstance(found, KVFerryError):
                 over(found)
-            elif remote.payload is not None and found.incarnation != remote.incarnation:
-                remote.has_restarted = True
-                over(StaleError("the peer has restarted"))
-            else:
-                remote.payload, remote.incarnation = found, Incarnation(found.incarnation)
-                remote.nbytes = found.layout.regions[0].nbytes
-                where = port_at(remote.host, remote.port)
-                self._calls.connections.acquire({0: found.address}, where, connected)
+                return
+            try:
+                remote.adopt(found, self._options.stale_after)
+            except StaleError as exc:
+                over(exc)
+                return
+            self._calls.connections.acquire({0: found.address}, str(remote), connected)
 
-        def connected(made: Mapping[int, int] | KVFerryError) -> None:
+        def connected(made: Mapping[int, PeerId] | KVFerryError) -> None:
             if isinstance(made, KVFerryError):
                 over(made)
                 return
-            if remote.next_try == float("inf"):  # disconnected meanwhile
-                self._calls.connections.release(made[0])
-            else:
-                remote.connection = made[0]
+            remote._connection = made[0]
+            if remote._next_try == math.inf:  # disconnected meanwhile
+                self._release(remote)
             over(None)
 
-        self._calls.blocking.run(partial(self._shake, remote.host, remote.port), shaken)
+        self._calls.blocking.run(partial(self._shake, remote), shaken)
+
+    def _release(self, remote: RemoteRegion) -> None:
+        if remote._connection is not None:
+            self._calls.connections.release(remote._connection)
+            remote._connection = None
 
     def _begin(self, task: RegionRead, remote: RemoteRegion, copies: Copies) -> None:
-        connection = remote.connection
+        connection = remote._connection
         if connection is None or not self._calls.connections.is_open(connection):
             self._again(remote)
             task.end(PeerLostError("the connection to the peer was lost"))
@@ -382,7 +413,7 @@ class RegionExchange:
                 )
             )
 
-    def _fence(self, task: RegionRead, remote: RemoteRegion, connection: int) -> None:
+    def _fence(self, task: RegionRead, remote: RemoteRegion, connection: PeerId) -> None:
         """Read the peer's word, which says whether it still serves its region."""
         index = self._words.take()
 
@@ -394,7 +425,7 @@ class RegionExchange:
             self._words.give_back(index)
             self._end(task, error)
 
-        word = _payload(remote).slots
+        word = remote.payload.slots
         here = self._words.scratch
         pair = here.address + index * WORD_BYTES, word.address, WORD_BYTES
         self._calls.transfers.add(
@@ -418,16 +449,13 @@ class RegionExchange:
 
     def _again(self, remote: RemoteRegion) -> None:
         """Connect again to a peer whose connection was lost, in the background."""
-        now = time.monotonic()
-        if remote.is_joining or remote.has_restarted or now < remote.next_try:
-            return
 
         def joined(error: KVFerryError | None) -> None:
             if error is not None:
-                where = port_at(remote.host, remote.port)
-                logger.warning("the peer at %s is lost: %s", where, on_one_line(str(error)))
+                logger.warning("a peer was lost: %s", on_one_line(str(error)))
 
-        self._join(remote, joined)
+        if not remote._is_joining and time.monotonic() >= remote._next_try:
+            self._join(remote, joined)
 
     def _progress(self) -> bool:
         """Do all that is due; return whether there was anything to do."""
@@ -448,25 +476,23 @@ class RegionExchange:
 
     def _run(self) -> None:
         while not self._closing:
-            busy = self._run_once()
-            self._calls.contain("the driver's notifications", self._transport.notifications)
+            with self._lock:
+                busy = self._progress()
+                # Peers have nothing to say here; what they send is dropped.
+                self._calls.contain("the driver's notifications", self._transport.notifications)
             reading = WOKEN_SECONDS if self._is_woken else BUSY_SECONDS
             self._wake.wait(0.0 if busy else reading if self._reads else IDLE_SECONDS)
             self._wake.clear()
 
-    def _run_once(self) -> bool:
-        with self._lock:
-            return self._progress()
-
-    def _shake(self, host: str, port: int) -> RankPayload:
-        """Return what the exchange at an address publishes, if the two may read from each other."""
+    def _shake(self, remote: RemoteRegion) -> RankPayload:
+        """Return what a peer publishes, if the two may read from each other. Blocks."""
         options, reasons = self._options, list[str]()
-        # The address says nothing of the peer's key.
+        # An address does not say which of the admitted keys is that of the peer.
         for key in sorted(options.access.peers) or [b""]:
             try:
                 info = fetch(
-                    host,
-                    port,
+                    remote.host,
+                    remote.port,
                     self._name,
                     timeout=options.handshake_timeout,
                     access=options.access,
@@ -478,7 +504,7 @@ class RegionExchange:
             theirs = info.ranks[0]
             agree(self._payload, theirs)
             if len(theirs.layout.regions) != 1:
-                raise HandshakeError(f"{port_at(host, port)} serves no single region")
+                raise HandshakeError(f"the peer at {remote} serves no single region")
             return theirs
         raise AdmissionError("; ".join(reasons))
 
@@ -507,13 +533,3 @@ class _Words:
     def give_back(self, index: int) -> int:
         self._free.append(index)
         return int(self._read[index])
-
-
-def _payload(remote: RemoteRegion) -> RankPayload:
-    if remote.payload is None:
-        raise TransportError("the region was never connected")
-    return remote.payload
-
-
-def _region(remote: RemoteRegion) -> Region:
-    return _payload(remote).layout.regions[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from lmcache.v1.distributed.internal_api import L1MemoryDesc
@@ -20,9 +19,11 @@ from lmcache.v1.distributed.transfer_channel.api import (
 )
 
 from kvferry import RegionExchange, RegionRead, RemoteRegion
-from kvferry.core.memory import Region, U64Array
-from kvferry.integrations.lmcache.settings import Settings
+from kvferry.core.memory import Region
+from kvferry.integrations.lmcache.settings import settings
 
+NAME = "lmcache"
+"""The name by which all these exchanges ask for each other; ``kvferry health`` shows it."""
 QUERY_SECONDS = 0.0002
 """The longest wait of a query: it lets the driver's threads run while LMCache asks in a loop."""
 CLOSE_SECONDS = 10.0
@@ -30,19 +31,29 @@ CLOSE_SECONDS = 10.0
 
 
 class KVFerryContext(TransferChannelContext):
-    """This process's exchange, and a client for each peer. Thread-safe."""
+    """This process's exchange, and a client for each peer. Thread-safe.
 
-    def __init__(self, settings: Settings, l1_memory_desc: L1MemoryDesc, listen_url: str) -> None:
-        host, port = parse_url(listen_url)
+    Args:
+        l1_memory_desc: the memory that peers read, and that is read into.
+        listen_url: ``host:port`` of the side channel.
+        advertise_url: ``host:port`` at which peers find it; LMCache tells them.
+        _: options of LMCache's other channels.
+    """
+
+    def __init__(
+        self, l1_memory_desc: L1MemoryDesc, listen_url: str, advertise_url: str, **_: object
+    ) -> None:
+        configured, (host, port) = settings(), _address(listen_url)
         self.l1 = l1_memory_desc
+        self.advertise_url = advertise_url
         self.exchange = RegionExchange(
-            "lmcache",
+            NAME,
             Region(address=l1_memory_desc.ptr, nbytes=l1_memory_desc.size),
-            driver=settings.driver,
-            driver_options=settings.driver_options,
+            driver=configured.driver,
+            driver_options=configured.driver_options,
             host=host,
             port=port,
-            options=settings.options(),
+            options=configured.options(host),
         )
         self._server = KVFerryServer(self.exchange)
         self._clients: dict[str, KVFerryClient] = {}
@@ -60,7 +71,7 @@ class KVFerryContext(TransferChannelContext):
         If it is another process than last time, LMCache gets a new client. The old one stays, and
         fails: addresses that the old process has given out mean nothing in the new one.
         """
-        remote = self.exchange.connect(*parse_url(peer_advertise_url))
+        remote = self.exchange.connect(*_address(peer_advertise_url))
         with self._lock:
             known = self._clients.get(peer_advertise_url)
             if known is not None and known.remote.incarnation == remote.incarnation:
@@ -167,7 +178,7 @@ class KVFerryClient(TransferChannelClient):
         self._tasks.clear()
 
 
-def parse_url(url: str) -> tuple[str, int]:
+def _address(url: str) -> tuple[str, int]:
     """Return host and port of ``host:port`` or ``tcp://host:port``, or raise ``ValueError``."""
     host, _, port = url.rpartition("://")[2].rpartition(":")
     if not host or not port.isdecimal():
@@ -184,10 +195,3 @@ def _table(addresses: Sequence[TransferChannelAddress]) -> np.ndarray:
 def _within(table: np.ndarray, nbytes: int) -> np.ndarray:
     offsets, sizes = table
     return (offsets >= 0) & (sizes > 0) & (sizes <= nbytes) & (offsets <= nbytes - sizes)
-
-
-def create_context(
-    l1_memory_desc: L1MemoryDesc, listen_url: str, advertise_url: str, **kwargs: Any
-) -> KVFerryContext:
-    """Make the context of this process: LMCache's factory. Options of other channels are ignored."""
-    return KVFerryContext(Settings.configured(), l1_memory_desc, listen_url)
