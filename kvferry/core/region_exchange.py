@@ -44,9 +44,8 @@ from kvferry.core.side_channel.compatibility import agree
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
-from kvferry.core.transport import PeerId
+from kvferry.core.transport import PeerId, Transport
 from kvferry.core.transport.copies import Copies, Segment, copies_between
-from kvferry.core.transport.registry import create
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +157,8 @@ class RegionExchange:
     Args:
         name: what all exchanges that read from each other are called; it is no address.
         region: the memory. The caller keeps it alive until ``close`` has returned.
-        driver: name of the driver; peers must use the same one.
-        driver_options: the driver's options.
+        driver: name of the transport's driver; peers must use the same one.
+        transport: the exchange owns it from now on: it is closed with it, or if it cannot be made.
         host: address of the side channel, at which peers find this exchange.
         port: port of the side channel; 0 takes a free one.
         agreement: name to value, what must be equal on two exchanges that read from each other.
@@ -170,8 +169,8 @@ class RegionExchange:
         port: the port of the side channel.
         incarnation: a random number that identifies this exchange.
 
-    Raises ``DriverError`` if the driver does not start, ``TransportError`` if it cannot register
-    the memory, and ``HandshakeError`` if the side channel cannot be bound to its address.
+    Raises ``TransportError`` if the region cannot be registered, and ``HandshakeError`` if the side
+    channel cannot be bound to its address.
     """
 
     def __init__(
@@ -179,8 +178,8 @@ class RegionExchange:
         name: str,
         region: Region,
         *,
-        driver: str = "loopback",
-        driver_options: Mapping[str, object] | None = None,
+        driver: str,
+        transport: Transport,
         host: str = "127.0.0.1",
         port: int = 0,
         agreement: Mapping[str, str] | None = None,
@@ -196,8 +195,8 @@ class RegionExchange:
         self._reads: dict[RegionRead, float] = {}
         """Reads that are not over, in their order, each to when it is cancelled."""
         with ExitStack() as stack:
-            self._transport = create(driver, driver_options)
-            stack.callback(self._transport.close)
+            self._transport = transport
+            stack.callback(transport.close)
             self._payload = self._publish(driver, agreement or {})
             self._is_woken = self._transport.wake_when_ended(self._wake.set)
             self._calls = DriverCalls(

@@ -18,7 +18,7 @@ from lmcache.v1.distributed.transfer_channel.api import (
     TransferChannelReadResult,
 )
 
-from kvferry import RegionExchange, RegionRead, RemoteRegion
+from kvferry import RegionExchange, RegionRead, RemoteRegion, create_transport
 from kvferry.core.memory import Region
 from kvferry.integrations.lmcache.settings import settings
 
@@ -50,7 +50,7 @@ class KVFerryContext(TransferChannelContext):
             NAME,
             Region(address=l1_memory_desc.ptr, nbytes=l1_memory_desc.size),
             driver=configured.driver,
-            driver_options=configured.driver_options,
+            transport=create_transport(configured.driver, configured.driver_options),
             host=host,
             port=port,
             options=configured.options(host),
