@@ -307,7 +307,7 @@ class RegionExchange:
             self._closing = True
             # First: from now on, no peer takes what it reads for this exchange's.
             self._words.end()
-            for task in self._reads:
+            for task in list(self._reads):  # one that was not posted ends at once
                 self._calls.transfers.cancel(task)
         self._server.close()
         until = time.monotonic() + JOIN_SECONDS
