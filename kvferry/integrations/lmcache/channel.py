@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from lmcache.v1.distributed.internal_api import L1MemoryDesc
 from lmcache.v1.distributed.transfer_channel.abstract import (
     TransferChannelClient,
@@ -19,7 +20,7 @@ from lmcache.v1.distributed.transfer_channel.api import (
 )
 
 from kvferry import RegionExchange, RegionRead, RemoteRegion, create_transport
-from kvferry.core.memory import Region
+from kvferry.core.memory import ADDRESS_LIMIT, I64Array, Region
 from kvferry.integrations.lmcache.settings import settings
 
 NAME = "lmcache"
@@ -141,17 +142,17 @@ class KVFerryClient(TransferChannelClient):
         local_addresses: list[TransferChannelAddress],
         remote_addresses: list[TransferChannelAddress],
     ) -> int:
-        """Begin to read objects; an object that the peer's memory cannot have is not read.
+        """Begin to read objects, but none that the peer's memory cannot have, or in another size.
 
-        Raises ``ValueError`` if the lists differ in length, an object differs in size, or a local
-        address is outside of the memory.
+        Raises ``ValueError`` if the lists differ in length, or a local address is outside of the
+        memory.
         """
         local, remote = _table(local_addresses), _table(remote_addresses)
-        if local.shape != remote.shape or (local[1] != remote[1]).any():
-            raise ValueError("local_addresses and remote_addresses differ in number or size")
+        if local.shape != remote.shape:
+            raise ValueError("local_addresses and remote_addresses differ in number")
         if not _within(local, self._context.l1.size).all():
             raise ValueError("a local address is outside of the registered memory")
-        good = _within(remote, self.remote.nbytes)
+        good = _within(remote, self.remote.nbytes) & (local[1] == remote[1])
         offsets, nbytes = local[:, good].astype(np.uint64)
         read = self._context.exchange.read(
             self.remote, offsets, remote[0, good].astype(np.uint64), nbytes
@@ -186,12 +187,20 @@ def _address(url: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _table(addresses: Sequence[TransferChannelAddress]) -> np.ndarray:
-    """Return offsets and sizes as a (2, n) int64 array."""
+def _table(addresses: Sequence[TransferChannelAddress]) -> I64Array:
+    """Return offsets and sizes as (2, n); what no 64 bits hold, which a peer may say, as -1."""
     pairs = [(each.offset, each.size) for each in addresses]
-    return np.array(pairs, np.int64).reshape(-1, 2).T
+    try:
+        table = np.array(pairs, np.int64)
+    except OverflowError:
+        table = np.array(
+            [each if 0 <= min(each) <= max(each) < ADDRESS_LIMIT else (-1, -1) for each in pairs]
+        )
+    return table.reshape(-1, 2).T
 
 
-def _within(table: np.ndarray, nbytes: int) -> np.ndarray:
+def _within(table: I64Array, nbytes: int) -> npt.NDArray[np.bool_]:
+    """Return which objects lie in memory of so many bytes."""
     offsets, sizes = table
-    return (offsets >= 0) & (sizes > 0) & (sizes <= nbytes) & (offsets <= nbytes - sizes)
+    inside: npt.NDArray[np.bool_] = (offsets >= 0) & (sizes > 0) & (offsets <= nbytes - sizes)
+    return inside
