@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
@@ -46,6 +46,7 @@ from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.transport.copies import Copies, Segment, copies_between
+from kvferry.core.transport.merged_copies import merge_copies
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ WOKEN_SECONDS = 0.002
 IDLE_SECONDS = 0.05
 JOIN_SECONDS = 10.0
 """How long ``close`` waits for reads to end, and for calls of the driver to return."""
+LONGEST_COPY = 1 << 20
+"""Longer copies are cut: UCX moves those in steps, each of which waits for a poll."""
 AGAIN_SECONDS = 1.0
 """Least time between two tries to reach a peer whose connection was lost."""
 
@@ -145,6 +148,10 @@ class RegionRead:
         """Whether it has succeeded or failed: no byte of it lands any more."""
         return self._over.is_set()
 
+    def wait(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for its end; return whether it is over."""
+        return self._over.wait(timeout)
+
     def end(self, error: KVFerryError | None) -> None:
         """End it. Called by the exchange."""
         self.error = error
@@ -192,6 +199,7 @@ class RegionExchange:
         self._wake = threading.Event()
         self._lock = threading.RLock()
         self._closing = False
+        self._polled = 0.0  # when ``poll`` was last called
         self._reads: dict[RegionRead, float] = {}
         """Reads that are not over, in their order, each to when it is cancelled."""
         with ExitStack() as stack:
@@ -267,11 +275,20 @@ class RegionExchange:
         task = RegionRead(remote)
         theirs = remote.payload.layout.regions[0]
         segment = Segment(start=0, stop=len(nbytes), local=self.region, remote=theirs)
+        runs = merge_copies(
+            Copies(
+                local=local + np.uint64(self.region.address),
+                remote=there + np.uint64(theirs.address),
+                nbytes=nbytes,
+                segments=(segment,),
+            ),
+            sort=True,
+        ).split(LONGEST_COPY)
         copies = Copies(
-            local=local + np.uint64(self.region.address),
-            remote=there + np.uint64(theirs.address),
-            nbytes=nbytes,
-            segments=(segment,),
+            local=runs.local,
+            remote=runs.remote,
+            nbytes=runs.nbytes,
+            segments=(replace(segment, stop=len(runs)),),
         )
         with self._lock:
             self._check_open()
@@ -279,14 +296,19 @@ class RegionExchange:
             self._progress()
         return task
 
-    def wait(self, task: RegionRead, timeout: float = 0.0) -> bool:
+    def poll(self, task: RegionRead) -> bool:
+        """Return whether a read is over. Lets threads of the driver run, for 0.2 ms at most."""
+        self._polled = time.monotonic()
+        if not (self._advance(task) or self._closing) and self._is_woken:
+            # Who asks in a loop keeps the interpreter's lock from the threads that move the bytes.
+            self._wake.wait(BUSY_SECONDS)
+            self._wake.clear()
+            self._advance(task)
+        return task.is_over
+
+    def wait(self, task: RegionRead, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for a read; return whether it is over."""
-        if not (task.is_over or self._closing) and self._lock.acquire(blocking=False):
-            try:
-                self._progress()
-            finally:
-                self._lock.release()
-        return task.is_over or task._over.wait(timeout)
+        return self.poll(task) or task.wait(timeout)
 
     def disconnect(self, remote: RemoteRegion) -> None:
         """End the reads from a peer's region, and give up the connection. Does not wait."""
@@ -325,6 +347,17 @@ class RegionExchange:
         self._transport.close()
         for task in list(self._reads):
             self._end(task, EndpointClosedError("the exchange was closed"))
+
+    def _advance(self, task: RegionRead) -> bool:
+        """Do what is due, unless another thread does; return whether a read is over."""
+        # Not without a pause: the thread that has the lock may need the interpreter's.
+        if not (task.is_over or self._closing) and self._lock.acquire(timeout=BUSY_SECONDS):
+            try:
+                while self._progress() and not task.is_over:
+                    pass
+            finally:
+                self._lock.release()
+        return task.is_over
 
     # Under the lock.
 
@@ -475,6 +508,9 @@ class RegionExchange:
 
     def _run(self) -> None:
         while not self._closing:
+            if time.monotonic() - self._polled < WOKEN_SECONDS:
+                time.sleep(WOKEN_SECONDS)  # a thread that polls does this one's work
+                continue
             with self._lock:
                 busy = self._progress()
                 # Peers have nothing to say here; what they send is dropped.

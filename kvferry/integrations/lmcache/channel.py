@@ -25,8 +25,6 @@ from kvferry.integrations.lmcache.settings import settings
 
 NAME = "lmcache"
 """The name by which all these exchanges ask for each other; ``kvferry health`` shows it."""
-QUERY_SECONDS = 0.0002
-"""The longest wait of a query: it lets the driver's threads run while LMCache asks in a loop."""
 CLOSE_SECONDS = 10.0
 """How long closing a client waits for its reads to end."""
 
@@ -162,9 +160,9 @@ class KVFerryClient(TransferChannelClient):
         return task
 
     def query_read_status(self, task_id: int) -> TransferChannelReadResult:
-        """Return whether a read is over, and which objects were read. Waits up to 0.2 ms."""
+        """Return whether a read is over, and which objects were read."""
         read, good = self._tasks[task_id]
-        if not self._context.exchange.wait(read, QUERY_SECONDS):
+        if not self._context.exchange.poll(read):
             return TransferChannelReadResult(finished=False)
         del self._tasks[task_id]
         if read.error is not None:
