@@ -100,13 +100,7 @@ class Fleet:
         serving.make_model(self._folder / "model", max_tokens=2 * PROMPT_TOKENS, **SHAPE)
 
     def launch(self, driver: str | None, *, patient: bool = False, **extra: Any) -> Pair:
-        """A pair of KVFerryConnector over a driver, or of NixlConnector; it has to be its turn.
-
-        Args:
-            driver: none for NixlConnector.
-            patient: whether the progress thread of NixlConnector's NIXL sleeps.
-            extra: further settings of KVFerryConnector.
-        """
+        """A pair of KVFerryConnector over a driver, or of NixlConnector; it has to be its turn."""
         name = f"{driver or NIXL_CONNECTOR}{'-asleep' * patient}{'-staged' * bool(extra)}"
         harness.say(f"starting two engines: {name}")
         transfer: dict[str, Any] = {"kv_load_failure_policy": "fail", "kv_buffer_device": "cpu"}

@@ -59,15 +59,9 @@ console = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command of this folder.
+    """A command of this folder; without the arguments ``short``, it is more exact.
 
-    Attributes:
-        name: of the part, and ``title``: on the page.
-        command: a script with its arguments.
-        short: arguments without which it takes longer, but is more exact: ``--long`` leaves them
-            out.
-        takes_long: whether it takes minutes, and is run with ``--long`` or by its name only.
-        newer: whether it measures beside a newer vLLM, too.
+    One that ``takes_long`` is run with ``--long`` or by its name only.
     """
 
     name: str

@@ -96,15 +96,10 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> 
 
 
 class Row(Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """One measured case.
+    """One measured case: our figure with its unit, and its ratio to what ``of`` says.
 
-    Attributes:
-        section: the table that it stands in, and ``case``: its line there.
-        of: what the ratio is to, and which way round.
-        ratio: the median of the ratios round by round; ``low`` and ``high``: the ends of its
-            interval of 95 % confidence.
-        measured: our own figure, with its unit.
-        target: ``≥ 0.9`` or ``≤ 1.03``; none: nothing is promised.
+    The ratio is the median round by round, with its interval of 95 % confidence. A target is such
+    as ``≥ 0.9``; none: nothing is promised.
     """
 
     section: str

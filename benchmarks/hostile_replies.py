@@ -17,7 +17,7 @@ import zmq
 from benchmarks import engines, harness
 from benchmarks.harness import Row, WorkerProcess, row
 from kvferry.core.directory import LocalDirectory
-from kvferry.core.directory.handshake_queue import MAX_HANDSHAKES
+from kvferry.core.directory.directory import MAX_HANDSHAKES
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
@@ -237,12 +237,10 @@ class Decode:
 
 
 def replies(quick: bool) -> Iterator[Row]:
-    """As many handshakes at once as may be, each with an engine that answers with the worst of its
-    kind.
+    """As many handshakes at once as may be, each with an engine that answers with its worst.
 
-    How late the thread is in the worst round is how long it was stopped, by the interpreter's lock,
-    the garbage collector or the machine. Memory is the most that the process had since before the
-    first handshake, so it also has what is left of the kinds before.
+    How late the thread is in the worst round is how long it was stopped. Memory is the most that
+    the process had since before the first handshake.
     """
     kinds = [MUTE, *KINDS, JUNK]
     found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}

@@ -25,12 +25,7 @@ WORD = 77 << 1 | 1
 
 
 class NoTransport(Transport):
-    """Moves no data, at no cost; every address is another peer.
-
-    Args:
-        posted: called when pages are read.
-        pending: whether such a read never ends.
-    """
+    """Moves no data, at no cost, and calls ``posted``; every address is another peer."""
 
     interface_version = (2, 0)
     name = "nothing"

@@ -51,9 +51,7 @@ OPTIONS = EndpointOptions(liveness_interval=0.0)
 class Clocks:
     """Counts the CPU seconds of the threads that work for a request, until it was posted.
 
-    Attributes:
-        api: NIXL's module of agents, whose ``transfer`` is counted also after ``posted``: a driver
-            may post the rest later.
+    The ``transfer`` of NIXL's module of agents is counted also afterwards: a driver may post late.
     """
 
     def __init__(self) -> None:

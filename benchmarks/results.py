@@ -42,12 +42,7 @@ does, and otherwise open. docs/performance.md says why the last release missed s
 
 
 class Entry(Struct, kw_only=True, omit_defaults=True):
-    """A part of the benchmarks.
-
-    Attributes:
-        conditions, rows: Of the last run that measured something.
-        missing, failed: Why a later one did not, at ``date``: it cannot run here, or it failed.
-    """
+    """A part of the benchmarks: its last results, and why a later run, at ``date``, had none."""
 
     conditions: dict[str, Any] = {}
     date: str = ""
@@ -147,11 +142,7 @@ class Change:
         return factor if higher_is_better(self.after) else 1 / factor
 
     def is_worse(self, margin: float) -> bool:
-        """Return whether kvferry has become worse by more than a margin.
-
-        Args:
-            margin: 0.2 allows a ratio that was 1 to become 1.2, or 1 / 1.2 if higher is better.
-        """
+        """Return whether kvferry is worse by more than a margin: 0.2 allows 1.2, or 1 / 1.2."""
         return self.factor * (1 + margin) < 1
 
 
@@ -163,11 +154,7 @@ def higher_is_better(row: Row) -> bool:
 
 
 def baseline(file: str = "") -> Store:
-    """Return the results to compare with: of a file, or those of the last release.
-
-    Raises:
-        BaselineError: there is no such file or commit, or it has something else in it.
-    """
+    """Return the results to compare with, the last release's by default, or ``BaselineError``."""
     committed = ["git", "-C", str(ROOT), "show", f"HEAD:{RELEASE}"]
     try:
         return loads(Path(file).read_bytes() if file else subprocess.check_output(committed))

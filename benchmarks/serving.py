@@ -85,12 +85,9 @@ def prepare(folder: str) -> None:
 
 
 class Engine:
-    """One engine. It serves when ``started`` has returned; closing it twice is fine.
+    """One engine, on some cores, if given. It serves when ``started`` has returned.
 
-    Args:
-        arguments: of ``AsyncEngineArgs``.
-        patient: whether threads of NIXL's that NixlConnector starts sleep while nothing arrives.
-        cores: the only ones that it runs on; none: all that this process may use.
+    With ``patient``, threads of NIXL's that NixlConnector starts sleep while nothing arrives.
     """
 
     def __init__(
@@ -211,11 +208,8 @@ def _main(
 def _nixl_connector_helped(patient: bool) -> Iterator[None]:
     """vLLM's NixlConnector takes any package of NIXL's, and is not kept to one core.
 
-    It knows only the package ``nixl``, which stands for that of one CUDA version. And on a CPU it
-    moves each engine to the last core, two engines to the same one.
-
-    Args:
-        patient: whether NIXL's progress threads sleep for as long as those of the driver ``nixl``.
+    It knows only the package ``nixl``. And on a CPU it moves two engines to the same core, the
+    last.
     """
     from vllm.platforms.cpu import CpuPlatform
 

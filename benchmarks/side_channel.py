@@ -29,6 +29,7 @@ from kvferry.core.directory.pings import start_pings
 from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.endpoint import Load
 from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
+from kvferry.core.endpoint.page_copies import RunningCopies
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
@@ -272,13 +273,15 @@ class Rank:
         calls = DriverCalls(NoTransport(), post=self._commands.append, clock=self._clock)
         self._connections = calls.connections
         own = decode_payload(engines.payloads(engines.engine(Shape(), 1, BLOCKS), "decode")[0])
+        metrics = Metrics(driver=own.driver, rank="0")
         self._loads = LoadManager(
             own=own,
             calls=calls,
             scratch=ScratchWords(),
             zero=lambda spans: None,
+            copies=RunningCopies(None, calls, metrics),
             options=DEFAULTS,
-            metrics=Metrics(driver=own.driver, rank="0"),
+            metrics=metrics,
             reported=lambda *_: None,
         )
         self._loads.peers.join([own])

@@ -84,12 +84,7 @@ class NoNixl:
 
 @dataclass(kw_only=True)
 class Worker:
-    """A worker of one rank, its caches registered.
-
-    Attributes:
-        worker: vLLM's ``NixlConnectorWorker``.
-        payload: what it publishes.
-    """
+    """A worker of one rank, its caches registered, and the payload that it publishes."""
 
     worker: Any
     payload: Any

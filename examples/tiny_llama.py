@@ -23,19 +23,10 @@ WORDS = ["".join(letters) for letters in itertools.product("bdfghjklmnprstvz", "
 
 
 def build(folder: Path, *, max_tokens: int = 1024, seed: int = SEED, **shape: int) -> Path:
-    """Write the checkpoint of a Llama with grouped-query attention, and its tokenizer.
+    """Write a Llama's checkpoint and tokenizer into a folder, and return the folder.
 
-    Unless ``shape`` says otherwise, the model has 4 layers, 4 query heads and 2 KV heads of 32
-    elements.
-
-    Args:
-        folder: where to write the checkpoint; made if missing.
-        max_tokens: the most tokens of a prompt and its answer together.
-        seed: the seed of the weights.
-        shape: arguments of transformers' ``LlamaConfig`` that replace those given here.
-
-    Returns:
-        ``folder``, which vLLM takes as its model.
+    It has 4 layers, 4 query heads and 2 KV heads of 32 elements, unless ``shape`` has other
+    arguments of ``LlamaConfig``. A prompt and its answer have ``max_tokens`` together.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -71,12 +62,9 @@ def build(folder: Path, *, max_tokens: int = 1024, seed: int = SEED, **shape: in
 def _spread(name: str) -> float:
     """Return the standard deviation for the random values of a weight matrix.
 
-    With transformers' default (0.02), the last token's embedding would dominate the residual
-    stream, and the logits would be nearly equal. With large values in the output projections of
-    attention, what attention gathers from the whole prompt dominates.
-
-    Args:
-        name: the parameter's name in the model.
+    With transformers' default (0.02), the last token's embedding would dominate, and the logits
+    would be nearly equal. With large output projections, what attention gathers from the prompt
+    does.
     """
     if "o_proj" in name:
         return 1.0
@@ -95,15 +83,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Return random token ids as a prompt.
-
-    Prompts of another length or seed begin with other tokens, except by chance, so they share no
-    prefix in a cache.
-
-    Args:
-        length: how many tokens.
-        seed: the seed of the random numbers, together with ``length``.
-    """
+    """Return random token ids as a prompt; of other length or seed, it begins with other tokens."""
     rng = random.Random(f"{length}:{seed}")
     return [rng.randrange(len(WORDS)) for _ in range(length)]
 

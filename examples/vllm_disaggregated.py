@@ -111,11 +111,10 @@ class Row:
 
 
 def serve(pipe: Connection, model: str, transfer: dict[str, Any] | None, log: str) -> None:
-    """Run a vLLM engine (``vllm.LLM``), and answer requests that arrive on a pipe.
+    """Run a vLLM engine (``vllm.LLM``, without ``transfer`` an ordinary one) behind a pipe.
 
-    The first message to the other end of the pipe is "ready". From then on each message from there
-    is a list of requests, and each answer what ``generate`` and ``figures`` return. ``None``
-    instead of requests ends the engine. Without ``transfer``, it is an ordinary engine.
+    It sends "ready", then an answer, what ``generate`` and ``figures`` return, for each list of
+    requests that it gets. ``None`` instead of requests ends it.
     """
     if not Path(log).exists():
         return  # the demo was interrupted before this process began
@@ -189,11 +188,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether the engine has started; to be asked until it is true, and no longer.
-
-        Raises:
-            SystemExit: the engine's process has ended.
-        """
+        """Whether the engine has started; to be asked until it is true, and no longer."""
         if self.process.is_alive() and not self.pipe.poll():
             return False
         self.receive()
@@ -216,11 +211,7 @@ class Engine:
         return self.ask(*((prompt, TOKENS_TO_GENERATE, ticket) for prompt, ticket in pairs))
 
     def receive(self) -> Any:
-        """Wait for the engine's next message, and return it.
-
-        Raises:
-            SystemExit: the engine's process has ended.
-        """
+        """Wait for the engine's next message, and return it; exit if the engine has ended."""
         while self.process.is_alive():
             if self.pipe.poll(0.2):
                 return self.pipe.recv()
@@ -243,9 +234,8 @@ def end(engines: Sequence[Engine], seconds: float) -> None:
 def fork_server() -> Any:
     """Return a multiprocessing context whose processes are forked from one that has imported vLLM.
 
-    Importing vLLM takes longer than starting an engine, so it is done once for all engines. The
-    fork server starts with SIGINT blocked, and so do the engines: on Ctrl-C, only this process is
-    interrupted, and ends the engines.
+    Importing takes longer than starting an engine. The fork server starts with SIGINT blocked, and
+    so do the engines: on Ctrl-C, only this process is interrupted, and ends the engines.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm"])
@@ -270,11 +260,7 @@ def start(name: str, model: Path, transfer: dict[str, Any] | None) -> Engine:
 
 
 def wait_until_ready(engines: Sequence[Engine]) -> None:
-    """Wait until all engines have started, and show which are still starting.
-
-    Raises:
-        SystemExit: an engine has ended, or they took longer than ``START_SECONDS``.
-    """
+    """Wait until all engines have started, and show which are still starting; exit if one ends."""
     began, waiting = time.monotonic(), list(engines)
     console.print(f"starting {len(engines)} vLLM engines (half a minute to two)")
     with console.status("") as status:
@@ -325,12 +311,6 @@ def show(rows: Sequence[Row]) -> None:
     console.print(table)
 
 
-def check(what: str, holds: bool) -> bool:
-    """Print whether something holds, and return it."""
-    console.print(f"{'[green]yes' if holds else '[red]NO '}[/] {what}")
-    return holds
-
-
 def start_all(folder: Path) -> dict[str, Engine]:
     """Start an ordinary engine and three that hand caches over, all with one tiny Llama."""
     console.print("building a tiny Llama (a few seconds)")
@@ -360,21 +340,19 @@ def hand_over_all(ordinary: Engine, prefill: Engine, decode: Engine) -> list[Row
     return [*rows, hand_over(prefill, decode, prompts, texts, f"all {len(prompts)} at once")]
 
 
-def check_rows(rows: Sequence[Row]) -> bool:
-    """Print what the rows show, and return whether all is as it should be."""
-    return all(
-        [
-            check("every text is that of one ordinary engine", all(row.same for row in rows)),
-            check(
-                "every prompt token came through the transfer",
-                all(row.counted["pulled_tokens"] == row.prompt_tokens for row in rows),
-            ),
-        ]
-    )
+def checks_of(rows: Sequence[Row]) -> dict[str, bool]:
+    """Return whether the rows show what they should."""
+    pulled = (row.counted["pulled_tokens"] == row.prompt_tokens for row in rows)
+    return {
+        "every text is that of one ordinary engine": all(row.same for row in rows),
+        "every prompt token came through the transfer": all(pulled),
+    }
 
 
-def check_swaps(ordinary: Engine, prefill: Engine, decode: Engine, credulous: Engine) -> bool:
-    """Print what happens to a prompt with another prompt's ticket; return whether it is right.
+def checks_of_swaps(
+    ordinary: Engine, prefill: Engine, decode: Engine, credulous: Engine
+) -> dict[str, bool]:
+    """Return whether a prompt with another prompt's ticket is refused, and makes a difference.
 
     The credulous engine must answer with the other text, which shows that the cache decides.
     """
@@ -385,19 +363,13 @@ def check_swaps(ordinary: Engine, prefill: Engine, decode: Engine, credulous: En
     [refused] = decode.decode([mine], prefill.prefill(other))
     [believed] = credulous.decode([mine], prefill.prefill(other))
     after = hand_over(prefill, decode, [mine], [text_of_mine.tokens], "alone")
-    return all(
-        [
-            check(
-                "a ticket of another prompt is refused, and the engine serves on",
-                refused.finish_reason == "error" and after.same,
-            ),
-            check(
-                "control: with verify_prompt off, prompt X decoded with Y's cache gives Y's text: "
-                "it is the cache that decides",
-                believed.tokens == text_of_other.tokens != text_of_mine.tokens,
-            ),
-        ]
-    )
+    return {
+        "a ticket of another prompt is refused, and the engine serves on": (
+            refused.finish_reason == "error" and after.same
+        ),
+        "control: with verify_prompt off, prompt X decoded with Y's cache gives Y's text: it is "
+        "the cache that decides": believed.tokens == text_of_other.tokens != text_of_mine.tokens,
+    }
 
 
 def run(folder: Path) -> bool:
@@ -408,9 +380,11 @@ def run(folder: Path) -> bool:
         ordinary, prefill, decode, credulous = engines.values()
         rows = hand_over_all(ordinary, prefill, decode)
         show(rows)
-        held = [check_rows(rows), check_swaps(ordinary, prefill, decode, credulous)]
+        checks = checks_of(rows) | checks_of_swaps(ordinary, prefill, decode, credulous)
+        for what, holds in checks.items():
+            console.print(f"{'[green]yes' if holds else '[red]NO '}[/] {what}")
         seconds = 15.0
-        return all(held)
+        return all(checks.values())
     finally:
         end(list(engines.values()), seconds)
 

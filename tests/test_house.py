@@ -49,11 +49,10 @@ def modules() -> list[str]:
     package = ROOT / "kvferry"
     paths = (path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py"))
     names = (".".join(path.parts).removesuffix(".__init__") for path in paths)
-    pictures = ("kvferry.cli.bench.picture", "kvferry.cli.plan.picture")
     integrations = tuple(
         f"kvferry.integrations.{name}" for name in ("lmcache", "ray.backend", "vllm")
     )
-    needs_more = (*integrations, "kvferry.testing", *pictures)
+    needs_more = (*integrations, "kvferry.testing", "kvferry.cli.bench.picture")
     return sorted(n for n in names if not n.startswith(needs_more) and not n.endswith("__main__"))
 
 

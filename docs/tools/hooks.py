@@ -35,36 +35,6 @@ SHOWN = {**IMPORTED, "docs/adr": "adr/README.md"}
 """For each place in the repository that a link may lead to: the path of the page that stands for
 it on the site."""
 
-_API = {
-    "core": ("endpoint", "errors", "index", "kvferry"),
-    "requests": ("lifecycle", "security", "side_channel"),
-    "planning": ("layout", "planner"),
-    "driver": ("testing", "transport"),
-    "integrations": ("ray", "vllm"),
-}
-REDIRECTS = {
-    "gpu": "drivers.md#gpus-and-nics",
-    "monitoring": "metrics.md#in-a-terminal",
-    "primitives": "planner.md#planning-primitives-without-an-engine",
-    "quickstart": "index.md#see-it-work",
-    "scale": "operations.md#how-many-engines",
-    "serving": "operations.md#serve-a-model",
-    "two-endpoints": "two-ranks.md",
-    "vllm-0.33": "coverage.md#vllm-033-by-its-source",
-    **{f"reference/api/{old}": f"reference/api/{new}.md" for new in _API for old in _API[new]},
-}
-"""For each page that the site had: the page and the heading where its contents are now."""
-
-# A reader who comes with a heading of the old page is led to the heading of that name.
-_REDIRECT = """<!doctype html>
-<meta charset="utf-8">
-<title>Moved</title>
-<link rel="canonical" href="{target}">
-<script>location.replace(location.hash ? "{page}" + location.hash : "{target}")</script>
-<meta http-equiv="refresh" content="0; url={target}">
-<p>This page <a href="{target}">has moved</a>.</p>
-"""
-
 _GENERATED: dict[str, Callable[[str], str]] = {
     "settings": reference.settings,
     "commands": reference.commands,
@@ -86,16 +56,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         content = text if source.endswith(".md") else _listing(source, text)
         files.append(File.generated(config, page, content=content))
     return files
-
-
-def on_post_build(config: MkDocsConfig) -> None:
-    """Write a page in place of each that the site had, which leads to where its contents are."""
-    for old, new in REDIRECTS.items():
-        file = Path(config.site_dir, f"{old}.html")
-        page, mark, heading = new.partition("#")
-        page = relpath(page, PurePosixPath(old).parent).removesuffix(".md") + ".html"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(_REDIRECT.format(page=page, target=f"{page}{mark}{heading}"))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

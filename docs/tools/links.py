@@ -47,10 +47,7 @@ def lines(markdown: str) -> Iterator[tuple[int, str]]:
 
 
 def prose(markdown: str) -> str:
-    """Return a page with all characters of code replaced, so that no link is found in code.
-
-    Every other character keeps its place.
-    """
+    """Return a page with all characters of code replaced, and the others in their places."""
     outside = dict(lines(markdown))
     kept = [
         outside.get(number, " " * len(line)) for number, line in enumerate(markdown.split("\n"), 1)
@@ -90,12 +87,7 @@ def slugify(heading: str) -> str:
 
 
 def problems(pages: Mapping[str, str], files: Set[str]) -> Iterator[str]:
-    """Yield a line of text for each link of these pages that leads nowhere.
-
-    Args:
-        pages: the text of each Markdown file, by its path in the repository.
-        files: the paths of all files of the repository.
-    """
+    """Yield a line for each link of pages, by their paths, that leads to none of the files."""
     folders = {str(parent) for file in files for parent in PurePosixPath(file).parents}
     named = {path: anchors(text) for path, text in pages.items()}
     for path, text in pages.items():
@@ -112,12 +104,7 @@ def problems(pages: Mapping[str, str], files: Set[str]) -> Iterator[str]:
 
 
 def mentions(texts: Mapping[str, str], files: Set[str]) -> Iterator[str]:
-    """Yield a line of text for each mention of a page of ``docs`` that does not exist.
-
-    Args:
-        texts: the text of each file to search, by its path in the repository.
-        files: the paths of all files of the repository.
-    """
+    """Yield a line for each mention of a page of ``docs``, in texts by path, that is none."""
     for path, text in texts.items():
         for number, line in enumerate(text.splitlines(), 1):
             for name in _MENTION.findall(line):
@@ -126,14 +113,7 @@ def mentions(texts: Mapping[str, str], files: Set[str]) -> Iterator[str]:
 
 
 def repository(root: Path) -> dict[str, str]:
-    """Return the text of every file that git tracks or would add, by its path in the repository.
-
-    Args:
-        root: the folder of the repository.
-
-    Returns:
-        An empty string for a binary file.
-    """
+    """Return the text of every file that git tracks or would add; of a binary one, ``""``."""
     run = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,

@@ -26,11 +26,7 @@ _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Modules:
-    """The syntax trees of the modules in a folder, each read when it is first needed.
-
-    Args:
-        root: the folder that contains the package.
-    """
+    """The syntax trees of the modules in a folder, each read when it is first needed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -54,11 +50,7 @@ class Modules:
         return []
 
     def imports(self, module: str) -> dict[str, tuple[str, str]]:
-        """Return, for each name that a module imports, where the name comes from.
-
-        Returns:
-            By the name in the module: the module that it is imported from, and the name there.
-        """
+        """Return the module that each name of a module is imported from, and its name there."""
         if module not in self._imports:
             self._imports[module] = {
                 alias.asname or alias.name: (node.module, alias.name)
@@ -71,12 +63,8 @@ class Modules:
     def is_documented(self, module: str, name: str) -> bool:
         """Return whether a name has a docstring in the module that defines the name.
 
-        A name that a module outside of the folder defines counts as documented. So does a name that
-        is defined nowhere: importing it fails, which other checks notice.
-
-        Args:
-            module: the full name of a module that defines or imports the name.
-            name: the name.
+        It counts as documented if a module outside of the folder defines it, or none: importing it
+        fails, which other checks notice.
         """
         tree = self.tree(module)
         if tree is None:
@@ -91,11 +79,7 @@ class Modules:
 
 
 def undocumented(root: Path) -> Iterator[str]:
-    """Yield a line of text for each exported name of kvferry that has no docstring.
-
-    Args:
-        root: the folder of the repository.
-    """
+    """Yield a line of text for each exported name of kvferry that has no docstring."""
     modules = Modules(root)
     for path in sorted((root / "kvferry").rglob("*.py")):
         if "__all__" not in path.read_text():  # quicker than to parse it
@@ -107,12 +91,9 @@ def undocumented(root: Path) -> Iterator[str]:
 
 
 def long_private(root: Path) -> Iterator[str]:
-    """Yield a line of text for each private docstring that has more than one line.
+    """Yield a line for each private docstring of several lines.
 
     Private is what begins with an underscore, and what is inside a private class or a function.
-
-    Args:
-        root: the folder of the repository.
     """
     for path in (path for folder in SHORT for path in sorted((root / folder).rglob("*.py"))):
         file = path.relative_to(root).as_posix()

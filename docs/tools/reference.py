@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import inspect as types
@@ -13,35 +13,12 @@ from msgspec import inspect as types
 from kvferry.integrations.vllm import config
 
 
-class Parameter(Protocol):
-    """An argument or an option of a command."""
-
-    def get_help_record(self, context: object) -> tuple[str, str] | None:
-        """Return how a user writes the parameter, and its help; ``None`` if it is hidden."""
-
-
-class Command(Protocol):
-    """A command of a typer app, as typer builds it; a group of commands also has ``commands``."""
-
-    name: str
-    help: str | None
-
-    def get_usage(self, context: object) -> str:
-        """Return the line that shows how the command is called."""
-
-    def get_params(self, context: object) -> list[Parameter]:
-        """Return the command's arguments and options."""
-
-
 def settings(place: str) -> str:
-    """Return a Markdown table of the settings that are the fields of a class.
-
-    Args:
-        place: ``module:Class``: a dataclass or a msgspec struct with an ``Attributes`` section in
-            its docstring, which describes each setting.
+    """Return a Markdown table of the settings that are the fields of ``module:Class``.
 
     Raises:
-        ValueError: a setting is missing in that section, or the class is of another kind.
+        ValueError: a setting is missing in the docstring's section ``Attributes``, or the class is
+            neither a dataclass nor a msgspec struct.
     """
     found = _find(place)
     info = types.type_info(found)
@@ -59,11 +36,7 @@ def settings(place: str) -> str:
 
 
 def commands(place: str) -> str:
-    """Return a section of Markdown for a typer app and for each of its commands.
-
-    Args:
-        place: ``module:app``.
-    """
+    """Return a section of Markdown for a typer app, ``module:app``, and each of its commands."""
     import typer
 
     # typer builds its commands from a copy of click, whose types are not public.
@@ -78,14 +51,7 @@ def commands(place: str) -> str:
 
 
 def attributes(docstring: str) -> dict[str, str]:
-    """Return the descriptions in the ``Attributes`` section of a docstring, each on one line.
-
-    Args:
-        docstring: a docstring in Google's style, without indentation.
-
-    Returns:
-        The description of each attribute, by its name.
-    """
+    """Return the descriptions in the ``Attributes`` section of a docstring, each on one line."""
     found = config.attributes(docstring)
     return {name: _cell(text) for name, text in found.items()}
 
@@ -146,7 +112,7 @@ def _default(field: types.Field) -> str:
     return "none" if value in ((), None, "", [], {}) else f"`{msgspec.json.encode(value).decode()}`"
 
 
-def _command(command: Command, context: object, title: str) -> str:
+def _command(command: Any, context: object, title: str) -> str:  # noqa: ANN401 - of typer
     """Return a command's section: its usage, its help, its parameters, its own commands."""
     usage = command.get_usage(context).removeprefix("Usage: ")
     parts = [f"## {title}"] if title else []
@@ -167,5 +133,5 @@ def _paragraphs(text: str) -> Iterator[str]:
         yield f"```\n{paragraph[2:]}\n```" if paragraph.startswith("\b\n") else paragraph
 
 
-def _first(command: Command) -> str:
+def _first(command: Any) -> str:  # noqa: ANN401 - of typer
     return str(command.help or "").partition("\n\n")[0].replace("\n", " ")

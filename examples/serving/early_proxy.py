@@ -38,12 +38,7 @@ logger = logging.getLogger("early_proxy")
 
 
 class RefusedError(Exception):
-    """Prefill has answered with an error, which the client gets.
-
-    Args:
-        status: the HTTP status.
-        body: the answer.
-    """
+    """Prefill has answered with an error, which the client gets."""
 
     def __init__(self, status: int, body: str) -> None:
         super().__init__(f"status {status}: {body[:200]}")
@@ -53,12 +48,10 @@ class RefusedError(Exception):
 
 @dataclass(kw_only=True)
 class Prefill:
-    """A prefill server.
+    """A prefill server, and what decode needs to know to follow a request there.
 
-    Attributes:
-        url: its address.
-        engine: what decode needs to know to follow a request there, learnt from the last ticket;
-            empty before the first, and when the server has failed.
+    That is learnt from the last ticket; it is empty before the first, and when the server has
+    failed.
     """
 
     url: str
@@ -76,12 +69,7 @@ class Prefill:
 
 
 class Proxy:
-    """Pass requests on.
-
-    Args:
-        prefills: addresses of the prefill servers.
-        decodes: addresses of the decode servers.
-    """
+    """Pass requests on to prefill and decode servers."""
 
     def __init__(self, prefills: list[str], decodes: list[str]) -> None:
         self._prefills: Iterator[Prefill] = itertools.cycle([Prefill(url=url) for url in prefills])

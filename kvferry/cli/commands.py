@@ -10,30 +10,44 @@ from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import kvferry
 
-option = partial(typer.Option, show_default=False)
-argument = partial(typer.Argument, show_default=False)
-tokens_option = partial(typer.Option, min=1, max=1 << 24)
 
-SIDE_CHANNEL = "The engine's side_channel_host and side_channel_port."
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+def given(metavar: str, help: str, *names: str, **more: Any) -> Any:  # noqa: A002, ANN401
+    """Declare an option whose default is not shown."""
+    return typer.Option(*names, metavar=metavar or None, help=help, show_default=False, **more)
+
+
+def named(metavar: str, help: str) -> Any:  # noqa: A002, ANN401
+    """Declare an argument."""
+    return typer.Argument(metavar=metavar or None, help=help, show_default=False)
+
+
+def flag(name: str, help: str) -> Any:  # noqa: A002, ANN401
+    """Declare an option that is given or not."""
+    return typer.Option(name, help=help)
+
+
+shown = typer.Option
+MOST_TOKENS = 1 << 24
+tokens_option = partial(typer.Option, min=1, max=MOST_TOKENS)
+
+Engine = named("HOST:PORT", "The engine's side_channel_host and side_channel_port.")
+Json = Annotated[bool, flag("--json", "Print JSON instead of text.")]
 CurveSecretKey = Annotated[
     str,
-    option(
-        metavar="PLACE",
-        help="Where this command's own secret key is, for a side channel with keys: file:PATH or "
+    given(
+        "PLACE",
+        "Where this command's own secret key is, for a side channel with keys: file:PATH or "
         "env:NAME. The engine's curve_peers has to list the public one.",
     ),
 ]
-Timeout = Annotated[
-    float, typer.Option(min=0.001, max=86400, help="The most seconds to wait, in all.")
-]
-CurvePeer = Annotated[str, option(metavar="KEY", help="That engine's public key, or its place.")]
+CurvePeer = Annotated[str, given("KEY", "That engine's public key, or its place.")]
+Timeout = Annotated[float, shown(min=0.001, max=86400, help="The most seconds to wait, in all.")]
 
 app = typer.Typer(
     name="kvferry",
@@ -55,10 +69,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        bool, shown("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     del version
@@ -90,29 +101,23 @@ def drivers(as_json: Json = False) -> None:
 @_command
 def demo(
     megabytes: Annotated[
-        int,
-        typer.Option(min=1, help="How much KV cache to move; needs three times as much memory."),
+        int, shown(min=1, help="How much KV cache to move; needs three times as much memory.")
     ] = 256,
     driver: Annotated[
-        str, typer.Option(help="The driver that moves it; 'kvferry drivers' lists them.")
+        str, shown(help="The driver that moves it; 'kvferry drivers' lists them.")
     ] = "loopback",
     prefill: Annotated[
         str | None,
-        typer.Option(
-            metavar="RANKS/ORDER/TOKENS",
-            show_default=False,
-            help="The prefill engine: how many ranks share the heads; whether a page "
-            "has its tokens inside its heads (HND) or its heads inside its tokens (NHD); tokens "
-            "a page. 2/HND/16 if only --decode is given.",
+        given(
+            "RANKS/ORDER/TOKENS",
+            "The prefill engine: how many ranks share the heads; whether a page has its tokens "
+            "inside its heads (HND) or its heads inside its tokens (NHD); tokens a page. "
+            "2/HND/16 if only --decode is given.",
         ),
     ] = None,
     decode: Annotated[
         str | None,
-        typer.Option(
-            metavar="ORDER/TOKENS",
-            show_default=False,
-            help="The decode engine, which has one rank. HND/16 if only --prefill is given.",
-        ),
+        given("ORDER/TOKENS", "The decode engine, of one rank. HND/16 if only --prefill is given."),
     ] = None,
 ) -> None:
     """Move a KV cache between two engines, and check every byte.
@@ -132,14 +137,9 @@ def demo(
 @_command
 def doctor(
     address: Annotated[
-        str | None,
-        argument(metavar="HOST:PORT", help="Also ask the side channel of a running engine."),
+        str | None, named("HOST:PORT", "Also ask the side channel of a running engine.")
     ] = None,
-    host: Annotated[str | None, typer.Option(hidden=True)] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, hidden=True)] = None,
-    engine: Annotated[
-        str | None, option(metavar="ID", help="Which engine should answer there.")
-    ] = None,
+    engine: Annotated[str | None, given("ID", "Which engine should answer there.")] = None,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
     as_json: Json = False,
@@ -160,21 +160,18 @@ def doctor(
 def check_config(
     config: Annotated[
         str,
-        argument(
-            metavar="FILE|JSON",
-            help="The value of --kv-transfer-config, or kv_connector_extra_config: JSON, or a file "
+        named(
+            "FILE|JSON",
+            "The value of --kv-transfer-config, or kv_connector_extra_config: JSON, or a file "
             "with JSON.",
         ),
     ] = "",
     peer: Annotated[
         list[str] | None,
-        option(
-            metavar="HOST:PORT",
-            help="Also ask the side channel of a running engine. Again for another.",
-        ),
+        given("HOST:PORT", "Also ask the side channel of a running engine. Again for another."),
     ] = None,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of kv_connector_extra_config.")
+        bool, flag("--schema", "Print the JSON schema of kv_connector_extra_config.")
     ] = False,
 ) -> None:
     """Check a configuration for vLLM on this host, before an engine starts.
@@ -194,10 +191,7 @@ def check_config(
 
 @_command
 def health(
-    address: Annotated[
-        list[str],
-        argument(metavar="HOST:PORT", help=SIDE_CHANNEL),
-    ],
+    address: Annotated[list[str], Engine],
     timeout: Timeout = 5.0,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
@@ -212,13 +206,9 @@ def health(
 
 @_command
 def revoke(
-    address: Annotated[
-        str,
-        argument(metavar="HOST:PORT", help=SIDE_CHANNEL),
-    ],
+    address: Annotated[str, Engine],
     conversations: Annotated[
-        bool,
-        typer.Option("--conversations", help="Only what is held for a next turn."),
+        bool, flag("--conversations", "Only what is held for a next turn.")
     ] = False,
     timeout: Timeout = 5.0,
     curve_secret_key: CurveSecretKey = "",
@@ -236,23 +226,16 @@ def revoke(
 def top(
     addresses: Annotated[
         list[str],
-        argument(
-            metavar="HOST:PORT",
-            help="The address of a vLLM server, or the URL of its page of metrics.",
-        ),
+        named("HOST:PORT", "The address of a vLLM server, or the URL of its page of metrics."),
     ],
     interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between readings; rates are of this time.")
+        float, shown(min=0.1, help="Seconds between readings; rates are of this time.")
     ] = 3.0,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="The most seconds that an engine may take to answer.")
+        float, shown(min=0.1, help="The most seconds that an engine may take to answer.")
     ] = 5.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Read twice, print one report, and end.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each report as a line of JSON.")
-    ] = False,
+    once: Annotated[bool, flag("--once", "Read twice, print one report, and end.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print each report as a line of JSON.")] = False,
 ) -> None:
     """Show live who pulls from whom, how fast, what waits and what fails.
 
@@ -286,14 +269,10 @@ def top(
 
 @_command
 def keygen(
-    folder: Annotated[Path, argument(metavar="DIR", help="Where to; made if need be.")],
+    folder: Annotated[Path, named("DIR", "Where to; made if need be.")],
     engine: Annotated[
         list[str] | None,
-        option(
-            metavar="NAME",
-            help="Make keys for this engine. Again for another; prefill and decode if none is "
-            "named.",
-        ),
+        given("NAME", "Make keys for this engine; again for another. By default prefill, decode."),
     ] = None,
 ) -> None:
     """Make the keys that encrypt side channels, and the secret that signs tickets.
@@ -306,30 +285,27 @@ def keygen(
 
 @_command
 def bench(
-    driver: Annotated[str, argument(help="Which driver; 'kvferry drivers' lists them.")],
+    driver: Annotated[str, named("", "Which driver; 'kvferry drivers' lists them.")],
     option: Annotated[
         list[str] | None,
-        option(
-            metavar="KEY=VALUE",
-            help="One of its driver_options, the value as JSON or text. Again for another.",
+        given(
+            "KEY=VALUE",
+            "One of its driver_options, the value as JSON or text. Again for another.",
         ),
     ] = None,
     size: Annotated[
-        str, typer.Option(metavar="SIZES", help="Bytes that a transfer moves.")
+        str, shown(metavar="SIZES", help="Bytes that a transfer moves.")
     ] = "1M,16M,64M",
     block: Annotated[
-        str, typer.Option(metavar="SIZES", help="Bytes of each of its copies.")
+        str, shown(metavar="SIZES", help="Bytes of each of its copies.")
     ] = "4K,64K,1M",
-    memory: Annotated[
-        str, typer.Option(help="Kind of both buffers: cpu, cuda, cuda:INDEX.")
-    ] = "cpu",
+    memory: Annotated[str, shown(help="Kind of both buffers: cpu, cuda, cuda:INDEX.")] = "cpu",
     seconds: Annotated[
-        float, typer.Option(min=0, help="About how long to time, all in all; checks come on top.")
+        float, shown(min=0, help="About how long to time, all in all; checks come on top.")
     ] = 20.0,
     as_json: Json = False,
     plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw a picture, .svg or .png (needs kvferry[plot])."),
+        Path | None, given("FILE", "Draw a picture, .svg or .png (needs kvferry[plot]).")
     ] = None,
 ) -> None:
     """Measure a driver between two processes, and compare it with memcpy.
@@ -347,7 +323,7 @@ def bench(
 
 @_command
 def new_driver(
-    name: Annotated[str, argument(help="The name by which users will configure it.")],
+    name: Annotated[str, named("", "The name by which users will configure it.")],
 ) -> None:
     """Write a small driver that works, to make your own of: a distribution with its tests.
 
@@ -360,56 +336,52 @@ def new_driver(
 def plan(
     model: Annotated[
         Path | None,
-        argument(
-            metavar="CONFIG",
-            help="A model's config.json, or its folder. Needed if an engine is given by settings.",
+        named(
+            "CONFIG",
+            "A model's config.json, or its folder. Needed if an engine is given by settings.",
         ),
     ] = None,
     prefill: Annotated[
         str | None,
-        option(
-            metavar="SETTINGS|FILE",
-            help="The prefill engine: settings as above, or a JSON file with its layouts.",
+        given(
+            "SETTINGS|FILE",
+            "The prefill engine: settings as above, or a JSON file with its layouts.",
         ),
     ] = None,
-    decode: Annotated[
-        str | None, option(metavar="SETTINGS|FILE", help="The decode engine, likewise.")
-    ] = None,
+    decode: Annotated[str | None, given("SETTINGS|FILE", "The decode engine, likewise.")] = None,
     addresses: Annotated[
         list[str] | None,
-        option(
-            "--from",
-            metavar="HOST:PORT",
-            help="Take the layouts of a running engine from its side channel; then --prefill or "
+        given(
+            "HOST:PORT",
+            "Take the layouts of a running engine from its side channel; then --prefill or "
             "--decode is left out. If given twice, the first is the prefill engine.",
+            "--from",
         ),
     ] = None,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: Annotated[
         list[str] | None,
-        option(
-            metavar="KEY",
-            help="The public key of a running engine, or its place; one for each --from in "
-            "their order.",
-        ),
+        given("KEY", "A running engine's public key, or its place; one for each --from in order."),
     ] = None,
     tokens: Annotated[int, tokens_option(help="How long the request is.")] = 4096,
     dtype: Annotated[
-        str | None, option(help="Element type of the cache, if not the config's.")
+        str | None, given("", "Element type of the cache, if not the config's.")
     ] = None,
     bandwidth: Annotated[
         list[str] | None,
-        option(
-            metavar="RATE",
-            help="What the network carries from prefill to decode in a second, all ranks together: "
+        given(
+            "RATE",
+            "What the network carries from prefill to decode in a second, all ranks together: "
             "25Gbit, 100Gbit, 40MB/s. Prints what early tickets would save. Again for another.",
         ),
     ] = None,
     prompt: Annotated[
         list[int] | None,
-        tokens_option(
-            metavar="TOKENS",
-            help="With --bandwidth: a prompt's length; --tokens if not given. Again for another.",
+        given(
+            "TOKENS",
+            "With --bandwidth: a prompt's length; --tokens if not given. Again for another.",
+            min=1,
+            max=MOST_TOKENS,
         ),
     ] = None,
     chunk: Annotated[
@@ -421,7 +393,7 @@ def plan(
     ] = 8192,
     prefill_rate: Annotated[
         float,
-        typer.Option(
+        shown(
             min=1e-3,
             max=1e12,
             metavar="TOKENS/S",
@@ -432,21 +404,17 @@ def plan(
     ] = 10_000.0,
     hop: Annotated[
         float,
-        typer.Option(
+        shown(
             min=0,
             max=1e6,
             metavar="MS",
             help="With --bandwidth: from prefill's end until decode starts to read, without early "
-            "tickets: the router, and decode's queue. The default, none, understates what is "
-            "saved.",
+            "tickets: the router, and decode's queue. The default understates what is saved.",
         ),
     ] = 0.0,
-    svg: Annotated[
-        Path | None, option(metavar="FILE", help="Draw a picture (needs kvferry[plot]).")
-    ] = None,
     as_json: Json = False,
     write_layouts: Annotated[
-        Path | None, option(metavar="FOLDER", help="Write prefill.json and decode.json there.")
+        Path | None, given("FOLDER", "Write prefill.json and decode.json there.")
     ] = None,
 ) -> None:
     """Show which decode rank reads what from which prefill rank, in how many copies of which size.
@@ -469,7 +437,7 @@ def plan(
     \b
     Examples:
       kvferry plan path/to/model --prefill tp=2,layout=HND --decode tp=1,block_size=32
-      kvferry plan --prefill prefill.json --decode decode.json --svg plan.svg
+      kvferry plan --prefill prefill.json --decode decode.json
       kvferry plan --from 10.0.0.5:5600 --from 10.0.0.6:5600
       kvferry plan path/to/model --from 10.0.0.5:5600 --decode tp=4
       kvferry plan path/to/model --prefill tp=8 --decode tp=8 --bandwidth 25Gbit

@@ -1,8 +1,6 @@
 """``kvferry demo``: move a KV cache between two engines of different shape, without a model.
 
-Everything but the model is real: a prefill engine in a process of its own, a decode engine in that
-of the command, their endpoints, side channel, tickets, holds and fences, and the driver. What
-arrives is compared, byte for byte, with what must arrive.
+Everything but the model is real, and what arrives is compared, byte for byte.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ import os
 import re
 import signal
 import threading
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
@@ -38,7 +36,7 @@ from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 from kvferry.testing.engines import POISON, CacheShape, EngineRank, ModelFreeEngine
 
-LAYERS, HEADS, HEAD_DIM, DTYPE, ELEMENT_BYTES = 32, 8, 128, "bfloat16", 2
+LAYERS, HEADS, HEAD_DIM, ELEMENT_BYTES = 32, 8, 128, 2
 """The dimensions are those of Llama 3 8B."""
 WORD_BYTES = 8
 """Bytes of a word: four elements, enough bits for a value that occurs only once."""
@@ -46,13 +44,11 @@ TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * ELEMENT_BYTES
 """Bytes of one token in all layers, K and V."""
 REQUESTS = 8
 ORDERS = ("HND", "NHD")
-"""Orders within a page: all tokens of a head, then those of the next head; or all heads of a token,
-then those of the next token."""
+"""Orders within a page, by the outermost: heads, or tokens."""
 BLOCK_LIMIT = 1024
 """Largest number of tokens in a page."""
 SPARE_PAGES = 4
-"""Number of pages that belong to no request, and that no load may change: page 0, whose id stands
-for a hole, and three others."""
+"""Pages that no request has and no load may change, such as page 0, whose id stands for a hole."""
 PREFILL, DECODE, UNLIKE_DECODE = "2/HND/16", "HND/16", "NHD/32"
 """The engines that are used if none is given."""
 COPIES_IN_MEMORY = 3
@@ -79,8 +75,7 @@ class Request(NamedTuple):
 def shape_of(text: str, tp: int | None = None) -> CacheShape:
     """Return the shape that ``RANKS/ORDER/TOKENS`` names, or ``ORDER/TOKENS`` if ``tp`` is given.
 
-    It has no room for a request yet. The K and the V of a layer are layers of the shape, whose
-    elements are words.
+    K and V of a layer are layers of the shape, whose elements are words.
     """
     found = _SHAPE.fullmatch(text if tp is None else f"{tp}/{text}")
     if found is None or not (1 <= int(found[1]) <= HEADS and 1 <= int(found[3]) <= BLOCK_LIMIT):
@@ -101,40 +96,28 @@ def shape_of(text: str, tp: int | None = None) -> CacheShape:
 
 
 def requests_of(nbytes: int) -> tuple[Request, ...]:
-    """Return requests of increasing length whose prompts together fill a cache."""
-    total = max(-(-nbytes // TOKEN_BYTES), 1)
-    count = min(REQUESTS, total)
-    ends = [total * k * (k + 1) // (count * (count + 1)) for k in range(count + 1)]
-    lengths = [max(end - start, 1) for start, end in pairwise(ends)]
-    ranges = zip(accumulate(lengths, initial=0), lengths, strict=False)
-    return tuple(Request(f"demo-{n}", *own) for n, own in enumerate(ranges))
+    """Return requests of equal length whose prompts together fill a cache."""
+    each = -(-nbytes // (TOKEN_BYTES * REQUESTS))
+    return tuple(Request(f"demo-{n}", n * each, each) for n in range(REQUESTS))
 
 
 def with_room(shape: CacheShape, requests: Sequence[Request]) -> CacheShape:
     """Return a shape with pages for all requests, and ``SPARE_PAGES``."""
-    return replace(shape, pages=sum(_page_counts(shape, requests)) + SPARE_PAGES)
+    pages = len(requests) * -(-requests[0].tokens // shape.block)
+    return replace(shape, pages=pages + SPARE_PAGES)
 
 
 def scattered_pages(
     shape: CacheShape, requests: Sequence[Request], seed: int
 ) -> dict[Request, list[int]]:
     """Return the page ids of each request, scattered as in an engine that has run for a while."""
-    ends = np.cumsum(_page_counts(shape, requests))
-    free = 1 + default_rng(seed).permutation(ends[-1] + SPARE_PAGES - 1)
-    each = zip(requests, np.split(free, ends), strict=False)
-    return {request: pages.tolist() for request, pages in each}
-
-
-def _page_counts(shape: CacheShape, requests: Sequence[Request]) -> list[int]:
-    return [-(-request.tokens // shape.block) for request in requests]
+    free = 1 + default_rng(seed).permutation(shape.pages - 1)
+    each = np.split(free[: shape.pages - SPARE_PAGES], len(requests))
+    return {request: pages.tolist() for request, pages in zip(requests, each, strict=True)}
 
 
 def run(*, megabytes: int, driver: str, prefill: str | None, decode: str | None) -> int:
-    """Move the cache, and print the results; the exit status is 0 if every byte was right.
-
-    If no engine is given, the cache is moved twice: between engines of like shape, then between
-    engines of unlike shape.
-    """
+    """Move the cache, by default between like and then unlike pages; return the status."""
     console = output()
     # The demo causes warnings of its endpoints on purpose, and prints the outcome itself.
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
@@ -179,32 +162,30 @@ def _run(
 ) -> int:
     """Start both engines, hand over the requests, and print what was moved; return the status."""
     transport = _transport(driver)
+    prefill, decode = (with_room(shape, requests) for shape in (prefill, decode))
     like = (prefill.heads_first, prefill.block) == (decode.heads_first, decode.block)
     tokens = sum(request.tokens for request in requests)
     lease = 60.0 + tokens * TOKEN_BYTES / 1e7
     console.print(f"\n[bold]Engines of {'like' if like else 'unlike'} pages[/]")
     with ExitStack() as stack:
         with _step(console, "engines started"):
-            spec = Spec(driver, with_room(prefill, requests), requests, lease)
+            spec = Spec(driver, prefill, requests, lease)
             pid, pipe = stack.enter_context(prefill_process(spec))
+            options = EndpointOptions(lease=lease, load_timeout=lease)
             engine = ModelFreeEngine(
-                "decode",
-                with_room(decode, requests),
-                driver=driver,
-                transport=lambda: transport,
-                options=EndpointOptions(lease=lease, load_timeout=lease),
+                "decode", decode, driver=driver, transport=lambda: transport, options=options
             )
             stack.enter_context(engine)
             receive(pipe)
         for name, shape, process in (("prefill", prefill, pid), ("decode", decode, os.getpid())):
             console.print(
-                f"  {name}, process {process}: {counted(shape.tp, 'rank')}, {_order(shape)}, "
-                f"pages of {counted(shape.block, 'token')}"
+                f"  {name}, process {process}: {counted(shape.tp, 'rank')}, "
+                f"{ORDERS[not shape.heads_first]}, pages of {counted(shape.block, 'token')}"
             )
         with _step(console, f"prefill computed {tokens:,} tokens of {len(requests)} requests"):
             tickets: dict[Request, Ticket] = {one: receive(pipe) for one in requests}
         [rank] = engine.ranks
-        pages = scattered_pages(rank.shape, requests, seed=2)
+        pages = scattered_pages(decode, requests, seed=2)
         with _step(console, "decode pulled them"):
             begun = perf_counter()
             for request, ticket in tickets.items():
@@ -234,10 +215,6 @@ def _run(
     if not isinstance(refusal, StaleError):
         console.print("[red]A ticket whose pages were released was accepted again.[/]")
     return int(any(wrong.values()) or not isinstance(refusal, StaleError))
-
-
-def _order(shape: CacheShape) -> str:
-    return ORDERS[not shape.heads_first]
 
 
 @contextmanager
@@ -283,29 +260,19 @@ def _rates(
     # With "clip", numpy writes into the target at once; no index is out of range.
     gather = _rate(nbytes, lambda: np.take(pieces, order, axis=0, out=target, mode="clip"))
     memcpy = _rate(nbytes, lambda: np.copyto(target, pieces))
-    alike = f"pieces of this size, by numpy in one process: {gather / rate:.1f}x"
-    whole = f"the same bytes in one piece: {memcpy / rate:.1f}x"
+    speeds = {
+        "kvferry": (rate, f"{copies:,} pieces of {piece:,} bytes, fences included"),
+        "gather": (gather, f"pieces of this size, by numpy in one process: {gather / rate:.1f}x"),
+        "memcpy": (memcpy, f"the same bytes in one piece: {memcpy / rate:.1f}x"),
+    }
+    rows = [(name, f"{speed / 1e9:.2f} GB/s", said) for name, (speed, said) in speeds.items()]
     once = "once for a peer: layouts fetched, plan made, connected"
-    return [
-        (
-            "kvferry",
-            f"{rate / 1e9:.2f} GB/s",
-            f"{copies:,} pieces of {piece:,} bytes, fences included",
-        ),
-        ("gather", f"{gather / 1e9:.2f} GB/s", alike),
-        ("memcpy", f"{memcpy / 1e9:.2f} GB/s", whole),
-        ("handshake", f"{handshake * 1e3:.1f} ms", once),
-    ]
+    return [*rows, ("handshake", f"{handshake * 1e3:.1f} ms", once)]
 
 
 def _rate(nbytes: int, copy: Callable[[], object]) -> float:
     """Return the speed of the fastest of some copies, in bytes per second."""
-    best = math.inf
-    for _ in range(COPY_ROUNDS):
-        begun = perf_counter()
-        copy()
-        best = min(best, perf_counter() - begun)
-    return nbytes / best
+    return nbytes / min(timeit.repeat(copy, number=1, repeat=COPY_ROUNDS))
 
 
 # The prefill engine's process.

@@ -1,7 +1,4 @@
-"""``kvferry health``: check a running engine, for readiness probes.
-
-Imports as little as it can: a probe runs every few seconds, also on a busy host.
-"""
+"""``kvferry health``: check a running engine, for probes: it imports as little as it can."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ OPTIONS = ("--timeout", "--curve-secret-key", "--curve-peer")
 
 
 def parse(arguments: list[str]) -> dict[str, Any] | None:
-    """Return the arguments of ``run`` that a command line names, without typer.
-
-    They are ``None`` if typer has to print help or an error.
-    """
+    """Return the arguments of ``run``; ``None`` if typer has to print help or an error."""
     try:
         pairs, address = getopt.gnu_getopt(arguments, "", [f"{name[2:]}=" for name in OPTIONS])
         options = {name[2:].replace("-", "_"): value for name, value in pairs}

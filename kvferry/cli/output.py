@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from kvferry.core.errors import KVFerryError
 
 UNWRAPPED = 1 << 14
 """Columns of output that is not for a terminal: a line of it is as long as its text."""
 NARROWEST = {"text": 20, "sizes": 8, "name": 12}
 """To how many columns the cells of a table's column may be wrapped, by its kind; others are not."""
-
 CROWDED = 10
 """Tables of so many columns have a single space between them."""
-
-
-class PlotError(KVFerryError):
-    """No picture can be drawn, because matplotlib is not installed."""
-
-
-def require_matplotlib(option: str) -> None:
-    """Raise ``PlotError`` if the picture that an option asks for cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401 - only to see that it is there
-    except ModuleNotFoundError as exc:
-        raise PlotError(
-            f"{option} draws with matplotlib, which is not installed: pip install 'kvferry[plot]'"
-        ) from exc
 
 
 def output() -> Console:
@@ -50,64 +31,44 @@ def print_json(record: object) -> None:
 
 
 def print_table(
-    console: Console,
-    columns: Mapping[str, str],
-    rows: Sequence[Sequence[str | Text]],
-    styles: Sequence[str | None] = (),
+    console: Console, columns: Mapping[str, str], rows: Sequence[Sequence[str | Text]]
 ) -> None:
     """Print rows as ``table_of`` arranges them, and an empty line."""
-    table = table_of(columns, rows, console.width, styles)
+    table = table_of(columns, rows, console.width)
     console.print(table)
     if table.show_header:
         console.print()
 
 
-def table_of(
-    columns: Mapping[str, str],
-    rows: Sequence[Sequence[str | Text]],
-    width: int,
-    styles: Sequence[str | None] = (),
-) -> Table:
+def table_of(columns: Mapping[str, str], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
     """Return rows as a table, or each as lines of its own where a table would not fit.
 
     ``columns`` has the kind of each column by its heading: ``number``, or one of ``NARROWEST``.
     """
     cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
-    widths = _widths(columns, cells, width)
     gap = 2 if len(columns) < CROWDED else 1
-    lines = max(heading.count("\n") for heading in columns)
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=bool(widths))
-    for (heading, kind), wide in zip(columns.items(), widths, strict=False):
-        right: Literal["right", "left"] = "right" if kind in ("number", "sizes") else "left"
-        above = "\n" * (lines - heading.count("\n"))
-        table.add_column(above + heading, justify=right, width=wide, overflow="fold")
-    for n, row in enumerate(cells):
-        style = styles[n] if n < len(styles) else None
-        if widths:
-            table.add_row(*row, style=style)
-            continue
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
+    lines, needed = max(heading.count("\n") for heading in columns), -gap
+    for n, (heading, kind) in enumerate(columns.items()):
+        widest = max((row[n].cell_len for row in cells), default=0)
+        narrowest = max(*map(len, heading.split("\n")), min(NARROWEST.get(kind, widest), widest))
+        needed += narrowest + gap
+        table.add_column(
+            "\n" * (lines - heading.count("\n")) + heading,
+            justify="right" if kind in ("number", "sizes") else "left",
+            no_wrap=kind not in NARROWEST,
+            min_width=narrowest,
+            overflow="fold",
+        )
+    for row in cells:
+        table.add_row(*row)
+    if needed <= width:
+        return table
+    listed = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=False)
+    for row in cells:
         for heading, cell in zip(columns, row, strict=True):
             if cell.plain:
                 name = heading.replace("-\n", "").replace("\n", " ")
-                table.add_row(Text(name, style="dim"), cell, style=style)
-        table.add_row()
-    return table
-
-
-def _widths(
-    columns: Mapping[str, str], cells: Sequence[Sequence[Text]], available: int
-) -> list[int]:
-    """Return the widths of a table's columns; none if it cannot be made narrow enough."""
-    widths = [
-        max(*map(cell_len, heading.split("\n")), *(row[n].cell_len for row in cells), 0)
-        for n, heading in enumerate(columns)
-    ]
-    gap = 2 if len(columns) < CROWDED else 1
-    over = sum(widths) + gap * (len(widths) - 1) - available
-    for kind, narrowest in NARROWEST.items():
-        for n, own in enumerate(columns.values()):
-            if own == kind and over > 0 and widths[n] > narrowest:
-                cut = min(over, widths[n] - narrowest)
-                widths[n] -= cut
-                over -= cut
-    return widths if over <= 0 else []
+                listed.add_row(Text(name, style="dim"), cell)
+        listed.add_row()
+    return listed

@@ -37,12 +37,7 @@ def engine_address(words: Sequence[str]) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """A command's keys.
-
-    Attributes:
-        access: The command's own keys, and the public key of the only engine that it trusts.
-        server: The engine's public key; empty if its side channel is not encrypted.
-    """
+    """A command's own keys with the only key that it trusts, and that key, if any."""
 
     access: Access = OPEN
     server: bytes = b""

@@ -66,14 +66,15 @@ class _PayloadHeader(Versions, frozen=True, kw_only=True):
     incarnation: RandomBits
     rank: Index
     coordinates: Coordinates
+    # What two engines must agree on (model, cache dtype, ...), name to value.
     agreement: Annotated[dict[Name, Text], Meta(max_length=256)]
     driver: Name
-    address: Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
-    slots: Region
-    lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)]
-    heartbeats: bool = True
-    fingerprint: Region
-    watermarks: Region
+    address: Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]  # what the driver needs
+    slots: Region  # the slot words, registered with the transport
+    lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)]  # by which a renewal extends a hold
+    heartbeats: bool = True  # all hear them; older builds ask
+    fingerprint: Region  # two words before the slots, with that of the engine's ticket key
+    watermarks: Region  # one for each slot word
 
     def __post_init__(self) -> None:
         Versions.__post_init__(self)
@@ -91,22 +92,7 @@ class _PayloadHeader(Versions, frozen=True, kw_only=True):
 
 
 class RankPayload(_PayloadHeader, frozen=True, kw_only=True):
-    """What a rank publishes in the handshake.
-
-    Attributes:
-        oldest, newest: the protocol versions that the rank speaks.
-        engine, incarnation: the rank's engine, and a random number for each start of the engine.
-        rank: the rank's index in its engine; payloads are served in this order.
-        agreement: what two engines must agree on (model, cache dtype, ...), name to value.
-        layout: where the rank's cache lies in its memory.
-        address: what the driver needs to connect; opaque here.
-        slots: the memory of the slot words, registered with the transport.
-        lease: for how many seconds a renewal extends a hold.
-        heartbeats: whether the rank hears ``Heartbeat``, as all do; older builds ask.
-        fingerprint: the two words before the table, with the fingerprint of the engine's ticket
-            key.
-        watermarks: the memory of the watermarks, one for each slot word.
-    """
+    """What a rank publishes in the handshake; docs/protocol.md says what each field means."""
 
     layout: Layout
 
@@ -142,8 +128,8 @@ class Release(Struct, frozen=True, kw_only=True, tag="release"):
 class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
     """A consumer rank still waits for a hold's pages: the lease starts anew.
 
-    ``incarnation`` is the producer's. It claims the hold for its ``engine``, whose heartbeats are
-    then signs of life for it, until a restart (another ``life``).
+    It claims the hold for its ``engine``, whose heartbeats are then signs of life for it, until a
+    restart (another ``life``). ``incarnation`` is the producer's.
     """
 
     incarnation: RandomBits
@@ -154,10 +140,7 @@ class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    """A consumer engine is alive and still wants all holds that it claimed; no lease is renewed.
-
-    Fields are as in ``Renewal``.
-    """
+    """A consumer engine is alive and still wants all holds that it claimed; no lease is renewed."""
 
     incarnation: RandomBits
     engine: Name

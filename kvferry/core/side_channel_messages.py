@@ -114,21 +114,17 @@ class Revoke(Struct, frozen=True, kw_only=True, tag="revoke", omit_defaults=True
 
 
 class Follow(Struct, frozen=True, kw_only=True, tag="follow"):
-    """Ask what an engine knows about rooms; older builds refuse this.
-
-    Attributes:
-        rooms: rooms, each with the version that is known; 0 if nothing is.
-        wait_ms: for how many milliseconds to delay the answer if nothing is newer.
-        prompts: for each room the digest of the asking request's prompt, empty if any will do; left
-            out if all are. Older builds do not send it, and answer for whatever prompt.
-    """
+    """Ask what an engine knows about rooms; older builds refuse this."""
 
     engine: Name
+    # Each with the version that is known; 0 if nothing is.
     rooms: Annotated[
         list[tuple[Room, Annotated[int, Meta(ge=0, le=MAX_VERSION)]]],
         Meta(max_length=MAX_FOLLOWED),
     ]
-    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
+    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0  # if nothing is newer
+    # For each room the digest of the asking request's prompt, empty if any will do. Older builds do
+    # not send it, and answer for whatever prompt.
     prompts: Annotated[list[PromptDigest], Meta(max_length=MAX_FOLLOWED)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
@@ -139,10 +135,8 @@ class Follow(Struct, frozen=True, kw_only=True, tag="follow"):
 class RoomNews(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an engine knows about one room; ``version`` grows with each change.
 
-    Attributes:
-        part: the newest part, encoded by the integration; empty if nothing was computed yet.
-        is_last: nothing follows: ``part`` is the ticket, or ``error`` says why there is none.
-        prompt: the digest with which the room was asked about; older builds leave it out.
+    ``part`` is the newest, encoded by the integration. If it ``is_last``, it is the ticket, or
+    ``error`` says why there is none. Older builds leave out ``prompt``, that of the question.
     """
 
     room: Room

@@ -15,8 +15,7 @@ MAX_STEPS = 10_000_000
 # The cost of each kind of work, in steps, unless the name says PER_STEP. Each cost is an upper
 # estimate of what was measured.
 
-LOOP_STEPS = 10
-"""One turn of a short Python loop."""
+LOOP_STEPS = 10  # one turn of a short Python loop
 
 # Reading what an engine publishes (handshake.compatibility).
 
@@ -27,18 +26,14 @@ FACT_STEPS = 20
 
 # Checking a layout (layout.layout, layout.fields, layout.overlap_check).
 
-FIELD_STEPS = 40
-"""Decoding one field and checking it by itself."""
-REGION_STEPS = 20
-"""Decoding one region and checking it."""
+FIELD_STEPS = 40  # decoding one field and checking it by itself
+REGION_STEPS = 20  # decoding one region and checking it
 KIND_STEPS = 1
 """Comparing one field with one kind of field; with all, as hashes of untrusted data may collide."""
 OVERLAP_SET_STEPS = 500
 """Preparing the fields of one kind, or of one group on one device, for an overlap check."""
-OVERLAP_CLUSTER_STEPS = 100
-"""Comparing one cluster: sets of bytes whose address ranges overlap."""
-OVERLAP_MEMBER_STEPS = 5
-"""One set of bytes in such a cluster."""
+OVERLAP_CLUSTER_STEPS = 100  # comparing one cluster: sets of bytes whose address ranges overlap
+OVERLAP_MEMBER_STEPS = 5  # one set of bytes in such a cluster
 OVERLAP_RUN_STEPS = 8
 """One run (contiguous range of bytes) of a set whose runs have to be enumerated."""
 
@@ -46,23 +41,18 @@ OVERLAP_RUN_STEPS = 8
 
 HOLDING_STEPS = 50
 """Recording which part of a tensor one rank holds, or comparing that part with another rank's."""
-SPLIT_STEPS = 50
-"""Splitting field sets that differ between ranks, for each field in them."""
+SPLIT_STEPS = 50  # splitting field sets that differ between ranks, for each field in them
 
 # Finding strips (planner.strips, planner.coalesce).
 
 SHAPE_STEPS = 500
 """Finding the strips of a pair of fields whose combination of shapes was not met before."""
-MERGE_BOXES_STEPS = 500
-"""Merging one list of boxes (runs of bytes repeated at strides) once."""
-MERGE_RUN_STEPS = 3
-"""One run in a list of boxes that is merged."""
+MERGE_BOXES_STEPS = 500  # merging one list of boxes (runs of bytes repeated at strides) once
+MERGE_RUN_STEPS = 3  # one run in a list of boxes that is merged
 SELECTED_RUNS_PER_STEP = 20
 """Number of runs that are looked at per step when the runs of one length are selected."""
-STRIP_STEPS = 5
-"""Making one strip."""
-BATCH_STEPS = 1000
-"""Making one batch of strips; every request goes through all batches."""
+STRIP_STEPS = 5  # making one strip
+BATCH_STEPS = 1000  # making one batch of strips; every request goes through all batches
 
 
 class WorkBudget:

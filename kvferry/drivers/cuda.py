@@ -176,26 +176,26 @@ class DeviceWait:
         self._cuda = cuda
         self._devices = sorted(set(devices))
         self._enter = enter
-        self._quiet = False
+        self.quiet = False  # whether all have done it; stays False if a device reports an error
         # A daemon: a kernel that never ends must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="kvferry-cuda-wait", daemon=True)
         self._thread.start()
 
-    @property
-    def quiet(self) -> bool:
-        """Whether all devices have done it; stays False if a device reports an error."""
-        return self._quiet
-
     def until(self, deadline: float) -> bool:
         """Wait until a deadline (monotonic) at most; return whether all are ``quiet``."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        return self._quiet
+        return self.quiet
 
     def _run(self) -> None:
+        left = self._devices.copy()
         try:
             self._enter()
-            for device in self._devices:
-                self._wait_idle(device)
+            while left:
+                try:
+                    self._cuda.wait_idle(left[0])
+                    del left[0]
+                except StreamCaptureError:
+                    time.sleep(_CAPTURE_SECONDS)
         except Exception:
             logger.exception(
                 "cannot tell whether GPUs %s have ended the copies of a failed transfer: its pages "
@@ -203,14 +203,7 @@ class DeviceWait:
                 self._devices,
             )
         else:
-            self._quiet = True
-
-    def _wait_idle(self, device: int) -> None:
-        while True:
-            try:
-                return self._cuda.wait_idle(device)
-            except StreamCaptureError:
-                time.sleep(_CAPTURE_SECONDS)
+            self.quiet = True
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Container
 from dataclasses import dataclass
 
 MAX_ENTRIES = 128
@@ -55,7 +56,7 @@ def check_worker_address(data: bytes) -> None:
     reader.end()
 
 
-def check_key(data: bytes, kinds: frozenset[int] = frozenset(range(MAX_MEMORY_KINDS))) -> None:
+def check_key(data: bytes, kinds: Container[int] = range(MAX_MEMORY_KINDS)) -> None:
     """Refuse bytes that are not a memory key as UCX packs it.
 
     ``kinds`` are the memory kinds to accept, as values of ``ucs_memory_type_t``.

@@ -46,11 +46,8 @@ class PeerSetup:
 class LocalPeer:
     """A peer of the transport under test in this process: a transport and a registered buffer.
 
-    Args:
-        transport: The peer's transport; perhaps the transport under test itself.
-        buffer: The peer's memory, which gets the content.
-        turn: Called while the peer waits, to poll transports that need calls to make progress.
-        patience: How many seconds to wait for notifications by default.
+    ``turn`` is called while it waits, to poll transports that need calls to make progress. It waits
+    ``patience`` seconds for notifications by default.
     """
 
     def __init__(

@@ -43,23 +43,14 @@ def test_verdict_compares_the_interval_with_the_target(
 GOOD = ["a", "b", "c", 1, 1.5, 2.0, "1 s", None]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {},
-        GOOD[:-2],
-        [*GOOD, 1],
-        [*GOOD[:3], "1", *GOOD[4:]],
-        [*GOOD[:7], "0.9"],
-        [*GOOD[:7], "≥ much"],
-        [*GOOD[:4], True, *GOOD[5:]],
-        [1, *GOOD[1:]],
-    ],
-)
-def test_malformed_rows_are_refused(wrong: Any) -> None:
+def test_malformed_rows_are_refused() -> None:
     assert msgspec.convert(GOOD, harness.Row).ratio == 1
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(wrong, harness.Row)
+    wrong: list[Any] = [{}, GOOD[:-2], [*GOOD, 1], [1, *GOOD[1:]]]
+    for place, value in ((3, "1"), (4, True), (7, "0.9"), (7, "≥ much")):
+        wrong.append([*GOOD[:place], value, *GOOD[place + 1 :]])
+    for each in wrong:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(each, harness.Row)
 
 
 def test_ways_take_turns_and_each_has_run_once_before() -> None:

@@ -13,16 +13,6 @@ from kvferry.drivers.loopback import LoopbackTransport
 from tests.drivers.pairs import paired, until
 
 
-class Clock:
-    """A clock that stands still unless a test moves it."""
-
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 def test_a_read_is_pending_until_its_time_or_it_is_cancelled() -> None:
     with (
         closing(ThrottledTransport(bytes_per_second=1e-3)) as slow,
@@ -39,16 +29,12 @@ def test_a_read_is_pending_until_its_time_or_it_is_cancelled() -> None:
 
 
 def test_small_read_ends_soon_beside_a_large_one() -> None:
-    clock = Clock()
-    pacer = ReadPacer(1000.0, clock)
+    seconds = 100.0
+    pacer = ReadPacer(1000.0, lambda: seconds)
     pacer.begin(1, 1000)
     pacer.begin(2, 10)
-    clock.seconds += 0.021
-    assert (pacer.is_under_way(1), pacer.is_under_way(2)) == (True, False)
-    clock.seconds += 0.98
-    assert pacer.is_under_way(1)
-    clock.seconds += 0.01
-    assert not pacer.is_under_way(1)
+    for seconds, under_way in ((100.021, [True, False]), (101.001, [True]), (101.011, [False])):  # noqa: B007
+        assert [pacer.is_under_way(n) for n, _ in enumerate(under_way, 1)] == under_way
 
 
 @given(
@@ -58,15 +44,13 @@ def test_small_read_ends_soon_beside_a_large_one() -> None:
 def test_the_last_read_ends_when_all_bytes_had_their_time(
     reads: list[tuple[float, int]], looks: list[float]
 ) -> None:
-    clock = Clock()
-    pacer = ReadPacer(1000.0, clock)
-    end = clock.seconds
+    now = end = 100.0
+    pacer = ReadPacer(1000.0, lambda: now)
     for number, (pause, nbytes) in enumerate(reads):
-        clock.seconds += pause
-        end = max(end, clock.seconds) + nbytes / 1000.0
+        now += pause
+        end = max(end, now) + nbytes / 1000.0
         pacer.begin(number, nbytes)
     for pause in looks:
-        clock.seconds += pause
+        now += pause
         busy = any(pacer.is_under_way(number) for number in range(len(reads)))
-        if abs(clock.seconds - end) > 1e-6:
-            assert busy == (clock.seconds < end)
+        assert busy == (now < end) or abs(now - end) <= 1e-6

@@ -30,7 +30,6 @@ QWEN3_NEXT = attention(48, 16, 2, 2048) | {
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
 }
-"""Every fourth layer has attention, the others a gated delta net."""
 
 QWEN3_5: Config = {
     "dtype": "bfloat16",
@@ -44,7 +43,6 @@ QWEN3_5: Config = {
         "mamba_ssm_dtype": "float32",
     },
 }
-"""A multimodal model whose text model is a hybrid, with states in float32."""
 
 NEMOTRON_H = attention(52, 32, 8, 4096) | {
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
@@ -56,7 +54,6 @@ NEMOTRON_H = attention(52, 32, 8, 4096) | {
     "conv_kernel": 4,
     "expand": 2,
 }
-"""Mamba 2 with eight groups, four layers with attention, and layers without any cache."""
 
 NEMOTRON_H_BY_TYPES = NEMOTRON_H | {
     "model_type": "nemotron_h",
@@ -66,7 +63,6 @@ NEMOTRON_H_BY_TYPES = NEMOTRON_H | {
         for letter in NEMOTRON_H["hybrid_override_pattern"]
     ],
 }
-"""The same model with the type of each layer instead of the pattern."""
 
 GRANITE = (
     attention(40, 32, 8, 2048)
@@ -74,14 +70,12 @@ GRANITE = (
     | {"mamba_n_heads": 64, "mamba_d_head": "auto"}
     | {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4}
 )
-"""Mamba 2 with a single group, which every rank has a copy of."""
 
 FALCON_H1 = (
     attention(36, 8, 2, 1024)
     | MAMBA_2
     | {"head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64}
 )
-"""Every layer has both attention and Mamba 2."""
 
 ZAMBA2 = attention(38, 32, 32, 2048) | {
     "hybrid_layer_ids": [5, 11, 17, 23, 29, 35],
@@ -94,21 +88,18 @@ ZAMBA2 = attention(38, 32, 32, 2048) | {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
-"""Every layer has Mamba 2, and some have attention, too."""
 
 JAMBA = (
     attention(32, 32, 8, 4096)
     | MAMBA
     | {"mamba_d_state": 16, "attn_layer_period": 8, "attn_layer_offset": 4}
 )
-"""Mamba 1 beside attention."""
 
 LFM2 = attention(16, 32, 8, 2048) | {
     "full_attn_idxs": [2, 5, 8, 10, 12, 14],
     "conv_L_cache": 3,
     "conv_dim": 2048,
 }
-"""Short convolutions beside attention."""
 
 KIMI_LINEAR = attention(27, 32, 32, 2304) | {
     "head_dim": 72,
@@ -122,4 +113,3 @@ KIMI_LINEAR = attention(27, 32, 32, 2304) | {
         "short_conv_kernel_size": 4,
     },
 }
-"""KDA beside latents (MLA)."""

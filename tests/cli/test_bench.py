@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from ctypes import memmove
 from dataclasses import replace
 from importlib.util import find_spec
@@ -70,34 +71,23 @@ def test_table_fits_a_terminal(command: Command, width: int) -> None:
     assert "options: {'threads': 1}" in ran.words
 
 
-class Flipping(LoopbackTransport):
-    """Changes the first byte that it reads."""
+class Flawed(LoopbackTransport):
+    """Reads a wrong byte, reads from wrong places, or ends no transfer as it should."""
+
+    def __init__(self, flaw: str, status: Status | None = None) -> None:
+        super().__init__()
+        self._flaw, self._status = flaw, status
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        if self._flaw == "swaps":
+            copies = replace(copies, remote=copies.remote[::-1].copy())
         transfer = super().read(peer, copies, notify)
-        memmove(int(copies.local[0]), b"\x00", 1)
+        if self._flaw == "flips":
+            memmove(int(copies.local[0]), b"\x00", 1)
         return transfer
 
-
-class Swapping(LoopbackTransport):
-    """Reads blocks from the wrong places."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().read(peer, replace(copies, remote=copies.remote[::-1].copy()), notify)
-
-
-class Failing(LoopbackTransport):
-    """Fails every transfer."""
-
     def poll(self, transfers: Any) -> list[Status]:
-        return [Status(state=State.FAILED, error=TransportError("no luck")) for _ in transfers]
-
-
-class Pending(LoopbackTransport):
-    """Never ends a transfer."""
-
-    def poll(self, transfers: Any) -> list[Status]:
-        return [Status(state=State.PENDING) for _ in transfers]
+        return [self._status or status for status in super().poll(transfers)]
 
 
 @pytest.fixture(scope="module")
@@ -110,24 +100,24 @@ def far() -> Iterator[Process]:
 @pytest.mark.parametrize(
     ("driver", "words"),
     [
-        (Flipping, "bytes are wrong after a read"),
-        (Swapping, "bytes are wrong after a read"),
-        (Failing, "failed: no luck"),
-        (Pending, "has not ended after 0 s"),
+        (Flawed("flips"), "bytes are wrong after a read"),
+        (Flawed("swaps"), "bytes are wrong after a read"),
+        (
+            Flawed("", Status(state=State.FAILED, error=TransportError("no luck"))),
+            "failed: no luck",
+        ),
+        (Flawed("", Status(state=State.PENDING)), "has not ended after 0 s"),
     ],
+    ids=range(4),
 )
 def test_wrong_bytes_and_failures_are_reported(
-    far: Process, monkeypatch: pytest.MonkeyPatch, driver: Callable[[], Transport], words: str
+    far: Process, monkeypatch: pytest.MonkeyPatch, driver: Transport, words: str
 ) -> None:
     monkeypatch.setattr(measure, "DEADLINE_SECONDS", 0.01)
-    near = near_buffer("cpu", 8192)
-    transport = driver()
-    try:
-        measured = Bench(transport, far, near, lambda _: None)
+    with closing(driver):
+        measured = Bench(driver, far, near_buffer("cpu", 8192), lambda _: None)
         with pytest.raises(BenchError, match=words):
             measured.measure(Case(size=8192, block=4096, scattered=True), 0.0)
-    finally:
-        transport.close()
 
 
 def test_what_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,8 +165,8 @@ def test_plot_without_matplotlib_names_the_extra(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    ran = command.run("bench", "loopback", "--plot", "picture.svg")
-    assert "pip install 'kvferry[plot]'" in ran.err
+    said = command.run("bench", "loopback", "--plot", "picture.svg").err
+    assert "pip install 'kvferry[plot]'" in said
 
 
 ENDLESS = """
@@ -230,23 +220,13 @@ def test_a_signal_ends_both_processes(tmp_path: Path, signum: signal.Signals) ->
         assert "kvferry: interrupted" in said
 
 
-def test_size_suffixes_are_binary() -> None:
+def test_options_are_parsed_and_sizes_written() -> None:
     assert sizes_of("64K, 4096,1MiB,2g,4k", "--size") == [4096, 1 << 16, 1 << 20, 2 << 30]
-
-
-def test_sizes_are_written_with_three_digits() -> None:
     written = [size(nbytes) for nbytes in (0, 1023, 1024, 15 << 19, 1 << 40, 3 << 52)]
     assert written == ["0 B", "1,023 B", "1 KiB", "7.5 MiB", "1 TiB", "12,288 TiB"]
-
-
-def test_option_values_are_json_or_text() -> None:
-    said = ["threads=4", "backend=UCX", 'backend_options={"num_threads": 2}', "telemetry=true"]
-    assert options_of(said) == {
-        "threads": 4,
-        "backend": "UCX",
-        "backend_options": {"num_threads": 2},
-        "telemetry": True,
-    }
+    said = ["threads=4", "backend=UCX", 'options={"num_threads": 2}', "telemetry=true"]
+    options = {"threads": 4, "backend": "UCX", "options": {"num_threads": 2}, "telemetry": True}
+    assert options_of(said) == options
 
 
 @settings(max_examples=30)

@@ -56,52 +56,32 @@ def test_version_is_printed(command: Command) -> None:
 
 
 REASON = " ".join(f"word{n}" for n in range(30))
-NEEDY = DriverReport(
-    info=DriverInfo(
-        name="needy", distribution="kvferry-fake", version="1.2", entry_point="fake:Driver"
-    ),
-    reason=REASON,
-)
-"""A driver that does not work here."""
+NEEDY = DriverInfo(name="needy", distribution="fake", version="1.2", entry_point="fake:Driver")
 
 
-@pytest.fixture
-def _two_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = [describe(find("loopback")), NEEDY]
-    monkeypatch.setattr(drivers, "installed", lambda: reports)
+def test_drivers_are_listed_with_capabilities_or_reason(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, needy = describe(find("loopback")), DriverReport(info=NEEDY, reason=REASON)
+    assert own.capabilities is not None
+    less = replace(own.capabilities, max_outstanding=3, concurrent_connect=False)
     monkeypatch.setattr(drivers, "describe", lambda report: report)
-
-
-@pytest.mark.usefixtures("_two_drivers")
-def test_drivers_are_listed_with_capabilities_or_reason(command: Command) -> None:
+    found = [replace(own, capabilities=less), needy]
+    monkeypatch.setattr(drivers, "installed", lambda: found)
     listed = command.run("drivers", width=80)
     assert listed.status == 0
     for part in (
         *(f"loopback: kvferry {kvferry.__version__}", "memory: cpu", "can cancel"),
-        f"needy: kvferry-fake 1.2 does not work here: {REASON}",
+        *("3 transfers at once", "a peer that is slow to connect holds others up"),
+        f"needy: fake 1.2 does not work here: {REASON}",
     ):
         assert part in listed.words
     told = [line.rstrip() for line in listed.out.splitlines() if " word" in line]
     assert all(60 < len(line) <= 80 for line in told[:-1])
-
-
-def test_what_a_driver_lacks_is_listed(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = describe(find("loopback"))
-    assert known.capabilities is not None
-    less = replace(known.capabilities, max_outstanding=3, concurrent_connect=False)
-    monkeypatch.setattr(drivers, "installed", lambda: [replace(known, capabilities=less)])
-    monkeypatch.setattr(drivers, "describe", lambda report: report)
-    listed = command.run("drivers").words
-    assert "3 transfers at once" in listed
-    assert "a peer that is slow to connect holds others up" in listed
-    monkeypatch.setattr(drivers, "installed", list)
-    assert "No driver is installed. kvferry brings one, loopback" in command.run("drivers").words
-
-
-@pytest.mark.usefixtures("_two_drivers")
-def test_drivers_are_listed_as_json(command: Command) -> None:
-    loopback, needy = json.loads(command.run("drivers", "--json").out)
+    loopback, other = json.loads(command.run("drivers", "--json").out)
     assert (loopback["works"], loopback["reason"]) == (True, None)
     assert loopback["capabilities"]["memory"] == ["cpu"]
     assert (loopback["name"], loopback["version"]) == ("loopback", kvferry.__version__)
-    assert (needy["works"], needy["capabilities"], needy["reason"]) == (False, None, REASON)
+    assert (other["works"], other["capabilities"], other["reason"]) == (False, None, REASON)
+    found.clear()
+    assert "No driver is installed. kvferry brings one, loopback" in command.run("drivers").words

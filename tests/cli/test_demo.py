@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvferry.cli import demo
 from kvferry.cli.demo import DemoError, requests_of, scattered_pages, shape_of, with_room
-from kvferry.core.transport import Capabilities, PeerId, TransferId, Transport
+from kvferry.core.transport import PeerId, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import ModelFreeEngine
@@ -44,24 +44,11 @@ class Flipping(LoopbackTransport):
         return transfer
 
 
-class Elsewhere(LoopbackTransport):
-    """Does not reach CPU memory."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, memory=frozenset({"cuda"}))
-
-
-def interrupted() -> Transport:
-    raise KeyboardInterrupt
-
-
 @pytest.fixture
 def run(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CommandResult]:
     """A function that runs a small demo, and checks that it leaves no process behind."""
 
     def run_demo(*arguments: str, made: Callable[[], Transport] | None = None) -> CommandResult:
-        """Run it, with another transport for decode than the driver's."""
         if made is not None:
             monkeypatch.setattr(demo, "create", lambda name: made())
         ran = command.run("demo", "--megabytes", "4", *arguments)
@@ -107,26 +94,21 @@ def test_wrong_byte_between_other_shapes_is_reported_and_fails_the_command(
         (("--driver", "pigeon"), "no driver 'pigeon' is installed; installed: loopback"),
         (("--prefill", "9/HND/16"), "write RANKS (1 to 8)/ORDER (HND or NHD)/TOKENS (1 to 1024)"),
         (("--megabytes", "100000000"), "choose --megabytes below"),
+        ((), "driver 'loopback' reaches cuda memory; the demo reads cpu"),
     ],
 )
 def test_invalid_arguments_are_reported_on_one_line(
-    run: Callable[..., CommandResult], arguments: tuple[str, ...], words: str
-) -> None:
-    done = run(*arguments)
-    assert (done.status, done.out) == (1, "")
-    assert words in done.err
-    assert done.err.count("\n") == 1
-
-
-def test_driver_that_does_not_reach_cpu_memory_is_refused(
     run: Callable[..., CommandResult],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    words: str,
 ) -> None:
-    said = "driver 'loopback' reaches cuda memory; the demo reads cpu"
-    assert said in run(made=Elsewhere).err
-
-
-def test_interrupt_before_the_engines_start_is_said(run: Callable[..., CommandResult]) -> None:
-    assert run(made=interrupted) == (130, "", "kvferry: interrupted\n")
+    can = replace(LoopbackTransport().capabilities, memory=frozenset({"cuda"}))
+    if not arguments:
+        monkeypatch.setattr(LoopbackTransport, "capabilities", can)
+    done = run(*arguments)
+    assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
+    assert words in done.err
 
 
 STUCK = """

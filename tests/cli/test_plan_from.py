@@ -70,20 +70,15 @@ def test_running_engine_on_either_side_gives_the_computed_plan(
 ) -> None:
     prefill, decode = "tp=2,layout=HND", "tp=1,block_size=32"
     computed = plan.json(config, prefill, decode)
-    with (
-        running(engine_of(plan.folder, config, prefill)) as first,
-        running(engine_of(plan.folder, config, decode)) as second,
-    ):
-        for sides in (
-            ("", decode, "--from", first),
-            (prefill, "", "--from", second),
-            both(first, second),
-        ):
+    one, other = (engine_of(plan.folder, config, side) for side in (prefill, decode))
+    with running(one) as first, running(other) as second:
+        asked = ("", decode, "--from", first), (prefill, "", "--from", second), both(first, second)
+        for sides in asked:
             found = plan.json(config, *sides)
             assert found["total"] == computed["total"]
-            assert [rank["coordinates"] for rank in found["prefill"]] == [
-                rank["coordinates"] for rank in computed["prefill"]
-            ]
+            for name in ("prefill", "decode"):
+                placed = [[rank["coordinates"] for rank in it[name]] for it in (found, computed)]
+                assert placed[0] == placed[1]
 
 
 def test_two_running_engines_need_no_config(plan: PlanCommand) -> None:
@@ -94,7 +89,7 @@ def test_two_running_engines_need_no_config(plan: PlanCommand) -> None:
         f"prefill 2 ranks engine 'p-1' at {first}",
         f"decode 2 ranks engine 'd[/]-1' at {second}",
         "The side channel does not say which layers of decode have a sliding window",
-        "layers 0-3, 2 each of heads 0-3",
+        "layers 0-3, 2 heads",
     ):
         assert part in said
 
@@ -141,28 +136,23 @@ def test_engine_that_cannot_be_reached_is_reported(plan: PlanCommand) -> None:
     with running(engine_of(plan.folder, TINY)) as address:
         pass
     said = plan.refusal(None, *both(address, address))
-    assert said.startswith(f"kvferry: --from {address}: ")
-    assert "nobody listens there" in said
-    assert "it is the engine's side_channel_host and side_channel_port" in said
+    for part in ("nobody listens there", "it is the engine's side_channel_host and side_channel"):
+        assert part in said.partition(f"kvferry: --from {address}: ")[2]
 
 
-MALFORMED = ("host", ":5600", "host:0", "host:65536", "host:five", "host:5 ", "::1")
+INVALID_SIDES = {
+    "": "0 of --prefill and --decode and 0 times --from are given",
+    "--prefill=tp=1": "1 of --prefill and --decode and 0 times --from are given",
+    "--from=h:1": "0 of --prefill and --decode and 1 times --from are given",
+    "--prefill=a.json --decode=b.json --from=h:1": "and 1 times --from are given",
+    "--from=h:1 --from=h:1 --from=h:1": "and 3 times --from are given",
+    "--prefill=a.json --decode=b.json --curve-secret-key=env:K": "--from 0 times",
+} | {
+    f"--from={address} --from=h:1": f"--from {address!r} is not HOST:PORT"
+    for address in ("host", ":5600", "host:0", "host:65536", "host:five", "host:5600x", "::1")
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "0 of --prefill and --decode and 0 times --from are given"),
-        (["--prefill=tp=1"], "1 of --prefill and --decode and 0 times --from are given"),
-        (["--from=h:1"], "0 of --prefill and --decode and 1 times --from are given"),
-        (["--prefill=a.json", "--decode=b.json", "--from=h:1"], "and 1 times --from are given"),
-        (["--from=h:1"] * 3, "and 3 times --from are given"),
-        (["--prefill=a.json", "--decode=b.json", "--curve-secret-key=env:K"], "--from 0 times"),
-        *(
-            (["--from", address, "--from", "h:1"], f"--from {address!r} is not HOST:PORT")
-            for address in MALFORMED
-        ),
-    ],
-)
-def test_invalid_sides_are_refused(plan: PlanCommand, arguments: list[str], said: str) -> None:
-    assert said in plan.refusal(None, "", "", *arguments)
+@pytest.mark.parametrize("arguments", INVALID_SIDES)
+def test_invalid_sides_are_refused(plan: PlanCommand, arguments: str) -> None:
+    assert INVALID_SIDES[arguments] in plan.refusal(None, "", "", *arguments.split())

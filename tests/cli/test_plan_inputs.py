@@ -51,16 +51,8 @@ WRONG_MODELS: list[tuple[Config, Config, str]] = [
     (configs.QWEN3_NEXT, {"linear_key_head_dim": None}, "has no 'linear_key_head_dim'"),
     (configs.QWEN3_NEXT, {"full_attention_interval": 0}, "'full_attention_interval' is '0'"),
     (configs.QWEN3_NEXT, {"mamba_ssm_dtype": "int4"}, "unknown element type 'int4'"),
-    (
-        configs.KIMI_LINEAR,
-        {"linear_attn_config": 2},
-        "'linear_attn_config' is '2': Expected `object`",
-    ),
-    (
-        {},
-        {"text_config": {"model_type": "llama"}},
-        "'num_hidden_layers', which the size of a cache",
-    ),
+    (configs.KIMI_LINEAR, {"linear_attn_config": 2}, "'linear_attn_config' is '2': Expected `obj"),
+    ({}, {"text_config": {"model_type": "llama"}}, "'num_hidden_layers', which the size of a"),
 ]
 
 
@@ -80,21 +72,21 @@ def test_packed_latents_beside_an_index_are_refused(tmp_path: Path) -> None:
         read_model(Path(write_config(tmp_path, model)), "fp8")
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff\xfe{}", b"[" * 100_000])
-def test_malformed_config_files_are_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ModelError, match="is not the config of a model"):
-        read_model(tmp_path)
+def test_unreadable_config_files_are_refused(tmp_path: Path) -> None:
+    for content in (b"", b"[1]", b"\xff\xfe{}", b"[" * 100_000):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ModelError, match="is not the config of a model"):
+            read_model(tmp_path)
+    with pytest.raises(ModelError, match="cannot be read: No such file"):
+        read_model(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="--dtype names the unknown element type 'int4'"):
+        read_model(tmp_path / "nowhere", "int4")
 
 
 WRONG_SETTINGS = [
     (TINY | {"num_kv_shared_layers": 4}, "tp=1", "no layer has a cache of its own"),
     (TINY, "tq=2", "'tq=2': Object contains unknown field `tq`. Write key=value pairs"),
-    (
-        TINY,
-        "layout=XYZ",
-        "matching regex '^(LBHNC|LBNHC|LHBNC|BLHNC|BLNHC|BHLNC)$' - at `$.layout`",
-    ),
+    (TINY, "layout=XYZ", "matching regex '^(LBHNC|LBNHC|LHBNC|BLHNC|BLNHC|BHLNC)$' - at `$.lay"),
     (TINY, "tp=0", "'tp=0': Expected `int` >= 1 - at `$.tp`"),
     (TINY, "tp=two", "'tp=two': Expected `int`, got `str` - at `$.tp`"),
     (TINY, "tp=", "'tp=': Expected `int`, got `str` - at `$.tp`"),
@@ -147,13 +139,6 @@ def test_settings_accept_dashes_and_lower_case() -> None:
     assert (found.block_size, found.layout) == (32, "LBNHC")
 
 
-def test_the_reason_why_no_file_is_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be read: No such file"):
-        read_model(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match="--dtype names the unknown element type 'int4'"):
-        read_model(tmp_path / "nowhere", "int4")
-
-
 def test_files_that_are_too_long_are_refused(
     plan: PlanCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,34 +158,25 @@ def test_files_that_are_too_long_are_refused(
     [
         ({"ranks": []}, "length >= 1"),
         ({"coordinates": [{}, {}]}, "2 coordinates for 1 ranks"),
-        ({"windows": [1, 2]}, "2 windows for 1 groups"),
-        ({"windows": [-1]}, "windows"),
+        ({"windows": [1]}, "1 windows for 2 groups"),
+        ({"windows": [-1, 0]}, "windows"),
         ({"ranks": 5}, "ranks"),
+        ("nbytes", "of region 0, which has 100"),
+        ("groups", "unlike numbers of groups"),
     ],
 )
 def test_malformed_engine_files_are_refused(
-    plan: PlanCommand, change: dict[str, Any], said: str
+    plan: PlanCommand, change: dict[str, Any] | str, said: str
 ) -> None:
-    files = plan.layouts(TINY)
-    Path(files[0]).write_text(json.dumps(json.loads(Path(files[0]).read_text()) | change))
-    assert said in plan.refusal(None, *files)
-
-
-def test_layout_outside_its_region_is_refused(plan: PlanCommand) -> None:
     files = plan.layouts(WINDOWS)
     content = json.loads(Path(files[0]).read_text())
-    content["ranks"][0]["regions"][0]["nbytes"] = 100
-    Path(files[0]).write_text(json.dumps(content))
-    assert "of region 0, which has 100" in plan.refusal(None, *files)
-
-
-def test_ranks_with_unlike_groups_are_refused(plan: PlanCommand) -> None:
-    files = plan.layouts(TINY)
-    content = json.loads(Path(files[0]).read_text())
     [rank] = content["ranks"]
-    ranks = [rank, rank | {"groups": rank["groups"] * 2}]
-    Path(files[0]).write_text(json.dumps({"ranks": ranks}))
-    assert "unlike numbers of groups" in plan.refusal(None, *files)
+    if change == "nbytes":
+        rank["regions"][0]["nbytes"] = 100
+    elif change == "groups":
+        change = {"ranks": [rank, rank | {"groups": rank["groups"] * 2}], "coordinates": []}
+    Path(files[0]).write_text(json.dumps(content | change if isinstance(change, dict) else content))
+    assert said in plan.refusal(None, *files)
 
 
 def test_layouts_have_their_own_element_types(plan: PlanCommand) -> None:

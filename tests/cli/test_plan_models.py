@@ -39,6 +39,7 @@ def test_folder_stands_for_its_config_file(tmp_path: Path) -> None:
     assert read_model(Path(write_config(tmp_path, TINY))) == read_model(tmp_path)
 
 
+UNTYPED = TINY | {"torch_dtype": None}
 EQUIVALENT: dict[str, Config] = {
     "a size of heads": TINY | {"head_dim": 8, "hidden_size": 999},
     "nested": {"text_config": TINY, "vision_config": VISION},
@@ -59,12 +60,9 @@ EQUIVALENT: dict[str, Config] = {
         "thinker_config": {"text_config": TINY, "audio_config": VISION},
         "talker_config": {"text_config": VISION},
     },
-    "element type of the top level": {
-        "text_config": TINY | {"torch_dtype": None},
-        "dtype": "bfloat16",
-    },
+    "element type of the top level": {"text_config": UNTYPED, "dtype": "bfloat16"},
     "element type of both levels": {
-        "text_config": TINY | {"torch_dtype": None, "dtype": "float32"},
+        "text_config": UNTYPED | {"dtype": "float32"},
         "torch_dtype": "bfloat16",
     },
     "head size 0": {"text_config": TINY | {"head_dim": 0}},

@@ -65,7 +65,7 @@ def test_a_payload_without_a_required_field_is_refused(missing: str) -> None:
 @pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
 def test_this_build_fetches_from_another_version(newer: bool) -> None:
     ranks = {"type": "payloads", "ranks": [packed(OLDER, newer=newer)]}
-    with scripted(packed(ranks, newer=newer), packed(PONG, newer=newer)) as (port, _):
+    with scripted(packed(ranks, newer=newer), packed(PONG, newer=newer)) as port:
         assert fetch("127.0.0.1", port, "prefill", timeout=LONG).ranks == (payload(),)
         assert ping("127.0.0.1", port, "prefill", timeout=LONG) == 7
 

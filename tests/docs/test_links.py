@@ -1,8 +1,7 @@
-"""Links between pages: what ``make lint`` checks; links and redirects of the site."""
+"""Links between pages: what ``make lint`` checks, and links of the site."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ FILES = {*PAGES, "src/a.py"}
 
 
 def problems_of(text: str) -> list[str]:
-    """Return the problems of one more page in ``docs``."""
     return list(problems({**PAGES, "docs/new.md": text}, FILES | {"docs/new.md"}))
 
 
@@ -48,18 +46,15 @@ def test_broken_link_is_reported(text: str, problem: str) -> None:
     assert problem in said
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_links_in_code_are_ignored() -> None:
+    for text in (
         "`[a](none.md)`",
         "``[a](none.md) ` [b](none.md)``",
         "```\n[a](none.md)\n```",
         "````md\n```\n[a](none.md)\n```\n````",
         "a list:\n\n  ~~~\n  [a](none.md)\n  ~~~",
-    ],
-)
-def test_links_in_code_are_ignored(text: str) -> None:
-    assert list(links(text)) == []
+    ):
+        assert list(links(text)) == []
 
 
 def test_anchors_are_those_of_github() -> None:
@@ -96,12 +91,9 @@ def rewritten(markdown: str, page: str = "drivers.md", repository: str = "") -> 
 )
 def test_repository_links_become_site_links(page: str, link: str, moved: str) -> None:
     assert rewritten(f"see [it]({link}).", page) == f"see [it]({moved})."
-
-
-def test_links_to_code_lead_to_the_repository_url() -> None:
-    text = "see [the `code`](../kvferry/core/errors.py)."
-    assert rewritten(text) == "see the `code`."
-    assert rewritten(text, repository="https://example.org/kvferry/") == (
+    code = "see [the `code`](../kvferry/core/errors.py)."
+    assert rewritten(code) == "see the `code`."
+    assert rewritten(code, repository="https://example.org/kvferry/") == (
         "see [the `code`](https://example.org/kvferry/blob/main/kvferry/core/errors.py)."
     )
 
@@ -109,18 +101,3 @@ def test_links_to_code_lead_to_the_repository_url() -> None:
 def test_code_is_not_rewritten() -> None:
     text = "`[a](../README.md)` and ![an icon](pictures/icon.svg)\n\n```\n[a](../README.md)\n```\n"
     assert rewritten(text) == text
-
-
-@pytest.mark.parametrize(("old", "new"), hooks.REDIRECTS.items())
-def test_redirect_leads_from_no_page_to_a_heading(old: str, new: str) -> None:
-    assert not (ROOT / "docs" / f"{old}.md").exists()
-    page, _, heading = new.partition("#")
-    source = next((file for file, own in hooks.IMPORTED.items() if own == page), f"docs/{page}")
-    assert heading in {"", *anchors((ROOT / source).read_text())}
-
-
-def test_redirects_are_pages(tmp_path: Path) -> None:
-    hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
-    page = (tmp_path / "reference/api/layout.html").read_text()
-    assert 'url=planning.html"' in page
-    assert 'url=drivers.html#gpus-and-nics"' in (tmp_path / "gpu.html").read_text()

@@ -16,6 +16,10 @@ from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.transport import PeerId
 from kvferry.core.transport.addresses import digest_of
 from kvferry.core.transport.copies import copies_between
+from kvferry.drivers.nixl import address as nixl
+from kvferry.drivers.nixl.agent_metadata import parsed
+from kvferry.drivers.ucx import address as ucx
+from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
 from kvferry.testing.peer_process import PeerServer
 from kvferry.testing.peers import Process
@@ -72,9 +76,7 @@ def _passes(wrong: bytes, check: Callable[[bytes], object]) -> bool:
 
 def of_ucx(right: bytes, blobs: BlobMutator) -> bytes:
     """Return an address of the ucx driver with a malformed blob and a digest that matches it."""
-    from kvferry.drivers.ucx import address as wire
-
-    address = wire.decode(right)
+    address = ucx.decode(right)
     changes: dict[str, Any] = {}
     if blobs.random.random() < 0.7:
         changes["worker"] = blobs.changed(address.worker, check_worker_address)
@@ -82,14 +84,7 @@ def of_ucx(right: bytes, blobs: BlobMutator) -> bytes:
         [first, *rest] = address.regions
         packed = blobs.changed(first.packed, check_key)
         changes["regions"] = [msgspec.structs.replace(first, packed=packed), *rest]
-    return wire.encode(msgspec.structs.replace(address, **changes))
-
-
-def of_ucx_server(right: bytes, blobs: BlobMutator) -> bytes:
-    """Return a malformed worker address, as a hello carries it."""
-    from kvferry.drivers.ucx import address as wire
-
-    return blobs.changed(wire.decode(right).worker, check_worker_address)
+    return ucx.encode(msgspec.structs.replace(address, **changes))
 
 
 def of_nixl(right: bytes, blobs: BlobMutator) -> bytes:
@@ -98,10 +93,7 @@ def of_nixl(right: bytes, blobs: BlobMutator) -> bytes:
     Each address has its own agent name: once NIXL refused an address, it refuses every other one
     with the same name.
     """
-    from kvferry.drivers.nixl import address as wire
-    from kvferry.drivers.nixl.agent_metadata import parsed
-
-    address = wire.decode(right)
+    address = nixl.decode(right)
     name = f"{blobs.random.randrange(1 << 64):x}".zfill(len(address.name))
     renamed = address.metadata.replace(address.name.encode(), name.encode())
     metadata = blobs.changed(renamed, parsed)
@@ -110,16 +102,14 @@ def of_nixl(right: bytes, blobs: BlobMutator) -> bytes:
     )
 
 
-def of_loopback(right: bytes, blobs: BlobMutator) -> bytes:
-    """Return an address of the loopback driver with changed values."""
-    return blobs.packed(right)
-
-
 MUTATIONS: dict[str, Callable[[bytes, BlobMutator], bytes]] = {
     "ucx": of_ucx,
-    "ucx-server": of_ucx_server,
+    # A worker address, as a hello carries it.
+    "ucx-server": lambda right, blobs: blobs.changed(
+        ucx.decode(right).worker, check_worker_address
+    ),
     "nixl": of_nixl,
-    "loopback": of_loopback,
+    "loopback": lambda right, blobs: blobs.packed(right),
 }
 
 
@@ -149,8 +139,6 @@ class Target(PeerServer):
 
     def try_hello(self, worker: bytes) -> str:
         """Let a ucx server receive a hello with this worker address; close the connection again."""
-        from kvferry.drivers.ucx import messages
-
         transport: Any = self.transport
         server, instance = transport._server, transport._instance
         hello = messages.Hello(os.urandom(16), instance, "somebody", worker, server.withdrawals, 0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,6 +84,36 @@ def notifications_of(transport: Transport, count: int) -> list[Notification]:
 def received(transport: Transport, count: int) -> list[bytes]:
     """Wait for exactly this many notifications and return their payloads."""
     return [note.payload for note in notifications_of(transport, count)]
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, with the path of this one."""
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+    )
+
+
+LEFT_OPEN = """
+import logging, sys
+import numpy as np
+from kvferry.core.memory import region_of
+from kvferry.core.transport import registry
+
+logging.basicConfig(level=logging.INFO)
+one, other = (registry.create(sys.argv[1], {}) for _ in range(2))
+buffer = np.zeros(4096, np.uint8)
+one.register(region_of(buffer))
+peer = other.connect(one.address())
+other.notify(peer, b"x")
+one.close()
+print("the end", logging.raiseExceptions)
+"""
+"""Uses two transports of a driver, and leaves one open at the end of the process."""
 
 
 def stop(process: Process) -> None:

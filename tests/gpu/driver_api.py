@@ -23,13 +23,7 @@ NEVER = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaCall:
-    """A call of the driver API.
-
-    Attributes:
-        thread: the calling thread.
-        name: the function.
-        device: the device whose context the thread had; ``None`` if it had none.
-    """
+    """A call of the driver API, with the device of the thread's context, if it had one."""
 
     thread: int
     name: str
@@ -40,17 +34,10 @@ class CudaCall:
 class StandInCuda:
     """Stands in for the loaded libcuda, with functions of the same names.
 
-    A context's handle is the device's index plus 1, and a device's handle its index.
-
-    Attributes:
-        devices: how many devices there are.
-        active: the devices that have a primary context.
-        attributes: (device, attribute) to value; for the others 0, but 1 for the attribute that
-            NICs reach the device's memory (116).
-        idle_at: when a device has done what is enqueued on it, by ``time.monotonic``.
-        broken: the devices on which ``cuCtxSynchronize`` reports an error.
-        capturing: how many calls of ``cuCtxSynchronize`` are refused because a stream is captured.
-        calls: all calls, in order.
+    A context's handle is the device's index plus 1, and a device's handle its index. ``active``
+    devices have a primary context. Attributes are 0, but 116 (NICs reach the memory) is 1.
+    ``cuCtxSynchronize`` reports an error on ``broken`` devices, and is refused ``capturing`` times.
+    ``idle_at`` is when a device has done what is enqueued on it, by ``time.monotonic``.
     """
 
     devices: int = 2

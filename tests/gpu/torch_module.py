@@ -46,13 +46,9 @@ class StandInEvent:
 
 @dataclass(slots=True, eq=False)
 class StandInDevices:
-    """Stands in for ``torch.cuda``, for its two devices.
+    """Stands in for ``torch.cuda``, for its two devices; enqueued work lasts ``lasts`` seconds.
 
-    Attributes:
-        strays: the names of threads that used a device without choosing it first, each with what
-            they called.
-        chosen: the names of the threads that chose a device, with its index.
-        lasts: how many seconds the work lasts that ``enqueue`` adds to a stream.
+    ``strays`` are threads that used a device without choosing it, each with what they called.
     """
 
     strays: list[tuple[str, str]] = field(default_factory=list)

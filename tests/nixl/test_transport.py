@@ -1,11 +1,9 @@
-"""The nixl driver on NIXL: options, telemetry, dead peers, output, and the end of the process."""
+"""The nixl driver on NIXL: options, dead peers, output, and the end of the process."""
 
 from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -13,10 +11,19 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import DriverError, TransportUsageError
-from kvferry.core.transport import Notification, State, registry
+from kvferry.core.transport import Notification, PeerId, State, registry
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.testing.peers import Process
-from tests.drivers.pairs import MIB, Pair, closed_at_end, notifications_of, paired, until
+from tests.drivers.pairs import (
+    LEFT_OPEN,
+    MIB,
+    Pair,
+    closed_at_end,
+    notifications_of,
+    paired,
+    run_python,
+    until,
+)
 from tests.nixl.test_contract import FACTORY
 
 Make = Callable[..., NixlTransport]
@@ -57,21 +64,10 @@ def test_backend_options_are_accepted(make: Make) -> None:
     assert paired(make(backend_options=options), make()).works()
 
 
-def test_telemetry_of_finished_transfer(make: Make) -> None:
+def test_path_names_the_backend(make: Make) -> None:
     pair = paired(make(telemetry=True), make())
-    transfer = pair.read()
-    assert pair.final(transfer).state is State.DONE
-    [found] = pair.reader.telemetry(transfer)
-    assert found.nbytes == MIB
-    assert found.descriptors >= 1
-    assert 0 <= found.post_seconds <= found.seconds
-    pair.reader.forget(transfer)
-    with pytest.raises(TransportUsageError, match="never started, or forgotten"):
-        pair.reader.telemetry(transfer)
-    pair = paired(make(), make())
+    assert pair.works()
     assert pair.reader.path(pair.peer) == "UCX (transport not reported)"
-    with pytest.raises(TransportUsageError, match="set driver_options: telemetry"):
-        pair.reader.telemetry(pair.read())
 
 
 def test_without_progress_thread_ucx_has_no_threads_and_polls_keep_notifications(
@@ -150,7 +146,7 @@ def test_close_ends_threads_while_transport_is_still_referenced(make: Make) -> N
     transfer = pair.read()
     assert pair.final(transfer).state is State.DONE
     with pytest.raises(TransportUsageError) as kept:
-        pair.reader.telemetry(transfer)
+        pair.reader.disconnect(PeerId(pair.peer + 1))
     gc.disable()
     try:
         pair.reader.close()
@@ -231,50 +227,21 @@ print("the end")
 
 def test_process_survives_dead_peers_and_exits_cleanly() -> None:
     """UCX would abort a process that destroys what a broken connection left behind."""
-    run = _run(ENDING)
+    run = run_python(ENDING)
     # UCX writes to stdout, too.
     assert run.stdout.endswith("the end\n"), run.stderr
     assert run.returncode == 0, run.stderr
 
 
-CODE = """
-import logging
-import numpy as np
-from kvferry.core.memory import Region, region_of
-from kvferry.drivers.nixl import NixlTransport
-
-logging.basicConfig(level=logging.DEBUG)
-one, other = NixlTransport(), NixlTransport()
-buffer = np.zeros(4096, np.uint8)
-one.register(region_of(buffer))
-peer = other.connect(one.address())
-other.notify(peer, b"x")
-one.close()
-if {both}:
-    other.close()
-print("the end", logging.raiseExceptions)
-"""
-
-
-def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment,
-    )
-
-
 def test_transport_prints_nothing_and_process_exits_cleanly_with_one_open() -> None:
     """NIXL brings libraries that many machines also have in another version."""
-    run = _run(CODE.replace("{both}", "False"))
+    run = run_python(LEFT_OPEN, "nixl")
     assert run.stdout == "the end True\n"
     assert "INFO" not in run.stderr
     assert run.returncode == 0, run.stderr
 
 
 def test_nixl_log_level_is_respected() -> None:
-    run = _run(CODE.replace("{both}", "True"), NIXL_LOG_LEVEL="INFO")
+    run = run_python(LEFT_OPEN, "nixl", NIXL_LOG_LEVEL="INFO")
     assert "NIXL version: " in run.stdout + run.stderr
     assert run.returncode == 0, run.stderr

@@ -6,19 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 
 from kvferry.core.errors import PeerLostError, TransportError, TransportUnsupportedError
-from kvferry.core.memory import Region, U64Array, region_of
+from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import State
 from kvferry.drivers.cuda import CudaDriver
-from kvferry.drivers.ucx import (
-    UcxTransport,
-    library,
-    transport,
-    ucp,
-)
+from kvferry.drivers.ucx import UcxTransport, library, transport, ucp
 from kvferry.drivers.ucx import transfer as transfer_module
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
@@ -103,25 +97,6 @@ def test_device_memory_that_no_transport_reaches_fails_with_what_to_look_at(
     again = paired(found.reader, found.other)
     assert again.peer == found.peer
     assert again.works()
-
-
-def test_large_read_fails_with_what_to_look_at_after_a_small_one_has_worked(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """UCX has other protocols for large reads, and may have none."""
-    found = gpu_pair(make, 4 * MIB)
-    post = found.reader._poster.post
-
-    def unserved_if_large(endpoint: Endpoint, *columns: U64Array) -> U64Array:
-        nbytes = columns[1]
-        if nbytes.max() < MIB:
-            return post(endpoint, *columns)
-        return np.full(len(nbytes), (1 << 64) + structs.Code.CANCELED, np.uint64)
-
-    monkeypatch.setattr(found.reader._poster, "post", unserved_if_large)
-    assert found.moved([(0, 0, 8192)]).state is State.DONE
-    expect_advice(found, 4 * MIB)
-    assert found.moved([(0, 0, 8192)]).state is State.DONE
 
 
 def test_key_to_device_memory_that_ucx_refuses_says_what_to_look_at(

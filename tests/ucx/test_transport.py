@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,28 +15,27 @@ from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import State, registry
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.merged_copies import MergedCopies, merge_copies
-from kvferry.drivers.ucx import UcxTransport, client, server, transport
-from kvferry.drivers.ucx.ucp import BRIEF_BYTES
+from kvferry.drivers.ucx import UcxTransport, transport
+from kvferry.testing.peer_process import PeerServer
 from kvferry.testing.peers import Process
 from tests.drivers.pairs import (
+    LEFT_OPEN,
     MIB,
     closed_at_end,
     copies_of,
     paired,
-    received,
+    run_python,
     stop,
     until,
     until_accepted,
 )
 
 FACTORY = "kvferry.drivers.ucx:UcxTransport"
-MAPPED = "tests.drivers.ucx.serving:Mapped"
 # On a machine with much else to do, an answer may take longer than one would wait for it in use.
 PATIENT: dict[str, Any] = {"connect_seconds": 60.0}
 TCP: dict[str, Any] = PATIENT | {"transports": ["tcp"]}
 # Who stops has others stop in the middle of a message.
 NARROW: dict[str, Any] = TCP | {"settings": {"TCP_SNDBUF": "16k", "TCP_RCVBUF": "16k"}}
-ANY_WAY = pytest.mark.parametrize("options", [{}, TCP], ids=["shared memory", "tcp"])
 
 Make = Callable[..., UcxTransport]
 
@@ -87,27 +84,6 @@ def test_a_way_that_cannot_tell_that_a_peer_died_is_not_taken(make: Make) -> Non
         one.connect(other.address())
 
 
-@ANY_WAY
-def test_small_reads_move_all_bytes_and_then_notify(
-    make: Make, options: Mapping[str, object]
-) -> None:
-    pair = paired(make(**options), make(**options))
-    payloads = [b"%d" % number for number in range(20)]
-    transfers = []
-    for nbytes in (1, 8, BRIEF_BYTES, BRIEF_BYTES + 1):
-        pair.mine[:] = 0
-        for payload in payloads:
-            transfers.append(pair.read([(3, 5, nbytes)], payload))
-            assert pair.final(transfers[-1]).state is State.DONE
-        np.testing.assert_array_equal(pair.mine[3 : 3 + nbytes], pair.theirs[5 : 5 + nbytes])
-        assert not pair.mine[:3].any()
-        assert not pair.mine[3 + nbytes :].any()
-        assert received(pair.other, 20) == payloads
-    # A finished transfer does not keep polls from making progress in others.
-    every = [*transfers, pair.read()]
-    assert until(lambda: all(s.state is State.DONE for s in pair.reader.poll(every)))
-
-
 def test_a_small_read_of_memory_that_was_deregistered_fails(make: Make) -> None:
     pair = paired(make(), make(), 4096)
     pair.other.deregister(pair.remote)
@@ -119,7 +95,7 @@ def test_a_small_read_of_memory_that_was_deregistered_fails(make: Make) -> None:
 def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
     make: Make, monkeypatch: pytest.MonkeyPatch, available: int
 ) -> None:
-    monkeypatch.setattr(client, "available_cores", lambda: available)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(available)))
     pair = paired(make(), make(), 8 * MIB)
     places = np.random.default_rng(5).permutation(8 * MIB // 4096)
     rows = [(4096 * i, 4096 * int(place), 4096) for i, place in enumerate(places)]
@@ -138,9 +114,23 @@ def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
 # Memory that goes away, and peers that stop.
 
 
+class Mapped(PeerServer):
+    """A peer process that can also register memory, and unmap it so that any access crashes."""
+
+    def map(self, nbytes: int) -> Region:
+        self.memory = mmap.mmap(-1, nbytes)
+        region = region_of(np.frombuffer(self.memory, np.uint8))
+        self.transport.register(region)
+        return region
+
+    def unmap(self, region: Region) -> None:
+        self.transport.deregister(region)
+        self.memory.close()
+
+
 def test_memory_that_is_unmapped_while_it_is_moved_harms_nobody(make: Make) -> None:
     """Over tcp it is the other side that carries transfers out, and checks nothing."""
-    with Process(FACTORY, TCP, "cpu", MIB, server=MAPPED) as process:
+    with Process(FACTORY, TCP, "cpu", MIB, server="tests.ucx.test_transport:Mapped") as process:
         region: Region = process.ask("map", 4 * MIB)
         pair = paired(make(**TCP), process)
         copies = copies_of(pair.local, region, times=1 << 14)
@@ -180,63 +170,38 @@ def test_a_stopped_reader_does_not_keep_memory_and_harms_nobody_later(make: Make
     owner.register(region)
     kept = np.ones(MIB, np.uint8)
     owner.register(region_of(kept))
-    with Process(FACTORY, NARROW, "cpu", MIB, server=MAPPED) as process:
+    with Process(FACTORY, NARROW, "cpu", MIB) as process:
         peer = process.connect(owner.address())
-        process.ask("start_only", peer, copies_of(process.region, region, times=1 << 14))
+        process.read(peer, copies_of(process.region, region, times=1 << 14), 0.0)
         stop(process)
         owner.deregister(region)
         del array
         memory.close()
         process.go_on()
-        assert until(lambda: process.ask("state") in ("failing", "failed"))
-        assert process.connect(owner.address()) == peer
 
         def reads() -> bool:
             # That it was cut off may be known a moment later.
-            process.begin(peer, copies_of(process.region, region_of(kept)))
-            return until(process.answered) and process.ended().state is State.DONE
+            assert process.connect(owner.address()) == peer
+            copies = copies_of(process.region, region_of(kept))
+            done: bool = process.read(peer, copies, 20.0).state is State.DONE
+            return done
 
         assert until(reads)
         assert (process.get() == 1).all()
-        assert until(lambda: process.ask("state") == "failed")
 
 
 def test_a_reader_that_is_killed_harms_nobody(make: Make) -> None:
     """What it had asked for arrives after its death: UCX's emulation of reads aborts then."""
     with Process(FACTORY, TCP, "cpu", MIB) as owner:
-        with Process(FACTORY, TCP, "cpu", MIB, server=MAPPED) as process:
+        with Process(FACTORY, TCP, "cpu", MIB) as process:
             places = 4096 * np.random.default_rng(3).permutation(MIB // 4096)
             rows = [(0, 0, MIB), *((place, place, 4096) for place in places)]
             peer = process.connect(owner.address())
-            copies = copies_of(process.region, owner.region, rows, times=1 << 6)
-            process.ask("start_only", peer, copies)
+            process.read(peer, copies_of(process.region, owner.region, rows, times=1 << 6), 0.0)
             stop(owner)
             process.kill()
         owner.go_on()
         assert paired(make(**TCP), owner).works()
-
-
-def test_a_flood_of_notifications_costs_its_sender_the_connection_and_nobody_else(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = 1 << 20
-    monkeypatch.setattr(server, "MAX_BACKLOG", limit)
-    one = make()
-    with (
-        Process(FACTORY, PATIENT, "cpu", MIB) as floods,
-        Process(FACTORY, PATIENT, "cpu", MIB) as honest,
-    ):
-        there = floods.connect(one.address())
-        mine = honest.connect(one.address())
-        # Nearly all that is kept, so that the next notifications are too many.
-        count = limit // (4096 + server._NOTIFICATION_BYTES)
-        floods.notify(there, [bytes(4096)] * count)
-        assert until(lambda: one._server._kept_bytes > limit - 4096 - server._NOTIFICATION_BYTES)
-        honest.notify(mine, [b"done"] * 32)
-        assert until(lambda: one._server._kept_bytes == 32 * (4 + server._NOTIFICATION_BYTES))
-        assert [(note.sender, note.payload) for note in one.notifications()] == [
-            (honest.name, b"done")
-        ] * 32
 
 
 def test_a_transfer_in_which_nothing_moves_fails_by_the_deadline(
@@ -266,24 +231,10 @@ def test_a_peer_that_does_not_answer_is_not_connected_to(make: Make) -> None:
 
 # Its process.
 
-CODE = """
-import logging
-import numpy as np
-from kvferry.core.memory import region_of
-from kvferry.drivers.ucx import UcxTransport, client
-
-one, other = UcxTransport(), UcxTransport()
-buffer = np.zeros(4096, np.uint8)
-one.register(region_of(buffer))
-peer = other.connect(one.address())
-other.notify(peer, b"x")
-one.close()
-print("the end")
-"""
-
 
 def test_it_prints_nothing_and_its_process_ends_well_with_one_open() -> None:
-    assert run(CODE) == ("the end\n", "", 0)
+    ran = run_python(LEFT_OPEN, "ucx")
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("the end True\n", "", 0)
 
 
 BESIDE_NIXL = """
@@ -308,17 +259,5 @@ for pair in pairs:
 
 @pytest.mark.parametrize("order", [["ucx", "nixl"], ["nixl", "ucx"]], ids=" ".join)
 def test_it_and_nixl_which_brings_its_own_ucx_move_bytes_in_one_process(order: list[str]) -> None:
-    _, said, status = run(BESIDE_NIXL, *order)
-    assert status == 0, said
-
-
-def run(code: str, *arguments: str) -> tuple[str, str, int]:
-    """Run Python code, and return what it printed, its errors, and its status."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    return ran.stdout, ran.stderr, ran.returncode
+    ran = run_python(BESIDE_NIXL, *order)
+    assert ran.returncode == 0, ran.stderr

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from kvferry.core.errors import DriverError, PeerLostError
-from kvferry.drivers.ucx import transport, ucp
+from kvferry.drivers.ucx import library, transport, ucp
 from kvferry.drivers.ucx import ucp_structs as structs
-from kvferry.drivers.ucx.ucp import Ucp, WorkerHandle, status_of
+from kvferry.drivers.ucx.ucp import WorkerHandle, status_of
 from tests.drivers.ucx import fake_libraries
+from tests.drivers.ucx.test_library import LOAD_SCRIPT
 
 PEERS_GONE = (-3, -6, -20, -23, -24, -25, -80)
 
@@ -37,13 +39,13 @@ def test_a_worker_that_is_not_as_expected_is_destroyed(monkeypatch: pytest.Monke
     _, loaded, _ = transport._loaded(None)
     context = loaded.create_context("test", {}, {})
     destroyed: list[WorkerHandle] = []
-    destroy = Ucp.destroy_worker
+    destroy = loaded.destroy_worker
 
-    def noted(library: Ucp, worker: WorkerHandle) -> None:
+    def noted(worker: WorkerHandle) -> None:
         destroyed.append(worker)
-        destroy(library, worker)
+        destroy(worker)
 
-    monkeypatch.setattr(Ucp, "destroy_worker", noted)
+    monkeypatch.setattr(loaded, "destroy_worker", noted)
     monkeypatch.setattr(ucp, "MAX_WORKER_ADDRESS", 0)
     callback = structs.ON_MESSAGE(lambda *_: 0)
     with pytest.raises(DriverError, match="its structures are others"):
@@ -53,6 +55,19 @@ def test_a_worker_that_is_not_as_expected_is_destroyed(monkeypatch: pytest.Monke
     worker, *_ = loaded.create_worker(context, callback)
     loaded.destroy_worker(worker)
     loaded.destroy_context(context)
+
+
+def test_installed_library_loads() -> None:
+    found = library.find()
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LOAD_SCRIPT, found.path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "True False\n"
+    assert found.version >= library.LOWEST
+    assert library.find(found.path).version == found.version
 
 
 STRUCTURES = {

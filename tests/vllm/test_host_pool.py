@@ -33,11 +33,8 @@ from tests.waiting import eventually
 BLOCKS, PAGES = 9, 6
 SECONDS = 60.0
 OPENREG = pytest.param("openreg", marks=openreg.NEEDED)
-KINDS = ("cpu", "cuda", "xla", OPENREG)
-"""Host memory; a device with streams; one that only vLLM's platform can copy; PyTorch's own.
-
-``cuda`` and ``xla`` are stand-ins, whose memory is the host's.
-"""
+KINDS = ("cpu", "cuda", OPENREG)
+"""Host memory; a stand-in for a device, whose memory is the host's; and PyTorch's own."""
 
 STUCK = """
 import threading
@@ -66,31 +63,14 @@ begun.wait()
 """A process whose device never ends a copy."""
 
 
-class Platform:
-    """What vLLM's platforms of devices have, on host memory."""
-
-    @staticmethod
-    def swap_out_blocks_to_host(src: Any, dst: Any, blocks: Any, pages: Any) -> None:
-        dst[pages] = src[blocks].cpu()
-
-    @staticmethod
-    def insert_blocks_to_device(src: Any, dst: Any, pages: Any, blocks: Any) -> None:
-        dst[blocks] = src[pages].to(dst.device)
-
-
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
-    import vllm.platforms
-
     stand_in = StandInDevices()
 
     def module(device: torch.device) -> object:
-        if device.type == "xla":
-            raise RuntimeError("no module")
         return openreg.module() if device.type == "openreg" else stand_in
 
     monkeypatch.setattr(torch, "get_device_module", module)
-    monkeypatch.setattr(vllm.platforms, "current_platform", Platform)
     return stand_in
 
 
@@ -300,16 +280,6 @@ def test_memory_that_cannot_be_had_is_refused_with_the_setting(
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(ConfigError, match=r"staging_bytes: \d+ bytes of host memory .*; set fewer"):
         pool_of(tensors, "cpu", pin=True)
-
-
-def test_a_device_that_nothing_can_copy_is_refused(
-    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import vllm.platforms
-
-    monkeypatch.setattr(vllm.platforms, "current_platform", object())
-    with pytest.raises(ConfigError, match="nothing can copy it"):
-        pool_of(caches(), "xla")
 
 
 def test_a_copy_that_never_ends_lets_the_process_end() -> None:

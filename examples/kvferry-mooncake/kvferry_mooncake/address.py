@@ -28,14 +28,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, as msgpack.
+    """A transport's address, as msgpack: its engine (``segment``), its mailbox, its regions.
 
-    Attributes:
-        name: the transport's name.
-        segment: the name of its engine among engines: ``host:port``.
-        host: where notifications to it go, with ``port``.
-        secret: 16 random bytes; whoever sends notifications shows that it has the address.
-        regions: the registered regions.
+    ``secret`` are 16 random bytes: whoever sends notifications shows that it has the address.
     """
 
     magic: Literal["kvferry-mooncake-1"] = "kvferry-mooncake-1"

@@ -20,16 +20,10 @@ _MAX_RUNNING = 512
 
 
 class Engine:
-    """Mooncake's ``TransferEngine`` over tcp, and what is registered with it.
+    """Mooncake's ``TransferEngine`` over tcp, at an address of this machine.
 
     The engine refuses memory that overlaps a registration. So overlapping regions are registered as
     one span, from the first to the last byte of them.
-
-    Args:
-        host: an address of this machine.
-
-    Attributes:
-        segment: the engine's name among engines, ``host:port``.
 
     Raises:
         DriverError: mooncake is not installed, or does not start there.
@@ -59,12 +53,9 @@ class Engine:
         self._spans: set[Region] = set()
 
     def register(self, region: Region) -> None:
-        """Make a region reachable. It takes as many ``deregister`` to undo it.
+        """Make a region reachable, until as many ``deregister``, or raise ``TransportError``.
 
         Regions that it overlaps, without lying within one, cannot be reached for a moment.
-
-        Raises:
-            TransportError: the engine refuses.
         """
         if not self._users[region] and not any(span.contains(region) for span in self._spans):
             touched = {span for span in self._spans if _overlap(span, region)}
@@ -93,17 +84,9 @@ class Engine:
         return self._load[segment] < _MAX_RUNNING
 
     def read(self, segment: str, local: int, remote: int, nbytes: int) -> int | None:
-        """Begin to read a piece.
+        """Begin to read a piece from another engine, by its segment and first bytes.
 
-        Args:
-            segment: the other engine.
-            local: the first local byte.
-            remote: the first remote byte.
-            nbytes: how many bytes to read.
-
-        Returns:
-            The batch to ask ``ended`` about; ``None`` if the engine refuses, because there is no
-            such engine, for example.
+        Returns: The batch to ask ``ended`` about; ``None`` if the engine refuses.
         """
         batch = self._engine.batch_transfer_async_read(segment, [local], [remote], [nbytes])
         if batch in _NO_BATCH:
@@ -113,13 +96,9 @@ class Engine:
         return int(batch)
 
     def ended(self, batch: int) -> bool | None:
-        """Return how a piece has ended. Must not be called again once it has.
+        """Return, once, whether a piece has ended well; ``None`` while it has not ended.
 
-        A batch has one piece only: this is the one question that the engine answers without
-        waiting, and it is about the first piece of a batch.
-
-        Returns:
-            Whether the piece has ended well; ``None`` if it has not ended.
+        A batch has one piece only: of the first one, the engine answers this without waiting.
         """
         code = self._engine.transfer_check_status(batch)
         if code in (0, -2):
@@ -152,11 +131,7 @@ _engines: dict[tuple[int, str], Engine] = {}
 
 
 def shared(host: str) -> Engine:
-    """Return the engine of this process on a host address, which must be one of this machine's.
-
-    Raises:
-        DriverError: mooncake is not installed, or does not start there.
-    """
+    """Return the engine of this process on a host address; ``DriverError`` if there can be none."""
     # A forked child has none of the parent's threads.
     key = (os.getpid(), host)
     if key not in _engines:

@@ -51,17 +51,9 @@ _hello = msgspec.msgpack.Decoder(_Hello)
 
 
 class Channel:
-    """The sending end of a connection. What the socket does not take yet is queued.
+    """The sending end of a connection to a peer's address; ``lost`` if the peer is gone.
 
-    Args:
-        to: the peer's address.
-        sender: the name of this transport.
-
-    Attributes:
-        lost: whether the peer is gone.
-
-    Raises:
-        ConnectError: the peer cannot be reached.
+    What the socket does not take yet is queued. ``ConnectError`` if the peer cannot be reached.
     """
 
     def __init__(self, to: Address, sender: str) -> None:
@@ -81,11 +73,7 @@ class Channel:
         self.send(msgspec.msgpack.encode(_Hello(to.secret, sender)))
 
     def send(self, payload: bytes) -> None:
-        """Send or queue a notification. That the peer is gone is no error.
-
-        Raises:
-            TransportError: the queue is full.
-        """
+        """Send or queue a notification; ``TransportError`` only if the queue is full."""
         if len(self._queue) > _MAX_QUEUED:
             raise TransportError(f"{self._peer} takes no notifications: is it stopped?")
         self._queue += _LENGTH.pack(len(payload)) + payload
@@ -129,18 +117,7 @@ class _Sender:
 
 
 class Mailbox:
-    """The receiving end of all connections.
-
-    Args:
-        host: the address to listen at.
-        secret: 16 bytes that every sender has to know.
-
-    Attributes:
-        port: the port that it listens at.
-
-    Raises:
-        OSError: the host is not an address of this machine.
-    """
+    """The receiving end of all connections, for senders who know the secret."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         self._secret = secret
@@ -167,11 +144,7 @@ class Mailbox:
         return taken
 
     def close(self) -> bool:
-        """End every connection, by which peers learn that this side is closed.
-
-        Returns:
-            Whether there was one.
-        """
+        """End every connection, and so tell peers of the end; return whether there was one."""
         self._accept()
         senders = [key.data for key in self._selector.get_map().values() if key.data is not None]
         for sender in senders:

@@ -14,15 +14,9 @@ Piece = tuple[int, int, int]
 
 
 def pieces_of(copies: Copies) -> list[Piece]:
-    """Turn a batch into pieces: join neighbours, cut long copies, leave empty ones out.
+    """Turn checked copies into reads: join neighbours, cut long ones, leave out empty ones.
 
     Joining matters here: the engine sends a request for every piece.
-
-    Args:
-        copies: (n,) copies that have been checked; n may be 0.
-
-    Returns:
-        A piece for each read that the engine is to begin.
     """
     lengths = [segment.stop - segment.start for segment in copies.segments]
     segment = np.repeat(np.arange(len(lengths)), lengths)

@@ -20,13 +20,9 @@ _PENDING = Status(state=State.PENDING)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class MooncakeConnection:
-    """A peer that is connected.
+    """A connected peer: its name (its ``identity``), its engine, the regions that are known.
 
-    Attributes:
-        name: the peer's name, which is also its ``identity``.
-        segment: the name of its engine among engines.
-        regions: the regions that it has registered, as far as this side knows.
-        channel: where notifications to it go; its end tells that the peer is gone.
+    The end of the ``channel`` for notifications tells that the peer is gone.
     """
 
     name: str

@@ -1,8 +1,7 @@
 """``kvferry bench``: measure how fast a driver is here, compared with memcpy.
 
-There are two processes with a buffer each: this process reads the buffer of the other one, in
-blocks of several sizes, in ascending order ("in a row") and in random order ("scattered").
-Before a case is timed, it runs once and every byte that it moved is compared.
+This process reads the buffer of a second one, in blocks in ascending ("in a row") and in random
+order ("scattered"). A case runs once, and every byte is compared, before it is timed.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from rich.text import Text
 from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
 from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
 from kvferry.cli.formatting import size as text_of
-from kvferry.cli.output import output, print_json, print_table, require_matplotlib
+from kvferry.cli.output import output, print_json, print_table
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create, find
 from kvferry.testing.memory import thread_setup
@@ -41,12 +41,7 @@ def run(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure a driver, and print the results.
-
-    Raises:
-        KVFerryError: The driver could not be measured, or moved a wrong byte. All processes have
-            ended then, as after Ctrl-C.
-    """
+    """Measure a driver, and print the results; no process is left, also after an error."""
     grid = cases(sizes_of(size, "--size"), sizes_of(block, "--block"))
     if plot is not None:
         _check_plot(plot)
@@ -69,7 +64,8 @@ def _check_plot(path: Path) -> None:
         raise BenchError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
     if not os.access(path.parent, os.W_OK):
         raise BenchError(f"--plot {path}: {path.parent} is no folder that can be written to")
-    require_matplotlib("--plot")
+    if find_spec("matplotlib") is None:
+        raise BenchError("--plot needs matplotlib: pip install 'kvferry[plot]'")
 
 
 def _measured(

@@ -29,14 +29,7 @@ class BenchError(KVFerryError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A transfer to measure.
-
-    Attributes:
-        size: Bytes of the transfer, a multiple of ``block``.
-        block: Bytes of each copy.
-        scattered: Whether the copies take the blocks of each buffer in a random order of its own;
-            otherwise in ascending order on both sides.
-    """
+    """A read of ``size`` bytes, a multiple of ``block``, in random or ascending order."""
 
     size: int
     block: int
@@ -56,10 +49,7 @@ class Case:
         return "scattered" if self.scattered else "in a row"
 
     def block_indices(self) -> tuple[I64Array, I64Array]:
-        """Return for each copy the index of its block in the local and in the remote buffer.
-
-        The random order of a scattered case is the same in every call.
-        """
+        """Return the local and the remote block of each copy; a random order is always the same."""
         rows = np.arange(self.copies)
         if not self.scattered:
             return rows, rows
@@ -67,10 +57,7 @@ class Case:
         return rng.permutation(rows), rng.permutation(rows)
 
     def batch(self, local: Region, remote: Region) -> Copies:
-        """Return the copies of this case, one per block, between two regions.
-
-        The blocks lie without gaps from the first byte of each region on.
-        """
+        """Return the copies between two regions, whose blocks lie without gaps from the start."""
         here, there = (
             index.astype(np.uint64) * np.uint64(self.block) for index in self.block_indices()
         )
@@ -83,10 +70,7 @@ class Case:
 
 
 def cases(sizes: Sequence[int], blocks: Sequence[int]) -> list[Case]:
-    """Return the cases of all combinations of size, block size and order of blocks.
-
-    Sizes are rounded down to whole blocks. Combinations whose block is larger than the size are
-    left out. A size of a single block has no scattered case.
+    """Return all combinations, with sizes rounded down to whole blocks.
 
     Raises:
         BenchError: No case is left, or a case would have too many copies.

@@ -36,13 +36,7 @@ Memcpy = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The measured times of a case.
-
-    Attributes:
-        rounds: How many times the case was timed. Each round times the transfer, then a memcpy.
-        seconds: Median time of the transfer, from the call until ``poll`` says done.
-        memcpy_seconds: Median time of one memcpy of as many bytes.
-    """
+    """The median times of a case: from the call until ``poll`` says done, and of a memcpy."""
 
     case: Case
     rounds: int
@@ -71,15 +65,9 @@ class Result:
 
 
 class Bench:
-    """Measure cases between this process's buffer and that of a second process.
+    """Measure cases between this process's buffer and that of a second process, as large.
 
     Measuring takes about five times the memory of one buffer.
-
-    Args:
-        transport: This process's transport; the caller closes it.
-        far: The second process, with a buffer of the same size.
-        near: This process's buffer.
-        memcpy: The function to compare the transfer with.
     """
 
     def __init__(self, transport: Transport, far: Process, near: Buffer, memcpy: Memcpy) -> None:
@@ -177,11 +165,7 @@ def _started() -> Iterator[None]:
 
 
 def near_buffer(memory: str, nbytes: int) -> Buffer:
-    """Return this process's buffer.
-
-    Raises:
-        BenchError: There is no such memory on this machine.
-    """
+    """Return this process's buffer; ``BenchError`` if there is no such memory on this machine."""
     try:
         return allocate(memory, nbytes)
     except (ImportError, RuntimeError, OSError, ValueError) as exc:
@@ -192,10 +176,7 @@ def near_buffer(memory: str, nbytes: int) -> Buffer:
 
 
 def memcpy_of(memory: str, nbytes: int) -> Memcpy:
-    """Return a function that copies up to ``nbytes`` between two new buffers.
-
-    They are in GPU memory for ``cuda`` and ``cuda:INDEX``, and in CPU memory for all other kinds.
-    """
+    """Return a function that copies up to ``nbytes`` between new buffers, of a GPU for ``cuda``."""
     if memory.partition(":")[0] == "cuda":
         torch: Any = importlib.import_module("torch")
         ours, theirs = (torch.ones(nbytes, dtype=torch.uint8, device=memory) for _ in range(2))

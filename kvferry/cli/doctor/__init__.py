@@ -25,31 +25,27 @@ MARKS = {
 
 
 class DoctorError(KVFerryError):
-    """The options that name a running engine are incomplete."""
+    """The address of the running engine that options are about is missing."""
 
 
 def run(
     *,
     address: str | None = None,
-    host: str | None = None,
-    port: int | None = None,
     engine: str | None = None,
     curve_secret_key: str = "",
     curve_peer: str = "",
     as_json: bool = False,
 ) -> int:
     """Run all checks, and print the findings; the exit status is 1 if something is bad."""
-    if address is not None:
-        host, port = engine_address([address])
     keys = keys_of(curve_secret_key, curve_peer)
-    about = engine is not None or keys != NONE
-    if (host is None) != (port is None) or (about and host is None):
+    if address is None and (engine is not None or keys != NONE):
         raise DoctorError("a running engine is asked by its address: give HOST:PORT, too")
+    place = None if address is None else engine_address([address])
     with Console(stderr=True).status("loading the drivers"):
         probed = probe()
     findings = list(_findings(probed))
-    if host is not None and port is not None:
-        findings.append(channel.running(host, port, engine, keys))
+    if place is not None:
+        findings.append(channel.running(*place, engine, keys))
     if as_json:
         found = {"verdict": worst(findings), "findings": findings}
         print_json(msgspec.to_builtins(found))
@@ -73,7 +69,6 @@ def _findings(probed: Probed) -> Iterator[Finding]:
     yield from software.no_driver(probed.drivers, probed.trouble)
     yield from probed.ucx
     yield hardware.reading(probed.reading)
-    yield hardware.ptrace_scope(machine)
     answers = bool(probed.gpus or probed.trouble)
     yield from hardware.hardware(machine, cuda_answers=answers, has_vllm=software.has_vllm())
     yield hardware.shared_memory()

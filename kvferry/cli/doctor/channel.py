@@ -57,10 +57,9 @@ def _served(host: str, use: str) -> Finding:
 def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Finding:
     """Return the finding about the side channel of a running engine."""
     check = Check(f"engine at {host} port {port}")
+    access, key = keys.access, keys.server
     try:
-        incarnation = ping(
-            host, port, engine or ENGINE, timeout=SECONDS, access=keys.access, key=keys.server
-        )
+        incarnation = ping(host, port, engine or ENGINE, timeout=SECONDS, access=access, key=key)
     except RefusedError as exc:
         if engine is None:
             return check.ok(f"a side channel of kvferry answers; it {_why(exc)}")
@@ -68,7 +67,13 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
             f"it {_why(exc)}", "correct --engine, or the port: it is of another engine"
         )
     except AdmissionError as exc:
-        return _not_admitted(check, exc, keys)
+        return check.warn(
+            f"a side channel is there, and does not admit everybody: {_why(exc)}. Host and port "
+            "are right; engines with keys may reach it all the same",
+            "to ask it, list this command's public key in the engine's curve_peers ('kvferry "
+            "keygen DIR --engine probe' makes a pair), and name the secret key with "
+            "--curve-secret-key and the engine's public key with --curve-peer",
+        )
     except HandshakeError as exc:
         return check.bad(
             _why(exc),
@@ -76,20 +81,6 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
             "that is reached from here, and its side_channel_port",
         )
     return check.ok(f"engine {engine} answers, incarnation {incarnation}")
-
-
-def _not_admitted(check: Check, error: AdmissionError, keys: Keys) -> Finding:
-    found = f"a side channel is there, and does not admit everybody: {_why(error)}"
-    if keys != NONE:
-        remedy = "correct --curve-secret-key and --curve-peer, or list this command's public key"
-        return check.warn(found, f"{remedy} in the engine's curve_peers")
-    return check.warn(
-        f"{found}. Host and port are right, and a firewall is not in the way; without keys, the "
-        "engine itself cannot be asked. Engines with keys may reach it all the same",
-        "to ask it, make a key pair ('kvferry keygen DIR --engine doctor'), list the public key in "
-        "the engine's curve_peers, and name the secret key with --curve-secret-key and the "
-        "engine's public key with --curve-peer",
-    )
 
 
 def _why(error: HandshakeError) -> str:

@@ -8,14 +8,11 @@ from msgspec import Struct
 
 
 class FindingLevel(enum.Enum):
-    """How serious a finding is."""
+    """How serious a finding is; a bad one makes the exit status of the command 1."""
 
     OK = "ok"
-    """What was checked works, or does not matter here."""
     WARN = "warn"
-    """What was checked works only in part, or not well."""
     BAD = "bad"
-    """What was checked does not work; the exit status of the command is 1."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):

@@ -92,11 +92,7 @@ def ipc(machine: Machine) -> Finding:
 
     Legacy handles of CUDA IPC are only valid within a PID namespace (UCX's ``cuda_ipc_iface.c``).
     """
-    try:
-        own = os.readlink(machine.root / "proc/self/ns/pid")
-    except OSError:
-        own = ""
-    number = re.search(r"\[(\d+)\]", own)
+    number = re.search(r"\[(\d+)\]", machine.pid_namespace)
     if number is None:
         return IPC.ok("this process's PID namespace cannot be told; engines must share one")
     if int(number[1]) == FIRST_PID_NAMESPACE:
@@ -129,16 +125,12 @@ def imex(machine: Machine) -> Finding:
             f"IMEX {', '.join(usable)}: NVLink reaches hosts of the same IMEX domain, if the cache "
             "was allocated for that (vLLM's --enable-cumem-allocator)"
         )
-    if channels:
+    if channels or any(name in one for one in machine.gpus for name in MULTI_NODE_GPUS):
+        lacks = "this process may not open an" if channels else "there is no"
         return MNNVL.warn(
-            f"this process may not open {', '.join(map(str, channels))}",
-            "give it the right to read and write an IMEX channel",
-        )
-    if any(name in one for one in machine.gpus for name in MULTI_NODE_GPUS):
-        return MNNVL.warn(
-            "there is no IMEX channel: NVLink ends at this host",
-            "start nvidia-imex, and create /dev/nvidia-caps-imex-channels/channel0 (NVIDIA's IMEX "
-            "guide), also in the container",
+            f"{lacks} IMEX channel: NVLink ends at this host",
+            "start nvidia-imex, and let this process, also in a container, read and write "
+            "/dev/nvidia-caps-imex-channels/channel0 (NVIDIA's IMEX guide)",
         )
     return MNNVL.ok("no IMEX channel; only GPUs of one NVLink domain of several hosts need one")
 
@@ -308,10 +300,7 @@ def _ucx_devices(machine: Machine, listed: str) -> Finding:
 
 
 def reading(problem: str | None) -> Finding:
-    """Return the finding about reading another process's memory, as the driver ``loopback`` does.
-
-    ``problem`` is what ``Probed.reading`` says.
-    """
+    """Return the finding about reading another process's memory, of ``Probed.reading``."""
     check = Check("reading processes")
     if problem is None:
         return check.warn("not known: the process that should read did not answer", "try again")
@@ -319,20 +308,6 @@ def reading(problem: str | None) -> Finding:
         return check.ok("process_vm_readv: a process read this one, which is not its child")
     found, _, remedy = problem.rpartition(": ")
     return check.bad(found, remedy)
-
-
-def ptrace_scope(machine: Machine) -> Finding:
-    """Return the finding about Yama's ``ptrace_scope``, which restricts reading other processes."""
-    check, scope = Check("ptrace scope"), machine.text("proc/sys/kernel/yama/ptrace_scope")
-    if not scope.isdecimal():
-        return check.ok("this kernel has no Yama, or hides it")
-    if int(scope) < 2:
-        return check.ok(f"kernel.yama.ptrace_scope is {scope}")
-    return check.warn(
-        f"kernel.yama.ptrace_scope is {scope}: only processes with CAP_SYS_PTRACE read others",
-        "sysctl -w kernel.yama.ptrace_scope=1, or run engines with CAP_SYS_PTRACE; UCX's cma needs "
-        "it, too",
-    )
 
 
 def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:

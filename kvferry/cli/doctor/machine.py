@@ -31,12 +31,12 @@ _ADDRESS = re.compile(
 
 
 class CudaGpu(Struct, frozen=True, kw_only=True):
-    """A GPU that CUDA sees, by its index and PCI address, and what it can do together with NICs.
+    """A GPU that CUDA sees, by its index and PCI address.
 
     Attributes:
         dmabuf: Whether a NIC's driver can get the GPU's memory as a dmabuf.
-        needs_flush: Whether what a NIC has written must be flushed before the GPU sees it.
-        can_flush: Whether that can be flushed.
+        needs_flush, can_flush: Whether what a NIC has written must, and can, be flushed before the
+            GPU sees it.
     """
 
     index: int
@@ -48,12 +48,9 @@ class CudaGpu(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PciDevice:
-    """A GPU or a NIC.
+    """A GPU, named by its PCI address, or a NIC, by its RDMA name.
 
     Attributes:
-        name: The PCI address of a GPU, the RDMA name of a NIC.
-        address: Domain, bus, device and function as text; the name of its folder if it is no PCI
-            device.
         route: The root complex and the PCI addresses on the way to it, itself included.
         node: Its NUMA node; -1 if not known.
         ports: A text for each port of a NIC: its name, link layer, rate and state.
@@ -81,13 +78,9 @@ class PciDevice:
 
 
 class Machine:
-    """This machine.
+    """This machine: its files below ``root``, and the GPUs that CUDA sees, if it could be asked.
 
-    Args:
-        cuda: The GPUs that CUDA sees; ``None`` if CUDA could not be asked. A container sees all
-            devices of its host in sysfs, so this says which are its own.
-        environment: The variables that engines would have.
-        root: The folder that has ``proc``, ``sys`` and ``dev``.
+    A container sees all devices of its host in sysfs; CUDA says which are its own.
     """
 
     def __init__(
@@ -146,16 +139,21 @@ class Machine:
         return [card for card in found if pci_address(card.address) in allowed]
 
     @property
+    def pid_namespace(self) -> str:
+        """This process's PID namespace, as the kernel names it; empty if it cannot be told."""
+        try:
+            return os.readlink(self.root / "proc/self/ns/pid")
+        except OSError:
+            return ""
+
+    @property
     def release(self) -> str:
         """The version of Linux."""
         return self.text("proc/sys/kernel/osrelease")
 
     @property
     def kernel_module(self) -> str:
-        """Kind and version of NVIDIA's kernel module, such as ``open 570.86.15``.
-
-        Empty if the module is not loaded, or if this process cannot see it.
-        """
+        """Kind and version of NVIDIA's kernel module, as ``open 570.86.15``; or empty."""
         said = self.text("proc/driver/nvidia/version").partition("\n")[0]
         if not said:
             return ""
@@ -166,16 +164,12 @@ class Machine:
     def _from_smi(self) -> list[str]:
         """Return a description of each GPU that nvidia-smi lists; empty if the program fails."""
         try:
-            said = subprocess.check_output(
-                SMI,
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                timeout=SMI_SECONDS,
+            said = subprocess.run(
+                SMI, capture_output=True, check=True, text=True, timeout=SMI_SECONDS
             )
         except (OSError, subprocess.SubprocessError):
             return []
-        return [f"{line.strip()} (driver)" for line in said.splitlines() if line.strip()]
+        return [f"{line.strip()} (driver)" for line in said.stdout.splitlines() if line.strip()]
 
     def _from_proc(self) -> list[str]:
         """Return the models of the GPUs that NVIDIA's kernel module lists."""
@@ -210,10 +204,7 @@ class Machine:
 
 
 def pci_address(text: str) -> str:
-    """Return a PCI address as the kernel writes it; the domain may be left out.
-
-    Empty if it is no address.
-    """
+    """Return a PCI address as the kernel writes it; empty if the text is none."""
     found = _ADDRESS.fullmatch(text.strip())
     if found is None:
         return ""

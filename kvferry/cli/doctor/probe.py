@@ -1,9 +1,7 @@
 """Load every driver in a child process, and report whether each works.
 
-``probe`` starts this module as the child process. The process reads memory of its parent, loads
-every driver, asks CUDA about the GPUs and every UCX that a driver has loaded for its devices, and
-writes its report as JSON. It is a process of its own because transport libraries print, start
-threads, and may crash in their exit handlers.
+``probe`` starts this module as that process, because transport libraries print, start threads, and
+may crash in their exit handlers.
 """
 
 from __future__ import annotations
@@ -41,12 +39,9 @@ class Probed(Struct, frozen=True, kw_only=True):
     """The report of the process that ``probe`` starts.
 
     Attributes:
-        drivers: A finding about each installed driver.
         gpus: ``None`` if CUDA could not be asked.
-        ucx: A finding about each UCX that a driver has loaded; some are missing if the process
-            crashed when it asked a library for its devices.
-        reading: Why a process cannot read another one's memory; empty if it can, ``None`` if it
-            is not known.
+        ucx: A finding about each UCX that a driver has loaded, until the process crashed.
+        reading: Why a process cannot read another's memory; empty if it can, ``None`` if unknown.
         trouble: Why there is no report on the drivers; empty if there is one.
     """
 

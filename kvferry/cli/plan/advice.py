@@ -1,7 +1,4 @@
-"""Advice about copies that are small or many: why, and which settings would make them larger.
-
-The settings are found by planning with many settings, and counting the copies of each plan.
-"""
+"""Advice about small or many copies: why, and what would help, found by planning with it."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ Pair = tuple[PlanSettings, PlanSettings]
 class Change:
     """Settings to change, such as ``layout=LBHNC``, and the copies that a request would then take.
 
-    Attributes:
-        prefill, decode: The settings to change on each engine; empty if there are none.
-        busiest: Number of copies of the decode rank that makes the most.
-        smallest, median, largest: Bytes of a copy.
+    ``busiest`` are those of the decode rank that makes the most.
     """
 
     prefill: str
@@ -77,13 +71,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to do about copies that are small or many.
-
-    Attributes:
-        reasons: Why copies are not larger, a sentence each.
-        changes: The best change of each effort that at least halves the number of copies of the
-            present settings, and of the change before it.
-    """
+    """Why copies are not larger, a sentence each, and the best change of each effort."""
 
     reasons: tuple[str, ...]
     changes: tuple[Change, ...]
@@ -104,10 +92,7 @@ def is_many(estimate: Estimate) -> bool:
 def advice_for(
     model: Model | None, prefill: Side, decode: Side, estimate: Estimate
 ) -> Advice | None:
-    """Return advice on how to make copies larger; ``None`` without need, or if many cannot be few.
-
-    Settings can be tried for engines that were computed from a model.
-    """
+    """Return how to make copies larger; ``None`` without need, or if many cannot be few."""
     if not is_small(estimate) and not is_many(estimate):
         return None
     near, far = prefill.source, decode.source
@@ -170,10 +155,7 @@ def _best(changes: Sequence[Change], copies: int) -> tuple[Change, ...]:
 def _candidates(
     prefill: PlanSettings, decode: PlanSettings
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield changes to try, of prefill and of decode; the number of ranks is not changed.
-
-    Some are impossible for any engine, or equal the present settings.
-    """
+    """Yield changes to try, of prefill and of decode; some are impossible, or change nothing."""
     one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
     larger = max(one, two, key=lambda size: size["block_size"])
     yield {}, one

@@ -13,28 +13,25 @@ LOCAL = "L"
 
 
 def _heads(count: int, head_dim: int | None = None) -> Keys:
-    """Return the defaults of a model that has a number of KV heads, and perhaps a size of heads."""
     return {"num_key_value_heads": count} | ({"head_dim": head_dim} if head_dim else {})
 
 
-_MISTRAL: Keys = {"num_key_value_heads": 8, "sliding_window": 4096}
-_QWEN3_MOE: Keys = _heads(4) | {"use_sliding_window": False, "sliding_window": 4096}
-_QWEN2: Keys = _QWEN3_MOE | {"num_key_value_heads": 32, "max_window_layers": 28}
-_COHERE2: Keys = {"sliding_window": 4096, "sliding_window_pattern": "LLLG"}
-_EXAONE: Keys = {"num_key_value_heads": 32} | _COHERE2
-_GEMMA2: Keys = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "sliding_window": 4096,
-    "sliding_window_pattern": "LG",
-}
-_QWEN2_VL: Keys = _QWEN2 | {"num_key_value_heads": 8, "max_window_layers": 80}
-_GRANITE_SWA: Keys = {"sliding_window": 128, "sliding_window_pattern": "GLLL"}
+def _window(tokens: int, pattern: str = "") -> Keys:
+    return {"sliding_window": tokens} | ({"sliding_window_pattern": pattern} if pattern else {})
+
+
+def _mamba(**sizes: int | str) -> Keys:
+    return {f"mamba_{name}": value for name, value in sizes.items()}
+
+
+_MISTRAL = _heads(8) | _window(4096)
+_QWEN3_MOE = _heads(4) | _window(4096) | {"use_sliding_window": False}
+_QWEN2 = _QWEN3_MOE | _heads(32) | {"max_window_layers": 28}
+_COHERE2 = _window(4096, "LLLG")
+_GEMMA2 = _heads(4, 256) | _window(4096, "LG")
+_GRANITE_SWA = _window(128, "GLLL")
 _LATENT: Keys = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-_INDEXED: Keys = _LATENT | {"index_topk": 2048, "index_head_dim": 128}
-_DELTA_NET: Keys = {
-    "head_dim": 256,
-    "num_key_value_heads": 2,
+_DELTA_NET = _heads(2, 256) | {
     "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -42,113 +39,63 @@ _DELTA_NET: Keys = {
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
 }
-_MAMBA2: Keys = {
-    "mamba_d_conv": 4,
-    "mamba_d_head": "auto",
-    "mamba_d_state": 256,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 128,
-}
+_MAMBA2 = _mamba(d_conv=4, d_head="auto", d_state=256, expand=2, n_groups=1, n_heads=128)
+_NEMOTRON = _mamba(d_conv=4, d_head=64, d_state=128, n_groups=8, n_heads=128, ssm_dtype="float32")
 
 
-LEFT_OUT: Mapping[str, Keys] = {
-    "afmoe": {"head_dim": 128, "sliding_window": 1024, "sliding_window_pattern": "LLLG"},
-    "apertus": {},
-    "axk1": _LATENT,
+_BY_NAMES: dict[str, Keys] = {
+    "afmoe": {"head_dim": 128} | _window(1024, "LLLG"),
+    "apertus granite granitemoe llama phi3": {},
+    "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite youtu": _LATENT,
     "bamba": _heads(8) | _MAMBA2,
     "bitnet": _heads(5),
-    "cohere2": _COHERE2,
+    "cohere2 olmo3": _COHERE2,
     "cohere2_moe": _COHERE2 | {"head_dim": 128},
-    "cosmos3_edge_text": _heads(8, 128),
-    "cwm": _heads(8, 128) | {"sliding_window": 8192, "sliding_window_pattern": "GLLL"},
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": _INDEXED,
-    "ernie4_5": _heads(2, 128),
-    "ernie4_5_moe": _heads(4),
-    "ernie4_5_vl_moe_text": _heads(4),
-    "exaone4": _EXAONE,
-    "exaone_moe": _EXAONE,
+    "cosmos3_edge_text hy_v3 minimax_m2 ministral3 seed_oss solar_open": _heads(8, 128),
+    "cwm": _heads(8, 128) | _window(8192, "GLLL"),
+    "deepseek_v32 glm_moe_dsa": _LATENT | {"index_topk": 2048, "index_head_dim": 128},
+    "ernie4_5 glm glm4 paddleocr_vl_text": _heads(2, 128),
+    "ernie4_5_moe ernie4_5_vl_moe_text qwen3_omni_moe_text": _heads(4),
+    "exaone4 exaone_moe": _heads(32) | _COHERE2,
     "falcon": {"multi_query": True, "sliding_window_pattern": "G"},
     "falcon_h1": _heads(8) | _MAMBA2 | {"mamba_d_ssm": 1024},
     "gemma": _heads(16, 256),
-    "gemma2": _GEMMA2,
+    "gemma2 vaultgemma": _GEMMA2,
     "gemma3_text": _GEMMA2 | {"sliding_window_pattern": "LLLLLG"},
-    "gemma3n_text": _heads(2, 256)
-    | {"num_kv_shared_layers": 15, "sliding_window": 512, "sliding_window_pattern": "LLLLG"},
-    "glm": _heads(2, 128),
-    "glm4": _heads(2, 128),
-    "glm4_moe": _heads(8),
-    "glm4_moe_lite": _LATENT,
-    "glm4v_moe_text": _heads(8),
-    "glm4v_text": _heads(2),
-    "glm_moe_dsa": _INDEXED,
-    "glm_ocr_text": _heads(8),
+    "gemma3n_text": _heads(2, 256) | _window(512, "LLLLG") | {"num_kv_shared_layers": 15},
+    "glm4_moe glm4v_moe_text glm_ocr_text mixtral phi4_multimodal phimoe": _heads(8),
+    "glm4v_text starcoder2": _heads(2),
     "gpt_bigcode": {"multi_query": True},
-    "gpt_oss": _heads(8, 64) | {"sliding_window": 128, "sliding_window_pattern": "LG"},
-    "granite": {},
+    "gpt_oss": _heads(8, 64) | _window(128, "LG"),
     "granite_swa": _heads(4) | _GRANITE_SWA,
-    "granitemoe": {},
     "granitemoe_swa": _GRANITE_SWA,
     "granitemoehybrid": _MAMBA2,
     "helium": _heads(20, 128),
-    "hy_v3": _heads(8, 128),
     "jamba": _heads(8)
-    | {
-        "attn_layer_offset": 4,
-        "attn_layer_period": 8,
-        "mamba_d_conv": 4,
-        "mamba_d_state": 16,
-        "mamba_expand": 2,
-    },
+    | {"attn_layer_offset": 4, "attn_layer_period": 8}
+    | _mamba(d_conv=4, d_state=16, expand=2),
     "jetmoe": _heads(16, 128),
-    "lfm2": _heads(8) | {"conv_L_cache": 3},
-    "lfm2_moe": _heads(8) | {"conv_L_cache": 3},
-    "llama": {},
+    "lfm2 lfm2_moe": _heads(8) | {"conv_L_cache": 3},
     "llama4_text": _heads(8, 128) | {"attention_chunk_size": 8192},
-    "minimax_m2": _heads(8, 128),
-    "ministral": _MISTRAL,
-    "ministral3": _heads(8, 128),
-    "mistral": _MISTRAL,
-    "mixtral": _heads(8),
-    "muse_glimmer_text": _heads(2, 128)
-    | {"sliding_window": 2048, "sliding_window_pattern": "LLLG"},
-    "nemotron_h": _heads(8, 128)
-    | {
-        "mamba_d_conv": 4,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "mamba_n_groups": 8,
-        "mamba_n_heads": 128,
-        "mamba_ssm_dtype": "float32",
-    },
-    "olmo3": _COHERE2,
-    "paddleocr_vl_text": _heads(2, 128),
-    "phi3": {},
-    "phi4_multimodal": _heads(8),
-    "phimoe": _heads(8),
+    "ministral mistral": _MISTRAL,
+    "muse_glimmer_text": _heads(2, 128) | _window(2048, "LLLG"),
+    "nemotron_h": _heads(8, 128) | _NEMOTRON,
     "qwen2": _QWEN2,
-    "qwen2_5_omni_text": _QWEN2 | {"num_key_value_heads": 4, "sliding_window": 32768},
-    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_5_omni_text": _QWEN2 | _heads(4) | _window(32768),
+    "qwen2_5_vl_text qwen2_vl_text": _QWEN2 | _heads(8) | {"max_window_layers": 80},
     # In vLLM, none of its layers has a window, since never all of them have one.
     "qwen2_moe": _QWEN3_MOE | {"num_key_value_heads": 16, "sliding_window_pattern": "G"},
-    "qwen2_vl_text": _QWEN2_VL,
     "qwen3": _QWEN2 | {"head_dim": 128},
-    "qwen3_5_moe_text": _DELTA_NET,
+    "qwen3_5_moe_text qwen3_next": _DELTA_NET,
     "qwen3_5_text": _DELTA_NET | {"num_key_value_heads": 4},
     "qwen3_moe": _QWEN3_MOE,
-    "qwen3_next": _DELTA_NET,
-    "qwen3_omni_moe_text": _heads(4),
     "qwen3_vl_moe_text": _heads(16),
     "qwen3_vl_text": _heads(32, 128),
-    "seed_oss": _heads(8, 128),
     "smollm3": _heads(4) | {"use_sliding_window": False, "sliding_window_pattern": "GGGL"},
-    "solar_open": _heads(8, 128),
     "stablelm": _heads(32),
-    "starcoder2": _heads(2),
-    "vaultgemma": _GEMMA2,
-    "youtu": _LATENT,
+}
+LEFT_OUT: Mapping[str, Keys] = {
+    name: keys for names, keys in _BY_NAMES.items() for name in names.split()
 }
 """The keys that ``kvferry plan`` would otherwise take for absent, by the model's ``model_type``:
 transformers 5 leaves out of a file what equals its class's default, and vLLM reads the file with

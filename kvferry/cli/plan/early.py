@@ -1,8 +1,7 @@
 """What early tickets save: how long until decode has the cache of a prompt, by a formula.
 
-With an ordinary ticket, a prompt's cache is moved after prefill has computed all of it. With an
-early one, the pages of a chunk are moved while prefill computes the next chunks. Prefill is taken
-to compute at an even rate, and the network to carry nothing else.
+With an early ticket, the pages of a chunk are moved while prefill computes the next chunks. Prefill
+is taken to compute at an even rate, and the network to carry nothing else.
 """
 
 from __future__ import annotations
@@ -29,12 +28,7 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpeed:
-    """How prefill computes prompts.
-
-    Attributes:
-        chunk, prefill_rate: How many tokens it computes in a step, and in a second.
-        hop_seconds: From its end until decode starts to read, with an ordinary ticket.
-    """
+    """How many tokens prefill computes in a step and a second, and when decode reads then."""
 
     chunk: int
     prefill_rate: float
@@ -43,14 +37,9 @@ class PrefillSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyCase:
-    """How long until decode has the cache of one prompt, at one bandwidth.
+    """How long until decode has the cache of one prompt: by an ordinary and by an early ticket.
 
-    Attributes:
-        chunks: In how many chunks prefill computes the prompt.
-        early_bytes: Bytes that may be moved while prefill computes.
-        late_bytes: Bytes of sliding windows and states, which are moved after prefill's end.
-        sequential_seconds: When decode has the cache, from prefill's start, by an ordinary ticket.
-        early_seconds: The same by an early ticket.
+    ``late_bytes`` are of sliding windows and states, which are moved after prefill's end.
     """
 
     bandwidth: Bandwidth
@@ -70,10 +59,9 @@ class EarlyCase:
 
 
 def parse_bandwidth(text: str) -> Bandwidth:
-    """Return the bandwidth that a text such as ``25Gbit`` or ``40MB/s`` names.
+    """Return the bandwidth of a text such as ``25Gbit``, ``40MB/s`` or ``1.5GiB/s``.
 
-    Units are ``bit`` (or ``bps``) and ``B`` with k, M, G and T for powers of 1,000, and KiB to TiB
-    for powers of 1,024; ``/s`` may follow. ``Gb`` is refused, because it is used for both.
+    ``Gb`` is refused, because it is used for bits and for bytes.
     """
     match = _RATE.fullmatch(text.strip())
     if match is None:

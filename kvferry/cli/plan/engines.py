@@ -75,10 +75,7 @@ class EngineError(KVFerryError):
 
 
 class PlanSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one engine, written as ``tp=2,pp=1,block_size=16,layout=LBHNC``.
-
-    The rank with pipeline index p and tensor index t has index ``p * tp + t``. ``kvferry plan
-    --help`` says what each setting is.
+    """The settings of one engine; pipeline index p and tensor index t are rank ``p * tp + t``.
 
     Raises:
         SettingsError: No engine can have these settings, whatever the model.
@@ -141,10 +138,8 @@ def parse(text: str) -> PlanSettings:
 class Engine:
     """The layouts of all ranks of an engine; also the schema of the JSON files.
 
-    Attributes:
-        coordinates: The parallel indices of each rank; empty if unknown.
-        windows: The sliding window in tokens of each cache group, 0 for none; may be empty.
-        chunks: Likewise the size in tokens of the chunks of chunked attention.
+    ``coordinates`` are empty if unknown. ``windows`` and ``chunks`` have the tokens of each cache
+    group's sliding window and of its chunks; 0, or empty, for none.
     """
 
     ranks: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=MAX_RANKS)]
@@ -261,10 +256,7 @@ class _CacheGroup(NamedTuple):
 
 
 def _groups(model: Model) -> list[_CacheGroup]:
-    """Return the cache groups of a model: layers of one window or chunk size, or with states.
-
-    vLLM splits the layers of frequent kinds into several groups; see ``UNEVEN``.
-    """
+    """Return the layers of one reach, or with states; vLLM splits frequent kinds (``UNEVEN``)."""
     by_reach = grouped(model.windows, lambda n: (model.windows[n], model.chunks.get(n, 0)))
     kinds = [_CacheGroup(layers, *reach) for reach, layers in by_reach.items()]
     if model.states:
@@ -283,10 +275,7 @@ def _groups(model: Model) -> list[_CacheGroup]:
 
 
 def _stage(layers: int, pp: int, rank: int) -> range:
-    """Return the layers of a pipeline rank.
-
-    If n layers remain after an even division, the n ranks before the last one get one more each.
-    """
+    """Return the layers of a pipeline rank; of n that remain, each rank before the last has one."""
     each, over = divmod(layers, pp)
     sizes = [each + (pp - 1 - over <= stage < pp - 1) for stage in range(pp)]
     start = sum(sizes[:rank])

@@ -1,8 +1,7 @@
-"""Estimate the copies of one request: how many, of which sizes, between which ranks.
+"""Count the copies of one request as the planner makes them, and their sizes.
 
-Copies are counted as the planner makes them, not by formulas. The pages of a request are assumed to
-be scattered, as in an engine that has run for a while, so that two pages are never merged into one
-copy.
+The pages of a request are assumed to be scattered, as in an engine that has run for a while, so
+that two pages are never merged into one copy.
 """
 
 from __future__ import annotations
@@ -31,16 +30,11 @@ class CopySizes(Counter[int]):
     @property
     def figures(self) -> dict[str, int]:
         """The number of copies, their bytes, and the sizes of the extreme and the median copy."""
-        sizes = sorted(self)
+        sizes = sorted(self) or [0]
         ends = list(accumulate(self[nbytes] for nbytes in sizes))
-        middle = bisect_left(ends, (self.total() + 1) // 2)
-        return {
-            "copies": self.total(),
-            "bytes": self.nbytes,
-            "smallest": sizes[0] if sizes else 0,
-            "median": sizes[middle] if sizes else 0,
-            "largest": sizes[-1] if sizes else 0,
-        }
+        middle = bisect_left(ends, (self.copies + 1) // 2)
+        figures = {"copies": self.copies, "bytes": self.nbytes}
+        return figures | {"smallest": sizes[0], "median": sizes[middle], "largest": sizes[-1]}
 
     @property
     def copies(self) -> int:
@@ -70,19 +64,23 @@ def merged(all_sizes: Iterable[CopySizes]) -> CopySizes:
 class ReadEstimate:
     """What a decode rank reads from one prefill rank.
 
-    Attributes:
-        decode, prefill: The indices of the two ranks.
-        overlaps: The overlapping pairs of fields, and the part of each that is read.
-        early_bytes: How many of the bytes are final once their token is computed: those of cache
-            groups with neither a sliding window nor states.
+    ``early_bytes`` are final once their token is computed: not of sliding windows, nor of states.
     """
 
     decode: int
-    prefill: int
     source: Source = field(repr=False)
-    overlaps: tuple[Overlap, ...] = field(repr=False)
     sizes: CopySizes
     early_bytes: int
+
+    @property
+    def prefill(self) -> int:
+        """The index of the prefill rank."""
+        return self.source.remote
+
+    @property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """The overlapping pairs of fields, and the part of each that is read."""
+        return tuple(one for match in self.source.matches for one in match.overlaps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,19 +88,20 @@ class Estimate:
     """The reads that one request takes, and their copies.
 
     Attributes:
-        reads: The reads, ordered by decode rank, then by prefill rank.
-        readers: For each prefill rank, how many decode ranks send it "done": those that read it, or
-            the one in ``told``.
-        told: For each prefill rank that no decode rank reads, the decode rank that sends it "done"
-            nevertheless.
-        on_gpus: Whether all copies are from a GPU's memory to a GPU's memory.
+        readers: How many decode ranks send "done" to each prefill rank.
+        told: The decode rank that sends it to a prefill rank that none reads, by the latter.
     """
 
     tokens: int
     reads: tuple[ReadEstimate, ...]
     readers: tuple[int, ...]
     told: dict[int, int]
-    on_gpus: bool
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether all copies are from a GPU's memory to a GPU's memory."""
+        sides = [(read.source.local_layout, read.source.remote_layout) for read in self.reads]
+        return all(region.kind == CUDA for pair in sides for it in pair for region in it.regions)
 
     @property
     def sizes(self) -> CopySizes:
@@ -153,25 +152,15 @@ def estimate_reads(
         for source in planned.sources:
             by_group = _counted(source, decode, tokens, workspace)
             # A sliding window drops tokens again, and every token changes a state.
-            early = [
+            early = sum(
                 sizes.nbytes
                 for group, sizes in by_group.items()
                 if source.local_layout.groups[group].kind is not GroupKind.STATE
                 and not decode.drops_tokens(group)
-            ]
-            reads.append(
-                ReadEstimate(
-                    decode=rank,
-                    prefill=source.remote,
-                    source=source,
-                    overlaps=tuple(o for match in source.matches for o in match.overlaps),
-                    sizes=merged(by_group.values()),
-                    early_bytes=sum(early),
-                )
             )
-    layouts = [side for r in reads for side in (r.source.local_layout, r.source.remote_layout)]
-    on_gpus = all(region.kind == CUDA for layout in layouts for region in layout.regions)
-    return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told, on_gpus=on_gpus)
+            sizes = merged(by_group.values())
+            reads.append(ReadEstimate(decode=rank, source=source, sizes=sizes, early_bytes=early))
+    return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told)
 
 
 def _counted(
@@ -218,7 +207,7 @@ def _span(group: Group) -> int:
 
 
 def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Split the tokens ``[first, last)`` into ranges, and say how often each one's copies count.
+    """Yield ranges of the tokens ``[first, last)``, and how often each counts.
 
     Copies repeat with the pages of both engines.
     """

@@ -74,12 +74,9 @@ class ModelError(KVFerryError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """Some of the channels of a layer's convolution, such as those of x, B or C.
+    """Some channels of a layer's convolution, by the name of the connector's field (``conv/NAME``).
 
-    Attributes:
-        name: The name that the connector gives to their field, without ``conv/``.
-        units: Into how many equal parts they can be split, such as heads or groups. A single unit
-            is copied to every rank.
+    They can be split into so many equal ``units``; a single one is copied to every rank.
     """
 
     name: str
@@ -95,15 +92,13 @@ class Channels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentState:
-    """The recurrent state of one layer: the convolution's last inputs, then a matrix per head.
+    """The recurrent state of one layer: the inputs of its convolution, then a matrix per head.
 
     Attributes:
         channels: The channels of the convolution, in their order in memory.
         columns: For how many tokens the convolution's inputs are kept.
-        heads: Heads of the recurrent state in the model; 0 if there is only a convolution.
-        elements: Elements of the recurrent state of one head.
-        input_dtype: Element type of the convolution's inputs.
-        dtype: Element type of the recurrent state.
+        heads, elements: Heads of the matrix in the model (0: none), and its elements per head.
+        input_dtype, dtype: Element types of the inputs and of the matrix.
     """
 
     channels: tuple[Channels, ...]
@@ -126,15 +121,12 @@ class Model:
     """The properties of a model that decide which rank reads what. Layers are named by index.
 
     Attributes:
-        windows: Sliding window in tokens of each layer with attention, 0 for no window. It has no
-            layer that uses the cache of another layer.
+        windows: Sliding window in tokens (0: none) of each layer with a cache of attention.
         chunks: Size in tokens of the chunks of each layer with chunked attention.
         kv_heads: Number of KV heads; 1 if an entry is a latent (MLA), which every rank stores.
         parts: Parts of an entry (one head of one token) in order: name to number of elements.
         indexed: The layers that have an index beside their latents.
-        index_parts: Bytes per token of the index's parts: a value for each of its elements, and a
-            float32 for each 128 of them.
-        states: The layers that have a recurrent state.
+        index_parts: Bytes per token of the index's parts.
         notes: Assumptions about what the file does not say, a sentence each.
     """
 
@@ -174,10 +166,7 @@ class Model:
 
 
 class _Keys:
-    """The keys of a config file that have a value, under their usual names.
-
-    What is asked for is checked then. Errors go on after the file's name.
-    """
+    """The keys of a config file that have a value, by usual names, checked when asked for."""
 
     def __init__(self, keys: Mapping[str, Any]) -> None:
         # A head_dim of 0 stands for a missing one, as in vLLM.
@@ -209,10 +198,7 @@ class _Keys:
 
 
 def read_model(path: Path, dtype: str | None = None) -> Model:
-    """Return the model of a config file, or of the folder that has one.
-
-    ``dtype`` is the element type of the cache; ``None`` or ``auto`` is the file's.
-    """
+    """Return the model of a config file, or of its folder, by default with its element type."""
     try:
         own = None if dtype in (None, "auto") else element_type(dtype)
     except ModelError as exc:

@@ -15,7 +15,7 @@ from kvferry.cli.output import output, print_table
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
 from kvferry.cli.plan.early import EarlyCase, PrefillSpeed
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate, merged
-from kvferry.cli.plan.fields import Contents, contents_of, shape_of, text_of
+from kvferry.cli.plan.fields import contents_of
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.sides import Side
 from kvferry.core.transport.copies import SMALL_COPY
@@ -42,21 +42,12 @@ BACKENDS = {
 PREFERRED = "LBHNC"
 """The order that the connector asks vLLM for."""
 
-BY_IPC = "Between GPUs of one host (CUDA IPC)"
-
 Record = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """All that ``kvferry plan`` has computed; table, JSON and picture show it.
-
-    Attributes:
-        model: The model; ``None`` if both engines were given by layouts.
-        advice: What to do about small or many copies; ``None`` without need.
-        early: How prefill computes, and what early tickets save; ``None`` if nobody asked.
-        notes: What else there is to know, a sentence each.
-    """
+    """All that ``kvferry plan`` has computed."""
 
     model: Model | None
     prefill: Side
@@ -77,9 +68,7 @@ def print_result(result: PlanResult) -> None:
         console.print(escape(f"{side.name:<9}{ranks:<9}{side.source}"))
     console.print()
     for note in result.notes:
-        console.print(f"[yellow]{escape(note)}[/]")
-    if result.notes:
-        console.print()
+        console.print(f"[yellow]{escape(note)}[/]\n")
     total = estimate.sizes.figures
     console.print(
         f"A request of {counted(estimate.tokens, 'token')} takes [bold]{size(total['bytes'])}[/] "
@@ -90,7 +79,10 @@ def print_result(result: PlanResult) -> None:
     columns |= {"copies": "number", "bytes": "number", "of size": "sizes"}
     print_table(console, columns, list(_read_rows(result)))
     if result.advice is not None:
-        _print_advice(console, estimate, result.advice)
+        for line in _advice_lines(estimate, result.advice):
+            text = line.lstrip()
+            console.print(Padding(text, (0, 0, 0, len(line) - len(text)), expand=False))
+        console.print()
     if result.early is not None:
         _print_early(console, *result.early)
 
@@ -137,16 +129,15 @@ def _read_rows(result: PlanResult) -> Iterator[list[str]]:
     )
     for own in alike.values():
         rows = []
-        for kind in reads[own[0]]:
-            same = [reads[rank][kind] for rank in own]
-            figures = merged(read.sizes for read in same[0]).figures
+        for kind, first in reads[own[0]].items():
+            each = [[read.prefill for read in reads[rank][kind]] for rank in own]
+            figures = merged(read.sizes for read in first).figures
+            what, of_size = kind[0], _sizes(figures).partition(",")[0]
             rows.append(
                 [
-                    _among(result.prefill, [[read.prefill for read in each] for each in same]),
-                    text_of([_contents(read) for each in same for read in each]),
-                    f"{figures['copies']:,}",
-                    size(figures["bytes"]),
-                    _sizes(figures).partition(",")[0],
+                    _among(result.prefill, each),
+                    f"{what} from each" if len(first) > 1 else what,
+                    *(f"{figures['copies']:,}", size(figures["bytes"]), of_size),
                 ]
             )
         told = [estimate.told_by(rank) for rank in own]
@@ -159,12 +150,9 @@ def _read_rows(result: PlanResult) -> Iterator[list[str]]:
             who = ""
 
 
-def _contents(read: ReadEstimate) -> Contents:
-    return contents_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
-
-
-def _kind(read: ReadEstimate) -> object:
-    return shape_of(_contents(read)), frozenset(read.sizes.items())
+def _kind(read: ReadEstimate) -> tuple[str, frozenset[tuple[int, int]]]:
+    what = contents_of((overlap.local.key, overlap.shard) for overlap in read.overlaps)
+    return what, frozenset(read.sizes.items())
 
 
 def _among(side: Side, each: Sequence[Sequence[int]]) -> str:
@@ -173,62 +161,57 @@ def _among(side: Side, each: Sequence[Sequence[int]]) -> str:
     return text if len(set(map(tuple, each))) == 1 else f"{len(each[0])} each of {text}"
 
 
-def _print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
-    """Print why copies are small or many, and what to change."""
-
-    def say(text: str, by: int = 2) -> None:
-        console.print(Padding(text, (0, 0, 0, by), expand=False), style="dim" if by > 2 else "")
-
+def _advice_lines(estimate: Estimate, given: Advice) -> Iterator[str]:
+    """Yield why copies are small or many, and what to change."""
     many, sizes = is_many(estimate), _sizes(estimate.sizes.figures)
+    by_ipc = "Between GPUs of one host (CUDA IPC)"
     if is_small(estimate):
-        console.print(
+        yield (
             f"[bold yellow]Small copies:[/] {sizes}. Below {size(SMALL_COPY)}, what a copy costs "
             "outweighs what its bytes cost."
         )
     else:
-        console.print(f"[bold yellow]Many copies[/] of {sizes}.")
+        yield f"[bold yellow]Many copies[/] of {sizes}."
     if many:
-        say(
-            f"{BY_IPC}, a copy takes some {IPC_SECONDS * 1e6:.0f} µs beside the time of its bytes: "
-            f"{duration(estimate.busiest * IPC_SECONDS)} for the "
+        yield (
+            f"  {by_ipc}, a copy takes some {IPC_SECONDS * 1e6:.0f} µs beside the time of its "
+            f"bytes: {duration(estimate.busiest * IPC_SECONDS)} for the "
             f"{counted(estimate.busiest, 'copy')} of a decode rank."
         )
-    for reason in given.reasons:
-        say(reason)
+    yield from (f"  {reason}" for reason in given.reasons)
     for change in given.changes:
         fewer = estimate.sizes.copies / change.copies
-        sides = {side: getattr(change, side) for side in ("prefill", "decode")}
-        asked = " and ".join(f"{what} on {side}" for side, what in sides.items() if what)
-        if change.prefill == change.decode:
-            asked = f"{change.prefill} on both"
-        say(
-            f"Try [bold]{asked}[/]: {counted(change.copies, 'copy')} of "
+        asked = " and ".join(f"{what}{side}" for side, what in _sides(change))
+        yield (
+            f"  Try [bold]{asked}[/]: {counted(change.copies, 'copy')} of "
             f"{_sizes(asdict(change))}; {fewer:,.0f} times fewer."
         )
         if many:
-            say(f"{BY_IPC}: {duration(change.busiest * IPC_SECONDS)}.", 4)
-        for line in _for_vllm(change):
-            say(line, 4)
+            yield f"    {by_ipc}: {duration(change.busiest * IPC_SECONDS)}."
+        yield from _for_vllm(change)
     if not given.changes:
-        say("Nothing that was tried, on either side or both, would halve them.")
-    console.print()
+        yield "  Nothing that was tried, on either side or both, would halve them."
+
+
+def _sides(change: Change) -> list[tuple[str, str]]:
+    """Return where to change what."""
+    if change.prefill == change.decode:
+        return [(" on both", change.prefill)]
+    both = {" on prefill": change.prefill, " on decode": change.decode}
+    return [(side, what) for side, what in both.items() if what]
 
 
 def _for_vllm(change: Change) -> Iterator[str]:
     """Yield vLLM's options for a change, as far as it has them."""
-    sides = {"prefill": change.prefill, "decode": change.decode}
-    if change.prefill == change.decode:
-        sides = {"": change.prefill}
-    for side, said in sides.items():
+    for side, said in _sides(change):
         pairs = [pair.partition("=") for pair in said.split(",")]
         flags = [VLLM[name].format(value) for name, _, value in pairs if name in VLLM]
         if flags:
-            yield f"vLLM{', ' * bool(side)}{side}: {', '.join(flags)}"
+            yield f"    vLLM{side}: {', '.join(flags)}"
     for layout, backends in BACKENDS.items():
         if f"layout={layout}" in f"{change.prefill},{change.decode}":
-            yield (
-                f"{backends}. Without the variable, kvferry asks for {PREFERRED} (not with MLA)."
-            )
+            asked = f"Without the variable, kvferry asks for {PREFERRED} (not with MLA)."
+            yield f"    {backends}. {asked}"
 
 
 def _print_early(console: Console, prefill: PrefillSpeed, cases: Sequence[EarlyCase]) -> None:

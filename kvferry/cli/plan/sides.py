@@ -50,12 +50,10 @@ class RunningEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two engines.
+    """One of the two engines, ``prefill`` or ``decode``.
 
     Attributes:
-        name: ``prefill`` or ``decode``.
-        source: The settings from which the layouts were computed, the JSON file that has them, or
-            the running engine that publishes them.
+        source: The settings, the JSON file or the running engine that the layouts are from.
         notes: What else there is to know about the engine, a sentence each.
     """
 
@@ -65,10 +63,7 @@ class Side:
     notes: tuple[str, ...] = ()
 
     def rank_name(self, *ranks: int) -> str:
-        """Return the name of ranks, such as ``3 (pp 1, tp 1)`` or ``0-3 (pp 0)``.
-
-        It has the coordinates that they share, and not all ranks of the engine.
-        """
+        """Return a name such as ``0-3 (pp 0)``, with the coordinates that these ranks share."""
         where = []
         for name in ("pp", "tp", "pcp", "dcp"):
             every = [getattr(one, name) for one in self.engine.coordinates]
@@ -87,9 +82,7 @@ def read_sides(
 ) -> tuple[Side, Side]:
     """Return the engines that options describe, with room for a request of so many tokens.
 
-    ``texts`` has settings or a file by the engine's name; an engine without is one that runs, at
-    the next of ``addresses``. ``keys`` says where the command's secret key is, and the public key
-    of each engine that runs.
+    ``texts`` has settings or a file by the engine's name; one without runs at the next address.
     """
     running = [name for name, text in texts.items() if text is None]
     (secret, peers), count = keys, len(addresses)
@@ -185,10 +178,7 @@ def _given_side(name: str, text: str, model: Model | None, tokens: int) -> Side:
 
 
 def with_keys_of(computed: Engine, running: Engine) -> Engine:
-    """Return a computed engine whose fields have the keys that a running engine's fields have.
-
-    These have vLLM's names of the layers. Fields that the running engine lacks keep their keys.
-    """
+    """Return a computed engine whose fields have the keys, vLLM's names, of a running engine's."""
     keys = {
         _place(f): f.key
         for layout in running.ranks

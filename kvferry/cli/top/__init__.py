@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 
@@ -42,8 +41,7 @@ def run(
 
 def _print(console: Console, engines: list[EngineReport], *, as_json: bool) -> None:
     if as_json:
-        record = {"engines": [dataclasses.asdict(engine) for engine in engines]}
-        console.file.write(f"{json.dumps(record, allow_nan=False)}\n")
+        console.file.write(f"{msgspec.json.encode({'engines': engines}).decode()}\n")
     else:
         console.print(tables(engines, console.width))
     console.file.flush()
@@ -60,8 +58,8 @@ def _reports(
         for address, outcome in zip(pages, scraper.scrape(), strict=True):
             if isinstance(outcome, MetricsPageError):
                 engines.append(EngineReport(name=address.name, error=str(outcome)))
-                continue
-            engines += engine_reports(address.name, outcome, before.get(address))
-            before[address] = outcome
+            else:
+                engines += engine_reports(address.name, outcome, before.get(address))
+                before[address] = outcome
         yield engines
         time.sleep(max(0.0, start + interval - time.monotonic()))

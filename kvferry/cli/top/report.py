@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec import Struct
 
 from kvferry.cli.top.scrape import (
     CACHE_CONFIG,
@@ -32,21 +34,18 @@ PROBLEMS = {
 """The counters of what went wrong: what is shown of each, and by which labels it is counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class Counted(Struct, frozen=True, kw_only=True):
     """A counter since the engine started, and since the previous reading (``None`` without one)."""
 
     total: float
     new: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerPulls:
+class PeerPulls(Struct, frozen=True, kw_only=True):
     """What a decode engine pulls from one prefill engine; each of its ranks counts.
 
-    Attributes:
-        paths: What carried the bytes since the previous reading; if nothing did, since the start.
-        seconds_per_pull: Average time of a pull in each stage. Only for stages with pulls.
+    ``paths`` carried bytes since the previous reading or, if none did, since the start.
+    ``seconds_per_pull`` has the average of each stage in which a pull was.
     """
 
     peer: str
@@ -56,14 +55,8 @@ class PeerPulls:
     seconds_per_pull: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HoldsReport:
-    """What a prefill engine holds for others: blocks, or host pages if its cache is staged.
-
-    Attributes:
-        share_of_cache: ``pages`` as a share of all blocks; ``None`` if the cache is staged.
-        share_of_limit: The same as a share of the blocks that may be held, or of the host pages.
-    """
+class HoldsReport(Struct, frozen=True, kw_only=True):
+    """What a prefill engine holds: blocks, or host pages (of no share) if its cache is staged."""
 
     pages: float | None
     share_of_cache: float | None
@@ -71,8 +64,7 @@ class HoldsReport:
     outcomes: dict[str, Counted]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProblemCount:
+class ProblemCount(Struct, frozen=True, kw_only=True):
     """How often something went wrong; ``peer`` is empty if none took part, or if it is unknown."""
 
     what: str
@@ -80,20 +72,11 @@ class ProblemCount:
     counted: Counted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReport:
-    """One engine. ``None`` is unknown.
+class EngineReport(Struct, frozen=True, kw_only=True):
+    """One engine. ``None`` is unknown, and all is unknown if ``error`` is why it was not read.
 
-    Attributes:
-        name: Host and port, with ``#`` and the index if the page has several engines.
-        error: Why its page was not read; everything else is unknown then.
-        seconds: The time over which rates were taken.
-        cache_used: The share of the KV cache that requests and holds use.
-        peers_up, peers_down: Prefill engines; of ranks that differ, the largest number.
-        host_pages_used: The share of its host pages that is in use, if its cache is staged; the
-            larger one of those for holds and those for loads.
-        pulls: What is pulled from each prefill engine, the most bytes first.
-        problems: What went wrong since it started, the most recent first.
+    Shares are of 1. Of ranks that differ, the largest number counts, as does the larger share of
+    host pages, for holds or for loads. Pulls with most bytes and newest problems are first.
     """
 
     name: str
@@ -109,9 +92,9 @@ class EngineReport:
     peers_down: float | None = None
     quarantined_pages: float | None = None
     host_pages_used: float | None = None
-    pulls: list[PeerPulls] = field(default_factory=list)
+    pulls: list[PeerPulls] = []
     holds: HoldsReport | None = None
-    problems: list[ProblemCount] = field(default_factory=list)
+    problems: list[ProblemCount] = []
 
     @property
     def is_silent(self) -> bool:
@@ -119,8 +102,7 @@ class EngineReport:
         return self.seconds is None and self.error is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
+class _Change(NamedTuple):
     """An engine's metrics at its latest reading and at the one before, ``seconds`` earlier.
 
     Names of kvferry's metrics are without their prefix. ``before`` is ``None`` at the first
@@ -173,19 +155,16 @@ def engine_reports(
 ) -> list[EngineReport]:
     """Return what is shown of each engine on a page; vLLM has several with data parallelism."""
     found = _by_engine(reading.page)
-    earlier = _by_engine(before.page) if before else {}
-    if before and reading.page.get(STARTED) != before.page.get(STARTED):
-        earlier = {}
     if not found:
         return [EngineReport(name=name, error="the page has no metric of an engine")]
+    earlier, seconds = None, 0.0
+    if before:
+        is_same = reading.page.get(STARTED) == before.page.get(STARTED)
+        earlier, seconds = _by_engine(before.page) if is_same else {}, reading.time - before.time
     return [
         _engine_report(
             name if len(found) == 1 else f"{name}#{engine}",
-            _Change(
-                now=page,
-                before=earlier.get(engine, {}) if before else None,
-                seconds=reading.time - before.time if before else 0.0,
-            ),
+            _Change(page, None if earlier is None else earlier.get(engine, {}), seconds),
         )
         for engine, page in found.items()
     ]
@@ -226,8 +205,7 @@ def _engine_report(name: str, change: _Change) -> EngineReport:
         pulls=sorted(_pulls(change), key=lambda pull: -(pull.bytes_per_second or 0.0)),
         holds=_holds(change),
         problems=sorted(
-            _problems(change),
-            key=lambda problem: (-(problem.counted.new or 0.0), -problem.counted.total),
+            _problems(change), key=lambda one: (-(one.counted.new or 0.0), -one.counted.total)
         ),
     )
 
@@ -263,12 +241,8 @@ def _holds(change: _Change) -> HoldsReport | None:
     blocks, share = labels.get("num_gpu_blocks", ""), None
     if pages is not None and blocks.isascii() and blocks.isdecimal() and len(blocks) < 16:
         share = pages / int(blocks) if int(blocks) and not change.value("host_pages") else None
-    return HoldsReport(
-        pages=pages,
-        share_of_cache=share,
-        share_of_limit=change.largest("held_fraction"),
-        outcomes=outcomes,
-    )
+    limit = change.largest("held_fraction")
+    return HoldsReport(pages=pages, share_of_cache=share, share_of_limit=limit, outcomes=outcomes)
 
 
 def _problems(change: _Change) -> Iterator[ProblemCount]:

@@ -1,7 +1,6 @@
 """Pages of metrics in Prometheus's text format, fetched over HTTP from several engines at once.
 
-Only the lines of kvferry, and the few of vLLM that ``kvferry top`` shows, are parsed. A page comes
-from the network, so its size and each of these lines are checked.
+A page comes from the network: its size, and each line of what ``kvferry top`` shows, are checked.
 """
 
 from __future__ import annotations

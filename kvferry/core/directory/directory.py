@@ -7,19 +7,19 @@ replies they lack (``Endpoint.take_wanted``).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import logging
 import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS
-from kvferry.core.directory.handshake_queue import Asking, HandshakeQueue, fetched
+from kvferry.core.backoff import LONGEST_BACKOFF_SECONDS, backoff_seconds
+from kvferry.core.directory.handshake import fetched
 from kvferry.core.directory.news import EncodedReply, Gone, Outcome, ProducerNews
 from kvferry.core.directory.pings import start_pings
 from kvferry.core.error_causes import RAISE_LIMITS
@@ -28,14 +28,14 @@ from kvferry.core.errors import (
     EndpointClosedError,
     HandshakeError,
     KVFerryError,
+    kept,
 )
 from kvferry.core.lifecycle.ticket import PeerKey, ProducerName, Ticket
+from kvferry.core.lru_cache import LRUCache
 from kvferry.core.options import EndpointOptions, most_peers
 from kvferry.core.security.ticket_proof import verify
 from kvferry.core.side_channel.client import ReplyLimits
-from kvferry.core.side_channel.tasks import Steps, Task
-
-logger = logging.getLogger(__name__)
+from kvferry.core.side_channel.tasks import Task, start
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""
@@ -45,6 +45,29 @@ AGAIN_SECONDS = 2.0
 """How long after a reply it may still be on its way to a rank that says that it lacks it."""
 STEP_SECONDS = 0.02
 """The pause of ``LocalDirectory`` while a rank may lack a reply, or a handshake waits its turn."""
+
+
+# High, because clients choose which hosts tickets name, and hosts that never answer must not delay
+# others. Limited, because each handshake may receive a reply of ``MAX_SHORT_REPLY_BYTES``, which is
+# in memory two or three times meanwhile.
+MAX_HANDSHAKES = 64
+"""The most handshakes that run at once; others wait, in the order in which they are due."""
+MAX_REMEMBERED = 1 << 12
+"""The most engines whose failures are remembered."""
+NEVER_FAILED = 0, 0.0
+MAX_TICKETS = 16
+"""The most incarnations for which one handshake is made: the newest that tickets name."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Asking:
+    """A producer that is being asked, or is to be."""
+
+    key: PeerKey
+    since: float
+    # Those for which it is asked, which genuine proofs name.
+    incarnations: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_TICKETS))
+    task: Task | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,7 +80,6 @@ class _Producer:
     pings: Task | None = None
 
     def stop(self) -> None:
-        """Ping it no more."""
         if self.pings is not None:
             self.pings.cancel()
 
@@ -81,9 +103,12 @@ class Directory:
         self._woken = woken
         self._posted: deque[Callable[[], None]] = deque()
         self._reply_limits = ReplyLimits()
-        self._handshakes = HandshakeQueue(self._fetch, self._on_outcome, self._post, clock)
         self._patience = options.handshake_timeout + LONGEST_BACKOFF_SECONDS
         """How long a rank waits for an outcome, as ``Peers`` does."""
+        self._places = asyncio.Semaphore(MAX_HANDSHAKES)
+        self._asked: dict[PeerKey, _Asking] = {}
+        self._failed = LRUCache[tuple[int, float]](MAX_REMEMBERED)
+        """How often a handshake has failed since one succeeded, and until when there is none."""
         self._producer_of: dict[Hashable, ProducerName] = {}
         self._user_counts: Counter[ProducerName] = Counter()
         self._producers: dict[ProducerName, _Producer] = {}
@@ -94,7 +119,7 @@ class Directory:
     @property
     def pending(self) -> bool:
         """Return whether ``take`` has, or will soon have, messages that the ranks wait for."""
-        is_asking = self._clock() - self._handshakes.newest < self._patience
+        is_asking = self._asked_for < self._patience
         return is_asking or bool(self._posted or self._outcomes or self._gone)
 
     @property
@@ -117,7 +142,7 @@ class Directory:
             return
         # A forged ticket does not count: whoever answers for it alone is not watched.
         is_genuine = ticket.proof is None or verify(ticket.proof)
-        self._handshakes.ask(PeerKey.of(ticket), ticket.incarnation if is_genuine else None)
+        self._ask(PeerKey.of(ticket), ticket.incarnation if is_genuine else None)
 
     def ask_again(self, lacking: Iterable[tuple[PeerKey, int]]) -> None:
         """Ask producers, each with the incarnation that a ticket names, for ranks that lack them.
@@ -129,7 +154,7 @@ class Directory:
             producer = self._producers.get((key.engine, incarnation, key.ticket_key))
             sent = -math.inf if producer is None or producer.key != key else producer.sent
             if self._clock() - sent > AGAIN_SECONDS:
-                self._handshakes.ask(key, incarnation)
+                self._ask(key, incarnation)
 
     def end(self, request: Hashable) -> None:
         """Count a request no longer as a user; ignored if it is none."""
@@ -146,7 +171,6 @@ class Directory:
         """Return what to tell the ranks in this step; replies beyond ``MAX_STEP_BYTES`` wait."""
         self._catch_up()
         now = self._clock()
-        self._handshakes.progress(now)
         gone, self._gone = self._gone, []
         outcomes, left = list[Outcome](), MAX_STEP_BYTES
         while self._outcomes and left > 0:
@@ -157,7 +181,7 @@ class Directory:
                 if (producer := self._producers.get(outcome.name)) is not None:
                     producer.sent = now
             outcomes.append((key, outcome))
-        asked_for = now - self._handshakes.newest
+        asked_for = self._asked_for
         return ProducerNews(
             outcomes=tuple(outcomes),
             gone=tuple(gone),
@@ -166,14 +190,15 @@ class Directory:
         )
 
     def close(self) -> None:
-        """End all pings, and start no more handshakes; return at once."""
-        self._handshakes.close()
+        """End all pings and handshakes; return at once."""
+        for asking in self._asked.values():
+            if asking.task is not None:
+                asking.task.cancel()
         for producer in self._producers.values():
             producer.stop()
 
     def _catch_up(self) -> None:
-        """Process what tasks have found out, and end what was waited for in vain, or is unused."""
-        self._handshakes.drop(self._clock() - self._patience)
+        """Process what tasks have found out, and end what is unused."""
         while self._posted:
             self._posted.popleft()()
         self._end_unused()
@@ -182,20 +207,65 @@ class Directory:
         self._posted.append(call)
         self._woken()
 
-    def _fetch(self, key: PeerKey) -> Steps[EncodedReply]:
-        return fetched(key, self._options, self._reply_limits)
+    @property
+    def _asked_for(self) -> float:
+        """For how long the producer is being asked that was asked last; ``inf`` if none is."""
+        newest = max((each.since for each in self._asked.values()), default=-math.inf)
+        return self._clock() - newest
 
-    def _on_outcome(self, asking: Asking, outcome: EncodedReply | KVFerryError) -> None:
+    def _ask(self, key: PeerKey, incarnation: int | None) -> None:
+        """Begin a handshake for an incarnation, unless there is one with this producer."""
+        asking = self._asked.get(key)
+        if asking is None:
+            asking = self._asked[key] = _Asking(key=key, since=self._clock())
+            _, until = self._failed.get(key) or NEVER_FAILED
+            pause = until - asking.since
+            over = partial(self._on_over, asking)
+            try:
+                asking.task = start(lambda: self._fetched(key, pause), over)
+            except HandshakeError as exc:
+                over(exc)
+        if incarnation is not None and incarnation not in asking.incarnations:
+            asking.incarnations.append(incarnation)
+
+    async def _fetched(self, key: PeerKey, pause: float) -> EncodedReply:
+        """Return a producer's reply; raise ``HandshakeError`` if nobody waits for it any more."""
+        try:
+            async with asyncio.timeout(self._patience):
+                await asyncio.sleep(pause)
+                await self._places.acquire()
+        except TimeoutError:
+            raise HandshakeError(
+                f"engine {key.engine!r} was not asked within {self._patience:g} s, since "
+                f"{MAX_HANDSHAKES} others that tickets name had not answered yet: look which do "
+                "not run any more, or set a shorter handshake_timeout"
+            ) from None
+        try:
+            return await fetched(key, self._options, self._reply_limits)
+        finally:
+            self._places.release()
+
+    def _on_over(self, asking: _Asking, outcome: EncodedReply | Exception) -> None:
+        """Hear the end of a handshake; called on the thread of all tasks."""
+        result = outcome if isinstance(outcome, EncodedReply) else kept(outcome)
+        self._post(lambda: self._on_outcome(asking, result))
+
+    def _on_outcome(self, asking: _Asking, outcome: EncodedReply | KVFerryError) -> None:
+        key = asking.key
+        del self._asked[key]
         if isinstance(outcome, EncodedReply):
             outcome = self._on_reply(asking, outcome)
-        self._outcomes.append((asking.key, outcome))
+        else:
+            failures, _ = self._failed.get(key) or NEVER_FAILED
+            self._failed.put(key, (failures + 1, self._clock() + backoff_seconds(failures)))
+        self._outcomes.append((key, outcome))
 
-    def _on_reply(self, asking: Asking, reply: EncodedReply) -> EncodedReply | ConnectError:
+    def _on_reply(self, asking: _Asking, reply: EncodedReply) -> EncodedReply | ConnectError:
         """Watch the producer if it made one of the tickets; return what to tell the ranks."""
         key, error = asking.key, None
         is_maker = reply.ticket_key == key.ticket_key and reply.incarnation in asking.incarnations
         if is_maker:
-            self._handshakes.succeeded(key)
+            self._failed.put(key, NEVER_FAILED)
             error = self._watch(key, reply)
             if error is None:
                 return reply

@@ -24,8 +24,6 @@ from kvferry.core.side_channel_messages import RoomNews
 
 MAX_PRODUCERS = 1 << 8
 """The most producers whose rooms are followed at once."""
-MAX_AT_HOST = MAX_PRODUCERS // 2
-"""The most of these at one host."""
 MAX_SILENT_PRODUCERS = 3 * MAX_PRODUCERS // 4
 """The most producers that are followed and have never answered."""
 MAX_SILENT_AT_HOST = 1 << 5
@@ -81,7 +79,7 @@ class RoomFollower:
         followed = self._requests[request]
         with self._lock:
             news = followed.news
-            self._inbox.drop(followed)
+            followed.news = None
             if followed.error is None:
                 self._inbox.changed.discard(request)
             self._due = min(self._due, self._late_at(followed))
@@ -92,7 +90,6 @@ class RoomFollower:
         followed = self._requests.pop(request, None)
         if followed is not None:
             with self._lock:
-                self._inbox.drop(followed)
                 self._inbox.changed.discard(request)
                 if followed.producer is not None:
                     del followed.producer.requests[request]
@@ -162,11 +159,6 @@ class RoomFollower:
     def _check_limits(self, key: PeerKey) -> None:
         """Raise ``HandshakeError`` if no further producer fits in, be it for an idle one."""
         busy = [each for each, producer in self._producers.items() if producer.requests]
-        if sum(each.host == key.host for each in busy) >= MAX_AT_HOST:
-            raise HandshakeError(
-                f"requests of {MAX_AT_HOST} prefill engines at {key.host} wait here, which is the "
-                "most at one host: look which engines the router names there (remote_engine_id)"
-            )
         if not self._inbox.answered.get(key):
             _check_silent(key, [each for each in busy if not self._inbox.answered.get(each)])
         if len(self._producers) < MAX_PRODUCERS:

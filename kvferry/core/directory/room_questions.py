@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -43,8 +43,6 @@ from kvferry.core.side_channel_messages import (
     RoomNews,
 )
 
-MAX_UNSEEN_BYTES = 1 << 27
-"""The most bytes of parts that requests have not fetched yet, of all rooms together."""
 MAX_ANSWERED = 1 << 12
 """The most producers that are known to have answered; those that were used last."""
 LINGER_SECONDS = 10.0
@@ -90,27 +88,20 @@ class RoomInbox:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._kept: dict[FollowedRequest, int] = {}
-        """The requests with news, and how many bytes these have."""
         self.lock = threading.Lock()
         self.changed: set[Hashable] = set()
         self.answered = LRUCache[bool](MAX_ANSWERED)
 
     def keep(self, request: FollowedRequest, news: RoomNews) -> None:
         """Keep news for a request in place of older news."""
-        self.drop(request)
         request.version, request.changed = news.version, self._clock()
         if news.error:
-            self.fail(
-                [request], HandshakeError(f"the prefill engine makes no ticket: {news.error}")
-            )
+            why = f"the prefill engine makes no ticket: {news.error}"
+            self.fail([request], HandshakeError(why))
             return
         request.news, request.is_last = news, news.is_last
         request.has_part = request.has_part or bool(news.part)
-        self._kept[request] = len(news.part)
         self.changed.add(request.id)
-        while sum(self._kept.values()) > MAX_UNSEEN_BYTES:
-            self._give_up_one(request)
 
     def fail(self, requests: Iterable[FollowedRequest], error: KVFerryError) -> None:
         """Fail those of the requests that are not over."""
@@ -118,23 +109,6 @@ class RoomInbox:
             if not request.is_over:
                 request.error = error
                 self.changed.add(request.id)
-
-    def drop(self, request: FollowedRequest) -> None:
-        """Drop a request's news, if there is any."""
-        self._kept.pop(request, None)
-        request.news = None
-
-    def _give_up_one(self, newest: FollowedRequest) -> None:
-        """Fail a request of the host whose news take most: the newest, or else the largest."""
-        total = Counter[str]()
-        for request, nbytes in self._kept.items():
-            total[request.key.host] += nbytes
-        [(host, nbytes)] = total.most_common(1)
-        of_host = [request for request in self._kept if request.key.host == host]
-        given_up = newest if newest in of_host else max(of_host, key=self._kept.__getitem__)
-        self.drop(given_up)
-        given_up.is_last = False
-        self.fail([given_up], _too_much(host, nbytes))
 
 
 class FollowedProducer:
@@ -334,11 +308,3 @@ def _joined(failures: Sequence[KVFerryError]) -> KVFerryError:
             "has early tickets: upgrade it, or let the router send requests to prefill first"
         )
     return last if len(failures) == 1 else type(last)(text)
-
-
-def _too_much(host: str, nbytes: int) -> HandshakeError:
-    return HandshakeError(
-        f"the parts of tickets that no request has taken yet would take more than "
-        f"{MAX_UNSEEN_BYTES} bytes, and most of them, {nbytes} bytes, are of prefill engines at "
-        f"{host}: use more decode engines"
-    )

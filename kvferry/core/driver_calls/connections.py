@@ -25,7 +25,7 @@ STUCK_SECONDS = 30.0
 T = TypeVar("T")
 
 Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
-"""Called with (producer rank index to connection) for all ranks, or with the error of any."""
+"""Called with (rank index to connection) for all ranks, or with the error of any."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,10 +43,6 @@ class Connections:
     """Open, share and close the connections of one endpoint.
 
     Used by the endpoint's thread only, except for ``not_quiesced`` and ``problems``.
-
-    Attributes:
-        closing: how many connections are being closed.
-        not_quiesced: how many connections failed to close: reads may still write.
     """
 
     def __init__(
@@ -63,11 +59,14 @@ class Connections:
         # ``connect`` returns the same id for a remote transport, even if several engines publish
         # its address: so users are counted, and the last one's release closes the connection.
         self._known: dict[PeerId, _Connection] = {}
-        self._closed_meanwhile: dict[int, set[PeerId]] = {}
-        """For each ``acquire`` that is not over, by ``id``: connections closed since it began."""
+        self._acquiring = 0
+        self._closed_meanwhile: set[PeerId] = set()
+        """While calls of ``acquire`` are under way: the connections closed since."""
         self.closing = 0
+        """How many connections are being closed."""
         self._retries: list[tuple[float, PeerId]] = []
         self.not_quiesced = 0  # other threads read it without a lock
+        """How many connections failed to close: reads may still write."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -90,15 +89,11 @@ class Connections:
         return known is not None and not known.is_closing
 
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
-        """Connect to the ranks of an engine; connections that are open already are shared.
+        """Connect to an engine's ranks (index to address); open connections are shared.
 
-        Args:
-            addresses: rank index to transport address, for each rank to connect to.
-            engine: id of the engine, for errors and log lines.
-            over: called once, with rank index to connection, each to be released once, or an error.
+        ``over`` is called once. Each of the connections that it gets is to be released once.
         """
         made: dict[int, PeerId] = {}
-        closed = set[PeerId]()
 
         def connect() -> None:
             # One rank after the other, so that an engine takes one thread, and an address to which
@@ -110,10 +105,12 @@ class Connections:
                 made[rank] = self._transport.connect(addresses[rank])
 
         def connected(error: KVFerryError | None) -> None:
-            del self._closed_meanwhile[id(closed)]
             for each in made.values():
-                if each not in closed:
+                if each not in self._closed_meanwhile:
                     self._known.setdefault(each, _Connection(id=each, engine=engine)).users += 1
+            self._acquiring -= 1
+            if not self._acquiring:
+                self._closed_meanwhile.clear()
             if error is None:
                 error = self._flaw(made, engine)
             else:
@@ -131,7 +128,7 @@ class Connections:
             for each in made.values():
                 self.release(each)
 
-        self._closed_meanwhile[id(closed)] = closed
+        self._acquiring += 1
         self._blocking_calls.run(connect, connected)
 
     def _flaw(self, made: Mapping[int, PeerId], engine: str) -> ConnectError | None:
@@ -181,8 +178,8 @@ class Connections:
         self._transfers.end_disconnect(connection.id, closed=error is None)
         if error is None:
             del self._known[connection.id]
-            for closed in self._closed_meanwhile.values():
-                closed.add(connection.id)
+            if self._acquiring:
+                self._closed_meanwhile.add(connection.id)
             self.closing -= 1
             self.not_quiesced -= connection.tries > 0
             return
@@ -210,9 +207,6 @@ class BlockingCalls:
     """Make calls that may take seconds, such as a driver's, on a thread each if ``threads`` is set.
 
     Used by the endpoint's thread only, except for ``problems`` and ``wait``.
-
-    Attributes:
-        are_ending: whether ``wait`` was called: a call of several steps skips the rest.
     """
 
     def __init__(
@@ -230,6 +224,7 @@ class BlockingCalls:
         self._post = post
         self._clock = clock
         self.are_ending = False
+        """Whether ``wait`` was called: a call of several steps skips the rest."""
         self._running: dict[threading.Thread, float] = {}
         """Thread to when its call began. Replaced, never changed: others read it without a lock."""
 

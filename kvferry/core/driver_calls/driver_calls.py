@@ -13,15 +13,8 @@ from kvferry.core.transport import EnterThread, Transport, enter_nothing
 class DriverCalls:
     """The driver of an endpoint, its reads and connections. Used by the endpoint's thread only.
 
-    Args:
-        transport: the driver.
-        post: has a command run on the endpoint's thread; may be called from any thread.
-        clock: seconds, monotonic.
-        threads: whether calls that block have threads of their own.
-        enter: called first in each of these.
-
-    Attributes:
-        contain: ``ErrorContainment.run``, to call the driver, and to call back.
+    ``post`` has a command run on that thread. With ``threads``, calls that block have threads of
+    their own, in each of which ``enter`` is called first.
     """
 
     def __init__(

@@ -33,10 +33,7 @@ def as_ours(exc: Exception) -> KVFerryError:
 
 
 class ErrorContainment:
-    """Call the driver, and call back; log and count what is raised.
-
-    Used by the endpoint's thread only, except for ``problems``.
-    """
+    """Call the driver, and call back; log and count what is raised. For the endpoint's thread."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, type[Exception]]] = set()
@@ -45,10 +42,7 @@ class ErrorContainment:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return a text for each call that has failed repeatedly and not succeeded since.
-
-        Thread-safe. A text does not change while its call fails: a health check sees one change.
-        """
+        """Return a text for each call that has failed repeatedly and not since. Thread-safe."""
         streaks = list(self._streaks.values())  # a copy, as the endpoint's thread changes it
         return tuple(problem for failures, problem in streaks if failures >= REPEATED)
 
@@ -86,7 +80,7 @@ class ErrorContainment:
 
     def _count(self, what: str, error: Exception) -> None:
         failures, problem = self._streaks.get(what, (0, ""))
-        if failures < REPEATED:
+        if failures < REPEATED:  # later, it stays as it is: a health check sees one change
             problem = (
                 f"{what} failed, again and again, with {type(error).__name__}: "
                 f"{on_one_line(str(error))}; restart the engine if that lasts"

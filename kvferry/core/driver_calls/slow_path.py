@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 from kvferry.core.error_causes import on_one_line
-from kvferry.core.layout import Layout
 from kvferry.core.memory import CPU
 from kvferry.core.planner.plan import Source
 
@@ -78,39 +76,31 @@ class SlowPathWarnings:
 
         ``path`` returns by which way the bytes go.
         """
-        regions = (*source.local_layout.regions, *source.remote_layout.regions)
-        if all(region.kind == CPU for region in regions):
-            return None
-        return Throughput(partial(self._warn, engine, source, path))
-
-    def _warn(
-        self,
-        engine: str,
-        source: Source,
-        path: Callable[[], str],
-        nbytes: int,
-        copies: int,
-        seconds: float,
-    ) -> None:
-        if engine in self._warned:
-            return
-        self._warned.add(engine)
-        logger.warning(
-            "engine %s: reads from its rank %d, of %s into %s memory, run at %.2f GB/s, which is "
-            "slow (driver %s, path %s): %d bytes, in copies of %d bytes on average, took %.1f ms; "
-            "docs/drivers.md says what to look at (logged once per engine)",
-            on_one_line(engine),
-            source.remote,
-            _kinds(source.remote_layout),
-            _kinds(source.local_layout),
-            nbytes / seconds / 1e9,
-            self._driver,
-            on_one_line(path()) or "unknown",
-            nbytes,
-            nbytes // copies,
-            seconds * 1e3,
+        remote, local = (
+            on_one_line("+".join(sorted({region.kind for region in layout.regions})))
+            for layout in (source.remote_layout, source.local_layout)
         )
+        if remote == local == CPU:
+            return None
 
+        def warn(nbytes: int, copies: int, seconds: float) -> None:
+            if engine in self._warned:
+                return
+            self._warned.add(engine)
+            logger.warning(
+                "engine %s: reads from its rank %d, of %s into %s memory, run at %.2f GB/s, which "
+                "is slow (driver %s, path %s): %d bytes, in copies of %d bytes on average, took "
+                "%.1f ms; docs/drivers.md says what to look at (logged once per engine)",
+                on_one_line(engine),
+                source.remote,
+                remote,
+                local,
+                nbytes / seconds / 1e9,
+                self._driver,
+                on_one_line(path()) or "unknown",
+                nbytes,
+                nbytes // copies,
+                seconds * 1e3,
+            )
 
-def _kinds(layout: Layout) -> str:
-    return on_one_line("+".join(sorted({region.kind for region in layout.regions})))
+        return Throughput(warn)

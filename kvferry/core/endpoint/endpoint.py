@@ -176,7 +176,7 @@ class Endpoint:
             threads=transport.capabilities.concurrent_connect,
             enter=enter,
         )
-        self._copies = None if copies is None else RunningCopies(copies, self._calls, self._metrics)
+        self._copies = RunningCopies(copies, self._calls, self._metrics)
         self._hold_server = HoldServer(
             self._slot_table, identity.incarnation, clock, self._metrics, self._copies
         )
@@ -328,7 +328,7 @@ class Endpoint:
         elif self._closing:
             problems.append("the endpoint is closed")
         problems += self._calls.problems
-        problems += () if self._copies is None else self._copies.problems
+        problems += self._copies.problems
         if not problems and self._clock() - self._last_round > STUCK_SECONDS:
             problems.append(
                 "a call of the driver does not return: restart the engine if that lasts"
@@ -387,9 +387,9 @@ class Endpoint:
                 "may still touch this endpoint's memory: keep it until the process ends"
             )
         self._transport.close()
-        if self._unfinished_copies:
+        if len(self._copies):
             raise CopyError(
-                f"{self._unfinished_copies} copies between the device and host pages have not "
+                f"{len(self._copies)} copies between the device and host pages have not "
                 "ended; keep the memory on both sides until the process ends"
             )
 
@@ -430,7 +430,7 @@ class Endpoint:
 
     def _check_copies(self, has_copy: Iterable[bool]) -> None:
         """Refuse pages that are not copied although the cache is staged, or the reverse."""
-        is_staged = self._copies is not None
+        is_staged = self._copies.is_staged
         if any(each != is_staged for each in has_copy):
             raise CopyError(
                 "this endpoint stages its cache, so pass each ticket and load a copy between the "
@@ -468,7 +468,7 @@ class Endpoint:
             self._load_manager.abort()
             busy = self._load_manager.progress()
             busy = self._copy_pages() or busy
-            if not (busy or len(self._calls.transfers) or self._unfinished_copies):
+            if not (busy or len(self._calls.transfers) or len(self._copies)):
                 break
             if not self._calls.transfers.progress():
                 time.sleep(BUSY_SECONDS)
@@ -487,12 +487,8 @@ class Endpoint:
             self._listen()
         return busy
 
-    @property
-    def _unfinished_copies(self) -> int:
-        return 0 if self._copies is None else len(self._copies)
-
     def _copy_pages(self) -> bool:
-        if self._copies is None:
+        if not self._copies.is_staged:
             return False
         busy = self._hold_server.progress()
         busy = self._copies.progress() or busy
@@ -539,9 +535,8 @@ class Endpoint:
         if busy:
             return 0.0
         copies, holds, loads = self._copies, self._hold_server, self._load_manager
-        if loads.waits_for_device or (
-            copies is not None and (holds.waits_for_device or copies.is_busy)
-        ):
+        waits_to_copy = copies.is_staged and (holds.waits_for_device or copies.is_busy)
+        if loads.waits_for_device or waits_to_copy:
             return BUSY_SECONDS
         if len(self._calls.transfers):
             return WOKEN_SECONDS if self._is_woken else BUSY_SECONDS

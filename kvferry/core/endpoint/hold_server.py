@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,10 +23,6 @@ from kvferry.core.transport import Notification
 
 logger = logging.getLogger(__name__)
 
-# A consumer that waits for a hold is heard at least three times in a lease.
-SILENT_FRACTION = 0.5
-"""Where no consumer was heard for this part of a lease, a longer lease does not help."""
-
 NAMED_REQUESTS = 3
 """The most requests that a warning of expired leases names."""
 
@@ -35,19 +31,17 @@ class SlotTable:
     """8-byte words in CPU memory that peers read one-sidedly; it is never moved.
 
     A word is written by one aligned store, so that a peer sees the old or the new word.
-
-    Attributes:
-        header: the fingerprint of the key that proves tickets; 0 until written. Two words.
-        words: one for each slot, which says whether its hold stands.
-        watermarks: one for each slot, which says how far the request's pages are computed.
     """
 
     def __init__(self, slots: int) -> None:
         slots = max(slots, 1)
         memory = np.zeros(FINGERPRINT_WORDS + 2 * slots, dtype=np.uint64)
         self.header = memory[:FINGERPRINT_WORDS]
+        """The fingerprint of the key that proves tickets; 0 until written."""
         self.words = memory[FINGERPRINT_WORDS:-slots]
+        """For each slot, whether its hold stands."""
         self.watermarks = memory[-slots:]
+        """For each slot, how far the request's pages are computed."""
 
     def write_fingerprint(self, fingerprint: bytes) -> None:
         """Write a fingerprint of ``FINGERPRINT_BYTES`` into the header."""
@@ -64,10 +58,7 @@ class _DeviceWork:
 
 
 class HoldServer:
-    """Keep the holds of one rank, and let consumers renew and end them. Thread-safe.
-
-    With ``copies``, peers read host pages: a hold is ready when its copy has passed.
-    """
+    """Keep the holds of one rank, and let consumers renew and end them. Thread-safe."""
 
     def __init__(
         self,
@@ -75,7 +66,7 @@ class HoldServer:
         incarnation: Incarnation,
         clock: Callable[[], float],
         metrics: Metrics,
-        copies: RunningCopies | None = None,
+        copies: RunningCopies,
     ) -> None:
         self._holds = LeasedHolds(table.words, incarnation, table.watermarks)
         self._clock = clock
@@ -84,9 +75,6 @@ class HoldServer:
         self._device_works: list[_DeviceWork] = []
         self._listened = clock()
         """All messages that had arrived from consumers by this time have been processed."""
-        self._last_message = clock()
-        """When a consumer's message was last processed (at first: now); for a warning's advice."""
-        self._lease = 0.0
         self._lock = threading.Lock()
 
     @property
@@ -107,16 +95,11 @@ class HoldServer:
         return bool(self._device_works)
 
     def apply(self, orders: HoldOrders, passed: Passed | None) -> None:
-        """Begin, mark as ready, and end holds; the words of those that begin or end are written.
-
-        ``passed`` is polled by ``progress``, and returns whether the device has filled the pages of
-        ``orders.tickets`` and ``orders.watermarks``; ``None`` if it has.
-        """
+        """Begin, mark as ready, and end holds; ``passed`` is as for ``Endpoint.apply``."""
         marks: list[tuple[Hold, int | None]] = [(ticket.hold, None) for ticket in orders.tickets]
-        if self._copies is None:
+        if not self._copies.is_staged:
             marks += orders.watermarks  # host pages have nothing before the ticket is made
         with self._lock:
-            self._lease = max((ticket.lease for ticket in orders.tickets), default=self._lease)
             self._holds.apply(orders, self._clock())
             if passed is None:
                 self._computed(marks)
@@ -139,10 +122,9 @@ class HoldServer:
             self._device_works = waiting
             tickets = self._holds.take_copies()
         for ticket in tickets:
-            if self._copies is not None and ticket.copy is not None:
-                what = f"pages of request {on_one_line(ticket.request)}"
-                ended = partial(self._on_copied, ticket)
-                self._copies.begin(what, CopyDirection.TO_HOST, ticket.copy, ended)
+            what = f"pages of request {on_one_line(ticket.request)}"
+            ended = partial(self._on_copied, ticket)
+            self._copies.begin(what, CopyDirection.TO_HOST, ticket.copy, ended)
         return busy or bool(tickets)
 
     def _is_over(self, work: _DeviceWork) -> bool:
@@ -196,7 +178,6 @@ class HoldServer:
                 )
                 continue
             with self._lock:
-                self._last_message = self._clock()
                 for note in notes:
                     self._take(note)
 
@@ -209,27 +190,27 @@ class HoldServer:
         """Mark holds as ready whose pages are computed, and end holds whose lease has expired."""
         self.progress()
         with self._lock:
-            now = self._clock()
-            expired = self._holds.expire(now)
-            silence = now - self._last_message
-            is_long = silence >= SILENT_FRACTION * self._lease
+            expired = self._holds.expire(self._clock())
         if expired:
-            _warn_of_expired(expired, silence if is_long else None)
+            more = len(expired) - NAMED_REQUESTS
+            logger.warning(
+                "request %s%s: nobody read its pages within the lease; they are given back (stage "
+                "held, cause expired; if its client did not go away, see whether decode runs and "
+                "gets requests; if it does, let it take them sooner, or set a longer "
+                "kv_lease_duration)",
+                ", ".join(map(on_one_line, expired[:NAMED_REQUESTS])),
+                f" and {more} more" if more > 0 else "",
+            )
 
     def silent(self) -> list[Silence]:
-        """Return at most ``MAX_SILENT`` holds that are silent for ``GONE_SECONDS``, longest first.
-
-        The time since this rank last processed messages does not count: a rank that hangs does not
-        take its consumers for gone.
-        """
+        """Return the holds that are silent, the longest first; see ``Endpoint.silent``."""
+        # The time since messages were last processed does not count: a rank that hangs does not
+        # take its consumers for gone.
         with self._lock:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
     def take_ended(self) -> tuple[list[RequestId], list[EndedHold]]:
-        """Return, once, the requests whose blocks are free, and the holds that have ended.
-
-        These had a ticket, and their host pages, if the cache is staged, are free.
-        """
+        """Return, once, the requests whose blocks are free, and the tickets' holds that ended."""
         with self._lock:
             return self._holds.take_sent(), self._holds.take_ended()
 
@@ -250,21 +231,3 @@ class HoldServer:
             self._metrics.add(LATE)
         elif outcome is ReleaseOutcome.IGNORED:
             self._metrics.add(IGNORED)
-
-
-def _warn_of_expired(requests: Sequence[RequestId], silence: float | None) -> None:
-    """Log requests whose leases have expired; ``silence`` is set if no consumer was heard."""
-    advice = "let decode take requests sooner, or set a longer kv_lease_duration"
-    if silence is not None:
-        advice = (
-            "see whether decode runs, and whether the router sends it requests: for "
-            f"{silence:.0f} s, no decode engine gave a sign of life"
-        )
-    more = len(requests) - NAMED_REQUESTS
-    logger.warning(
-        "request %s%s: nobody read its pages within the lease; they are given back (stage held, "
-        "cause expired; if its client did not go away, %s)",
-        ", ".join(map(on_one_line, requests[:NAMED_REQUESTS])),
-        f" and {more} more" if more > 0 else "",
-        advice,
-    )

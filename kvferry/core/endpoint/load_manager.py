@@ -79,7 +79,7 @@ class LoadManager:
         calls: DriverCalls,
         scratch: ScratchWords,
         zero: Callable[[list[Spans]], None],
-        copies: RunningCopies | None = None,
+        copies: RunningCopies,
         options: EndpointOptions,
         metrics: Metrics,
         reported: Reported,
@@ -511,11 +511,8 @@ class LoadManager:
 
     def _copy(self, state: LoadState) -> None:
         """Copy what was read from host pages to the device."""
-        load = state.load
-        if self._copies is None or load.copy is None:
-            raise CopyError("nothing can be copied: this endpoint does not stage its cache")
-        what = f"load of request {on_one_line(load.request)}"
-        self._copies.begin(what, CopyDirection.TO_DEVICE, load.copy, state.machine.copied)
+        what = f"load of request {on_one_line(state.load.request)}"
+        self._copies.begin(what, CopyDirection.TO_DEVICE, state.load.copy, state.machine.copied)
 
     def _report(self, action: Action, state: LoadState) -> None:
         load = state.load

@@ -71,9 +71,12 @@ class _Running:
 
 
 class RunningCopies:
-    """Begin copies, and say when each is over. Only the properties are for any thread."""
+    """Begin copies, and say when each is over. Only the properties are for any thread.
 
-    def __init__(self, copies: PageCopies, calls: DriverCalls, metrics: Metrics) -> None:
+    Without ``copies``, the cache is not staged, and nothing is ever copied.
+    """
+
+    def __init__(self, copies: PageCopies | None, calls: DriverCalls, metrics: Metrics) -> None:
         self._copies = copies
         self._contain = calls.contain
         self._clock = calls.clock
@@ -85,6 +88,11 @@ class RunningCopies:
         return len(self._running)
 
     @property
+    def is_staged(self) -> bool:
+        """Return whether peers read host pages."""
+        return self._copies is not None
+
+    @property
     def is_busy(self) -> bool:
         """Return whether a copy is under way of which it can be told when it is over."""
         return any(each.passed is not None for each in self._running)
@@ -92,24 +100,22 @@ class RunningCopies:
     @property
     def problems(self) -> list[str]:
         """Return the problems to report in a health check; empty if all is well."""
-        running = list(self._running)
-        unknown = [each.what for each in running if each.passed is None]
-        now = self._clock()
-        stuck = [each.what for each in running if now - each.begun > STUCK_SECONDS]
-        if unknown:
-            return [
-                f"{len(unknown)} copies between the device and host pages have failed, and may "
-                f"still be under way ({unknown[0]}): their pages are not reused; restart the engine"
-            ]
-        if stuck:
-            return [
-                f"{len(stuck)} copies between the device and host pages do not end ({stuck[0]}): "
-                "restart the engine if that lasts"
-            ]
-        return []
+        latest = self._clock() - STUCK_SECONDS
+        stuck = [each for each in list(self._running) if not each.passed or each.begun < latest]
+        if not stuck:
+            return []
+        return [
+            f"{len(stuck)} copies between the device and host pages have failed or do not end, and "
+            f"may still be under way ({stuck[0].what}): their pages are not reused; restart the "
+            "engine if that lasts"
+        ]
 
-    def begin(self, what: str, direction: CopyDirection, copy: PageCopy, ended: Ended) -> None:
+    def begin(
+        self, what: str, direction: CopyDirection, copy: PageCopy | None, ended: Ended
+    ) -> None:
         """Begin a copy; ``ended`` is called, with its error, when it is known to be over."""
+        if self._copies is None or copy is None:
+            raise CopyError("nothing can be copied: this endpoint does not stage its cache")
         if not copy.blocks:
             self._tell(ended, None)
             return

@@ -63,7 +63,7 @@ class Peer:
 
     Attributes:
         key: the producer, with the side-channel address that answered.
-        begun: when its handshake began, or it began to be connected anew, by ``time.perf_counter``.
+        ticket_key: proves the producer's tickets; empty if it makes no proofs.
         connections: by producer rank index, where this rank reads or notifies; empty before the
             producer is connected. Once it is given up, reads may still be under way there.
         sources: producer rank index to that rank's part of the plan.
@@ -78,10 +78,11 @@ class Peer:
     """
 
     key: PeerKey
+    name: ProducerName
     handshake: HandshakeResult = field(repr=False)
-    begun: float
     last_used: float
     payloads: tuple[RankPayload, ...] = field(init=False, repr=False)
+    ticket_key: bytes = field(init=False, repr=False)
     sources: dict[int, Source] = field(init=False, repr=False)
     incarnation: int = field(init=False)
     lease: float = field(init=False)
@@ -95,19 +96,10 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.payloads = self.handshake.payloads
+        self.ticket_key = self.handshake.ticket_key
         self.sources = {source.remote: source for source in self.handshake.plan.sources}
         self.incarnation = self.payloads[0].incarnation
         self.lease = min(payload.lease for payload in self.payloads)
-
-    @property
-    def ticket_key(self) -> bytes:
-        """Return the key that proves the producer's tickets; empty if it makes no proofs."""
-        return self.handshake.ticket_key
-
-    @property
-    def name(self) -> ProducerName:
-        """Return the producer's id, its incarnation and its ticket key."""
-        return self.key.engine, self.incarnation, self.ticket_key
 
     @property
     def ranks(self) -> tuple[RemoteRank, ...]:
@@ -136,9 +128,7 @@ class Peer:
 
 
 Ready = Callable[[Peer], None]
-"""Called with a producer that is connected."""
 Failed = Callable[[KVFerryError], None]
-"""Called with the error if a producer cannot be connected."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -193,8 +183,8 @@ class Peers:
     """Connect to the producers that tickets name, keep the connections, and release them.
 
     It asks nobody: replies come by ``relay``, and ``take_wanted`` says which ones are lacking. Used
-    by the endpoint's thread only, but for ``take_wanted``. ``rank`` is this rank's index, ``check``
-    is ``FingerprintReads.check``; ``lost`` must give up a peer that the directory says is lost.
+    by the endpoint's thread only, but for ``take_wanted``. ``check`` is ``FingerprintReads.check``;
+    ``lost`` must give up a peer that the directory says is lost.
     """
 
     def __init__(
@@ -413,9 +403,14 @@ class Peers:
             self._backing_off.add(producer.name)
             return
         self._backing_off.discard(producer.name)
-        key, begun = producer.reply.address, producer.begun or time.perf_counter()
-        peer = Peer(key=key, handshake=handshake, begun=begun, last_used=self._clock())
-        producer.peer, producer.is_connecting, producer.begun = peer, True, 0.0
+        peer = Peer(
+            key=producer.reply.address,
+            name=producer.name,
+            handshake=handshake,
+            last_used=self._clock(),
+        )
+        producer.peer, producer.is_connecting = peer, True
+        producer.begun = producer.begun or time.perf_counter()
         ranks = peer.sources.keys() | set(handshake.plan.notified_ranks)
         addresses = {rank: peer.payloads[rank].address for rank in ranks}
 
@@ -423,7 +418,7 @@ class Peers:
             over, fail = partial(self._on_acquired, producer, peer, made), self._fail_waiting
             self._contain("a producer that is connected", over, partial(fail, producer))
 
-        self._connections.acquire(addresses, key.engine, acquired)
+        self._connections.acquire(addresses, peer.key.engine, acquired)
 
     def _on_acquired(
         self, producer: _KnownProducer, peer: Peer, made: dict[int, PeerId] | KVFerryError
@@ -440,6 +435,7 @@ class Peers:
     ) -> None:
         """Serve those that wait for a producer, which is connected, or fail them."""
         producer.is_connecting = False
+        begun, producer.begun = producer.begun, 0.0
         is_open = self._connections.is_open
         if error is None and not (peer.connected and all(map(is_open, peer.connections.values()))):
             error = ConnectError(f"a connection to engine {peer.key.engine} was lost meanwhile")
@@ -452,6 +448,8 @@ class Peers:
             self._fail_waiting(producer, error)
         else:
             producer.failures, producer.is_proven = 0, True
+            seconds = time.perf_counter() - begun
+            self._metrics.count_stage(Stage.HANDSHAKE, seconds, peer.key.engine)
             self._admit(peer)
             waiting, producer.waiting = producer.waiting, []
             self._serve(producer, waiting)
@@ -464,8 +462,6 @@ class Peers:
         self._connected[peer] = None
         self._down.pop(peer.key.engine, None)
         self._set_gauges()
-        seconds = time.perf_counter() - peer.begun
-        self._metrics.count_stage(Stage.HANDSHAKE, seconds, peer.key.engine)
 
     def _make_room(self, wanted: _KnownProducer, handshake: HandshakeResult) -> KVFerryError | None:
         """Let idle producers go, least recently used first, for one that was read; count it."""

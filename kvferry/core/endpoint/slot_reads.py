@@ -34,26 +34,16 @@ SCRATCH_WORDS = 1 << 12
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotRead:
-    """A read of one 8-byte word of a producer rank.
+    """A read of one 8-byte word of a producer rank."""
 
-    Attributes:
-        tag: for ``SlotReads.remove`` and ``Transfers.cancel``.
-        table: the rank's memory with the word: slot words, watermarks, or its fingerprint.
-        slot: the index of the word in ``table``.
-        note: the message that is bound to the read: a ``Renewal``; or "done" for a fence, unless
-            the load shares its hold; otherwise ``None``.
-        landed: called with the word and the seconds that the read took.
-        lost: called instead of ``landed`` if the read failed; no more bytes land.
-    """
-
-    tag: Hashable
+    tag: Hashable  # for ``SlotReads.remove`` and ``Transfers.cancel``
     peer: Peer
     rank: int
-    table: Region
-    slot: int
-    note: Note | None = None
-    landed: Callable[[int, float], None]
-    lost: Callable[[KVFerryError], None]
+    table: Region  # the rank's memory with the word: slot words, watermarks, or its fingerprint
+    slot: int  # the index of the word in ``table``
+    note: Note | None = None  # bound to the read: a ``Renewal``, or "done" of a fence
+    landed: Callable[[int, float], None]  # called with the word and the seconds that the read took
+    lost: Callable[[KVFerryError], None]  # called instead if it failed; no more bytes land
 
 
 class ScratchWords:
@@ -70,10 +60,8 @@ class ScratchWords:
         return len(self._free)
 
     def take(self) -> int:
-        """Return the index of a free word, of which there must be one, until ``give_back``.
-
-        It is set to ``NOTHING``: a word that was never read into looks like a slot without a hold.
-        """
+        """Return the index of a free word, of which there must be one, until ``give_back``."""
+        # A word that is never read into must look like a slot without a hold.
         index = self._free.pop()
         self._words[index] = NOTHING
         return index
@@ -187,16 +175,6 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
     return (list(items[start : start + size]) for start in range(0, len(items), size))
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Check:
-    """A check of a producer's fingerprint: ``left`` words to read until ``deadline``."""
-
-    peer: Peer
-    checked: Checked
-    deadline: float
-    left: int
-
-
 class FingerprintReads:
     """Check that the memory which a producer's payloads name belongs to that producer.
 
@@ -211,7 +189,8 @@ class FingerprintReads:
         self._slot_reads = slot_reads
         self._clock = clock
         self._patience = patience
-        self._checks: set[_Check] = set()
+        self._checks: dict[Peer, tuple[float, Checked]] = {}
+        """Peer to the deadline of its check, and whom to tell."""
 
     def check(self, peer: Peer, checked: Checked) -> None:
         """Compare the fingerprints in a connected producer's memory with its ticket key.
@@ -222,49 +201,50 @@ class FingerprintReads:
         if not (peer.connections and peer.ticket_key):
             checked(None)
             return
+        self._checks[peer] = self._clock() + self._patience, checked
         words = np.frombuffer(fingerprint(peer.ticket_key), dtype="<u8").tolist()
-        deadline, left = self._clock() + self._patience, len(words) * len(peer.connections)
-        check = _Check(peer=peer, checked=checked, deadline=deadline, left=left)
-        self._checks.add(check)
-        for rank in peer.connections:
-            for index, word in enumerate(words):
-                read = SlotRead(
-                    tag=check,
-                    peer=peer,
-                    rank=rank,
-                    table=peer.payloads[rank].fingerprint,
-                    slot=index,
-                    landed=partial(self._landed, check, rank, word),
-                    lost=partial(self._end, check),
-                )
-                self._slot_reads.add(read)
+        left = {(rank, index) for rank in peer.connections for index in range(len(words))}
+
+        def landed(rank: int, index: int, word: int, _: float) -> None:
+            left.discard((rank, index))
+            if word != words[index]:
+                self._end(peer, self._relayed(peer, rank))
+            elif not left:
+                self._end(peer, None)
+
+        for rank, index in sorted(left):
+            read = SlotRead(
+                tag=peer,
+                peer=peer,
+                rank=rank,
+                table=peer.payloads[rank].fingerprint,
+                slot=index,
+                landed=partial(landed, rank, index),
+                lost=partial(self._end, peer),
+            )
+            self._slot_reads.add(read)
 
     def progress(self, now: float) -> None:
         """Fail the checks that have taken longer than ``patience``."""
-        for check in [each for each in self._checks if each.deadline <= now]:
+        for peer in [each for each, (deadline, _) in self._checks.items() if deadline <= now]:
             error = DeadlineError(
-                f"the fingerprint of engine {check.peer.key.engine!r} was not read within "
+                f"the fingerprint of engine {peer.key.engine!r} was not read within "
                 f"{self._patience:g} s: its host is down, or nothing passes between the two drivers"
             )
-            self._end(check, error)
+            self._end(peer, error)
 
-    def _landed(self, check: _Check, rank: int, expected: int, word: int, _: float) -> None:
-        check.left -= 1
-        if word != expected:
-            key = check.peer.key
-            error = HandshakeError(
-                f"engine {key.engine!r} at {key.host} port {key.port} answers with the payloads "
-                f"of another: the memory that rank {rank} names does not bear the fingerprint of "
-                f"the key which it publishes, {fingerprint(check.peer.ticket_key).hex()}. It "
-                "relays another engine, or that engine has not run its first step"
-            )
-            self._end(check, error)
-        elif not check.left:
-            self._end(check, None)
+    def _relayed(self, peer: Peer, rank: int) -> HandshakeError:
+        key = peer.key
+        return HandshakeError(
+            f"engine {key.engine!r} at {key.host} port {key.port} answers with the payloads "
+            f"of another: the memory that rank {rank} names does not bear the fingerprint of "
+            f"the key which it publishes, {fingerprint(peer.ticket_key).hex()}. It "
+            "relays another engine, or that engine has not run its first step"
+        )
 
-    def _end(self, check: _Check, error: KVFerryError | None) -> None:
+    def _end(self, peer: Peer, error: KVFerryError | None) -> None:
         """End a check, if it is not over: drop the reads that were not posted, and report."""
-        if check in self._checks:
-            self._checks.remove(check)
-            self._slot_reads.remove(check)
-            check.checked(error)
+        if peer in self._checks:
+            _, checked = self._checks.pop(peer)
+            self._slot_reads.remove(peer)
+            checked(error)

@@ -1,7 +1,6 @@
 """Track which requests of a consumer engine read the same hold, to know when to end the hold.
 
-The producer ends it once every rank of an engine has sent "done", even if requests still read. So
-"done" must wait for the last request. Used in the scheduler half, which alone knows them all.
+The producer ends it once every rank of an engine has sent "done", even if requests still read.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class HoldUsers:
     """Count the users of each hold: the requests that have a ticket for it and are not over.
 
     A request that is loaded as the only user sends "done" itself. After the last user of a shared
-    hold, the caller has the workers send it (``take_unused``). A request has one ticket at a time.
-    Not thread-safe.
+    hold, the caller has the workers send it (``take_unused``). Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -55,10 +53,9 @@ class HoldUsers:
         self._unused.pop(key, None)
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        """Record that a counted request is loaded; return whether its hold is shared.
+        """Record that a counted request is loaded; return whether its load must not send "done".
 
-        If others use it or may come (``siblings``), the load must not notify the producer;
-        otherwise it sends "done" or "abandon" itself.
+        Others use its hold, or may come (``siblings``).
         """
         use = self._uses[self._keys[request]]
         shared = siblings or len(use.requests) > 1

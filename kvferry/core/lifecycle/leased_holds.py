@@ -1,8 +1,7 @@
 """The holds of a producer rank: its slot table, and when a request's pages may be freed.
 
-Each rank keeps its own, timed by its own clock. When a hold ends, or its pages are copied to the
-host, its request is reported as sent; then the blocks may be freed. The slot word is always cleared
-before pages that peers read are given back, so that no late reader takes stale pages for valid.
+The slot word is always cleared before pages that peers read are given back, so that no late reader
+takes stale pages for valid.
 """
 
 from __future__ import annotations
@@ -34,27 +33,19 @@ class SlotWords(Protocol):
 class HoldState(enum.Enum):
     """How far a hold is. The slot word says ``computing`` until ``READY``, and 0 in ``ENDED``."""
 
-    COMPUTING = "computing"
-    """There is no ticket yet."""
-    ORDERED = "ordered"
-    """There is a ticket, and the device works on the pages."""
-    COPYING = "copying"
-    """The pages are copied to host pages, where the cache is staged."""
-    READY = "ready"
-    """The pages may be read."""
-    ENDED = "ended"
-    """The hold is kept until the ticket is made, or the copy is over: it is reported then."""
+    COMPUTING = "computing"  # without a ticket yet
+    ORDERED = "ordered"  # there is a ticket, and the device works on the pages
+    COPYING = "copying"  # to host pages, where the cache is staged
+    READY = "ready"  # the pages may be read
+    ENDED = "ended"  # kept until the ticket is made, or the copy is over: it is reported then
 
 
 class ReleaseOutcome(enum.Enum):
     """The effect of "done" or "abandon"."""
 
-    COUNTED = "counted"
-    """It was counted, or had been before; it may have ended the hold."""
-    LATE = "late"
-    """A "done" came after the lease had expired: a fence that is read after that fails."""
-    IGNORED = "ignored"
-    """It names no hold, or too many engines have sent one."""
+    COUNTED = "counted"  # now or before; it may have ended the hold
+    LATE = "late"  # a "done" after the lease had expired
+    IGNORED = "ignored"  # it names no hold, or too many engines have sent one
 
 
 _Claimant = tuple[str, int]
@@ -69,16 +60,13 @@ class _Held:
     hold: Hold
     state: HoldState = HoldState.COMPUTING
     ticket: NewTicket | None = None
-    deadline: float | None = None
-    """When the lease ends; ``None`` while there is no ticket."""
-    is_sent: bool = False
-    """Whether the blocks were given back, before the hold has ended."""
+    deadline: float | None = None  # when the lease ends; ``None`` while there is no ticket
+    is_sent: bool = False  # whether the blocks were given back, before the hold has ended
     end: EndedHold | None = None
     marked: int = 0
+    # Consumer engine to its ranks that have sent "done" or, where ``True``, "abandon".
     readers: dict[str, dict[int, bool]] = field(default_factory=dict)
-    """Consumer engine to its ranks that have sent "done" or, where ``True``, "abandon"."""
-    alive: float = -math.inf
-    """When the hold was last ordered, ready or renewed."""
+    alive: float = -math.inf  # when the hold was last ordered, ready or renewed
     is_renewed: bool = False
     claimants: set[_Claimant] = field(default_factory=set)
 
@@ -101,11 +89,10 @@ def _is_offered(held: _Held) -> bool:
 class LeasedHolds:
     """Keep the holds of one producer rank. Times are in seconds, on its own clock.
 
-    A hold is taken on before its request is computed, marked as the device gets on, ordered when
-    the ticket was made, and ready when the device is done, and the copy to host pages, if there is
-    one. It ends when the ranks of a consumer engine have sent "done" or "abandon", its lease
-    expires, its copy fails, or the scheduler half says so. A renewal with an engine's id claims the
-    hold for it, whose heartbeats are then signs of life. Not thread-safe.
+    A hold is taken on before its request is computed, ordered when the ticket was made, and ready
+    when the device is done, and the copy to host pages. It ends when the ranks of a consumer engine
+    have sent "done" or "abandon", its lease expires, its copy fails, or the scheduler half says so.
+    Not thread-safe.
 
     A request is *sent* when its blocks are free: its copy has passed, or its hold has ended. The
     hold is reported as ended when nobody reads, and no copy writes, its host pages either.
@@ -143,11 +130,7 @@ class LeasedHolds:
         return self._find(hold) is not None
 
     def apply(self, orders: HoldOrders, now: float) -> None:
-        """Carry out the scheduler half's orders of an engine step.
-
-        When the device has finished the work, the caller must call ``ready`` and ``mark`` for the
-        holds in ``orders.tickets`` and ``orders.watermarks``.
-        """
+        """Carry out a step's orders; when the device is done, ``ready`` and ``mark`` follow."""
         for hold in orders.drops:
             self.drop(hold)
         for request, hold in orders.take_ons:
@@ -213,11 +196,7 @@ class LeasedHolds:
             self._report(held)
 
     def failed(self, hold: Hold) -> None:
-        """End a hold whose copy has failed, or cannot begin.
-
-        Only if nothing reads or writes for the copy any more. Where the caller cannot tell, it must
-        not call this, so that neither blocks nor host pages are ever given back.
-        """
+        """End a hold whose copy has failed or cannot begin, once nothing reads or writes for it."""
         held = self._known(hold)
         if held is None or not held.is_copied or held.state is HoldState.READY:
             return
@@ -247,10 +226,9 @@ class LeasedHolds:
             self._heard[claimant] = now
 
     def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
-        """Return up to ``limit`` holds with a ticket that are silent for long; visits every one.
+        """Return up to ``limit`` holds with a ticket that are silent for ``beyond`` or longer.
 
-        That is the time since the last sign of life, at least ``beyond``. Signs are ``order``,
-        ``ready``, and any message of an engine that claims the hold.
+        Signs of life are ``order``, ``ready``, and any message of an engine that claims the hold.
         """
         aged = [(self._age(held, now), held) for held in filter(_is_offered, self._held.values())]
         old = [each for each in aged if each[0] >= beyond]
@@ -279,11 +257,7 @@ class LeasedHolds:
                 self.end(held.hold)
 
     def release(self, message: Release) -> ReleaseOutcome:
-        """Count a "done" or "abandon"; the ``expected`` ranks of one engine end the hold.
-
-        One counts before ``order`` and ``ready``, too: the consumer may be faster than this
-        worker's next orders, or has given up a request that is still computed.
-        """
+        """Count a "done" or "abandon", also early; all ranks of one engine end the hold."""
         held = self._named(message)
         if held is None:
             is_ours = not message.abandoned and message.incarnation == self._incarnation

@@ -37,44 +37,29 @@ WATERMARK_SECONDS = 0.005
 class LoadAction(enum.Enum):
     """What the endpoint has to do for a load. A notification is bound only where it says so."""
 
-    CHECK = "check"
-    """Read the slot word before the pages are read."""
-    WATERMARK = "watermark"
-    """Read the watermark of the hold's slot: how far the pages are computed."""
-    READ = "read"
-    """Read the pages, all or some of them."""
-    FENCE = "fence"
-    """Read the slot word after the pages, with "done" bound to it unless the hold is shared."""
-    CANCEL = "cancel"
-    """Try to end the rank's read under way; its outcome must still be passed on."""
-    DONE = "done"
-    """Send "done" to a producer rank from which nothing was read."""
-    ABANDON = "abandon"
-    """Tell a producer rank by "abandon" that the pages are not needed any more: the load failed."""
-    COPY = "copy"
-    """Copy what was read from host pages to the device; its end must be passed on."""
-    REPORT = "report"
-    """Report the load as over: failed if ``Action.error`` is set, otherwise received."""
+    CHECK = "check"  # read the slot word before the pages are read
+    WATERMARK = "watermark"  # read the watermark of the hold's slot: how far pages are computed
+    READ = "read"  # read the pages, all or some of them
+    FENCE = "fence"  # read the slot word after them, with "done" bound to it unless it is shared
+    CANCEL = "cancel"  # try to end the rank's read under way; its outcome is still passed on
+    DONE = "done"  # send "done" to a producer rank from which nothing was read
+    ABANDON = "abandon"  # send "abandon" to a producer rank: the load failed
+    COPY = "copy"  # copy what was read from host pages to the device; its end is passed on
+    REPORT = "report"  # report the load as failed, with ``Action.error``, or as received
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """An action that the endpoint performs for a load.
-
-    Attributes:
-        rank: index of the producer rank; -1 for a report or a copy.
-        error, stage: with ``REPORT``, why and in which stage the load failed.
-        since: with ``READ``, for how many first tokens pages that can be read early were read
-            before.
-        until: with an early ``READ``, for how many first tokens to read; ``None`` for all that is
-            left, of all groups.
-    """
+    """An action that the endpoint performs for a load."""
 
     op: LoadAction
     load: LoadId
-    rank: int = -1
+    rank: int = -1  # index of the producer rank; -1 for a report or a copy
+    # Of a ``REPORT``: why and in which stage the load failed.
     error: KVFerryError | None = None
     stage: Stage | None = field(default=None, compare=False)
+    # Of a ``READ``: for how many first tokens pages that can be read early were read before, and
+    # are to be read now; ``None`` for all that is left, of all groups.
     since: int = 0
     until: int | None = None
 
@@ -95,8 +80,7 @@ class _At(enum.Enum):
     IDLE = enum.auto()
     WATERMARK = enum.auto()
     CHECKING = enum.auto()
-    # The pages were being computed; ``tick`` has the slot word read again.
-    RECHECK = enum.auto()
+    RECHECK = enum.auto()  # the pages were being computed; ``tick`` has the word read again
     READING = enum.auto()
     FENCING = enum.auto()
     OVER = enum.auto()
@@ -130,33 +114,21 @@ class LoadMachine:
 
     Each method from ``extend`` to ``abort`` is called for one event. It is ignored if the load is
     over, or does not wait for that event.
-
-    Attributes:
-        actions: the queue to which the load adds what has to be done for it, in this order.
-        hold: the hold that the newest part of the ticket names.
-        computed: whether the ticket says that the pages are complete; then the slot word is not
-            read before them.
-        reads: whether the load reads anything; if not, it only sends "done" to the producer.
-        deadline: when the load fails if it is not over, in seconds on the clock of ``tick``. That
-            of an early load counts only once the last part has come.
-        shared: whether others use the hold, so that neither "done" nor "abandon" is sent.
-        tokens: for an early load, the tokens that its newest part covers.
-        early: whether the last part, which is the ticket, has yet to come.
-        awaits_device: whether the device may still work on what the load writes, until ``passed``.
-        needs_copy: whether the load reads into host pages that must yet be copied to the device.
     """
 
     id: LoadId
-    actions: list[Action]
-    hold: Hold
-    computed: bool
-    reads: bool
+    actions: list[Action]  # to which the load adds what has to be done for it, in this order
+    hold: Hold  # that the newest part of the ticket names
+    computed: bool  # whether the ticket says that the pages are complete: no check is needed
+    reads: bool  # whether anything is read; if not, the load only sends "done" to the producer
+    # When the load fails if it is not over, in seconds on the clock of ``tick``. That of an early
+    # load counts only once the last part has come.
     deadline: float
-    shared: bool = False
-    tokens: int = 0
-    early: bool = field(init=False)
-    awaits_device: bool = False
-    needs_copy: bool = False
+    shared: bool = False  # whether others use the hold, so that no "done" or "abandon" is sent
+    tokens: int = 0  # of an early load: those that its newest part covers
+    early: bool = field(init=False)  # whether the last part, the ticket, has yet to come
+    awaits_device: bool = False  # whether the device may work on what is written, until ``passed``
+    needs_copy: bool = False  # whether what is read into host pages must yet be copied
     failure: KVFerryError | None = field(default=None, init=False)
     failed_at: Stage | None = field(default=None, init=False)
     reported: bool = field(default=False, init=False)
@@ -340,10 +312,7 @@ class LoadMachine:
             self._fail(error)
 
     def abort(self, error: KVFerryError, stage: Stage | None = None) -> None:
-        """Fail the load on request, and cancel its reads; it is reported when no byte can arrive.
-
-        ``stage`` is where it failed, by default the stage that it is in.
-        """
+        """Fail the load, by default in the ``stage`` that it is in; report it when reads ended."""
         if not self.reported:
             self.failed_at = self.failed_at or stage
             self._fail(error)

@@ -38,21 +38,13 @@ class HoldOrders:
     """What the scheduler half tells every worker in one engine step, to be done in this sequence.
 
     "Computed" means: once the device has finished all work that was enqueued before this step.
-
-    Attributes:
-        drops: holds to end that never got a ticket. Their requests are not reported as sent.
-        take_ons: holds to start, for requests computed from this step on; may reuse slots of
-            ``drops``.
-        watermarks: of requests that are not computed, the number of first tokens that are.
-        tickets: the new ones, whose pages may be read when they are computed.
-        ends: holds with a ticket that are to end now. Their requests are reported as sent.
     """
 
-    drops: tuple[Hold, ...] = ()
-    take_ons: tuple[tuple[RequestId, Hold], ...] = ()
-    watermarks: tuple[tuple[Hold, int], ...] = ()
-    tickets: tuple[NewTicket, ...] = ()
-    ends: tuple[Hold, ...] = ()
+    drops: tuple[Hold, ...] = ()  # holds to end that never got a ticket: none is reported as sent
+    take_ons: tuple[tuple[RequestId, Hold], ...] = ()  # may reuse slots of ``drops``
+    watermarks: tuple[tuple[Hold, int], ...] = ()  # the number of first tokens that are computed
+    tickets: tuple[NewTicket, ...] = ()  # the new ones, whose pages may be read when computed
+    ends: tuple[Hold, ...] = ()  # holds with a ticket that end now: they are reported as sent
 
     def __bool__(self) -> bool:
         return bool(self.drops or self.take_ons or self.tickets or self.ends or self.watermarks)
@@ -159,8 +151,7 @@ class SchedulerHolds:
         """Give a hold to a request that another engine will decode, when it gets its blocks.
 
         After a preemption it gets a new one, as its pages are others, or were others' meanwhile.
-        ``None`` if no slot is free, or an earlier request of this id has a ticket and is not
-        reported as sent: serve the request without a ticket.
+        ``None`` if no slot is free, or an earlier request of this id is not reported as sent.
         """
         entry = self._entries.get(request)
         if entry is None and self._free:
@@ -188,8 +179,7 @@ class SchedulerHolds:
         """Order a request's watermark; return its hold, ``None`` if it has none or has its ticket.
 
         The workers write it when the device is done with all work before the step of the next
-        ``drain``. So call this one step after the one that computes the tokens, and not for the
-        last ones: the ticket is for these.
+        ``drain``. So call this one step after the one that computes the tokens.
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed:

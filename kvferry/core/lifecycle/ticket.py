@@ -7,9 +7,8 @@ digest by the consumer's scheduler, then the rest against the producer's handsha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 from kvferry.core.errors import TicketError, TicketReason
@@ -105,7 +104,7 @@ class Ticket(TicketFields):
         return self.proof.key if self.proof is not None else b""
 
     def __post_init__(self) -> None:
-        for problem in chain(_identity_problems(self), _page_problems(self)):
+        for problem in _problems(self):
             raise TicketError(problem)
 
 
@@ -146,68 +145,54 @@ class PeerKey(NamedTuple):
         )
 
 
-def _identity_problems(ticket: Ticket) -> Iterator[str]:
-    """Yield a text for each value out of bounds, but for those of ``_page_problems``."""
+def _bounds(ticket: Ticket) -> Iterator[tuple[str, Iterable[int], int, int]]:
+    """Yield the name of each kind of number in a ticket, these numbers, and their bounds."""
     texts = {"engine": ticket.engine, "request": ticket.request, "host": ticket.host}
-    numbers = {
-        "port": (ticket.port, 65535),
-        "incarnation": (ticket.incarnation, GENERATION_LIMIT - 1),
-        "tp_size": (ticket.tp_size, 1 << 16),
-    }
+    yield "port", [ticket.port], 1, 65535
+    yield "incarnation", [ticket.incarnation], 1, GENERATION_LIMIT - 1
+    yield "tp_size", [ticket.tp_size], 1, 1 << 16
     if ticket.routed is not None:
         texts["remote_host"], remote_port = ticket.routed
-        numbers["remote_port"] = remote_port, 65535
+        yield "remote_port", [remote_port], 1, 65535
     for name, text in texts.items():
-        if not 1 <= len(text) <= MAX_TEXT:
-            yield f"{name} has {len(text)} characters; 1 to {MAX_TEXT} are allowed"
-    for name, (number, highest) in numbers.items():
-        if not 1 <= number <= highest:
-            yield f"{name} {number} is not in 1 to {highest}"
-    if not 0 < ticket.tokens <= MAX_TOKENS:
-        yield f"{ticket.tokens} tokens; 1 to {MAX_TOKENS} are allowed"
-    if len(ticket.digest) != DIGEST_BYTES:
-        yield f"a digest of {len(ticket.digest)} bytes; it has {DIGEST_BYTES}"
-    if len(ticket.key) not in (0, KEY_BYTES):
-        yield f"a key of {len(ticket.key)} bytes; it has {KEY_BYTES}"
+        yield f"number of characters of {name}", [len(text)], 1, MAX_TEXT
+    yield "number of tokens", [ticket.tokens], 1, MAX_TOKENS
+    yield "number of bytes of the digest", [len(ticket.digest)], DIGEST_BYTES, DIGEST_BYTES
+    if ticket.key:
+        yield "number of bytes of the key", [len(ticket.key)], KEY_BYTES, KEY_BYTES
     if ticket.blocks is not None:
-        yield from _chain_problems(ticket.blocks, ticket.tokens)
-
-
-def _chain_problems(blocks: BlockDigests, tokens: int) -> Iterator[str]:
-    if not 1 <= blocks.tokens <= MAX_TOKENS:
-        yield f"blocks of {blocks.tokens} tokens; 1 to {MAX_TOKENS} are allowed"
-        return
-    if len(blocks.salt) != SALT_BYTES:
-        yield f"a salt of {len(blocks.salt)} bytes; it has {SALT_BYTES}"
-    if len(blocks.digests) % DIGEST_BYTES:
-        yield f"digests of {len(blocks.digests)} bytes; each has {DIGEST_BYTES}"
-    if len(blocks) > MAX_BLOCK_DIGESTS:
-        yield f"{len(blocks)} digests of blocks; {MAX_BLOCK_DIGESTS} are allowed"
-    if len(blocks) > tokens // blocks.tokens:
-        yield f"{len(blocks)} digests of blocks of {blocks.tokens} for {tokens} tokens"
-
-
-def _page_problems(ticket: Ticket) -> Iterator[str]:
-    """Yield a text for each problem with ``pages``, ``first_index`` and ``missing``."""
-    if len(ticket.pages) > MAX_GROUPS:
-        yield f"blocks of {len(ticket.pages)} groups; {MAX_GROUPS} are allowed"
-    if len(ticket.first_index) != len(ticket.pages):
-        yield f"{len(ticket.first_index)} first indices for {len(ticket.pages)} groups"
-    for index in ticket.first_index:
-        if not 0 <= index <= MAX_TOKENS:
-            yield f"a first index of {index} is not in 0 to {MAX_TOKENS}"
-    if ticket.missing and len(ticket.missing) != len(ticket.pages):
-        yield f"missing tokens of {len(ticket.missing)} groups; there are {len(ticket.pages)}"
-    for tokens in ticket.missing:
-        if not 0 <= tokens <= MAX_TOKENS:
-            yield f"{tokens} missing tokens are not in 0 to {MAX_TOKENS}"
-    if sum(map(len, ticket.pages)) > MAX_TICKET_PAGES:
-        yield f"{sum(map(len, ticket.pages))} block ids; {MAX_TICKET_PAGES} are allowed"
+        yield from _chain_bounds(ticket.blocks, ticket.tokens)
+    groups = len(ticket.pages)
+    yield "number of groups", [groups], 0, MAX_GROUPS
+    yield "number of first indices", [len(ticket.first_index)], groups, groups
+    yield "first index", ticket.first_index, 0, MAX_TOKENS
+    if ticket.missing:
+        yield "number of groups with missing tokens", [len(ticket.missing)], groups, groups
+    yield "number of missing tokens", ticket.missing, 0, MAX_TOKENS
+    yield "number of block ids", [sum(map(len, ticket.pages))], 0, MAX_TICKET_PAGES
     for group, ids in enumerate(ticket.pages):
-        if ids and min(ids) < 0:
-            yield f"group {group} names block {min(ids)}; ids are not negative"
-        if ids and max(ids) > MAX_PAGE:
-            yield f"group {group} names block {max(ids)}; {MAX_PAGE} is the highest there can be"
+        if ids:
+            yield f"block of group {group}", [min(ids), max(ids)], 0, MAX_PAGE
+
+
+def _chain_bounds(
+    blocks: BlockDigests, tokens: int
+) -> Iterator[tuple[str, Iterable[int], int, int]]:
+    yield "number of tokens of a block", [blocks.tokens], 1, MAX_TOKENS
+    yield "number of bytes of the salt", [len(blocks.salt)], SALT_BYTES, SALT_BYTES
+    # From here on, ``blocks.tokens`` is in its bounds.
+    yield "rest of the bytes of digests", [len(blocks.digests) % DIGEST_BYTES], 0, 0
+    most = min(MAX_BLOCK_DIGESTS, tokens // blocks.tokens)
+    yield "number of digests of blocks", [len(blocks)], 0, most
+
+
+def _problems(ticket: Ticket) -> Iterator[str]:
+    """Yield a text for each value out of bounds, and each page that occurs twice."""
+    for name, numbers, lowest, highest in _bounds(ticket):
+        for number in numbers:
+            if not lowest <= number <= highest:
+                yield f"the {name} is {number}; {lowest} to {highest} are allowed"
+    for group, ids in enumerate(ticket.pages):
         held = [page for page in ids if page != HOLE]
         if len(set(held)) != len(held):
             [(twice, _)] = Counter(held).most_common(1)

@@ -24,9 +24,8 @@ CONTEXT = b"kvferry ticket\0"
 class TicketSecrets:
     """The ticket secrets of an engine: it signs with the first, and accepts signatures with any.
 
-    To replace a secret without refusing a ticket: add the new secret as the second everywhere, then
-    make it the first everywhere, then remove the old one. Any thread may call the methods. Raises
-    ``SecretError`` for no secret, too many, or one that is too short or occurs twice.
+    Thread-safe. Raises ``SecretError`` for no secret, too many, or one that is too short or occurs
+    twice.
     """
 
     secrets: tuple[bytes, ...] = field(repr=False)  # changed by ``replace`` only

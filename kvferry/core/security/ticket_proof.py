@@ -136,9 +136,5 @@ def load_library() -> None:
 
 
 def fingerprint(public: bytes) -> bytes:
-    """Return the hash of an engine's public key, 16 bytes.
-
-    Each rank keeps it in registered memory, where a peer reads it to check that it has reached the
-    memory of the engine that published the key.
-    """
+    """Return the hash of an engine's public key, 16 bytes, which its ranks' memory contains."""
     return hashlib.blake2b(public, digest_size=FINGERPRINT_BYTES, person=b"kvferry ticket").digest()

@@ -1,7 +1,7 @@
 """The client of a side channel: what an engine publishes, and whether it is alive.
 
-What other engines publish is large and untrusted. Each reply is bounded by its message's limits and
-``work_budget``; ``ReplyLimits`` bounds many hostile ones together.
+Each reply is bounded by its message's limits and ``work_budget``, many hostile ones together by
+``ReplyLimits``.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Unpack
 
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.core.security import OPEN, Access
 from kvferry.core.side_channel.compatibility import EngineInfo, engine_info
 from kvferry.core.side_channel.connection import answered, asked, explained, unexpected
-from kvferry.core.side_channel.dialer import Dialer, HungUpError
+from kvferry.core.side_channel.dialer import Dialer, DialerOptions, HungUpError
 from kvferry.core.side_channel.tasks import call, post
 from kvferry.core.side_channel_messages import (
     MAX_REPLY_BYTES,
@@ -35,33 +35,14 @@ MAX_UNUSED_BYTES = 1 << 24
 """While more bytes of decoded replies than this wait to be used, no further reply is decoded."""
 
 
-def ping(
-    host: str,
-    port: int,
-    engine: str,
-    *,
-    timeout: float,
-    access: Access = OPEN,
-    key: bytes = b"",
-) -> Incarnation:
-    """Return the incarnation of an engine that is alive; arguments and errors as for ``fetch``."""
-    dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
+def ping(host: str, port: int, engine: str, **how: Unpack[DialerOptions]) -> Incarnation:
+    """Return the incarnation of an engine that is alive; errors as for ``fetch``."""
+    dialer = Dialer(host=host, port=port, **how)
     return Incarnation(answered(dialer, engine, Ping(engine=engine), Pong).incarnation)
 
 
-def fetch(
-    host: str,
-    port: int,
-    engine: str,
-    *,
-    timeout: float,
-    access: Access = OPEN,
-    key: bytes = b"",
-) -> EngineInfo:
-    """Ask an engine's side channel for what the engine's ranks publish, and return the answer.
-
-    Blocks. ``host``, ``port`` and ``key`` (empty: not encrypted) are as in the engine's tickets.
-    The timeout is in seconds, for the whole call.
+def fetch(host: str, port: int, engine: str, **how: Unpack[DialerOptions]) -> EngineInfo:
+    """Ask an engine's side channel for what its ranks publish. Blocks, for the timeout at most.
 
     Raises:
         IncompatibleError: the two builds have no protocol version in common.
@@ -69,7 +50,7 @@ def fetch(
         AdmissionError: one of the two engines does not admit the key or address of the other.
         HandshakeError: there was no valid answer; the message says where, why and what to do.
     """
-    dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
+    dialer = Dialer(host=host, port=port, **how)
     published = call(payloads(dialer, engine, ReplyLimits()))
     with explained(engine, dialer):
         return engine_info(published.ranks, published.ticket_key, engine=engine)
@@ -78,8 +59,7 @@ def fetch(
 async def payloads(dialer: Dialer, engine: str, limits: ReplyLimits) -> Payloads:
     """Fetch what an engine's ranks publish, not decoded; raises as ``fetch``.
 
-    The caller tells ``limits.made`` of it before it waits for anything else. ``HandshakeError`` is
-    also raised if others' replies were not used before the timeout.
+    The caller tells ``limits.made`` of it before it waits for anything else.
     """
     deadline = time.monotonic() + dialer.timeout
     request = PayloadRequest(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
@@ -115,11 +95,9 @@ async def _payloads(
 
 
 class ReplyLimits:
-    """Limit what tasks receive and decode of other engines' replies.
+    """Limit what tasks receive and decode of other engines' replies; ``used`` is for any thread.
 
-    Two are never decoded at a time: tasks have one thread, and do not wait while they decode. Only
-    ``used`` is for any thread. Deadlines are by ``time.monotonic``; ``HandshakeError`` is raised
-    when they pass.
+    Deadlines are by ``time.monotonic``; ``HandshakeError`` is raised when they pass.
     """
 
     def __init__(self) -> None:

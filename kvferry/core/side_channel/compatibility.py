@@ -29,18 +29,11 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgements:
-    """Which differences between two engines an operator may allow, and whether they are allowed.
+    """Which differences in ``RankPayload.agreement`` an operator may allow; others are refused."""
 
-    Attributes:
-        keys: keys of ``RankPayload.agreement`` whose values can differ without corrupting data. All
-            other differences are always refused.
-        overridden: whether differences in ``keys`` are only reported, and not refused.
-        told: keys whose values may always differ, such as versions of software; refusals name them.
-    """
-
-    keys: frozenset[str] = frozenset()
-    overridden: bool = False
-    told: frozenset[str] = frozenset()
+    keys: frozenset[str] = frozenset()  # those that can differ without corrupting data
+    overridden: bool = False  # whether differences in ``keys`` are only reported
+    told: frozenset[str] = frozenset()  # may always differ, as software does; refusals name them
 
 
 def engine_info(

@@ -9,13 +9,12 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import zmq
 
 from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError, WireError
-from kvferry.core.security import OPEN, Access
-from kvferry.core.side_channel.dialer import ENDINGS, Dialer, HungUpError
+from kvferry.core.side_channel.dialer import ENDINGS, Dialer, DialerOptions, HungUpError
 from kvferry.core.side_channel.sockets import Socket, is_loopback, port_at, tcp_url
 from kvferry.core.side_channel.tasks import call, ready
 from kvferry.core.side_channel_messages import (
@@ -38,31 +37,17 @@ READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 """As plain numbers: flags cost more than all else of a ping."""
 
 
-def health(
-    host: str,
-    port: int,
-    engine: str = "",
-    *,
-    timeout: float,
-    access: Access = OPEN,
-    key: bytes = b"",
-) -> Condition:
+def health(host: str, port: int, engine: str = "", **how: Unpack[DialerOptions]) -> Condition:
     """Return the health of an engine (empty: of the one there); otherwise as ``client.fetch``."""
-    dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
+    dialer = Dialer(host=host, port=port, **how)
     return answered(dialer, engine, Health(engine=engine), Condition)
 
 
 def revoke(
-    host: str,
-    port: int,
-    *,
-    conversations: bool = False,
-    timeout: float,
-    access: Access = OPEN,
-    key: bytes = b"",
+    host: str, port: int, *, conversations: bool = False, **how: Unpack[DialerOptions]
 ) -> Revoked:
     """Have the engine there end its holds, or those of conversations; raises as ``health``."""
-    dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
+    dialer = Dialer(host=host, port=port, **how)
     return answered(dialer, "", Revoke(conversations=conversations), Revoked)
 
 
@@ -76,10 +61,7 @@ def answered(dialer: Dialer, engine: str, request: Request, kind: type[R]) -> R:
 
 
 async def asked(dialer: Dialer, request: Request, deadline: float) -> Reply:
-    """Connect, send a request, and return the answer; raise ``HandshakeError`` without a valid one.
-
-    The deadline is by ``time.monotonic``.
-    """
+    """Connect, send a request, and return the answer; raises as ``SideChannelConnection.ask``."""
     with closing(await connected(dialer)) as connection:
         return await connection.ask(request, deadline)
 
@@ -96,9 +78,7 @@ async def connected(dialer: Dialer) -> SideChannelConnection:
 class SideChannelConnection:
     """A connection to one side channel, for one request after another, by one task.
 
-    Fails at once when the other end closes it. Where its steps raise ``HandshakeError``, the text
-    says why, but not where. It takes two file descriptors once the first answer has come, for
-    libzmq's socket and the connection.
+    Fails at once when the other end closes it; the ``HandshakeError`` says why, but not where.
     """
 
     def __init__(self, dialer: Dialer) -> None:
@@ -123,9 +103,8 @@ class SideChannelConnection:
     async def ask(self, request: Request, deadline: float) -> Reply:
         """Send a request, again after every ``AGAIN_SECONDS``, and return the answer.
 
-        The deadline is by ``time.monotonic``. The answer may be that to the request of an earlier
-        call that was cancelled. Raises ``HandshakeError`` if none came, or the connection has
-        ended.
+        It may be the answer to an earlier call that was cancelled. Raises ``HandshakeError`` if
+        none came before the deadline, by ``time.monotonic``, or the connection has ended.
         """
         while self._has_answer():
             self._drop_late_answer()

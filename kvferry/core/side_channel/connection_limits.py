@@ -2,20 +2,19 @@
 
 libzmq limits the size of a frame, but not the number of frames of a message, which it keeps until
 the last one has come. So this module limits the bytes, as the kernel counts them, that a peer may
-send without completing a message. Only connections on which bytes arrive are checked.
+send without completing a message.
 
-A stranger is a connection that has completed no request; no other is closed to make room. The
-address with the most strangers loses its oldest, so that strangers push out none from another
-address; those from no admitted network go first of all.
+A stranger is a connection that has completed no request; no other is closed to make room. Those
+from no admitted network go first, then the oldest of the address with the most.
 """
 
 from __future__ import annotations
 
-import os
 import resource
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -178,10 +177,11 @@ class ConnectionLimits:
         self._forget(fd)
         # A duplicate, as libzmq may close its own at any time, and the number then means another
         # file.
-        duplicate = _duplicate(fd)
-        if duplicate is None:
+        try:
+            duplicate = socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM)
+        except OSError:  # it is closed already
             return
-        if _port(duplicate) != _listening(self._channel):
+        if _local_port(duplicate) != _listening(self._channel):
             duplicate.close()
             return
         peer = _peer(duplicate)
@@ -235,26 +235,12 @@ def most_connections(access: Access) -> int:
     return most if files == resource.RLIM_INFINITY else min(most, files // 4)
 
 
-def _duplicate(fd: int) -> socket.socket | None:
-    """Return a duplicate of a socket's descriptor, as a Python socket; ``None`` if it is closed."""
+def _local_port(connection: socket.socket) -> object:
+    """Return the local port of a connection; for what is none, anything else."""
     try:
-        copied = os.dup(fd)
-    except OSError:
+        return connection.getsockname()[1]
+    except (OSError, IndexError):
         return None
-    try:
-        return socket.socket(fileno=copied)
-    except OSError:
-        os.close(copied)
-        return None
-
-
-def _port(connection: socket.socket) -> int:
-    """Return the local port of a TCP connection; 0 for any other socket."""
-    inet = connection.family in (socket.AF_INET, socket.AF_INET6)
-    if not inet or connection.type != socket.SOCK_STREAM:
-        return 0
-    port: int = connection.getsockname()[1]
-    return port
 
 
 def _listening(channel: Socket) -> int:
@@ -266,10 +252,7 @@ def _received(connection: socket.socket) -> int:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
     except OSError:
         return 0
-    if len(info) < BYTES_RECEIVED + 8:
-        return 0
-    count: int = struct.unpack_from("=Q", info, BYTES_RECEIVED)[0]
-    return count
+    return int.from_bytes(info[BYTES_RECEIVED:], sys.byteorder)
 
 
 def _peer(connection: socket.socket) -> str:

@@ -8,13 +8,13 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Required, TypedDict
 
 import zmq
 from zmq.utils import z85
 
 from kvferry.core.errors import AdmissionError, HandshakeError
-from kvferry.core.security import Access
+from kvferry.core.security import OPEN, Access
 from kvferry.core.side_channel.sockets import Context, Socket, encrypt, make_socket, resolved
 from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES
 
@@ -48,6 +48,14 @@ class HungUpError(HandshakeError):
     """A connection was closed before an answer came, or because the answer was too long."""
 
 
+class DialerOptions(TypedDict, total=False):
+    """The fields of a ``Dialer`` beside the address."""
+
+    timeout: Required[float]
+    access: Access
+    key: bytes
+
+
 @dataclass(slots=True, kw_only=True)
 class Dialer:
     """How to reach one side channel."""
@@ -55,8 +63,8 @@ class Dialer:
     host: str
     port: int
     timeout: float  # seconds for connecting, and for each answer
-    access: Access
-    key: bytes  # the public key that the side channel must have; empty if it must have none
+    access: Access = OPEN
+    key: bytes = b""  # the public key that the side channel must have; empty if it must have none
     longest: int = MAX_SHORT_REPLY_BYTES  # a longer answer ends the connection
     numeric: list[str] = field(default_factory=list)  # empty until ``host`` has been resolved
     found: str = field(default="", init=False)  # what of these has accepted a connection last
@@ -68,10 +76,10 @@ class Dialer:
         return cls(host=host, port=port, timeout=timeout, access=access, key=key)
 
     async def find(self) -> None:
-        """Find the first address of the host that accepts a TCP connection; sets ``found``.
+        """Set ``found`` to the first address of the host that accepts a TCP connection.
 
-        Raises ``AdmissionError`` if ``access`` allows none, or only one of both sides has keys, and
-        ``HandshakeError`` if the host does not resolve, or there is no side channel in time.
+        Raises ``AdmissionError`` if ``access`` allows none, or only one side has keys, and
+        ``HandshakeError`` if there is no address, or no side channel in time.
         """
         self.access.check_server(self.key)
         if not self.numeric:

@@ -28,7 +28,7 @@ Task = Future[None]
 def start(steps: Callable[[], Steps[T]], over: Callable[[T | Exception], None]) -> Task:
     """Start a task; ``over`` gets what it returns or raises, on the thread of all tasks.
 
-    Raises ``HandshakeError`` if that thread cannot be started.
+    Raises ``HandshakeError`` if that thread cannot be started, as ``call`` does.
     """
 
     async def run() -> None:
@@ -48,10 +48,7 @@ def start(steps: Callable[[], Steps[T]], over: Callable[[T | Exception], None]) 
 
 
 def call(steps: Steps[T]) -> T:
-    """Run a task, and wait until it is over; return what it returns, or raise what it raises.
-
-    Raises ``HandshakeError`` also where ``start`` does.
-    """
+    """Run a task, and wait until it is over; return what it returns, or raise what it raises."""
     task = _started(steps)
     try:
         return task.result()

@@ -152,34 +152,30 @@ _EMPTY = np.empty(0, np.uint64)
 def check_places(paged: PagedCopies) -> None:
     """Refuse places that do not exist, and arrays that are not int64 or not equally long."""
     for part in paged.parts:
-        strips = part.strips
-        _check_numbers("local", part.local, strips.local, len(part.local))
-        _check_numbers("remote", part.remote, strips.remote, len(part.local))
-
-
-def _check_numbers(name: str, numbers: I64Array, side: StripSide, count: int) -> None:
-    if numbers.dtype != np.int64 or numbers.shape != (count,):
-        raise TransportUsageError(
-            f"{name} places have type {numbers.dtype} and shape {numbers.shape}; both arrays must "
-            f"be int64 of shape ({count},)"
-        )
-    if count and not 0 <= int(numbers.min()) <= int(numbers.max()) < side.places:
-        raise TransportUsageError(
-            f"{name} places {int(numbers.min())} to {int(numbers.max())}: there are {side.places}, "
-            "numbered from 0"
-        )
+        shape = (len(part.local),)
+        for numbers, side in ((part.local, part.strips.local), (part.remote, part.strips.remote)):
+            if numbers.dtype != np.int64 or numbers.shape != shape:
+                raise TransportUsageError(
+                    f"places have type {numbers.dtype} and shape {numbers.shape}; both arrays "
+                    f"must be int64 of shape {shape}"
+                )
+            if shape[0] and not 0 <= int(numbers.min()) <= int(numbers.max()) < side.places:
+                raise TransportUsageError(
+                    f"places {int(numbers.min())} to {int(numbers.max())}: there are "
+                    f"{side.places}, numbered from 0"
+                )
 
 
 def _check_form(name: str, side: StripSide, n: int) -> None:
-    if side.start.dtype != np.uint64 or side.start.shape != (n,) or not n:
+    start, within = side.start, side.within
+    typed = start.dtype == np.uint64 and within.dtype == np.int64 and within.ndim == 1
+    if not typed or start.shape != (n,) or not n or not len(within) or int(within.min()) < 0:
         raise TransportUsageError(
-            f"{name} starts have type {side.start.dtype} and shape {side.start.shape}; they must "
-            f"be uint64 of shape ({n},), of at least one strip"
+            f"{name} strips begin at {start!r:.100} and {within!r:.100}: both must be arrays, of "
+            "uint64 and not negative int64, with at least one strip and one place"
         )
-    within = side.within
-    bad = within.dtype != np.int64 or within.ndim != 1 or not len(within) or int(within.min()) < 0
-    if bad or side.pages < 1 or side.stride < 0:
+    if side.pages < 1 or side.stride < 0:
         raise TransportUsageError(
-            f"{name} strips at {within!r:.100} within {side.pages} pages, {side.stride} bytes "
-            "apart: at least one place and one page are needed, and no distance is negative"
+            f"{name} strips in {side.pages} pages, {side.stride} bytes apart: at least one page is "
+            "needed, and no distance is negative"
         )

@@ -73,21 +73,19 @@ def create(
     Raises ``DriverError``, which says what to do, if there is not one such driver, or it cannot be
     loaded, is of another interface version, refuses the options, or does not start.
     """
-    driver = load(name)
-    options = dict(options or {})
-    _check_options(name, driver, options)
+    driver, given = load(name), dict(options or {})
+    ours = {ENTER: enter} if takes_enter(driver) else {}
     try:
-        if takes_enter(driver):
-            return driver(**options, enter=enter)  # type: ignore[call-arg]
-        return driver(**options)
+        return driver(**given, **ours)
     except DriverError:
         raise
     # A driver is foreign code: whatever it raises, the user gets a ``DriverError`` with the name of
     # the driver, and the original exception as its cause.
     except Exception as exc:
+        takes = ", ".join(sorted({*inspect.signature(driver).parameters} - {*ours})) or "none"
         raise DriverError(
-            f"driver {name!r} does not start: {type(exc).__name__}: {exc}; "
-            f"check driver_options and what {_info(_entry(name)).distribution} says it needs"
+            f"driver {name!r} does not start: {type(exc).__name__}: {exc}; check driver_options "
+            f"(it takes: {takes}) and what {_info(_entry(name)).distribution} says it needs"
         ) from exc
 
 
@@ -187,17 +185,3 @@ def _entry(name: str) -> EntryPoint:
         owners = " and ".join(f"{i.distribution} {i.version}" for i in map(_info, found))
         raise DriverError(f"driver {name!r} is offered by {owners}: uninstall all but one of them")
     return found[0]
-
-
-def _check_options(name: str, driver: type[Transport], options: dict[str, object]) -> None:
-    ours = {ENTER} if takes_enter(driver) else set()
-    try:
-        if given := ours.intersection(options):
-            raise TypeError(f"{', '.join(given)} is not an option, kvferry itself sets it")
-        inspect.signature(driver).bind(**options, **dict.fromkeys(ours))
-    except TypeError as exc:
-        names = [each for each in inspect.signature(driver).parameters if each not in ours]
-        takes = ", ".join(names) or "none"
-        raise DriverError(
-            f"driver_options of {name!r} do not fit: {exc}; its options are: {takes}"
-        ) from exc

@@ -147,9 +147,13 @@ class Mailbox:
     def open_channel(self, peer: str, instance: bytes, socket_name: str) -> NotificationChannel:
         """Connect to a peer's mailbox, or raise ``ConnectError``. The mailbox owns the channel."""
         hello = msgspec.msgpack.encode(ChannelHello(to=instance, sender=self._name))
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
         try:
-            sock = _connected(socket_name, hello)
+            sock.connect("\0" + socket_name)
+            sock.send(hello)
         except (OSError, ValueError) as exc:
+            sock.close()
             raise ConnectError(
                 f"cannot reach the notification socket of {peer} ({exc}): it is closed, or lives "
                 "in another network namespace (a container of its own), which both must share"
@@ -273,15 +277,3 @@ def _may_send(sock: socket.socket) -> bool:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return uid in (0, os.geteuid())
-
-
-def _connected(name: str, hello: bytes) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.setblocking(False)
-    try:
-        sock.connect("\0" + name)
-        sock.send(hello)
-    except BaseException:
-        sock.close()
-        raise
-    return sock

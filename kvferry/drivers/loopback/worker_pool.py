@@ -18,8 +18,7 @@ from kvferry.drivers.loopback.registry import ExpectedRows
 _SMALLEST_CHUNK = 4 << 20
 """To keep all threads busy, chunks get smaller, but not below this: handing over costs, too."""
 
-_PENDING = Status(state=State.PENDING)
-_DONE = Status(state=State.DONE)
+_PENDING, _DONE = Status(state=State.PENDING), Status(state=State.DONE)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, NewType, TypeVar
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -60,16 +60,6 @@ class Handle:
     name: str  # of the remote agent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Telemetry:
-    """What NIXL measured of one of its transfers, which has succeeded."""
-
-    nbytes: int
-    descriptors: int  # after NIXL had merged adjacent copies
-    post_seconds: float
-    seconds: float  # of the whole transfer, posting included
-
-
 class Agent:
     """An agent of NIXL with one backend. NIXL serialises calls, so any thread may make them.
 
@@ -98,8 +88,13 @@ class Agent:
             started = parameters(options, library, self._native)
             self._threads = threads(started)
             self.memory = self._start(options.backend, started)
-        self.notifies = self._probe_notifications()
-        _pin(self._native)
+        self.notifies = True
+        try:
+            self.notifications()
+        except TransportError:
+            self.notifies = False
+        # Keeps it alive until ``close``, even while the interpreter ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._native))
 
     def close(self, *, quiet: bool) -> None:
         """Destroy NIXL's agent with its threads; the caller has released all handles.
@@ -108,7 +103,7 @@ class Agent:
         """
         native, self._native = self._native, None
         if quiet and not self._failed:
-            _unpin(native)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(native))
         else:
             # A progress thread whose peer was killed may spin for as long as the agent lives.
             self._own.run_last()
@@ -203,16 +198,6 @@ class Agent:
         """Release a handle. NIXL tries to cancel a running transfer, without waiting for it."""
         self._give_back("releaseXferReq", handle.native)
 
-    def telemetry(self, handle: Handle) -> Telemetry:
-        """Return what NIXL measured of a transfer that has succeeded."""
-        native = self._call("has no telemetry", "getXferTelemetry", handle.native)
-        return Telemetry(
-            nbytes=native.totalBytes,
-            descriptors=native.descCount,
-            post_seconds=native.postDuration / 1e6,
-            seconds=native.xferDuration / 1e6,
-        )
-
     # Notifications.
 
     def notify(self, name: str, payload: bytes) -> None:
@@ -266,7 +251,7 @@ class Agent:
             pass
 
     def _error(self, error: Exception, trouble: str, *, known: bool = False) -> TransportError:
-        bare(error)
+        error.__traceback__ = None  # its frames would keep the agent alive
         if isinstance(error, self._library.lost):
             return PeerLostError(f"{trouble}: the connection is broken ({error})")
         # NIXL drops a peer when the connection breaks, and does not find it from then on.
@@ -303,13 +288,6 @@ class Agent:
             ) from exc
         return frozenset(kind for kind in accelerators() | {CPU} if SEGMENTS[kind] in supported)
 
-    def _probe_notifications(self) -> bool:
-        try:
-            self.notifications()
-        except TransportError:
-            return False
-        return True
-
 
 def accelerators() -> frozenset[str]:
     """Return the memory kinds of the accelerators whose driver this machine has."""
@@ -325,20 +303,3 @@ def _loads(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-E = TypeVar("E", bound=Exception)
-
-
-def bare(error: E) -> E:
-    """Return an error without its traceback, whose frames would keep the agent alive."""
-    return error.with_traceback(None)
-
-
-def _pin(native: Any) -> None:  # noqa: ANN401
-    """Keep a Python object alive until ``_unpin``, even while the interpreter ends."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
-
-
-def _unpin(native: Any) -> None:  # noqa: ANN401
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(native))

@@ -18,11 +18,11 @@ import os
 import resource
 import threading
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.core.errors import ConnectError, DriverError, PeerLostError, TransportError
 from kvferry.core.memory import Region
-from kvferry.drivers.nixl.agent import Agent, Handle, Registration, TransferChunk, bare
+from kvferry.drivers.nixl.agent import Agent, Handle, Registration, TransferChunk
 from kvferry.drivers.nixl.descriptor_lists import PagedChunk
 from kvferry.drivers.nixl.library import NixlLibrary
 from kvferry.drivers.nixl.options import NixlOptions, without_threads
@@ -120,17 +120,23 @@ class Agents:
     def _second(self) -> Agent:
         with self._lock:
             if len(self._all) == 1:
-                self._all.append(self._made())
+                self._all.append(self._make_second())
             return self._all[-1]
 
-    def _made(self) -> Agent:
-        _check_files()
+    def _make_second(self) -> Agent:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = most - len(os.listdir("/proc/self/fd"))
+        if free < _FILES:  # UCX would abort the process
+            raise TransportError(
+                f"{_FAILED_BEFORE}, and to post another takes up to {_FILES} file descriptors, of "
+                f"which {free} of {most} are free: raise the limit (ulimit -n), or restart the "
+                "engine"
+            )
         try:
             made = Agent(self._library, f"{self.first.name}-2", self._options)
-        except DriverError as exc:
+        except (DriverError, *self._library.errors) as exc:  # type: ignore[misc]
+            exc.__traceback__ = None  # its frames would keep the agent alive
             raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from exc
-        except self._library.errors as exc:
-            raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from bare(exc)
         try:
             _register(self.spans, [made])
         except TransportError:
@@ -191,17 +197,6 @@ def _deregister(spans: Iterable[RegisteredSpan], agents: Collection[Agent]) -> N
         raise refused
 
 
-def _check_files() -> None:
-    """Refuse to make an agent if too few files are free: UCX would abort the process."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = most - len(os.listdir("/proc/self/fd"))
-    if free < _FILES:
-        raise TransportError(
-            f"{_FAILED_BEFORE}, and to post another takes up to {_FILES} file descriptors, of "
-            f"which {free} of {most} are free: raise the limit (ulimit -n), or restart the engine"
-        )
-
-
 def _overlap(one: Region, other: Region) -> bool:
     same = (one.kind, one.device) == (other.kind, other.device)
     return same and one.address < other.end and other.address < one.end
@@ -210,9 +205,5 @@ def _overlap(one: Region, other: Region) -> bool:
 def _hull(regions: list[Region]) -> Region:
     """Return the smallest range that contains these regions of one device."""
     first = min(region.address for region in regions)
-    return Region(
-        address=first,
-        nbytes=max(region.end for region in regions) - first,
-        kind=regions[0].kind,
-        device=regions[0].device,
-    )
+    end = max(region.end for region in regions)
+    return replace(regions[0], address=first, nbytes=end - first)

@@ -35,7 +35,6 @@ class DescriptorLists:
     def __init__(self, most: int = CHUNK_ROWS) -> None:
         self._most = most
         self._local, self._remote = np.empty((2, most, 3), np.uint64)
-        self._devices = (-1, -1)  # in all rows of the arrays
 
     def chunks(self, copies: Copies) -> Iterator[tuple[Kinds, Rows, Rows]]:
         """Cut a batch into chunks of ``most`` copies, each with one device on either side.
@@ -43,7 +42,12 @@ class DescriptorLists:
         Copies of 0 bytes are left out. The rows, local and remote, are valid until the next chunk.
         """
         if len(copies) == len(copies.segments) == 1:
-            yield from _one(copies, *copies.segments)
+            # To NIXL, a list of one tuple takes less time than an array.
+            [segment], nbytes = copies.segments, copies.nbytes.item()
+            if nbytes:
+                local = [(copies.local.item(), nbytes, segment.local.device)]
+                remote = [(copies.remote.item(), nbytes, segment.remote.device)]
+                yield (segment.local.kind, segment.remote.kind), local, remote
             return
         for _, group in itertools.groupby(copies.segments, _devices):
             segments = list(group)
@@ -59,26 +63,12 @@ class DescriptorLists:
         local, remote = self._local[: len(nbytes)], self._remote[: len(nbytes)]
         local[:, 0], remote[:, 0] = copies.local[rows], copies.remote[rows]
         local[:, 1] = remote[:, 1] = nbytes
-        devices = (segment.local.device, segment.remote.device)
-        if devices != self._devices:
-            self._local[:, 2], self._remote[:, 2] = self._devices = devices
+        local[:, 2], remote[:, 2] = segment.local.device, segment.remote.device
         if not nbytes[nbytes.argmin()]:
             full = nbytes != 0
             local, remote = local[full], remote[full]
         if len(local):
             yield (segment.local.kind, segment.remote.kind), local, remote
-
-
-def _one(copies: Copies, segment: Segment) -> Iterator[tuple[Kinds, Rows, Rows]]:
-    # To NIXL, a list of one tuple takes less time than an array.
-    here, there, nbytes = segment.local, segment.remote, copies.nbytes.item()
-    if nbytes:
-        local, remote = copies.local.item(), copies.remote.item()
-        yield (
-            (here.kind, there.kind),
-            [(local, nbytes, here.device)],
-            [(remote, nbytes, there.device)],
-        )
 
 
 def _devices(segment: Segment) -> tuple[str, int, str, int]:

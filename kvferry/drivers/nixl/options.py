@@ -36,18 +36,8 @@ _CUDA = {_ENGINE: f"{_GET_ZCOPY}=y"}
 
 _RDMA = Path("sys/class/infiniband")
 
-UNLISTED: Mapping[str, frozenset[str]] = {
-    "UCX": frozenset(
-        {
-            "device_list",
-            "engine_config",
-            "num_threads",
-            "split_batch_size",
-            "ucx_num_device_channels",
-        }
-    )
-}
-"""Parameters that a backend takes although NIXL does not list them."""
+UNLISTED = ("device_list", _ENGINE, _NUMBER, "split_batch_size", "ucx_num_device_channels")
+"""Parameters that the backend UCX takes although NIXL does not list them."""
 
 
 class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +47,7 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         backend: NIXL's name of the backend, such as "UCX".
         backend_options: parameters of the backend, by NIXL's names; they override those that the
             function ``defaults`` returns.
-        telemetry: whether NIXL measures transfers, for ``NixlTransport.telemetry``.
+        telemetry: whether NIXL measures transfers, for its own exporters.
         progress_milliseconds: how long NIXL's progress thread sleeps at most when nothing arrives.
             At 0 it never sleeps, and takes a core.
         progress_thread: whether NIXL has a progress thread. Without one, the UCX backend has no
@@ -105,7 +95,16 @@ def parameters(options: NixlOptions, library: NixlLibrary, native: Any) -> dict[
     given = {name: _text(value) for name, value in options.backend_options.items()}
     if _ENGINE in ours and _ENGINE in given:
         given[_ENGINE] = _joined(given[_ENGINE], ours[_ENGINE])
-    return ours | given if options.progress_thread else _unthreaded(ours, given)
+    if options.progress_thread or _NUMBER not in ours:
+        return ours | given
+    # NIXL lets UCX lock its workers only if there is a progress thread, but connects the workers of
+    # the other threads from the calling thread.
+    if threads(given):
+        raise DriverError(
+            f"driver_options of nixl: {_NUMBER} is {given[_NUMBER]}, but the UCX backend has no "
+            "threads without progress_thread: set progress_thread, or num_threads to 0"
+        )
+    return ours | given | {_NUMBER: "0"}
 
 
 def threads(started: Mapping[str, str]) -> int:
@@ -133,20 +132,8 @@ def _known(backend: str, library: NixlLibrary, native: Any) -> dict[str, str]:  
             f"driver_options of nixl: backend {backend} of {library} does not load here ({exc}): a "
             "library that it needs is missing; NIXL_LOG_LEVEL=DEBUG says which"
         ) from exc
-    unlisted = dict.fromkeys(UNLISTED.get(backend, ()), "")
+    unlisted = dict.fromkeys(UNLISTED if backend == "UCX" else (), "")
     return dict(sorted({**unlisted, **listed, **defaults(backend)}.items()))
-
-
-def _unthreaded(ours: dict[str, str], given: dict[str, str]) -> dict[str, str]:
-    """Return the parameters for a NIXL without progress thread; UCX then has no other threads."""
-    # NIXL lets UCX lock its workers only if there is a progress thread, but connects the workers of
-    # the other threads from the calling thread.
-    if _NUMBER in ours and threads(given):
-        raise DriverError(
-            f"driver_options of nixl: {_NUMBER} is {given[_NUMBER]}, but the UCX backend has no "
-            "threads without progress_thread: set progress_thread, or num_threads to 0"
-        )
-    return {**ours, **given, **({_NUMBER: "0"} if _NUMBER in ours else {})}
 
 
 def _joined(theirs: str, ours: str) -> str:

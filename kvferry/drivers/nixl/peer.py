@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, TransportError
@@ -34,7 +34,7 @@ class NixlPeer:
     prepared: PreparedStrips = field(default_factory=PreparedStrips)
 
     @property
-    def identity(self) -> Hashable:
+    def identity(self) -> str:
         """The peer's name, by which NIXL knows agents."""
         return self.name
 

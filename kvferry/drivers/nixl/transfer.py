@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.transport import State, Status
-from kvferry.drivers.nixl.agent import Handle, Telemetry, TransferChunk, bare
+from kvferry.drivers.nixl.agent import Handle, TransferChunk
 from kvferry.drivers.nixl.descriptor_lists import PagedChunk
 from kvferry.drivers.nixl.peer import NixlPeer
 
 AT_ONCE = 2
 """Chunks posted at once; not more, as NIXL fails posted copies one by one if the peer dies."""
 
-_PENDING = Status(state=State.PENDING)
-_DONE = Status(state=State.DONE)
+_PENDING, _DONE = Status(state=State.PENDING), Status(state=State.DONE)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,7 +40,6 @@ class NixlTransfer:
     waiting: deque[TransferChunk | PagedChunk] = field(default_factory=deque)
     running: list[Handle] = field(default_factory=list)
     ended: list[Handle] = field(default_factory=list)  # of failed chunks, until ``release``
-    telemetry: list[Telemetry] | None = None  # of each chunk that succeeded
 
     @property
     def final(self) -> bool:
@@ -114,9 +111,6 @@ class NixlTransfer:
             self.fail(exc)
             return
         self.running.remove(handle)
-        if self.telemetry is not None:
-            with contextlib.suppress(TransportError):
-                self.telemetry.append(handle.agent.telemetry(handle))
         handle.agent.release(handle)
 
     def _conclude(self) -> None:
@@ -134,7 +128,7 @@ class NixlTransfer:
             self.status = _DONE
 
     def _failed(self, state: State, error: TransportError) -> None:
-        self.status = Status(state=state, error=bare(error))
+        self.status = Status(state=state, error=error.with_traceback(None))
         self.peer.failed = True  # so that it does not become idle (see ``IdlePeers``)
         if isinstance(error, PeerLostError):
             self.peer.mark_lost()

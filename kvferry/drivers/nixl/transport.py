@@ -12,12 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
-from kvferry.core.errors import (
-    ConnectError,
-    PeerLostError,
-    TransportError,
-    TransportUsageError,
-)
+from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.memory import CPU, CUDA, Region
 from kvferry.core.transport import (
     BaseTransport,
@@ -27,8 +22,6 @@ from kvferry.core.transport import (
     Notification,
     PagedRequest,
     Quiescence,
-    State,
-    TransferId,
     TransferRequest,
     enter_nothing,
     parse_options,
@@ -38,7 +31,7 @@ from kvferry.drivers.cuda import DeviceWait, find_cuda
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import agent_metadata, library
 from kvferry.drivers.nixl.address import NixlAddress
-from kvferry.drivers.nixl.agent import Telemetry, TransferChunk
+from kvferry.drivers.nixl.agent import TransferChunk
 from kvferry.drivers.nixl.agent_metadata import AgentMetadata
 from kvferry.drivers.nixl.agents import Agents
 from kvferry.drivers.nixl.descriptor_lists import (
@@ -109,15 +102,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def library(self) -> str:
         """The name and version of NIXL's package, and the backend, as text."""
         return f"{self._agent.library}, {self._options.backend}"
-
-    def telemetry(self, transfer: TransferId) -> list[Telemetry]:
-        """Return what NIXL measured of each chunk of a DONE transfer, with option ``telemetry``."""
-        self._check_usable()
-        found = self._find_transfer(transfer)
-        if found.telemetry is None or found.status.state is not State.DONE:
-            why = "set driver_options: telemetry" if found.telemetry is None else "it is not done"
-            raise TransportUsageError(f"no telemetry of transfer {transfer}: {why}")
-        return list(found.telemetry)
 
     # Memory.
 
@@ -225,7 +209,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             prepare=partial(self._agents.prepare, peer),
             flush=partial(_flush, devices) if devices else None,
             send=None if notify is None else partial(self._agent.notify, peer.name, notify),
-            telemetry=[] if self._options.telemetry else None,
         )
         transfer.post(chunks)
         return transfer
@@ -288,12 +271,11 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _drained(self, transfers: Sequence[NixlTransfer]) -> bool:
         """Make progress until all chunks have ended; return whether within ``grace_seconds``."""
         deadline = time.monotonic() + self.grace_seconds
-        undrained = list(transfers)
         while True:
-            self._progress(undrained)
-            undrained = [transfer for transfer in undrained if not transfer.drained]
-            if not undrained or time.monotonic() > deadline:
-                return not undrained
+            self._progress(transfers)
+            drained = all(transfer.drained for transfer in transfers)
+            if drained or time.monotonic() > deadline:
+                return drained
             time.sleep(_POLL_SECONDS)
 
     def _settle(self, transfers: Sequence[NixlTransfer]) -> None:

@@ -21,7 +21,12 @@ from kvferry.core.transport.addresses import (
 )
 from kvferry.drivers.ucx.ucp import MAX_PACKED_KEY, MAX_WORKER_ADDRESS
 from kvferry.drivers.ucx.ucp_structs import MEMORY
-from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
+from kvferry.drivers.ucx_format import (
+    MAX_MEMORY_KINDS,
+    FormatError,
+    check_key,
+    check_worker_address,
+)
 
 MAX_ADDRESS_BYTES = 4 << 20
 MAX_REGIONS = 1 << 14
@@ -109,10 +114,8 @@ def check_packed(address: UcxAddress) -> None:
     try:
         check_worker_address(address.worker)
         for region in address.regions:
-            if region.kind in MEMORY:
-                check_key(region.packed, frozenset({MEMORY[region.kind]}))
-            else:
-                check_key(region.packed)
+            kinds = {MEMORY[region.kind]} if region.kind in MEMORY else range(MAX_MEMORY_KINDS)
+            check_key(region.packed, kinds)
     except FormatError as exc:
         raise ConnectError(
             f"the address of {address.name} holds what UCX did not pack: {exc}"
@@ -122,13 +125,5 @@ def check_packed(address: UcxAddress) -> None:
 def _all(address: UcxAddress) -> bytes:
     # The fields that existed when the digest was introduced. A later field must stay out of it, or
     # older versions would refuse the address.
-    fields = (
-        address.name,
-        address.instance,
-        address.process,
-        address.ucx,
-        address.worker,
-        address.withdrawn,
-        address.regions,
-    )
-    return msgspec.msgpack.encode(fields)
+    names = ("name", "instance", "process", "ucx", "worker", "withdrawn", "regions")
+    return msgspec.msgpack.encode([getattr(address, name) for name in names])

@@ -39,11 +39,6 @@ _LIVENESS_SECONDS = 0.2
 """How often to look for dead peers: UCX sees only sockets, which a forked child may hold open."""
 
 
-def available_cores() -> int:
-    """Return how many processor cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 class Client(ProgressTarget):
     """The client side of a transport, which connects to peers and reads.
 
@@ -114,7 +109,10 @@ class Client(ProgressTarget):
         for transfer in self._transfers:
             transfer.advance(now, self._idle_timeout)
         self._transfers = [transfer for transfer in self._transfers if not transfer.final]
-        self._confirm_withdrawals()
+        for connection in self._connections.values():
+            if connection.unconfirmed:
+                used = [t.remote_keys for t in self._transfers if t.uses(connection)]
+                connection.confirm_withdrawals(frozenset().union(*used))
         return busy
 
     def _progress_transfers(self) -> list[Worker]:
@@ -127,15 +125,14 @@ class Client(ProgressTarget):
         ]
         if not moving:
             return []
-        first = moving[0]
-        second = next((other for other in moving if other is not first), None)
-        if second is None:
+        first, *others = dict.fromkeys(moving)
+        if not others:
             first.progress(COPY_SECONDS)
             return [first]
         if self._copy_thread is None:
             self._copy_thread = CopyThread(f"{self._name}-copy", self._enter)
-        self._copy_thread.progress_both(first, second)
-        return [first, second]
+        self._copy_thread.progress_both(first, others[0])
+        return [first, others[0]]
 
     # Connections.
 
@@ -144,12 +141,8 @@ class Client(ProgressTarget):
 
         It is not ready until the server has answered, and is broken if UCX cannot connect.
         """
-        connection = UcxConnection(
-            id=secrets.token_bytes(16),
-            server=address,
-            worker=self.workers[0],
-            opened=time.monotonic(),
-        )
+        number, opened, worker = secrets.token_bytes(16), time.monotonic(), self.workers[0]
+        connection = UcxConnection(id=number, server=address, worker=worker, opened=opened)
         try:
             connection.worker = self._worker_for(address.instance)
             connection.open(self._name, index)
@@ -178,13 +171,12 @@ class Client(ProgressTarget):
         return peer.connection
 
     def second_connection_to(self, peer: UcxPeer) -> UcxConnection | None:
-        """Return the second connection to a peer, for large reads; ``None`` if it would not help.
+        """Return the second connection to a peer, by which a second thread copies large reads.
 
-        It is opened when it is first needed, and may not be ready yet. It lets a second thread
-        copy.
+        ``None`` if it would not help. It is opened when it is first needed, and may not be ready.
         """
-        # Only if this process copies the bytes itself (cma).
-        if available_cores() < 2 or "cma" not in peer.connection.transports:
+        # Only if this process copies the bytes itself (cma), and has a second core.
+        if len(os.sched_getaffinity(0)) < 2 or "cma" not in peer.connection.transports:
             return None
         old = peer.second_connection
         if old is None or (
@@ -219,9 +211,8 @@ class Client(ProgressTarget):
     ) -> UcxTransfer | None:
         """Read one range of CPU memory, such as a slot word, and drive it for 0.1 ms at most.
 
-        It has at most ``BRIEF_BYTES``, and gets ahead of what is under way in the same worker: UCX
-        takes turns between connections.
-        The result may be under way; ``None`` if it must be started by ``start``. ``params`` is the
+        It has at most ``BRIEF_BYTES``, and may overtake what is under way in the same worker. The
+        result may be under way; ``None`` if it must be started by ``start``. ``params`` is the
         address of the local registration's request parameters.
         """
         connection, region = peer.connection, peer.regions.get(copies.segments[0].remote)
@@ -270,12 +261,10 @@ class Client(ProgressTarget):
         self._workers.clear()
 
     def _on_endpoint_failure(self, number: int, code: int) -> None:
-        reason = f"broke: UCX says {statuses.describe(code)}"
         for connection in self._connections.values():
             if connection.endpoint_number == number:
-                connection.close(
-                    PeerLostError(f"the connection to {connection.server.name} {reason}")
-                )
+                broken = f"the connection to {connection.server.name} broke"
+                connection.close(PeerLostError(f"{broken}: UCX says {statuses.describe(code)}"))
 
     def _on_message(self, message: Message) -> None:
         connection = self._connections.get(message.connection)
@@ -307,13 +296,12 @@ class Client(ProgressTarget):
             connection.close(PeerLostError(f"{server.name}'s process has ended"))
         waited = now - connection.opened
         if connection.state is ConnectionState.CONNECTING and waited > self._connect_timeout:
-            connection.close(
-                PeerLostError(
-                    f"{server.name} has not answered in {self._connect_timeout:g} s: it may be "
-                    "stopped, or the network cut (driver_options: connect_seconds), or another "
-                    "is there by now: connect with a new address"
-                )
+            silence = PeerLostError(
+                f"{server.name} has not answered in {self._connect_timeout:g} s: it may be "
+                "stopped, or the network cut (driver_options: connect_seconds), or another is "
+                "there by now: connect with a new address"
             )
+            connection.close(silence)
         if connection.state is ConnectionState.BROKEN:
             self._release(connection)
 
@@ -329,9 +317,3 @@ class Client(ProgressTarget):
         if not shared and len(self._workers) > 1:
             del self._workers[worker]
             worker.destroy()
-
-    def _confirm_withdrawals(self) -> None:
-        for connection in self._connections.values():
-            if connection.unconfirmed:
-                used = [t.remote_keys for t in self._transfers if t.uses(connection)]
-                connection.confirm_withdrawals(frozenset().union(*used))

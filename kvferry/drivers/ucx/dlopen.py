@@ -26,7 +26,13 @@ _UNDISGUISED = re.compile(r"libuc[mpst]\.so[.\d]*")
 
 def opened(path: str) -> ctypes.CDLL:
     """Return a libucp (path or name to look up), whose symbols other libraries do not see."""
-    _open_neighbours(Path(path))
+    # First those libraries that it needs and that lie in its folder. libucm and libucs need each
+    # other, and so RTLD_LAZY; ctypes always adds RTLD_NOW.
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.restype = ctypes.c_void_p
+    for neighbour in (Path(path).parent / name for name in _NEIGHBOURS):
+        if neighbour.is_absolute() and neighbour.exists():
+            dlopen(os.fsencode(neighbour), os.RTLD_LAZY | os.RTLD_LOCAL)
     return ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_LOCAL)
 
 
@@ -55,17 +61,6 @@ def mapped(prefix: str) -> list[Path]:
 def rdma_modules(path: Path) -> list[Path]:
     """Return the files of a libucp's modules (plugins) for InfiniBand, RoCE or EFA."""
     return sorted((path.resolve().parent / "ucx").glob("libuct_ib*.so*"))
-
-
-def _open_neighbours(path: Path) -> None:
-    """Open those libraries that a libucp needs and that lie in its folder."""
-    # libucm and libucs need each other, and so RTLD_LAZY; ctypes always adds RTLD_NOW.
-    dlopen = ctypes.CDLL(None).dlopen
-    dlopen.restype = ctypes.c_void_p
-    for name in _NEIGHBOURS:
-        neighbour = path.parent / name
-        if path.is_absolute() and neighbour.exists():
-            dlopen(os.fsencode(neighbour), os.RTLD_LAZY | os.RTLD_LOCAL)
 
 
 def loads(module: Path) -> bool:

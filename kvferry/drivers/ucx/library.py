@@ -70,9 +70,16 @@ def find(explicit: str | None = None) -> UcxLibrary:
     Warn if it cannot do RDMA but another on this machine can. Raise ``DriverError`` if none is
     usable; the text names what was found, what is wrong with it, and the remedy.
     """
-    named = [] if explicit is None else [_named(explicit)]
-    if named and named[0].rdma:
-        return named[0]
+    named = []
+    if explicit is not None:
+        try:
+            named.append(_asked(explicit, "option library"))
+            if reason := _unfit(named[0]):
+                raise DriverError(reason)
+        except DriverError as exc:
+            raise DriverError(f"driver_options of ucx: library: {exc}") from exc
+        if named[0].rdma:
+            return named[0]
     found, reasons = [], []
     for look in (partial(_asked, SYSTEMS_OWN, "the system's"), _wheels):
         try:
@@ -104,16 +111,6 @@ def load(library: UcxLibrary) -> ctypes.CDLL:
 def dotted(version: Version) -> str:
     """Return a version as text, such as "1.22.0"."""
     return ".".join(map(str, version))
-
-
-def _named(path: str) -> UcxLibrary:
-    try:
-        library = _asked(path, "option library")
-        if reason := _unfit(library):
-            raise DriverError(reason)
-    except DriverError as exc:
-        raise DriverError(f"driver_options of ucx: library: {exc}") from exc
-    return library
 
 
 def _wheels() -> UcxLibrary:

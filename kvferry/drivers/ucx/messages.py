@@ -138,20 +138,9 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=12):
     refusal: Annotated[str, msgspec.Meta(max_length=512)]
 
 
-Message = (
-    Hello
-    | Welcome
-    | Refused
-    | Note
-    | Withdrawn
-    | Released
-    | Bye
-    | Ended
-    | Store
-    | Stored
-    | Fetch
-    | Fetched
-)
+FromClient = Hello | Note | Released | Bye | Store | Fetch
+FromServer = Welcome | Refused | Withdrawn | Ended | Stored | Fetched
+Message = FromClient | FromServer
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
@@ -54,6 +56,9 @@ MAX_REFUSED = 64
 """The most refused connections that stay open, so that the refusals can arrive."""
 
 
+Place = tuple[str, int]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientConnection:
     """A client's connection, as the server sees it."""
@@ -80,8 +85,8 @@ class Server(ProgressTarget):
         self._by_endpoint: dict[int, ClientConnection] = {}
         self._connections: dict[ConnectionId, ClientConnection] = {}
         self._refused: deque[ClientConnection] = deque()
-        # Hellos wait here until the connections that they replace are closed.
-        self._waiting_hellos: deque[Hello] = deque()
+        # Hellos wait here until the connections that they replace are closed; one for each.
+        self._waiting_hellos: dict[Place, Hello] = {}
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
         # Notifications that were not taken yet, by the names of the clients; about their bytes.
         self._kept: dict[str, list[Notification]] = {}
@@ -177,11 +182,11 @@ class Server(ProgressTarget):
 
     def _on_fetch(self, connection: ClientConnection, message: Fetch) -> None:
         refusal, addresses, lengths = check_rows(message.rows, self.regions)
-        buffer = self.worker.take_buffer()
-        self.worker.poster.copy(consecutive(buffer.ctypes.data, lengths), addresses, lengths)
+        body = np.empty(int(lengths.sum()), np.uint8)
+        self.worker.poster.copy(consecutive(body.ctypes.data, lengths), addresses, lengths)
         answer = Fetched(message.connection, message.number, refusal)
         with contextlib.suppress(TransportError):
-            self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
+            self.worker.send(connection.endpoint, answer, body)
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
         client = connection.hello.client
@@ -205,28 +210,22 @@ class Server(ProgressTarget):
 
     def _on_hello(self, hello: Hello) -> None:
         """Close the client's earlier connection with the same index, and queue the ``Hello``."""
-        # Only clients that were admitted to a handshake know the instance.
-        if hello.server != self._instance or not self._may_wait(hello):
+        place, known = _place(hello), self._connections.get(hello.connection)
+        if (
+            # Only clients that were admitted to a handshake know the instance.
+            hello.server != self._instance
+            or len(self._waiting_hellos) >= MAX_WAITING_HELLOS
+            or (self.format_known and not is_known(hello.worker))
+            # Another client, or a queued ``Hello``, has the same connection id.
+            or (known is not None and _place(known.hello) != place)
+            or any(one.connection == hello.connection for one in self._waiting_hellos.values())
+        ):
             return
         for connection in list(self._connections.values()):
-            if _replaces(hello, connection.hello):
+            if _place(connection.hello) == place:
                 self._close(connection)
-        for earlier in list(self._waiting_hellos):
-            if _replaces(hello, earlier):
-                self._waiting_hellos.remove(earlier)
-        self._waiting_hellos.append(hello)
-
-    def _may_wait(self, hello: Hello) -> bool:
-        if len(self._waiting_hellos) >= MAX_WAITING_HELLOS or self._has_anothers_id(hello):
-            return False
-        return not self.format_known or is_known(hello.worker)
-
-    def _has_anothers_id(self, hello: Hello) -> bool:
-        """Return whether another client, or a queued ``Hello``, uses the same connection id."""
-        connection = self._connections.get(hello.connection)
-        if connection is not None and not _replaces(hello, connection.hello):
-            return True
-        return any(waiting.connection == hello.connection for waiting in self._waiting_hellos)
+        self._waiting_hellos.pop(place, None)
+        self._waiting_hellos[place] = hello
 
     def _answer_hellos(self) -> bool:
         """Answer queued ``Hello`` messages unless an endpoint closes; return whether any."""
@@ -234,7 +233,7 @@ class Server(ProgressTarget):
         # that linger may take long, and no answer waits for them.
         before = len(self._waiting_hellos)
         while self._waiting_hellos and not self.worker.closing:
-            self._answer(self._waiting_hellos.popleft())
+            self._answer(self._waiting_hellos.pop(next(iter(self._waiting_hellos))))
         return len(self._waiting_hellos) < before
 
     def _answer(self, hello: Hello) -> None:
@@ -276,6 +275,6 @@ class Server(ProgressTarget):
             del self._connections[connection.hello.connection]
 
 
-def _replaces(hello: Hello, earlier: Hello) -> bool:
-    """Return whether both are for the same connection (first or second) of the same client."""
-    return (hello.client, hello.index) == (earlier.client, earlier.index)
+def _place(hello: Hello) -> Place:
+    """Return what has one connection: a client, by its name, and whether it is its second."""
+    return hello.client, hello.index

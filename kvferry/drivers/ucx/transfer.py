@@ -20,8 +20,9 @@ from kvferry.drivers.ucx.fetch_rows import build_rows
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
 from kvferry.drivers.ucx.ucp_structs import Code
 
-WINDOW_RUNS = 1 << 11
-WINDOW_BYTES = 8 << 20
+_WINDOW = 1 << 11, 8 << 20
+"""The most runs and bytes of a window."""
+
 MAX_WINDOWS = 2
 """The most windows per connection: a limit to UCX's memory, and to a cancelled transfer's wait."""
 
@@ -29,17 +30,14 @@ MAX_WINDOWS = 2
 # Gbit/s, two last 2.7 ms, and that long a thread may wait for the interpreter's lock before it
 # posts the next. The runs suffice for pieces of 8 KiB. A cancelled transfer waits for two: some 5
 # ms over PCIe, and 70 ms if the pieces are small and a GPU makes a copy of each.
-DEVICE_WINDOW_RUNS = 1 << 13
-DEVICE_WINDOW_BYTES = 64 << 20
+_DEVICE_WINDOW = 1 << 13, 64 << 20
 
 MAX_MESSAGE_WINDOWS = 16
 """The most windows of a transfer that are under way at once if its bytes go by messages."""
 
 _NO_REQUESTS: U64Array = np.empty(0, np.uint64)
 _ONLY_CPU = frozenset({CPU})
-_PENDING = Status(state=State.PENDING)
-_DONE = Status(state=State.DONE)
-
+_PENDING, _DONE = Status(state=State.PENDING), Status(state=State.DONE)
 
 # Statuses of a read that no transport of the connection can carry out. If UCX (1.21 and
 # 1.22) has no protocol for a read, it reports ``CANCELED`` at once; the connection stays usable.
@@ -123,12 +121,8 @@ class UcxTransfer:
         elif any(self.remote_keys & connection.withdrawn for connection in self._connections):
             self.fail(TransportError(f"{server} has deregistered memory that it names"))
         elif now - self.last_progress > idle_timeout:
-            self.fail(
-                TransportError(
-                    f"nothing has moved for {idle_timeout:g} s: {server} may be stopped, "
-                    "or the network cut (driver_options: deadline_seconds)"
-                )
-            )
+            why = f"{server} may be stopped, or the network cut (driver_options: deadline_seconds)"
+            self.fail(TransportError(f"nothing has moved for {idle_timeout:g} s: {why}"))
         while self._may_post() and (connection := self._free_connection()) is not None:
             self._post(connection)
         if not self.windows:
@@ -171,9 +165,7 @@ class UcxTransfer:
 
     @property
     def _connections(self) -> list[UcxConnection]:
-        if self.second_connection is None:
-            return [self.connection]
-        return [self.connection, self.second_connection]
+        return [*filter(None, (self.connection, self.second_connection))]
 
     @property
     def _by_messages(self) -> bool:
@@ -188,10 +180,8 @@ class UcxTransfer:
         if self._by_messages:
             self._post_message()
             return
-        if self._in_cpu_memory:
-            stop = self.runs.window_end(self.position, WINDOW_RUNS, WINDOW_BYTES)
-        else:
-            stop = self.runs.window_end(self.position, DEVICE_WINDOW_RUNS, DEVICE_WINDOW_BYTES)
+        limits = _WINDOW if self._in_cpu_memory else _DEVICE_WINDOW
+        stop = self.runs.window_end(self.position, *limits)
         window = slice(self.position, stop)
         segment = self.runs.segment[window]
         used = np.unique(segment)
@@ -267,14 +257,11 @@ class UcxTransfer:
 
     def _conclude(self) -> None:
         if self.status.state is State.FAILING:
-            if self._is_quiet():
+            # A GPU may still have copies of the failed transfer to make.
+            if self.devices is None or not self.position or self.devices.are_quiet():
                 self.status = Status(state=State.FAILED, error=self.status.error)
         elif self.position == len(self.runs) and self.connection.state is ConnectionState.READY:
             self.complete()
-
-    def _is_quiet(self) -> bool:
-        """Return whether no GPU of this side still has copies of the failed transfer to make."""
-        return self.devices is None or not self.position or self.devices.are_quiet()
 
     def complete(self) -> None:
         """Become DONE, since all bytes have arrived, and send the bound notification."""

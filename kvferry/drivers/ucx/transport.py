@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvferry.core.errors import (
-    ConnectError,
-    TransportError,
-    TransportUsageError,
-)
+from kvferry.core.errors import ConnectError, TransportError, TransportUsageError
 from kvferry.core.memory import CPU, CUDA, Region
 from kvferry.core.transport import (
     BaseTransport,
@@ -138,13 +134,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         self._keys = map(KeyId, itertools.count(1))
         make_worker = partial(Worker, self._ucp, self._context, self._poster)
         self._server = Server(make_worker, self._instance)
-        self._client = Client(
-            make_worker,
-            name,
-            self._options.deadline_seconds,
-            self._options.connect_seconds,
-            enter,
-        )
+        timeouts = self._options.deadline_seconds, self._options.connect_seconds
+        self._client = Client(make_worker, name, *timeouts, enter)
         sides: list[ProgressTarget] = [self._server, self._client]
         shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
         self._threads = [ProgressThread(name, share, enter) for share in shares]
@@ -308,6 +299,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             ) from exc
         connection, second = self._client.connection_to(peer), None
         kinds = frozenset(one.kind for one in request.local | request.remote)
+        gpus = [region.device for region in request.local if region.kind == CUDA]
         if runs.total >= _SECOND_THREAD_BYTES and kinds == {CPU}:
             second = self._client.second_connection_to(peer)
         return UcxTransfer(
@@ -317,12 +309,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             runs=runs,
             memory_kinds=kinds,
             second_connection=second,
-            devices=self._devices_of(request.local),
+            devices=LocalDevices(self._cuda, gpus, self._enter) if self._cuda and gpus else None,
         )
-
-    def _devices_of(self, local: frozenset[Region]) -> LocalDevices | None:
-        found = [region.device for region in local if region.kind == CUDA]
-        return LocalDevices(self._cuda, found, self._enter) if self._cuda and found else None
 
     def _progress(self, transfers: Sequence[UcxTransfer]) -> None:
         # A caller that has news to handle need not wait while others move.
@@ -348,9 +336,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         if self._wait_until(all_final, _END_SECONDS):
             return True
         with self._client.lock:
-            for transfer in transfers:
-                for window in transfer.windows:
-                    window.connection.close(error)
+            for window in [window for transfer in transfers for window in transfer.windows]:
+                window.connection.close(error)
         return self._wait_until(all_final, _BREAK_SECONDS)
 
     # Notifications.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any, NewType
@@ -94,14 +95,25 @@ class Ucp:
         # Calls by the second keep the interpreter's lock: for those that end at once.
         self._library, self._brief = library, ctypes.PyDLL(None, handle=library._handle)
         try:
-            _declare(self._library)
-            _declare(self._brief)
+            for each, (name, types) in itertools.product(
+                (library, self._brief), _FUNCTIONS.items()
+            ):
+                getattr(each, name).restype, getattr(each, name).argtypes = types
         except AttributeError as exc:
             raise DriverError(f"UCX {self.version}: {exc}: its build is not complete") from exc
         self.check = self._brief.ucp_request_check_status
         self.free = self._brief.ucp_request_free
         self.get = self._brief.ucp_get_nbx
-        self._check_threads()
+        self.destroy_key = library.ucp_rkey_destroy
+        self.destroy_worker = library.ucp_worker_destroy  # with its endpoints
+        self.destroy_context = library.ucp_cleanup  # without workers and registered memory
+        found = structs.LibraryAttributes.asking("max_thread_level")
+        self._try("ucp_lib_query", found, trouble="UCX does not answer")
+        if found.max_thread_level != structs.MULTI:
+            raise DriverError(
+                f"UCX {self.version} was built without threads (thread level "
+                f"{found.max_thread_level}): driver_options: library names another"
+            )
         # The driver reports errors itself. The function is in libucs; without it, UCX prints.
         if "UCX_LOG_LEVEL" not in os.environ:
             with contextlib.suppress(AttributeError):
@@ -148,10 +160,6 @@ class Ucp:
         finally:
             self._library.ucp_config_release(config)
 
-    def destroy_context(self, context: Context) -> None:
-        """Destroy a context. The caller has destroyed its workers and unmapped its memory."""
-        self._library.ucp_cleanup(context)
-
     def memory_kinds(self, context: Context) -> frozenset[str]:
         """Return the kinds of memory that a context can register, by kvferry's names."""
         found = structs.ContextAttributes.asking("memory_types")
@@ -170,9 +178,8 @@ class Ucp:
         )
         memory = Memory(self._new("ucp_mem_map", context, params, trouble=trouble))
         buffer, size = Pointer(), _SIZE()
-        code = self._library.ucp_rkey_pack(
-            context, memory, ctypes.byref(buffer), ctypes.byref(size)
-        )
+        pack = self._library.ucp_rkey_pack
+        code = pack(context, memory, ctypes.byref(buffer), ctypes.byref(size))
         if code:
             self.unmap(context, memory)
             raise error(code, "cannot describe registered memory to peers")
@@ -229,22 +236,13 @@ class Ucp:
         self._try(name, worker, ctypes.byref(event), trouble="no event descriptor")
         return address, event.value
 
-    def destroy_worker(self, worker: WorkerHandle) -> None:
-        """Destroy a worker and its endpoints."""
-        self._library.ucp_worker_destroy(worker)
-
     def arm(self, worker: WorkerHandle) -> bool:
         """Arm a worker's descriptor for its next event; return False if there is work already."""
         return bool(self._library.ucp_worker_arm(worker) == Code.OK)
 
     def progress(self, worker: WorkerHandle, *, briefly: bool = False) -> int:
-        """Let UCP move bytes, send and deliver messages; return 0 if there was nothing to do.
-
-        ``briefly`` keeps the interpreter's lock: for workers with little to do.
-        """
-        library = self._brief if briefly else self._library
-        done: int = library.ucp_worker_progress(worker)
-        return done
+        """Let UCP work; return 0 if there was nothing to do. ``briefly`` keeps Python's lock."""
+        return int((self._brief if briefly else self._library).ucp_worker_progress(worker))
 
     # Endpoints.
 
@@ -270,28 +268,25 @@ class Ucp:
 
     def close_endpoint(self, endpoint: Endpoint) -> int:
         """Close an endpoint at once; its requests complete with an error. Return the answer."""
-        answer: int = self._library.ucp_ep_close_nbx(endpoint, ctypes.byref(self._force))
-        return answer
+        return int(self._library.ucp_ep_close_nbx(endpoint, ctypes.byref(self._force)))
 
     def flush(self, endpoint: Endpoint) -> int:
         """Return the answer for when all that was posted on an endpoint has arrived there."""
-        answer: int = self._library.ucp_ep_flush_nbx(endpoint, ctypes.byref(self._plain))
-        return answer
+        return int(self._library.ucp_ep_flush_nbx(endpoint, ctypes.byref(self._plain)))
 
     def send(self, endpoint: Endpoint, head: bytes, body: bytes | int, nbytes: int) -> int:
         """Send a message; return the answer. Until then, the caller keeps the body's data alive."""
-        library = self._library if nbytes > BRIEF_BYTES else self._brief
+        send = (self._library if nbytes > BRIEF_BYTES else self._brief).ucp_am_send_nbx
         params = ctypes.byref(self._eager)
-        answer: int = library.ucp_am_send_nbx(
-            endpoint, _MESSAGE_ID, head, len(head), body, nbytes, params
-        )
-        return answer
+        return int(send(endpoint, _MESSAGE_ID, head, len(head), body, nbytes, params))
 
     def transports(self, endpoint: Endpoint) -> list[str]:
         """Return an endpoint's transports, such as ``tcp/eth0``, some repeatedly; [] if unknown."""
         entries = (structs.TransportEntry * 64)()
         found = structs.EndpointAttributes.of(
-            entries=entries, num_entries=64, entry_size=ctypes.sizeof(structs.TransportEntry)
+            entries=ctypes.addressof(entries),
+            num_entries=64,
+            entry_size=ctypes.sizeof(structs.TransportEntry),
         )
         if self._library.ucp_ep_query(endpoint, ctypes.byref(found)):
             return []
@@ -305,25 +300,13 @@ class Ucp:
             self._new("ucp_ep_rkey_unpack", endpoint, packed + _MARGIN, trouble=trouble)
         )
 
-    def destroy_key(self, key: RemoteKey) -> None:
-        """Destroy a key that ``unpack_key`` returned."""
-        self._library.ucp_rkey_destroy(key)
-
     def function(self, name: str) -> Any:  # noqa: ANN401
         """Return a ctypes function of libucp, by its name."""
         return getattr(self._library, name)
 
-    def _check_threads(self) -> None:
-        found = structs.LibraryAttributes.asking("max_thread_level")
-        self._try("ucp_lib_query", found, trouble="UCX does not answer")
-        if found.max_thread_level != structs.MULTI:
-            raise DriverError(
-                f"UCX {self.version} was built without threads (thread level "
-                f"{found.max_thread_level}): driver_options: library names another"
-            )
-
     def _try(self, name: str, *arguments: object, trouble: str) -> None:
-        code = getattr(self._library, name)(*(map(_passed, arguments)))
+        passed = (ctypes.byref(a) if isinstance(a, structs.Masked) else a for a in arguments)
+        code = getattr(self._library, name)(*passed)
         if code:
             raise error(code, trouble)
 
@@ -353,13 +336,3 @@ def error(code: int, trouble: str) -> TransportError:
     if code in structs.LOST:
         return PeerLostError(f"{trouble}: UCX says {describe(code)}")
     return TransportError(f"{trouble}: UCX says {describe(code)}; UCX_LOG_LEVEL=info says more")
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-
-
-def _passed(argument: object) -> object:
-    return ctypes.byref(argument) if isinstance(argument, structs.Masked) else argument

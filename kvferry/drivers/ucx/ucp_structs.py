@@ -2,15 +2,16 @@
 
 A structure begins with a mask of the fields that are set, so that other versions, with more fields
 or fewer, use only those; fields that follow the last which the driver sets are left out here. The
-numbers are from ``ucp/api/ucp.h`` and ``ucp/api/ucp_def.h`` of UCX
-1.22.
+numbers are from ``ucp/api/ucp.h`` and ``ucp/api/ucp_def.h`` of UCX 1.22.
 """
 
 from __future__ import annotations
 
 import ctypes
 import enum
-from typing import Any, ClassVar
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 from kvferry.core.memory import CPU, CUDA
 
@@ -70,39 +71,56 @@ LOST = frozenset(
 )
 """The statuses that mean that the peer, or the network path to it, is gone."""
 
-SERIALIZED = 1
-"""``UCS_THREAD_MODE_SERIALIZED``: any thread may call, but only one at a time."""
-
-MULTI = 2
-"""``UCS_THREAD_MODE_MULTI``: what a library reports that was built with support for threads."""
-
-ERRORS_OF_PEER = 1
-"""``UCP_ERR_HANDLING_MODE_PEER``: else requests to a dead peer never complete."""
-
-CLOSE_BY_FORCE = 1
-"""``UCP_EP_CLOSE_FLAG_FORCE``: close an endpoint without involving the peer."""
-
-SEND_EAGERLY = 1 << 1
-"""``UCP_AM_SEND_FLAG_EAGER``: send the data with the header, without asking the receiver first."""
-
-SEND_A_COPY = 1 << 3
-"""``UCP_AM_SEND_FLAG_COPY_HEADER``: the header may be freed once the call has returned."""
-
+SERIALIZED = 1  # UCS_THREAD_MODE_SERIALIZED: any thread may call, but only one at a time
+MULTI = 2  # UCS_THREAD_MODE_MULTI, which a library reports that was built with threads
+ERRORS_OF_PEER = 1  # UCP_ERR_HANDLING_MODE_PEER: else requests to a dead peer never complete
+CLOSE_BY_FORCE = 1  # UCP_EP_CLOSE_FLAG_FORCE: close an endpoint without involving the peer
+SEND_EAGERLY = 1 << 1  # UCP_AM_SEND_FLAG_EAGER: send data without asking the receiver first
+SEND_A_COPY = 1 << 3  # UCP_AM_SEND_FLAG_COPY_HEADER: the header may be freed after the call
+# ucp_wakeup_event_types: RMA, sends and receipts make a worker's file descriptor readable.
 WAKE_FOR = (1 << 0) | (1 << 2) | (1 << 3) | (1 << 10) | (1 << 11)
-"""``ucp_wakeup_event_types``: RMA, sends and receipts make a worker's file descriptor readable."""
-
-WHOLE_MESSAGES = 1
-"""``UCP_AM_FLAG_WHOLE_MSG``: the callback gets all data of a message at once."""
+WHOLE_MESSAGES = 1  # UCP_AM_FLAG_WHOLE_MSG: the callback gets all data of a message at once
 
 MEMORY = {CPU: 0, CUDA: 1}
 """The values of ``ucs_memory_type_t``, by kvferry's names of memory kinds."""
+
+
+_TYPES: dict[str, Any] = {
+    "char": ctypes.c_char,
+    "char*": ctypes.c_char_p,
+    "int": ctypes.c_int,
+    "on_error": ON_ERROR,
+    "on_message": ON_MESSAGE,
+    "size": ctypes.c_size_t,
+    "uint": ctypes.c_uint,
+    "u32": ctypes.c_uint32,
+    "u64": ctypes.c_uint64,
+    "void*": Pointer,
+}
+_DECLARATION = re.compile(r"(\S+) (\w+)(?:\[(\d+)\])?(?: (\d+))?")
+
+S = TypeVar("S", bound=type[ctypes.Structure])
+
+
+def _fields(declarations: str) -> Callable[[S], S]:
+    """Set a structure's fields. The number behind a field is its bit's index in the mask."""
+
+    def declared(structure: S) -> S:
+        found = [_DECLARATION.fullmatch(one).groups() for one in declarations.split(", ")]  # type: ignore[union-attr]
+        structure._fields_ = [
+            (name, _TYPES[kind] * int(count) if count else _TYPES[kind])
+            for kind, name, count, _ in found
+        ]
+        structure._bits_ = {name: int(bit) for _, name, _, bit in found if bit}  # type: ignore[attr-defined]
+        return structure
+
+    return declared
 
 
 class Masked(ctypes.Structure):
     """A structure that begins with the mask of the fields that are set."""
 
     _bits_: ClassVar[dict[str, int]]
-    """The index of each field's bit in the mask. Several fields may share a bit."""
 
     @classmethod
     def of(cls, **fields: Any) -> Any:  # noqa: ANN401 - ctypes' own types
@@ -127,144 +145,74 @@ class Masked(ctypes.Structure):
         return bits
 
 
+@_fields(
+    "u64 field_mask, u64 features 0, size request_size, void* request_init, "
+    "void* request_cleanup, u64 tag_sender_mask, int mt_workers_shared 5, "
+    "size estimated_num_eps, size estimated_num_ppn, char* name 8"
+)
 class ContextParams(Masked):
     """``ucp_params_t``."""
 
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("features", ctypes.c_uint64),
-        ("request_size", ctypes.c_size_t),
-        ("request_init", Pointer),
-        ("request_cleanup", Pointer),
-        ("tag_sender_mask", ctypes.c_uint64),
-        ("mt_workers_shared", ctypes.c_int),
-        ("estimated_num_eps", ctypes.c_size_t),
-        ("estimated_num_ppn", ctypes.c_size_t),
-        ("name", ctypes.c_char_p),
-    ]
-    _bits_ = {"features": 0, "mt_workers_shared": 5, "name": 8}
 
-
+@_fields("u64 field_mask, int max_thread_level 0")
 class LibraryAttributes(Masked):
     """``ucp_lib_attr_t``."""
 
-    _fields_ = [("field_mask", ctypes.c_uint64), ("max_thread_level", ctypes.c_int)]
-    _bits_ = {"max_thread_level": 0}
 
-
+@_fields("u64 field_mask, size request_size, int thread_mode, u64 memory_types 2")
 class ContextAttributes(Masked):
     """``ucp_context_attr_t``."""
 
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("request_size", ctypes.c_size_t),
-        ("thread_mode", ctypes.c_int),
-        ("memory_types", ctypes.c_uint64),
-    ]
-    _bits_ = {"memory_types": 2}
 
-
+@_fields(
+    "u64 field_mask, int thread_mode 0, u64 cpu_mask[16], uint events 2, void* user_data, "
+    "int event_fd, u64 flags 5"
+)
 class WorkerParams(Masked):
     """``ucp_worker_params_t``."""
 
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("thread_mode", ctypes.c_int),
-        ("cpu_mask", ctypes.c_uint64 * 16),
-        ("events", ctypes.c_uint),
-        ("user_data", Pointer),
-        ("event_fd", ctypes.c_int),
-        ("flags", ctypes.c_uint64),
-    ]
-    _bits_ = {"thread_mode": 0, "events": 2, "flags": 5}
 
-
+@_fields(
+    "u64 field_mask, int thread_mode 0, u32 address_flags, void* address 1, size address_length"
+)
 class WorkerAttributes(Masked):
     """``ucp_worker_attr_t``."""
 
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("thread_mode", ctypes.c_int),
-        ("address_flags", ctypes.c_uint32),
-        ("address", Pointer),
-        ("address_length", ctypes.c_size_t),
-    ]
-    _bits_ = {"thread_mode": 0, "address": 1}
 
-
+@_fields(
+    "u64 field_mask, char* address 0, int err_mode 1, on_error err_handler_cb 2, "
+    "void* err_handler_arg 2"
+)
 class EndpointParams(Masked):
     """``ucp_ep_params_t``, with the members of its nested structures as fields of their own."""
 
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("address", ctypes.c_char_p),
-        ("err_mode", ctypes.c_int),
-        ("err_handler_cb", ON_ERROR),
-        ("err_handler_arg", Pointer),
-    ]
-    _bits_ = {"address": 0, "err_mode": 1, "err_handler_cb": 2, "err_handler_arg": 2}
 
-
+@_fields("u64 field_mask, void* address 0, size length 1, uint flags, uint prot, int memory_type 4")
 class MapParams(Masked):
     """``ucp_mem_map_params_t``."""
 
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("address", Pointer),
-        ("length", ctypes.c_size_t),
-        ("flags", ctypes.c_uint),
-        ("prot", ctypes.c_uint),
-        ("memory_type", ctypes.c_int),
-    ]
-    _bits_ = {"address": 0, "length": 1, "memory_type": 4}
 
-
+@_fields("u64 field_mask, uint id 0, u32 flags 1, on_message cb 2")
 class HandlerParams(Masked):
     """``ucp_am_handler_param_t``."""
 
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("id", ctypes.c_uint),
-        ("flags", ctypes.c_uint32),
-        ("cb", ON_MESSAGE),
-    ]
-    _bits_ = {"id": 0, "flags": 1, "cb": 2}
 
-
+@_fields(
+    "u32 field_mask, u32 flags 4, void* request, void* cb, u64 datatype, void* user_data, "
+    "void* reply_buffer, int memory_type, void* recv_info, void* memh 8"
+)
 class RequestParams(Masked):
     """``ucp_request_param_t``; its mask has 32 bits."""
 
-    _fields_ = [
-        ("field_mask", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("request", Pointer),
-        ("cb", Pointer),
-        ("datatype", ctypes.c_uint64),
-        ("user_data", Pointer),
-        ("reply_buffer", Pointer),
-        ("memory_type", ctypes.c_int),
-        ("recv_info", Pointer),
-        ("memh", Pointer),
-    ]
-    _bits_ = {"flags": 4, "memh": 8}
 
-
+@_fields("char* transport_name, char* device_name")
 class TransportEntry(ctypes.Structure):
     """``ucp_transport_entry_t``."""
 
-    _fields_ = [("transport_name", ctypes.c_char_p), ("device_name", ctypes.c_char_p)]
 
-
+@_fields(
+    "u64 field_mask, char name[32], u64 local_sockaddr[16], u64 remote_sockaddr[16], "
+    "void* entries 3, uint num_entries 3, size entry_size 3"
+)
 class EndpointAttributes(Masked):
     """``ucp_ep_attr_t``, with the members of ``transports`` as fields of their own."""
-
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("name", ctypes.c_char * 32),
-        ("local_sockaddr", ctypes.c_uint64 * 16),
-        ("remote_sockaddr", ctypes.c_uint64 * 16),
-        ("entries", ctypes.POINTER(TransportEntry)),
-        ("num_entries", ctypes.c_uint),
-        ("entry_size", ctypes.c_size_t),
-    ]
-    _bits_ = {"entries": 3, "num_entries": 3, "entry_size": 3}

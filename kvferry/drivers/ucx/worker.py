@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvferry.drivers.ucx import ucp as statuses
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.fetch_rows import NIC_TRANSPORTS
-from kvferry.drivers.ucx.messages import MAX_MESSAGE, MAX_RELAY_BYTES, Message, decode, encode
+from kvferry.drivers.ucx.messages import MAX_MESSAGE, Message, decode, encode
 from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp, status_of
 from kvferry.drivers.ucx.ucp_structs import Code
@@ -27,10 +27,7 @@ _PAUSE_SECONDS = 0.0005
 
 _POLL_TURNS = 16
 
-_MAX_FREE_BUFFERS = 32
-
-Buffer = npt.NDArray[np.uint8]
-"""Memory for the body of a message, (MAX_RELAY_BYTES,)."""
+Bytes = npt.NDArray[np.uint8]
 
 OnBody = Callable[[Message, int, int], None]
 """Handles a message that has a body: the message, the body's address, and its length in bytes.
@@ -55,9 +52,8 @@ class Worker:
         self.closing: list[int] = []  # the requests of endpoints that are being closed
         # The endpoints to close when everything on them has left, by their flush requests.
         self.lingering: dict[int, Endpoint] = {}
-        # By UCP's request: the endpoint, what to keep until it has completed, and its bytes.
-        self.sending: dict[int, tuple[Endpoint, bytes | Buffer, int]] = {}
-        self._free_buffers: list[Buffer] = []
+        # By UCP's request: the endpoint, and the bytes to keep until it has completed.
+        self.sending: dict[int, tuple[Endpoint, bytes | Bytes]] = {}
         self._arrived: deque[Message] = deque()
         self._message_arrived = False
         self._failed: deque[tuple[int, int]] = deque()
@@ -75,36 +71,20 @@ class Worker:
         endpoint = self.ucp.create_endpoint(self.handle, address, self._error_callback, number)
         return endpoint, number
 
-    def take_buffer(self) -> Buffer:
-        """Return memory for the body of a message, which the caller passes to ``send``."""
-        # New memory is slow, so buffers are used again.
-        if self._free_buffers:
-            return self._free_buffers.pop()
-        return np.empty(MAX_RELAY_BYTES, np.uint8)
-
-    def send(
-        self, endpoint: Endpoint, message: Message, body: Buffer | None = None, nbytes: int = 0
-    ) -> None:
-        """Send a message, with the first bytes of a body if given. Raise if the endpoint broke."""
+    def send(self, endpoint: Endpoint, message: Message, body: Bytes | None = None) -> None:
+        """Send a message, with a body if given; raise if the endpoint broke."""
         encoded = encode(message)
-        kept: bytes | Buffer
         if body is None:
-            kept, nbytes = encoded, len(encoded)
-            answer = self.ucp.send(endpoint, b"", encoded, nbytes)
+            kept: bytes | Bytes = encoded
+            answer = self.ucp.send(endpoint, b"", encoded, len(encoded))
         else:
             kept = body
-            answer = self.ucp.send(endpoint, encoded, body.ctypes.data, nbytes)
+            answer = self.ucp.send(endpoint, encoded, body.ctypes.data, len(body))
         code = status_of(answer)
         if code == Code.IN_PROGRESS:
-            self.sending[answer] = endpoint, kept, nbytes
-            return
-        self._release(kept)
-        if code:
+            self.sending[answer] = endpoint, kept
+        elif code:
             raise statuses.error(code, "cannot send a message")
-
-    def _release(self, kept: bytes | Buffer) -> None:
-        if not isinstance(kept, bytes) and len(self._free_buffers) < _MAX_FREE_BUFFERS:
-            self._free_buffers.append(kept)
 
     def close_endpoint(self, endpoint: Endpoint, *, at_once: bool = False) -> None:
         """Begin to close an endpoint, without the peer; over tcp, it *lingers* at first.
@@ -175,7 +155,7 @@ class Worker:
 
     def backlog(self, endpoint: Endpoint) -> int:
         """Return how many bytes of messages UCP has not yet sent on an endpoint."""
-        return sum(nbytes for where, _, nbytes in self.sending.values() if where == endpoint)
+        return sum(len(kept) for where, kept in self.sending.values() if where == endpoint)
 
     def messages(self) -> Iterator[Message]:
         """Yield and remove the messages that have arrived and were not passed to ``on_body``."""
@@ -200,8 +180,7 @@ class Worker:
 
     def _sweep(self) -> None:
         for request in [r for r in self.sending if self._has_completed(r)]:
-            _, kept, _ = self.sending.pop(request)
-            self._release(kept)
+            del self.sending[request]
         for request in [r for r in self.lingering if self._has_completed(r)]:
             self.close_endpoint(self.lingering.pop(request), at_once=True)
         self.closing = [r for r in self.closing if not self._has_completed(r)]

@@ -84,11 +84,7 @@ def register() -> None:
 
 
 def check_engine_id(kv_transfer_config: object) -> None:
-    """Refuse a configured ``engine_id``, which all replicas of the deployment would share.
-
-    Raises:
-        ReplicaConfigError: vLLM's settings of the connector are a dictionary with ``engine_id``.
-    """
+    """Refuse, by ``ReplicaConfigError``, an ``engine_id``: all replicas would share it."""
     if isinstance(kv_transfer_config, dict) and kv_transfer_config.get("engine_id") is not None:
         raise ReplicaConfigError(
             f"kv_transfer_config sets engine_id to {kv_transfer_config['engine_id']!r}, which all "

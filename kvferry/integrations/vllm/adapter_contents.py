@@ -78,11 +78,7 @@ class AdapterContents:
         self._contents = LRUCache[bytes](MAX_VERSIONS)
 
     def known(self, path: str) -> bytes | None:
-        """Return the content of the files as they are now; ``None`` if they were not hashed.
-
-        Raises:
-            AdapterError: A file is missing or cannot be read.
-        """
+        """Return the content of the files as they are now; ``None`` if they were not hashed."""
         return self._contents.get((path, adapter_version(path)))
 
     def learn(self, path: str, version: AdapterVersion, content: bytes) -> None:

@@ -149,10 +149,7 @@ def num_blocks(groups: Sequence[CacheGroup], tokens: int) -> int:
 
 
 def cache_groups(config: KVCacheConfig, context_size: int) -> tuple[CacheGroup, ...]:
-    """Return the cache groups that vLLM offers for transfer, in vLLM's order.
-
-    ``context_size`` decode context-parallel ranks share a group's tokens if it is ``dcp_sharded``.
-    """
+    """Return the cache groups that vLLM offers for transfer, in vLLM's order."""
     ids, groups = config.transfer_group_ids, config.transfer_groups
     return tuple(
         _cache_group(index, group.kv_cache_spec, context_size)

@@ -71,8 +71,7 @@ def launches_here(parallel: ParallelConfig) -> bool:
 def check_launch(vllm_config: VllmConfig) -> None:
     """Refuse an engine that cannot work with the connector, as far as its configuration shows.
 
-    Only the parts of its ``KVTransferConfig`` are checked that select ``KVFerryConnector``. Engines
-    that run here need their driver, keys and secrets on this host.
+    Engines that run here need their driver, keys and secrets on this host.
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     of_settings = setting_problems if launches_here(parallel) else configuration.problems
@@ -119,7 +118,7 @@ def engines_here(parallel: ParallelConfig) -> range:
     """Return the data-parallel indices of the engines that this process launches on this host.
 
     Empty in processes that another process of vLLM has started: the engine may listen already. Also
-    empty with Ray, which may place engines on other hosts, and on a host that has only workers.
+    empty with Ray, which places engines, and on a host that has only workers.
     """
     if (
         multiprocessing.parent_process() is not None
@@ -137,9 +136,8 @@ def engines_here(parallel: ParallelConfig) -> range:
 def check_engine(vllm_config: VllmConfig, outer: KVTransferConfig) -> None:
     """Refuse an engine whose settings cannot work with the connector, or were not tested with it.
 
-    What vLLM itself refuses with any connector is not checked here (``use_replayssm``, allocators
-    that move memory, ``prefix_match_unit`` with one group, ...). ``outer`` is the configuration of
-    connectors with which the engine was started, such as MultiConnector's.
+    What vLLM itself refuses with any connector is not checked here. ``outer`` is the configuration
+    of connectors with which the engine was started, such as MultiConnector's.
     """
     siblings = sibling_problems(vllm_config.kv_transfer_config, outer)
     _refuse((*_unsupported_settings(vllm_config), *siblings), CANNOT)
@@ -227,8 +225,8 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
 def sibling_problems(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
     """Yield roles that this connector's settings exclude, and siblings that it cannot run with.
 
-    Siblings are the other connectors under vLLM's MultiConnector. ``own`` is this connector's
-    configuration, ``engine`` that with which the engine was started, such as MultiConnector's.
+    Siblings are the other connectors under vLLM's MultiConnector, whose configuration is
+    ``engine``.
     """
     wrong_roles = sorted({own.kv_role, engine.kv_role} - {"kv_both"}, key=str)
     if own.kv_connector_extra_config.get("bidirectional_kv_xfer") and wrong_roles:
@@ -257,10 +255,7 @@ def sibling_problems(own: KVTransferConfig, engine: KVTransferConfig) -> Iterato
 
 
 def check_caches(transfer: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse an engine that has no cache to hand over, or a kind of cache that is not supported.
-
-    If it loads, its vLLM must take notice of loads that fail.
-    """
+    """Refuse an engine that has no cache to hand over, or a cache that is not supported."""
     _refuse(cache_problems(transfer, kv_cache_config), CANNOT)
 
 

@@ -117,10 +117,7 @@ class FailedRequests:
         self._reported: set[str] = set()
 
     def among_finished(self, output: KVConnectorOutput, reported: Iterable[str]) -> Collection[str]:
-        """Return the requests whose load ended on all workers in this step, and failed on one.
-
-        ``reported`` are those whose failure the connector's own report has.
-        """
+        """Return the requests whose load ended on all workers in this step, and failed on one."""
         if hasattr(output, "failed_recving"):
             return output.failed_recving or ()
         self._reported.update(reported)

@@ -188,8 +188,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """Refuse, by ``KVFerryError``, to give away the cache's memory, which others may read.
 
-        vLLM 0.33 calls this before an engine sleeps or discards its cache. Without sleep mode,
-        which the connector refuses at start, that still happens with ``enable_cumem_allocator``.
+        vLLM 0.33 calls this before an engine sleeps, or discards its cache for ``cumem``.
         """
         if self._worker is not None:
             raise KVFerryError(
@@ -202,10 +201,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Apply the scheduler's messages of this step, and start loads.
-
-        vLLM calls ``start_load_kv`` later: after it has launched the model.
-        """
+        """Apply the scheduler's messages, and start loads: ``start_load_kv`` is called too late."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._worker.apply(connector_metadata)
@@ -230,9 +226,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests that were sent, and those whose load ended, since the last call.
 
-        A request with a ticket counts as sent when this rank no longer keeps its pages: they were
-        read, or their hold ended otherwise, or they were copied to host pages. A request whose load
-        failed is in ``finished_recving`` and in ``failed_recving``.
+        A request with a ticket counts as sent when this rank no longer keeps its pages, whatever
+        ended that. A request whose load failed is in ``finished_recving``, too.
         """
         if self._worker is None:
             return compat_029.transfer_results(sent=set(), received=set(), failed=set())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,8 @@ INDEX_ROWS = 1 << 20
 def thread_setup(device: torch.device) -> EnterThread:
     """Return what every thread that uses a device must do first: choose the device.
 
-    A new thread is on device 0, and without a context of CUDA. Its first call would make a context
-    on device 0, which takes some 500 MB there; and UCX does without NVLink if it connects in a
-    thread without a context.
+    A new thread is on device 0, without a context of CUDA. Its first call would make one there,
+    which takes 500 MB; and UCX does without NVLink if it connects in a thread without a context.
     """
     if device.type == CPU:
         return enter_nothing
@@ -49,24 +48,18 @@ def platform_device() -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def has_streams(device: torch.device) -> bool:
-    """Return whether torch has streams and events for a device, so that copies can be awaited."""
-    import torch
-
-    try:
-        module = torch.get_device_module(device)
-    except RuntimeError:  # torch has no module for this kind of device
-        return False
-    return device.type != CPU and hasattr(module, "Stream") and hasattr(module, "Event")
-
-
 def check_has_streams(device: torch.device) -> None:
     """Raise ``ConfigError`` for a device of which nobody can tell when work on a page is done."""
-    if device.type != CPU and not has_streams(device):
+    import torch
+
+    module: object = None
+    with suppress(RuntimeError):  # torch has no module for this kind of device
+        module = torch.get_device_module(device)
+    if device.type != CPU and not (hasattr(module, "Stream") and hasattr(module, "Event")):
         raise ConfigError(
             f"torch has no streams and events for {device.type!r}, so nobody can tell when its "
-            "pages may be read; set kv_buffer_device 'cpu', which hands pages over by way of host "
-            "memory"
+            "pages may be read or were copied: use a device that has them, such as CUDA, ROCm or "
+            "XPU"
         )
 
 
@@ -74,10 +67,9 @@ def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]
     """Return a function that marks the work enqueued so far on a device's current stream.
 
     It returns a second function, which tells whether that work is done; or ``None`` on CPUs, where
-    work is done when the call that does it ends, and on devices without streams, whose work is done
-    in the order of the calls.
+    work is done when the call that does it ends.
     """
-    if not has_streams(device):
+    if device.type == CPU:
         return lambda: None
 
     import torch
@@ -94,7 +86,7 @@ def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]
 
 
 class HighPriorityStream:
-    """A stream of its own for short work, of high priority; on devices without streams, nothing.
+    """A stream of its own for short work, of high priority; on CPUs, nothing.
 
     On the calling thread's current stream, which may be the engine's, the work would wait for a
     whole step of the model.
@@ -110,7 +102,7 @@ class HighPriorityStream:
         """Enqueue torch's work in the context on this stream; wait for it, also after an error."""
         import torch
 
-        if not has_streams(self._device):
+        if self._device.type == CPU:
             yield
             return
         module = torch.get_device_module(self._device)
@@ -138,10 +130,8 @@ def make_transport(
 ) -> Transport:
     """Return a transport of the configured driver; the caller closes it.
 
-    ``memory`` has the kinds of memory in which the caches are (``Region.kind``).
-
     Raises:
-        ConfigError: The driver cannot reach one of the kinds of memory.
+        ConfigError: The driver cannot reach one of the kinds of ``memory`` (``Region.kind``).
         DriverError: The driver cannot be used.
     """
     transport = registry.create(config.driver, config.driver_options, enter=enter)
@@ -164,13 +154,10 @@ def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], Non
     return device_zero_function(tensors)
 
 
-def device_zero_function(
-    caches: Iterable[torch.Tensor],
-    stream_of: Callable[[torch.device], HighPriorityStream] = HighPriorityStream,
-) -> Callable[[list[Spans]], None]:
-    """Return a function that zeroes spans on any device, through torch, on these streams."""
+def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], None]:
+    """Return a function that zeroes spans on any device, through torch, and waits for that."""
     memory = {region_of(tensor): storage_of(tensor) for tensor in caches}
-    streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
+    streams = {tensor.device: HighPriorityStream(tensor.device) for tensor in memory.values()}
 
     def zero(spans: list[Spans]) -> None:
         for device, stream in streams.items():

@@ -106,11 +106,10 @@ class PromptParts:
             self._last[prompt.room] = request.request_id
 
     def hold_ended(self, request_id: str, *, used: bool) -> None:
-        """Forget the room of a request whose hold has ended, if another engine has ended it.
+        """Forget the room of a request whose hold has ended, if another engine has ``used`` it up.
 
-        A request that names the room later would get a ticket that is used up. If no other engine
-        has read the pages or given them up (``used``), the room is kept for a while, so that
-        whoever comes late hears at once that they are gone.
+        Otherwise it is kept for a while, so that whoever comes late hears at once that the pages
+        are gone.
         """
         room = self._ticketed.pop(request_id, None)
         if room is not None and self._last.get(room) == request_id:

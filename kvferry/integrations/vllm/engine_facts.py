@@ -27,17 +27,11 @@ class EngineFacts:
     """An engine, as its scheduler half is configured.
 
     Attributes:
-        engine: Its id.
-        blocks: How many blocks its cache has.
-        role: Its ``kv_role``.
         is_staged: Whether requests get host pages, from or to which their blocks are copied.
         drafts: Whether it drafts tokens: then pages are written after a request's last token.
         lookahead: How many tokens behind a computed one are written by drafts, and again later.
-        caches_prefixes: Whether vLLM's prefix cache is on.
         sizes: Its parallelism, by attributes of ``TicketParams``.
-        ticket_key: Proves its tickets.
         adapter_content: See ``Adapters.content``.
-        weights: The version of its weights, which changes.
     """
 
     engine: str

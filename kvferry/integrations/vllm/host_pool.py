@@ -46,14 +46,13 @@ def stage(
     device: torch.device,
     enter: EnterThread,
 ) -> HostPool:
-    """Allocate a rank's pool of host pages.
+    """Allocate a rank's pool of host pages, for a cache of ``pages`` blocks.
 
-    The cache has ``pages`` blocks, and the largest request may need ``largest`` of them, for each
-    of the ``uses``: for holds, for loads, or both. ``enter`` is called first on the pool's threads.
+    The largest request may need ``largest`` of them, for each of the ``uses`` (holds, loads, or
+    both).
 
     Raises:
-        ConfigError: The memory cannot be allocated, or is too little for one page for each use; or
-            the device's memory cannot be copied.
+        ConfigError: The memory cannot be allocated, or is too little for one page for each use.
         LayoutError: The cache cannot be staged.
     """
     from vllm.utils.platform_utils import is_pin_memory_available
@@ -91,16 +90,15 @@ class HostPool:
     """The host memory of a rank's pool, and copies between it and the rank's cache.
 
     The pool owns its memory, which must be kept until ``close`` has returned and no transport reads
-    it any more; and it keeps that of vLLM's ``caches`` alive. ``form`` is what a host page of this
-    cache consists of. If the memory cannot be pinned (``pin``), a warning is logged. ``enter`` is
-    called first on each thread.
+    it any more; and it keeps that of vLLM's ``caches`` alive. ``enter`` is called first on each
+    thread.
 
     Attributes:
-        pages: how many host pages it has, the hole included.
-        layout: that of the host pages, which the rank publishes in place of the cache's.
+        pages: How many host pages it has, the hole included.
+        layout: That of the host pages, which the rank publishes in place of the cache's.
 
     Raises:
-        ConfigError: the memory cannot be allocated, or the device's memory cannot be copied.
+        ConfigError: The memory cannot be allocated.
         DriverError: ``enter`` raised.
     """
 

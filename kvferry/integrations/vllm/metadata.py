@@ -26,12 +26,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """What a rank sends to the scheduler half at start, to be published on the side channel.
+    """What a rank has published on the side channel: its encoded ``RankPayload``.
 
-    Attributes:
-        payload: The encoded ``RankPayload``: the rank's layout, and what peers need to connect.
-        library: Of the rank's transport, for the log.
-        host_pages: How many host pages the rank has, the hole included; 0 if it is not staged.
+    ``library`` is its transport's, for the log. ``host_pages`` is how many it has, the hole
+    included.
     """
 
     payload: bytes
@@ -45,13 +43,9 @@ class RankReport(KVConnectorWorkerMetadata):
 
     Attributes:
         problems: The current problems of each rank whose problems have changed.
-        silent: Of each rank, its holds, among those that tickets name, whose consumer seems to be
-            gone, first those without a sign of life for longest. Empty unless
-            ``StepMetadata.asks_silent``.
-        adapters: The LoRA adapters that ranks loaded. Empty unless one was loaded, or
-            ``StepMetadata.asks_adapters`` was set for this step.
-        failed: The requests whose load failed; empty where vLLM passes them on itself (see
-            ``compat_029.FailedRequests``).
+        silent: Of each rank, if ``StepMetadata.asks_silent``, its holds, among those that tickets
+            name, whose consumer seems to be gone, the longest silent first.
+        failed: The requests whose load failed, where vLLM does not pass them on (``compat_029``).
         loads: The figures of the loads that succeeded in this step, by request. If nothing is
             logged or traced by request, only of those whose pages may lack tokens.
         ended: How holds ended in this step, by request, unless the scheduler half had ordered it.
@@ -104,10 +98,8 @@ class StepMetadata(LoadMessages, KVConnectorMetadata):
     Attributes:
         ranks: The encoded payloads of all ranks of this engine; sent once, before the first load.
         ticket_key: The public key with which peers verify tickets; sent with ``ranks``.
-        orders: Which holds for other engines begin, may be read, or end.
         producers: What the directory has learnt about the engines that made tickets.
-        asks_silent: Whether ranks are to report ``RankReport.silent``, since requests wait for
-            blocks.
+        asks_silent: Whether ranks are to report ``RankReport.silent``.
         asks_adapters: The number of this step if ranks are to report which LoRA adapters they
             loaded, because requests wait for that; otherwise 0.
         idle: Whether the engine runs no token in this step, so that workers may wait for loads.

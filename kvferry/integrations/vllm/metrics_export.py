@@ -92,8 +92,7 @@ LOGGED_OUTCOMES = {
 class FerryStats(KVConnectorStats):
     """The metrics counted in an interval; ``data`` is a ``kvferry.core.metrics.Data``.
 
-    The scheduler counts loads and their tokens, since a load succeeds or fails as a whole. The
-    ranks count what each of them did.
+    The scheduler counts loads and their tokens; the ranks count what each of them did.
     """
 
     def reset(self) -> None:

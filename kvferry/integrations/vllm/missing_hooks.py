@@ -6,6 +6,7 @@ Each wraps a method of vLLM's scheduler or engine core that is the same from 0.2
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,9 @@ LOADING = frozenset({"finish_weight_update", "reload_weights", "reset_weights"})
 
 Methods and functions of users may load some, too; then only the version tells.
 """
+
+STEP_SECONDS = 1e-3
+"""How long a paused core without a loop of its own waits between two steps, as vLLM's loop does."""
 
 
 class Hooks(Protocol):
@@ -70,7 +74,7 @@ def install(pool: BlockPool, scheduler: type[SchedulerInterface], hooks: Hooks) 
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     setattr(pool, HOOKS, hooks)
-    _wrap(EngineCore, "pause_scheduler", _pause)
+    _wrap(EngineCore, "pause_scheduler", _pause_in_process)
     _wrap(EngineCoreProc, "pause_scheduler", _pause)
     _wrap(EngineCore, "collective_rpc", _collective_rpc)
     _wrap(EngineCore, "set_weight_version", _set_weight_version)
@@ -109,6 +113,37 @@ def _pause(
     if hooks is not None and mode in ("abort", "wait", "keep"):
         hooks.before_pause(keeps=mode == "keep", clears=clear_cache)
     return original(mode, clear_cache)
+
+
+def _pause_in_process(
+    original: Callable[..., object],
+    core: EngineCore,
+    mode: str = "abort",
+    clear_cache: bool = True,
+) -> object:
+    """A core in its caller's process has no loop of its own: run the steps that a pause needs."""
+    if _hooks(core.scheduler) is None:
+        return original(mode, clear_cache)
+
+    def pause(mode: str, clear_cache: bool) -> object:
+        original(mode, False)
+        step, done = core.step_fn, list[Any]()
+
+        def deliver() -> object:
+            if done:
+                return done.pop(0)
+            core.step_fn = step
+            return step()
+
+        while core.scheduler.has_requests():
+            if (found := step())[0]:
+                done.append(found)
+            time.sleep(STEP_SECONDS)
+        if done:
+            core.step_fn = deliver
+        return original(mode, clear_cache)
+
+    return _pause(pause, core, mode, clear_cache)
 
 
 def _collective_rpc(

@@ -34,10 +34,8 @@ def register() -> None:
 def _check_launches(engine_args: type[EngineArgs] | None) -> None:
     """Add the checks of a launch to the method with which vLLM makes an engine's configuration.
 
-    vLLM builds a connector only after it has loaded the model and allocated the caches, and before
-    that it calls no method of the connector with the configuration. It loads plugins when it makes
-    an ``EngineArgs``, in the process that launches the engine; then it calls
-    ``create_engine_config``. Processes that did not import the class launch no engine.
+    vLLM builds a connector only after it has loaded the model. It loads plugins when it makes an
+    ``EngineArgs``, in the process that launches the engine; then it calls ``create_engine_config``.
     """
     original = getattr(engine_args, "create_engine_config", None)
     if engine_args is None or original is None or hasattr(original, _CHECKED):

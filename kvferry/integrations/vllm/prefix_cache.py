@@ -35,11 +35,7 @@ class PrefixCache:
                 self._hashed[group.index] = hashed
 
     def check(self) -> None:
-        """Refuse an engine whose prefix cache would get pages that are not whole.
-
-        Raises:
-            ConfigError: ``bind`` was not called, or has not found vLLM's record.
-        """
+        """Raise ``ConfigError`` if pages that are not whole would enter the prefix cache."""
         lacks = any(group.has_gap and group.index not in self._hashed for group in self._groups)
         if self._is_used and lacks:
             raise ConfigError(
@@ -52,8 +48,7 @@ class PrefixCache:
         """Keep the pages of a load that are not whole from being cached; return whether any are.
 
         Call this when the load has succeeded, before vLLM makes the hashes of its blocks. They stay
-        without a hash until the request ends or is preempted. ``first_tokens`` are, for each group,
-        the first token that the load has written.
+        without a hash until the request ends or is preempted. ``first_tokens`` are by group.
         """
         found = False
         for group, token in zip(self._groups, first_tokens, strict=True):

@@ -1,14 +1,10 @@
 """The scheduler half of an engine that prefills for other engines (PS in docs/protocol.md).
 
-A request that asks for ``do_remote_decode`` is prefilled here. When the request finishes, its
-blocks are held and its ``kv_transfer_params`` become a ticket, with which another engine reads the
-blocks. The hold ends when that engine has read them, when the lease runs out, or when this engine
-needs the blocks. A hold is silent if no consumer has given a sign of life for it for some time.
-While a request is computed, ``PromptParts`` publishes what is computed already.
-
-With ``bidirectional_kv_xfer``, the answers to requests that were prefilled elsewhere get tickets,
-too: for the engine that prefills the next turn of their conversation. See
-docs/protocol.md, "The second turn".
+A request that asks for ``do_remote_decode`` is prefilled here. When it finishes, its blocks are
+held, and its ``kv_transfer_params`` become a ticket, with which another engine reads the blocks.
+The hold ends when that engine has read them, when the lease runs out, or when this engine needs the
+blocks. A hold is silent if no consumer has given a sign of life for it for some time. With
+``bidirectional_kv_xfer``, answers get tickets, too, for the engine that prefills the next turn.
 """
 
 from __future__ import annotations
@@ -66,10 +62,7 @@ LOGGED_ONCE = frozenset({NoTicket.ROLE, NoTicket.CUT_MEDIA, NoTicket.LIST})
 
 
 class Producer:
-    """Hold the blocks of requests that other engines decode, and make their tickets.
-
-    Parts of tickets are published in ``rooms``.
-    """
+    """Hold the blocks of requests that other engines decode, and make their tickets."""
 
     def __init__(
         self,
@@ -157,8 +150,7 @@ class Producer:
     def take_on(self, request: Request) -> None:
         """Give a hold to a request that may get a ticket, when vLLM has allocated its blocks.
 
-        Also again: after a load for blocks that it has already, and after a preemption, when it
-        gets a new hold, as its pages are others.
+        After a preemption it gets another hold, as its pages are others.
         """
         self._blocks_needed.pop(request.request_id, None)
         rules = self._eligibility
@@ -372,10 +364,7 @@ class Producer:
         self._end(self._pages.over(over))
 
     def _end(self, request_ids: Iterable[str]) -> None:
-        """Free the hold's slot of requests; count and log how their holds ended.
-
-        If no rank has reported that, the pages were read: ranks may leave out this usual end.
-        """
+        """Free the slots of requests' holds; unless another end was reported, they were read."""
         for request_id in request_ids:
             given_up = self._holds.sent(RequestId(request_id))
             held = self._held.pop(request_id, None)
@@ -397,11 +386,7 @@ class Producer:
                 )
 
     def reset(self) -> bool:
-        """End every hold that a ticket names; workers then report the requests as sent.
-
-        Returns:
-            Whether there are holds that not all workers have reported to have ended.
-        """
+        """End every hold that a ticket names; return whether the workers have yet to report any."""
         self._holds.reset()
         return self._holds.is_ending
 

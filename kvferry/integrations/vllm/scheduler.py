@@ -1,7 +1,7 @@
 """The scheduler half of the connector: follows requests, and builds the messages for the workers.
 
-``FerryScheduler`` joins the two roles that an engine may have: ``Producer`` (prefills for other
-engines) and ``Consumer`` (decodes what others prefilled). It also owns the side channel.
+It joins both roles that an engine may have, ``Producer`` and ``Consumer``, and owns the side
+channel.
 """
 
 from __future__ import annotations
@@ -53,13 +53,8 @@ NO_REPORT = RankReport()
 class FerryScheduler:
     """Follow an engine's requests as producer and as consumer, and serve its side channel.
 
-    A request's params say whether it is to be prefilled for another engine or was prefilled by one.
-    The engine's ``kv_role`` can forbid either; with ``kv_both`` one engine does both, and with
-    ``bidirectional_kv_xfer`` it may do both for one request.
-
-    Raises:
-        ConfigError: The configuration is refused.
-        SecretError: The library that signs tickets does not work on this machine.
+    A request's params say which it is; ``kv_role`` can forbid either, and with
+    ``bidirectional_kv_xfer`` it may be both. Raises as ``engine_facts``.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -170,9 +165,8 @@ class FerryScheduler:
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request that was prefilled elsewhere, or truncate a prompt.
 
-        A prompt loses the tokens that the other engine must compute itself. The ticket of a request
-        with a LoRA adapter is checked once the adapter's content is known. If it gets blocks or
-        ends before, its ticket is not used, and the lease ends the hold.
+        The ticket of a request with a LoRA adapter is checked once the adapter's content is known.
+        If it gets blocks or ends before, its ticket is not used, and the lease ends the hold.
         """
         self._producer.on_new_request(request)
         if request.lora_request is not None and _is_transferred(request):
@@ -200,11 +194,7 @@ class FerryScheduler:
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Queue the load of a request, or give a hold to one that another engine will decode.
-
-        Called when vLLM has allocated its blocks. Workers start the load, or the hold, in the next
-        step.
-        """
+        """Queue the load of a request that got blocks, or its hold if another engine decodes it."""
         self._unchecked.pop(request.request_id, None)
         self._producer.take_on(request)
         self._consumer.blocks_allocated(request, blocks, num_external_tokens)
@@ -281,20 +271,14 @@ class FerryScheduler:
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM must run a step even if there is no token to compute.
 
-        That is while messages about loads are to be sent to the workers, while engines are asked
-        for what the workers need, while host pages are held, and while holds are to end by request
-        (``kvferry revoke``). And for a while after a worker reported a problem: messages come and
-        problems are reported only in steps.
+        Also for a while after a worker reported a problem: problems are reported only in steps.
         """
         has_messages = self._consumer.pending or self._directory.pending or self._producer.pending
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
         return has_messages or (changed_lately and any(self._problems.values()))
 
     def reset_cache(self) -> bool:
-        """End every hold that a ticket names, so that vLLM can reset its prefix cache.
-
-        Pages of these tickets can no longer be loaded. ``True``: this always succeeds.
-        """
+        """End every hold that a ticket names, so that vLLM can reset its prefix cache; ``True``."""
         self._producer.reset()
         return True
 

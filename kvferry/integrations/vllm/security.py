@@ -166,9 +166,7 @@ def warn_of_open_access(security: SecuritySettings, host: str) -> None:
 class SecurityFiles:
     """Read files of keys and secrets again, every ``seconds``, and use what they contain.
 
-    The peers' keys and the ticket secrets are replaced in ``security``; a worker uses the peers'
-    keys only. ``who`` is the part of the engine that reads, for log lines.
-
+    They are replaced in ``security``; a worker uses the peers' keys only. ``who`` is for the log.
     Files may be on a network file system, so a reading may hang: only a thread of its own waits for
     them. Without files, no thread is started.
     """
@@ -215,10 +213,7 @@ class SecurityFiles:
                     logger.exception("%s: a key or secret could not be read again", self._who)
 
     def _look(self, setting: str) -> None:
-        """Read a setting's files, and use or refuse what two readings in a row have found.
-
-        A file may be read while it is being written.
-        """
+        """Use or refuse what two readings in a row have found: one may be of half a file."""
         read, use = self._settings[setting]
         try:
             found = read()

@@ -31,10 +31,7 @@ class EngineSideChannel:
 
 
 def loopback_risk(config: Config, *, chosen: bool) -> str | None:
-    """Return a warning that other hosts cannot load from this engine, if that may be an oversight.
-
-    That is if the host was not ``chosen``, but a driver that is not the default one, for one host.
-    """
+    """Return a warning that only this host can load from an engine, if that may be an oversight."""
     host = config.side_channel_host
     if chosen or config.driver == DEFAULT_DRIVER or not is_loopback_host(host):
         return None
@@ -57,14 +54,9 @@ def serve(
 ) -> tuple[EngineSideChannel, HandshakeServer]:
     """Open the side channel and serve the encoded payloads of this engine's ranks, in rank order.
 
-    ``problems`` and ``revoke`` are called from the server's thread. ``rooms`` are what decode
-    engines may follow; ``library`` is for the log.
-
-    Returns:
-        The address for tickets, and the server, which the caller closes.
-
-    Raises:
-        HandshakeError: The address cannot be bound; names the setting to change.
+    ``problems`` and ``revoke`` are called from the server's thread. Returns the address for
+    tickets, and the server, which the caller closes; ``HandshakeError`` names the setting to
+    change.
     """
     info, config, access = engine_info(ranks), facts.config, facts.security.access
     server = HandshakeServer(

@@ -1,8 +1,7 @@
 """Staging in the scheduler half: which host pages a request has in place of its blocks.
 
-Where no driver can reach a cache, its pages cross by way of host pages (``host_pool``): those of
-requests that are prefilled here for other engines, and those that loads fill. Where the cache is
-not staged, vLLM gives requests their blocks and takes them back, and there is nothing to do.
+That is for requests that are prefilled here for other engines, and for loads. Where the cache is
+not staged, requests have their blocks, and there is nothing to do.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class NoHostPagesError(KVFerryError):
 class PageSource:
     """Give requests host pages, if the cache is staged, and the copies between these and blocks.
 
-    If it is staged, ``host`` is set before the first request. ``use`` is a label of metrics.
+    ``host`` is set before the first request. ``use`` is a label of metrics.
     """
 
     def __init__(self, facts: EngineFacts, *, use: str) -> None:
@@ -138,10 +137,7 @@ class PageSource:
             yield from (each for each in request_ids if self.host.over(RequestId(each), rank))
 
     def lacking(self, blocks: int, *, reclaims: bool) -> tuple[int, bool]:
-        """Return how many pages of holds are needed, and whether to end holds of conversations.
-
-        That is what is passed, unless the cache is staged: then holds keep no blocks.
-        """
+        """Return how many pages of holds are needed, and whether to end those of conversations."""
         return (self.host.lacking, False) if self.is_staged else (blocks, reclaims)
 
     @property

@@ -86,11 +86,7 @@ class _NixlParams(Struct, frozen=True, kw_only=True):
 
 
 class _RoomParams(Struct, frozen=True, kw_only=True):
-    """The keys of MooncakeConnector with which a router names a room, and one more.
-
-    ``remote_bootstrap_addr`` is the address of the producer's side channel, and
-    ``remote_bootstrap_key`` that one's public key; empty if it is not encrypted.
-    """
+    """The keys of MooncakeConnector with which a router names a room, and a public key."""
 
     transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID)]
     remote_engine_id: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
@@ -110,8 +106,7 @@ S = TypeVar("S", bound=Struct)
 class TicketParams(TicketFields):
     """A producer's ticket for one request; or a part of it, which has the ``total`` of the ticket.
 
-    Unlike ``Ticket``, this class validates nothing: an engine whose side channel is not open yet,
-    as in a test of the scheduler alone, hands out params with port 0, which every reader refuses.
+    It validates nothing: before the side channel is open the port is 0, which every reader refuses.
     """
 
     pp_size: int = 1
@@ -178,15 +173,14 @@ def read_ticket(
 ) -> Ticket:
     """Return the ticket in a decode request's ``kv_transfer_params``, which a client sent.
 
-    One of ``secrets`` must have signed it; without secrets it must not be signed. A page covers at
-    least one token, so the ``prompt``'s tokens bound how many pages a client can make this engine
-    check. A proof can be verified only after the handshake
-    (``core.lifecycle.ticket.check_against``).
+    One of ``secrets`` must have signed it; without secrets it must not be signed. The ``prompt``'s
+    tokens bound how many pages a client can make this engine check. A proof can be verified only
+    after the handshake (``core.lifecycle.ticket.check_against``).
 
     Raises:
-        TicketError: The ticket is refused: another connector made it; its format has another
-            version; it is malformed or lists more pages than the prompt has tokens; its signature
-            is missing, wrong or not expected; it has neither signature nor proof; or it is a part.
+        TicketError: The ticket is another connector's or version's, or a part; it is malformed or
+            lists more pages than the prompt has tokens; its signature is missing, wrong or not
+            expected; or it has neither signature nor proof.
     """
     ferry, ticket = _read(params, secrets, prompt)
     if ferry.part:
@@ -201,10 +195,8 @@ def read_ticket(
 class Part:
     """What a producer says in a room: how much of a prompt is computed, and in which pages.
 
-    Attributes:
-        ticket: The ticket if ``is_last``; or one that covers the tokens that are computed, with the
-            pages of full attention only.
-        total: How many tokens the ticket covers, or will cover.
+    ``ticket`` is the ticket if ``is_last``; or one that covers the tokens that are computed, with
+    the pages of full attention only. ``total`` is how many tokens the ticket covers, or will cover.
     """
 
     ticket: Ticket
@@ -224,12 +216,7 @@ def read_part(
     is_last: bool,
     prompt: int = MAX_TOKENS,
 ) -> Part:
-    """Return what a producer has published in a room: the ticket if ``is_last``.
-
-    Raises:
-        TicketError: As by ``read_ticket``; or only one of it and ``is_last`` says that it is a
-            part; or a part covers no fewer tokens than the ticket.
-    """
+    """Return what a producer has published in a room; raise as ``read_ticket``."""
     try:
         params = msgspec.json.decode(data, type=dict[str, Any])
     except DECODE_ERRORS as exc:

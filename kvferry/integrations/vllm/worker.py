@@ -1,8 +1,7 @@
 """The worker half of the connector: one rank's caches behind an ``Endpoint``.
 
-``start_worker`` describes the caches that vLLM allocated and makes an endpoint of them. From then
-on ``FerryWorker.apply`` passes on the scheduler's messages of each step, and ``results`` returns
-the requests whose sends and loads are over.
+``FerryWorker.apply`` passes on the scheduler's messages of each step, and ``results`` returns the
+requests whose sends and loads are over.
 """
 
 from __future__ import annotations
@@ -78,15 +77,10 @@ than this share of the time for which the engine had nothing to do.
 class FerryWorker:
     """Apply the scheduler's messages to one rank's endpoint, and report sends and loads that ended.
 
-    It owns ``endpoint``, ``security_files`` (the keys of this rank's peers) and ``staged`` (the
-    host pages that the endpoint publishes): ``close`` closes them, and waits up to ``drain``
-    seconds for other engines to read the held pages.
-
-    Args:
-        mark_work: See ``work_marker``.
-        follows: Whether requests are followed in the log or in traces, so that the scheduler half
-            needs the figures of each load and hold.
-        kept_elsewhere: The engine's cache groups, if other connectors may keep the pages of loads.
+    It owns ``endpoint``, ``security_files`` and ``staged`` (the host pages that the endpoint
+    publishes). ``close`` waits up to ``drain`` seconds for other engines to read the held pages.
+    With ``follows``, the scheduler half gets the figures of each load and hold. ``kept_elsewhere``
+    are the engine's cache groups, if other connectors may keep the pages of loads.
     """
 
     def __init__(
@@ -153,11 +147,10 @@ class FerryWorker:
         self._follows_rooms = step.follows
 
     def results(self) -> KVConnectorTransferResults:
-        """Return what the connector's ``get_transfer_results`` does.
+        """Return the requests whose sends and loads are over.
 
-        In a step without tokens to compute, the call may wait for up to ``IDLE_SECONDS``: while
-        loads or handshakes are under way, and, for less if tokens were computed lately, while pages
-        are held. vLLM makes such steps with hardly a pause.
+        In a step without tokens to compute, which vLLM makes with hardly a pause, it may wait for
+        up to ``IDLE_SECONDS``.
         """
         if not self._idle:
             self._computed = time.monotonic()
@@ -252,9 +245,8 @@ class FerryWorker:
 class UnreadRankWorker:
     """The worker half of a rank whose whole cache another rank of its engine publishes.
 
-    No engine reads from this rank. vLLM frees pages when every rank has reported their request as
-    sent, so this rank reports a request as sent as soon as it has a ticket; the rank that is read
-    reports it when the read is over. A request whose ticket was refused must fail on every rank.
+    vLLM frees pages when every rank has reported their request as sent, so this rank reports that
+    as soon as there is a ticket. A request whose ticket was refused must fail on every rank.
     """
 
     handshake = None
@@ -283,10 +275,10 @@ class UnreadRankWorker:
         return compat_029.transfer_results(sent=sent, received=refused, failed=set(refused))
 
     def take_stats(self) -> None:
-        """Return no metrics: this rank counts nothing."""
+        """Return no metrics."""
 
     def take_report(self) -> None:
-        """Return no report: nothing can fail here, and nothing is held."""
+        """Return no report."""
 
     def close(self) -> None:
         """Do nothing: there is no endpoint."""
@@ -303,13 +295,12 @@ def start_worker(
 
     Every worker of the engine must call this at the same point of its start, because the ranks
     exchange a random number during the call. vLLM owns ``caches`` (by layer), and must keep them
-    until after ``close``. Siblings are other connectors, which may keep the pages of a load: so a
-    load fails that leaves a page without some of its tokens.
+    until after ``close``. Siblings are other connectors, which may keep the pages of a load.
 
     Raises:
         ConfigError: A kind of cache, its memory, or another setting is refused.
         DriverError: The driver cannot be used.
-        LayoutError: A cache tensor is missing, or the caches cannot be described as a ``Layout``.
+        LayoutError: The caches cannot be described as a ``Layout``.
     """
     incarnation, position = shared_incarnation(), current_rank_position(vllm_config)
     if position.replica:
@@ -321,8 +312,7 @@ def start_worker(
     device = found[0] if found else platform_device()
     transfer = vllm_config.kv_transfer_config
     staged = None
-    if not is_staged(transfer, config, device.type):
-        check_has_streams(device)
+    check_has_streams(device)
     enter = thread_setup(device)
     facts = layer_facts(vllm_config, kv_cache_config, position.shard)
     security = read_security_settings(config)

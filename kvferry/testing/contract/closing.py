@@ -44,10 +44,7 @@ class ClosingTests(ContractSettings):
         transport.close()
 
     def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
-        """The numbers of threads and descriptors do not grow with each transport made and closed.
-
-        The first transports may add some that the driver's library keeps until the process ends.
-        """
+        """The driver's library may keep what the first transports add, until the process ends."""
         counts: list[int] = []
         for index in range(_FIRST + _MORE):
             transport = lab.make()
@@ -74,10 +71,7 @@ class ClosingTests(ContractSettings):
     def test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed(
         self, lab: Workbench
     ) -> None:
-        """A read of a closed transport's memory fails, and no byte of its target changes.
-
-        What was DONE before stays DONE.
-        """
+        """A read of it fails, and no byte of its target changes. What was DONE stays DONE."""
         neighbour = lab.neighbour()
         peer = lab.connect(neighbour)
         copies = lab.whole(neighbour)
@@ -94,10 +88,7 @@ class ClosingTests(ContractSettings):
     def test_a_forked_child_is_refused_and_harms_nothing(
         self, lab: Workbench, process: Process
     ) -> None:
-        """In a forked child, every method but ``close`` raises, and ``close`` does nothing.
-
-        The parent's transfers and notifications still work afterwards, in both directions.
-        """
+        """There every method but ``close`` raises; transfers work afterwards, both ways."""
         peer = process.connect(lab.transport.address())
         copies = batch(process.region, lab.mine.region, [0], [0], [MIB])
         back = lab.connect(process)
@@ -131,20 +122,22 @@ class ThreadTests(ContractSettings):
     def test_every_thread_enters(
         self, lab: Workbench, shared: Process, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Every thread that the transport makes in Python calls ``enter``, and does so once.
-
-        A driver that does not take ``enter`` makes no such threads.
-        """
+        """Those in Python: each calls ``enter`` once. A driver that does not take it makes none."""
         make = imported(lab.settings.factory)
         takes = takes_enter(make)
         entered: list[threading.Thread] = []
-        started = _record_threads(monkeypatch)
-        choose_device = thread_setup(lab.settings.memory)
+        started: list[threading.Thread] = []
+        start, choose_device = threading.Thread.start, thread_setup(lab.settings.memory)
+
+        def recorded(thread: threading.Thread) -> None:
+            started.append(thread)
+            start(thread)
 
         def enter() -> None:
             entered.append(threading.current_thread())
             choose_device()
 
+        monkeypatch.setattr(threading.Thread, "start", recorded)
         given = {"enter": enter} if takes else {}
         transport: Transport = make(**lab.settings.options, **given)
         try:
@@ -158,19 +151,6 @@ class ThreadTests(ContractSettings):
             assert len(entered) == len(set(entered)), "a thread has called enter twice"
         finally:
             transport.close()
-
-
-def _record_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """Return the list to which every thread is added that starts from now on."""
-    started: list[threading.Thread] = []
-    start = threading.Thread.start
-
-    def recorded(thread: threading.Thread) -> None:
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", recorded)
-    return started
 
 
 def _use(lab: Workbench, transport: Transport, remote: Process) -> None:

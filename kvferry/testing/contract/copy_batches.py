@@ -17,10 +17,7 @@ Offsets = npt.ArrayLike
 
 
 def part_of(region: Region, offset: int, nbytes: int) -> Region:
-    """Return a region at an offset, in bytes, from another region's start.
-
-    The offset may be negative or beyond the region's end: then the two lie beside each other.
-    """
+    """Return a region at an offset in bytes from another's start, which may lie outside of that."""
     return replace(region, address=region.address + offset, nbytes=nbytes)
 
 

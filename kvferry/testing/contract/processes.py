@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import ConnectError, TransportError
-from kvferry.core.transport import PeerId, Quiescence, State, TransferId
+from kvferry.core.transport import Quiescence, State
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
 from kvferry.testing.peers import Process
@@ -41,20 +41,22 @@ class ProcessTests(ContractSettings):
         process.kill()
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(1))  # is dropped, without an error
-        small = batch(lab.mine.region, process.region, [0], [0], [8])
-        transfers = [lab.transport.read(peer, small)]
+        always = lab.capabilities.quiescence is Quiescence.ALWAYS
+        small = lab.transport.read(peer, batch(lab.mine.region, process.region, [0], [0], [8]))
+        transfers = [small]
         if lab.takes(2):
             transfers.append(lab.transport.read(peer, copies, lab.bound()))
         for transfer in transfers:
             lab.known_in_time(transfer, time.monotonic())
-        _in_use_until_final(lab, transfers[0])
+        if lab.state(small) is State.FAILING and not always:  # only ``disconnect`` can end it
+            refused(lab.transport.deregister, lab.mine.region)
+            refused(lab.transport.forget, small)
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(2))  # likewise, now that the death is known
         for transfer in transfers:
             assert lab.settled(transfer, peer).state is State.FAILED
         assert not lab.mine.get().any()
-        # Here ``settled`` has not disconnected the peer.
-        if lab.capabilities.quiescence is Quiescence.ALWAYS:
+        if always:  # ``settled`` has not disconnected the peer
             nothing = lab.transport.read(peer, batch(lab.mine.region, process.region, [], [], []))
             lab.known_in_time(nothing, time.monotonic())
 
@@ -82,10 +84,7 @@ class ProcessTests(ContractSettings):
             lab.works(other)
 
     def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process) -> None:
-        """The death of a peer's process is reported in time although a forked child of it lives on.
-
-        The child keeps the inherited sockets open, so the kernel closes no connection of the peer.
-        """
+        """The child keeps inherited sockets open: the kernel closes no connection of the peer."""
         peer = lab.connect(process)
         copies = lab.lasting(process)
         # The child inherits only what the peer has already accepted: use the connection first.
@@ -166,28 +165,11 @@ class ProcessTests(ContractSettings):
         if lab.state(transfer) is State.DONE:
             np.testing.assert_array_equal(lab.mine.get(), content)
         else:
-            self._get_away(lab, peer, transfer)
+            # An error means that the transfer did not end in time; then it stays FAILING.
+            with lab.within_patience("disconnect"), contextlib.suppress(TransportError):
+                lab.transport.disconnect(peer)
+            (status,) = lab.poll([transfer])
+            assert status.state in (State.FAILED, State.FAILING), status
+            if status.state is State.FAILED:
+                lab.quiet(lab.mine)
         process.go_on()
-
-    @staticmethod
-    def _get_away(lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
-        # An error means that the transfer did not end in time; then it stays FAILING.
-        with lab.within_patience("disconnect"), contextlib.suppress(TransportError):
-            lab.transport.disconnect(peer)
-        (status,) = lab.poll([transfer])
-        assert status.state in (State.FAILED, State.FAILING), status
-        if status.state is State.FAILED:
-            lab.quiet(lab.mine)
-
-
-def _in_use_until_final(lab: Workbench, transfer: TransferId) -> None:
-    """Assert that a FAILING transfer keeps its memory in use, if only ``disconnect`` can end it.
-
-    That is so if the driver's ``quiescence`` is AFTER_DISCONNECT. The transport must then refuse to
-    forget the transfer, and to deregister its local buffer, ``Workbench.mine``. In all other cases
-    nothing is asserted.
-    """
-    failing = lab.state(transfer) is State.FAILING
-    if failing and lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
-        refused(lab.transport.deregister, lab.mine.region)
-        refused(lab.transport.forget, transfer)

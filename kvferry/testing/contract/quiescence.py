@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -49,10 +48,7 @@ class QuiescenceTests(ContractSettings):
         lab.stay_quiet(contents)
 
     def test_quiet_after_a_cancel(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
-        """When a cancelled transfer is DONE or FAILED, no byte changes any more.
-
-        One transfer is cancelled at once, another when some of its bytes have arrived.
-        """
+        """One is cancelled at once, another when some of its bytes have arrived."""
         for under_way in (False, True)[: 1 + lab.capabilities.cancel]:
             contents = []
             for remote in everywhere:
@@ -89,10 +85,7 @@ class QuiescenceTests(ContractSettings):
         lab.stay_quiet(contents)
 
     def test_quiet_after_a_failure(self, lab: Workbench, process: Process) -> None:
-        """If a peer deregisters memory during a transfer, no byte changes after the transfer's end.
-
-        With some drivers the transfer fails at the deregistration; with others the test cancels it.
-        """
+        """It fails as the peer deregisters the memory, or with some drivers has to be cancelled."""
         mine, peer, transfer = _begin(lab, process, lab.bound())
         process.deregister(process.region)
         if not lab.until(lambda: lab.state(transfer) is not State.PENDING, _NOTICED_SECONDS):
@@ -134,25 +127,17 @@ _MOST_MESSAGES = 5000
 """How many notifications are sent to a stopped peer at most."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
 class Caught:
     """A transfer of which some bytes have arrived, and whose peer was stopped then."""
 
-    lab: Workbench
-    there: Process
-    transport: Transport
-    mine: Buffer = field(init=False)
-    peer: PeerId = field(init=False)
-    transfer: TransferId = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.mine = self.lab.buffer(MIB, self.transport, CPU)
-        self.mine.put(self.lab.fresh())
-        self.peer = self.transport.connect(self.there.address())
-        copies = self.lab.lasting(self.there, self.mine.region)
-        self.transfer = self.transport.read(self.peer, copies)
-        self.lab.await_some(self.transfer, self.mine, self.transport)
-        self.there.stop()
+    def __init__(self, lab: Workbench, there: Process, transport: Transport) -> None:
+        self.lab, self.there, self.transport = lab, there, transport
+        self.mine = lab.buffer(MIB, transport, CPU)
+        self.mine.put(lab.fresh())
+        self.peer = transport.connect(there.address())
+        self.transfer = transport.read(self.peer, lab.lasting(there, self.mine.region))
+        lab.await_some(self.transfer, self.mine, transport)
+        there.stop()
         # What is asked for now reaches the peer's kernel, but not its process.
         self.lab.until(lambda: self.final, _PILES_UP_SECONDS)
 
@@ -190,14 +175,10 @@ class StoppedPeerTests(ContractSettings):
     def test_a_stopped_peer_keeps_what_was_cancelled_in_use(
         self, lab: Workbench, stoppable: Process
     ) -> None:
-        """A cancelled transfer with a stopped peer keeps its memory in use until it has ended.
-
-        Until the transfer is DONE or FAILED, its memory cannot be deregistered; afterwards no byte
-        of the memory changes any more.
-        """
+        """Until it is final, its memory cannot be deregistered; then no byte changes any more."""
         if not lab.capabilities.cancel:
             return
-        caught = Caught(lab=lab, there=stoppable, transport=lab.transport)
+        caught = Caught(lab, stoppable, lab.transport)
         lab.transport.cancel(caught.transfer)
         caught.keeps(caught.mine.region)
         if not lab.until(lambda: caught.final, _SOON_SECONDS):
@@ -209,12 +190,8 @@ class StoppedPeerTests(ContractSettings):
     def test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing(
         self, lab: Workbench, stoppable: Process
     ) -> None:
-        """``disconnect`` of a stopped peer ends the transfer, or raises if it cannot do so in time.
-
-        In the first case no byte of the transfer's memory changes any more. In the second the
-        transfer stays FAILING, and its memory stays in use.
-        """
-        caught = Caught(lab=lab, there=stoppable, transport=lab.transport)
+        """FAILING, with its memory in use, if ``disconnect`` raises as it cannot end it in time."""
+        caught = Caught(lab, stoppable, lab.transport)
         try:
             lab.transport.disconnect(caught.peer)
         except TransportError:
@@ -231,7 +208,7 @@ class StoppedPeerTests(ContractSettings):
         self, lab: Workbench, stoppable: Process
     ) -> None:
         transport = lab.make()
-        caught = Caught(lab=lab, there=stoppable, transport=transport)
+        caught = Caught(lab, stoppable, transport)
         try:
             transport.close()
         except TransportError:
@@ -242,11 +219,7 @@ class StoppedPeerTests(ContractSettings):
     def test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order(
         self, lab: Workbench, process: Process
     ) -> None:
-        """``notify`` to a stopped peer does not block; it may raise once a queue is full.
-
-        All notifications that it accepted arrive in order when the peer continues. Long and short
-        ones are sent in turn.
-        """
+        """Long and short ones in turn. ``notify`` may raise once a queue is full."""
         if not lab.notifies:
             return
         peer = lab.connect(process)

@@ -46,10 +46,7 @@ class RefusalTests(ContractSettings):
 
     def test_registering_again_has_no_effect(self, lab: Workbench, shared: Process) -> None:
         whole = lab.mine.region
-        again = Region(
-            address=whole.address, nbytes=whole.nbytes, kind=whole.kind, device=whole.device
-        )
-        lab.transport.register(again)
+        lab.transport.register(replace(whole))
         lab.works(shared)
         lab.transport.deregister(whole)
         for unknown in (whole, lab.mine.part(0, 4096), lab.buffer(4096).region):
@@ -166,20 +163,16 @@ class RefusalTests(ContractSettings):
     def test_overlapping_regions_are_separate(self, lab: Workbench, shared: Process) -> None:
         half = lab.mine.part(0, MIB // 2)
         lab.transport.register(half)
-        peer = lab.connect(shared)
         lab.transport.deregister(lab.mine.region)
-        small = batch(half, shared.region, [0], [0], [MIB // 2])
-        refused(lab.transport.read, peer, lab.whole(shared))
-        lab.finish(lab.transport.read(peer, small))
+        refused(lab.transport.read, lab.connect(shared), lab.whole(shared))
+        lab.reads(shared, batch(half, shared.region, [0], [0], [MIB // 2]))
 
     def test_many_regions(self, lab: Workbench, shared: Process) -> None:
         parts = [lab.mine.part(4096 * index, 4096) for index in range(256)]
         for part in parts:
             lab.transport.register(part)
-        peer = lab.connect(shared)
         for index in (0, 100, 255):
-            copies = batch(parts[index], shared.region, [0], [4096 * index], [4096])
-            lab.finish(lab.transport.read(peer, copies))
+            lab.reads(shared, batch(parts[index], shared.region, [0], [4096 * index], [4096]))
         lab.transport.connect(lab.transport.address())
 
     # Ranges.

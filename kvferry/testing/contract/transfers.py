@@ -75,8 +75,7 @@ class TransferTests(ContractSettings):
         for remote in everywhere:
             mine, theirs = lab.fresh(), remote.get()
             lab.mine.put(mine)
-            copies = batch(lab.mine.region, remote.region, here, there, sizes)
-            lab.finish(lab.transport.read(lab.connect(remote), copies))
+            lab.reads(remote, batch(lab.mine.region, remote.region, here, there, sizes))
             mine = moved(mine, here, theirs, there, sizes)
             where = f"{type(remote).__name__} {remote.name}"
             np.testing.assert_array_equal(lab.mine.get(), mine, f"this side's memory, {where}")
@@ -91,14 +90,12 @@ class TransferTests(ContractSettings):
         for index, buffer in enumerate(buffers):
             buffer.put(pattern(1024, 100 + index))
             shared.register(regions[index])
-        peer = lab.connect(shared)
         batches = []
         for buffer, region in zip(buffers, regions, strict=True):
             empty = batch(buffer.region, region, [], [], [])
             full = batch(buffer.region, region, [3, 600], [7, 1000], [500, 400])
             batches += [empty, full, empty]
-        copies = joined(batches)
-        lab.finish(lab.transport.read(peer, copies))
+        lab.reads(shared, joined(batches))
         for index, (buffer, part) in enumerate(zip(buffers, parts, strict=True)):
             mine, near, far = pattern(1024, 100 + index), [3, 600], [part + 7, part + 1000]
             mine = moved(mine, near, content, far, [500, 400])
@@ -107,18 +104,13 @@ class TransferTests(ContractSettings):
         np.testing.assert_array_equal(shared.get(), content)
 
     def test_two_memory_kinds_in_one_transfer(self, lab: Workbench) -> None:
-        """One transfer moves bytes of every memory kind that driver and machine have.
-
-        If that is only one kind, the transfer has two regions of this kind on each side.
-        """
+        """All that driver and machine have; if that is one kind, two regions of it on each side."""
         others = lab.capabilities.memory - {lab.mine.region.kind}
         kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
         other = lab.make()
         here = [_filled_buffer(lab, lab.transport, kind, 10 + i) for i, kind in enumerate(kinds)]
-        there = [
-            _filled_buffer(lab, other, kind, 20 + i)
-            for i, kind in enumerate([*kinds[1:], kinds[0]])
-        ]
+        turned = [*kinds[1:], kinds[0]]
+        there = [_filled_buffer(lab, other, kind, 20 + i) for i, kind in enumerate(turned)]
         pairs = list(zip(here, there, strict=True))
         copies = joined([batch(one.region, far.region, [0], [0], [MIB]) for one, far in pairs])
         peer = lab.connect(other)
@@ -157,9 +149,8 @@ class TransferTests(ContractSettings):
         theirs.put(content)
         peer = lab.connect(other)
         starts = np.arange(0, _LARGE, 1 << 16)
-        copies = batch(
-            mine.region, theirs.region, starts, starts[::-1], np.full(len(starts), 1 << 16)
-        )
+        sizes = np.full(len(starts), 1 << 16)
+        copies = batch(mine.region, theirs.region, starts, starts[::-1], sizes)
         transfer = lab.transport.read(peer, copies)
         # The caller may reuse the arrays while the driver is at work.
         for array in (copies.local, copies.remote, copies.nbytes):
@@ -192,12 +183,10 @@ class TransferTests(ContractSettings):
     ) -> None:
         theirs, mine = shared.get(), pattern(MIB, 77)
         lab.mine.put(mine)
-        peer = lab.connect(shared)
         starts = 3000 * np.arange(100)
         plain = batch(lab.mine.region, shared.region, starts, starts + 1, np.full(100, 999))
         local, remote, nbytes = map(_strided, (plain.local, plain.remote, plain.nbytes))
-        copies = replace(plain, local=local, remote=remote, nbytes=nbytes)
-        lab.finish(lab.transport.read(peer, copies))
+        lab.reads(shared, replace(plain, local=local, remote=remote, nbytes=nbytes))
         expected = moved(mine, starts, theirs, starts + 1, np.full(100, 999))
         np.testing.assert_array_equal(lab.mine.get(), expected)
 

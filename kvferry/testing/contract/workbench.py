@@ -79,10 +79,7 @@ class ContractSettings:
 
     @pytest.fixture
     def shared(self, lab: Workbench, lasting_process: Process) -> Iterator[Process]:
-        """A peer in a process of its own, for tests that neither kill nor stop the process.
-
-        The tests of a class share the process; the buffer is filled anew before each test.
-        """
+        """A peer process of a class, for tests that neither kill nor stop it; filled anew."""
         with lab.turning_for(lasting_process):
             lasting_process.reset()
             yield lasting_process
@@ -147,10 +144,7 @@ class Workbench:
     def buffer(
         self, nbytes: int, transport: Transport | None = None, memory: str | None = None
     ) -> Buffer:
-        """Return a buffer of zeros, registered with a transport if one is given.
-
-        ``memory`` is its kind, by default the one under test.
-        """
+        """Return a buffer of zeros, by default of the kind under test, perhaps registered."""
         made = allocate(memory or self.settings.memory, nbytes)
         # Memory has to stay until every transport is closed, whatever the test drops.
         self._buffers.append(made)
@@ -214,6 +208,15 @@ class Workbench:
             return f"after {self.settings.patience:g} s (the setting patience)"
         return f"after {seconds:.3g} s"
 
+    @staticmethod
+    def durations(call: Callable[[], object], count: int = 20) -> list[float]:
+        """Return the seconds that each of some calls took, the shortest first."""
+        moments = [time.monotonic()]
+        for _ in range(count):
+            call()
+            moments.append(time.monotonic())
+        return sorted(np.diff(moments).tolist())
+
     @contextlib.contextmanager
     def within_patience(self, what: str) -> Iterator[None]:
         """Fail the test if the ``with`` block takes longer than ``patience``."""
@@ -269,17 +272,15 @@ class Workbench:
         disconnects the peer, which also ends its other transfers.
         """
         status = self.known(transfer)
-        if status.state is State.FAILING:
-            if self.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
-                self.transport.disconnect(peer)
-                (status,) = self.poll([transfer])
-                assert status.state is State.FAILED, f"disconnect has returned, and it is {status}"
-            else:
-                self.wait_for(
-                    lambda: self.state(transfer).final,
-                    f"quiescence is ALWAYS, and it is still {status}",
-                )
-                (status,) = self.poll([transfer])
+        if status.state is not State.FAILING:
+            return status
+        if self.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
+            self.transport.disconnect(peer)
+        else:
+            still = f"quiescence is ALWAYS, and it is still {status}"
+            self.wait_for(lambda: self.state(transfer).final, still)
+        (status,) = self.poll([transfer])
+        assert status.state is State.FAILED, f"disconnect has returned, and it is {status}"
         return status
 
     def finish(self, transfer: TransferId, transport: Transport | None = None) -> None:
@@ -289,10 +290,7 @@ class Workbench:
         (transport or self.transport).forget(transfer)
 
     def known_in_time(self, transfer: TransferId, since: float) -> Status:
-        """Wait until a transfer with a peer that died at ``since`` is not PENDING any more.
-
-        Fail the test if it still is ``known_within`` seconds after that.
-        """
+        """Assert that a transfer with a peer that died at ``since`` is not PENDING for too long."""
         limit = self.settings.known_within
         remaining = since + limit - time.monotonic()
         known = self.until(lambda: self.state(transfer) is not State.PENDING, max(remaining, 0.05))
@@ -345,11 +343,14 @@ class Workbench:
         peer = self.connect(remote)
         return peer, self.transport.read(peer, self.lasting(remote))
 
+    def reads(self, remote: TransportPeer, copies: Copies, notify: bytes | None = None) -> None:
+        """Connect to a peer, read from it, and wait until the transfer is DONE."""
+        self.finish(self.transport.read(self.connect(remote), copies, notify))
+
     def works(self, remote: TransportPeer) -> None:
         """Assert that the transport under test can still read from a peer."""
         self.mine.put(np.zeros(MIB, np.uint8))
-        peer = self.connect(remote)
-        self.finish(self.transport.read(peer, self.whole(remote)))
+        self.reads(remote, self.whole(remote))
         np.testing.assert_array_equal(self.mine.get(), remote.get())
 
     def await_some(
@@ -387,12 +388,9 @@ class Workbench:
 
     def done_there(self, process: Process) -> None:
         """Wait for the transfer that ``Process.begin`` has started, and assert that it is DONE."""
-        before = time.monotonic()
         self.wait_for(process.answered, "the other side's transfer has not ended")
-        status, took = process.ended(), time.monotonic() - before
-        assert status.state is State.DONE, (
-            f"the other side's transfer is {status} {self.waited(took)}"
-        )
+        status = process.ended()
+        assert status.state is State.DONE, f"the other side's transfer is {status}"
 
     # Watching memory.
 

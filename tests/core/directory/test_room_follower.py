@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import zmq
@@ -24,18 +25,14 @@ from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import EndpointOptions
 from kvferry.core.security import Access, Networks
-from kvferry.core.side_channel import waiting_follows
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED_PROMPTS,
     PROMPT_BYTES,
     Follow,
     Followed,
-    Ping,
     Pong,
-    Reply,
     RoomNews,
-    decode_reply,
     encode,
 )
 from tests.core.endpoint.engines import Clock, eventually
@@ -48,438 +45,337 @@ PATIENT = EndpointOptions(handshake_timeout=600.0)
 
 
 @contextlib.contextmanager
-def producer(
-    rooms: Rooms | None, incarnation: int = 7, port: int = 0, host: str = "127.0.0.1"
-) -> Iterator[PeerKey]:
+def producer(rooms: Rooms | None, incarnation: int = 7, **where: Any) -> Iterator[PeerKey]:
     """Run a side channel, and yield where it is."""
     ranks = encoded(payload(0, incarnation=incarnation))
     with HandshakeServer(
-        ranks, engine="prefill", incarnation=incarnation, host=host, port=port, rooms=rooms
+        ranks, engine="prefill", incarnation=incarnation, rooms=rooms, **where
     ) as server:
         yield PeerKey("prefill", server.host, server.port)
 
 
-@contextlib.contextmanager
-def follower(options: EndpointOptions | None = None) -> Iterator[RoomFollower]:
-    with contextlib.closing(RoomFollower(options or EndpointOptions())) as made:
-        yield made
+class Scene(RoomFollower):
+    """A follower, and a producer whose rooms it follows."""
+
+    def __init__(self, options: EndpointOptions = EndpointOptions()) -> None:  # noqa: B008
+        self.clock = Clock()
+        self.rooms = Rooms()
+        self._stack = contextlib.ExitStack()
+        self.key = self._stack.enter_context(producer(self.rooms))
+        super().__init__(options, self.clock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+        self._stack.close()
+
+    def follow(self, request: Hashable, room: RoomId, producer: PeerKey | None = None) -> None:
+        super().follow(request, room, producer or self.key)
+
+    def finish(self, room: RoomId = A, ticket: bytes = b"ticket") -> None:
+        self.rooms.open(room)
+        self.rooms.finish(room, ticket)
+
+    def heard(self, request: Hashable) -> RoomNews | KVFerryError:
+        """Wait for news of a request's room."""
+        found: list[RoomNews | KVFerryError] = []
+
+        def has_news() -> bool:
+            if (news := self.news(request)) is not None:
+                found.append(news)
+            return bool(found)
+
+        eventually(has_news, f"news of {request}")
+        return found[0]
+
+    def part(self, request: Hashable) -> bytes:
+        """Wait for a part with content."""
+        while isinstance(news := self.heard(request), RoomNews):
+            if news.part:
+                return news.part
+        raise AssertionError(news)
+
+    def failure(self, request: Hashable) -> KVFerryError:
+        """Wait until a request's room has failed."""
+        while isinstance(news := self.heard(request), RoomNews):
+            pass
+        return news
 
 
 @pytest.fixture
-def rooms() -> Rooms:
-    return Rooms()
-
-
-@pytest.fixture
-def key(rooms: Rooms) -> Iterator[PeerKey]:
-    with producer(rooms) as made:
+def at() -> Iterator[Scene]:
+    with Scene() as made:
         yield made
 
 
-@pytest.fixture
-def following(clock: Clock) -> Iterator[RoomFollower]:
-    with contextlib.closing(RoomFollower(EndpointOptions(), clock)) as made:
-        yield made
-
-
-def finished(rooms: Rooms, room: RoomId = A, ticket: bytes = b"ticket") -> None:
-    rooms.open(room)
-    rooms.finish(room, ticket)
-
-
-def heard(follower: RoomFollower, request: Hashable) -> RoomNews | KVFerryError:
-    """Wait for news of a request's room."""
-    found: list[RoomNews | KVFerryError] = []
-
-    def has_news() -> bool:
-        if (news := follower.news(request)) is not None:
-            found.append(news)
-        return bool(found)
-
-    eventually(has_news, f"news of {request}")
-    return found[0]
-
-
-def part(follower: RoomFollower, request: Hashable) -> bytes:
-    """Wait for a part with content."""
-    while True:
-        news = heard(follower, request)
-        assert isinstance(news, RoomNews), news
-        if news.part:
-            return news.part
-
-
-def failure(follower: RoomFollower, request: Hashable) -> KVFerryError:
-    """Wait until a request's room has failed."""
-    while isinstance(news := heard(follower, request), RoomNews):
-        pass
-    return news
-
-
-def test_a_request_hears_of_its_room_until_the_ticket(
-    rooms: Rooms, key: PeerKey, following: RoomFollower, clock: Clock
-) -> None:
-    following.follow("d", A, key)  # before prefill has the request
-    rooms.open(A)
-    queued = heard(following, "d")
+def test_a_request_hears_of_its_room_until_the_ticket(at: Scene) -> None:
+    at.follow("d", A)  # before prefill has the request
+    at.rooms.open(A)
+    queued = at.heard("d")
     assert isinstance(queued, RoomNews)
     assert (queued.part, queued.is_last) == (b"", False)
+    at.clock.skip(10_000.0)  # it waits as long as prefill answers
+    assert at.news("d") is None
     for each in (b"one", b"two"):
-        rooms.publish(A, each)
-        assert part(following, "d") == each
-    rooms.finish(A, b"ticket")
-    last = heard(following, "d")
+        at.rooms.publish(A, each)
+        assert at.part("d") == each
+        at.clock.skip(50.0)
+    at.rooms.finish(A, b"ticket")
+    last = at.heard("d")
     assert isinstance(last, RoomNews)
     assert (last.part, last.is_last) == (b"ticket", True)
-    assert following.news("d") is None
-    clock.skip(1000.0)
-    assert not following.pending
+    assert at.news("d") is None
+    at.clock.skip(1000.0)
+    assert not at.pending
 
 
-def test_requests_of_one_room_hear_the_newest_whenever_they_come(
-    rooms: Rooms, key: PeerKey, following: RoomFollower
-) -> None:
-    rooms.open(A)
-    following.follow("d-1", A, key)
-    rooms.publish(A, b"one")
-    assert part(following, "d-1") == b"one"
-    following.follow("d-2", A, key)
-    assert part(following, "d-2") == b"one"
-    rooms.finish(A, b"ticket")
-    assert [part(following, each) for each in ("d-1", "d-2")] == [b"ticket"] * 2
-    following.end("d-1")
-    following.follow("d-3", A, key)
-    assert part(following, "d-3") == b"ticket"
+def test_requests_of_one_room_hear_the_newest_whenever_they_come(at: Scene) -> None:
+    at.rooms.open(A)
+    at.follow("d-1", A)
+    at.rooms.publish(A, b"one")
+    assert at.part("d-1") == b"one"
+    at.follow("d-2", A)
+    assert at.part("d-2") == b"one"
+    at.rooms.finish(A, b"ticket")
+    assert [at.part(each) for each in ("d-1", "d-2")] == [b"ticket"] * 2
+    at.end("d-1")
+    at.follow("d-3", A)
+    assert at.part("d-3") == b"ticket"
 
 
 def test_requests_with_one_name_and_unlike_prompts_hear_of_their_own_over_one_connection(
-    rooms: Rooms, key: PeerKey, following: RoomFollower
+    at: Scene,
 ) -> None:
     """Also where there are more of them than one question names."""
     count = MAX_FOLLOWED_PROMPTS + 6
     names = [room_id("a", index.to_bytes(PROMPT_BYTES)) for index in range(count)]
     before = set(threading.enumerate())
     for index, name in enumerate(names):
-        following.follow(index, name, key)
+        at.follow(index, name)
     # The last comes while all others are open, and most of them while the first are.
     for ending in ([count - 1], range(3, count - 1), range(3)):
         for index in ending:
-            assert following.news(index) is None
-            finished(rooms, names[index], b"ticket %d" % index)
+            assert at.news(index) is None
+            at.finish(names[index], b"ticket %d" % index)
         for index in ending:
-            assert part(following, index) == b"ticket %d" % index
+            assert at.part(index) == b"ticket %d" % index
     assert {each.name for each in set(threading.enumerate()) - before} <= {"kvferry-side-channels"}
 
 
-def test_an_older_producer_has_one_ticket_for_all_requests_of_a_name(
-    following: RoomFollower,
-) -> None:
+def test_an_older_producer_has_one_ticket_for_all_requests_of_a_name(at: Scene) -> None:
     """It says nothing of prompts, so that decode compares the tickets'."""
     names = [room_id("a", each) for each in (b"one", b"two")]
 
     def answer(request: Follow) -> bytes:
         return followed(RoomNews(room=A.name, version=3, part=b"ticket", is_last=True))
 
-    with hostile(answer) as key:
+    with hostile(answer) as at.key:
         for name in names:
-            following.follow(name, name, key)
-        assert [part(following, name) for name in names] == [b"ticket"] * 2
+            at.follow(name, name)
+        assert [at.part(name) for name in names] == [b"ticket"] * 2
 
 
-def test_a_room_that_ends_without_a_ticket_says_why(
-    rooms: Rooms, key: PeerKey, following: RoomFollower
-) -> None:
-    rooms.open(A)
-    following.follow("d", A, key)
-    rooms.close(A, "it was aborted")
-    error = failure(following, "d")
+def test_a_room_that_ends_without_a_ticket_says_why(at: Scene) -> None:
+    at.rooms.open(A)
+    at.follow("d", A)
+    at.rooms.close(A, "it was aborted")
+    error = at.failure("d")
     assert "it was aborted" in str(error)
-    assert following.news("d") is error
+    assert at.news("d") is error
 
 
-def test_every_request_waits_as_long_as_the_first_for_a_room_that_nobody_opens(
-    key: PeerKey, following: RoomFollower, clock: Clock
-) -> None:
-    following.follow("d-1", A, key)
-    assert following.news("d-1") is None
-    clock.skip(50.0)
-    following.follow("d-2", A, key)
-    clock.skip(11.0)
-    assert following.pending
-    assert isinstance(heard(following, "d-1"), DeadlineError)
-    assert following.news("d-2") is None
-    following.end("d-1")
-    assert not following.pending
-    clock.skip(50.0)
-    assert isinstance(heard(following, "d-2"), DeadlineError)
+def test_every_request_waits_as_long_as_the_first_for_a_room_that_nobody_opens(at: Scene) -> None:
+    at.follow("d-1", A)
+    assert at.news("d-1") is None
+    at.clock.skip(50.0)
+    at.follow("d-2", A)
+    at.clock.skip(11.0)
+    assert at.pending
+    assert isinstance(at.heard("d-1"), DeadlineError)
+    assert at.news("d-2") is None
+    at.end("d-1")
+    assert not at.pending
+    at.clock.skip(50.0)
+    assert isinstance(at.heard("d-2"), DeadlineError)
 
 
-def test_a_room_that_changes_no_more_fails_after_the_load_timeout(
-    rooms: Rooms, key: PeerKey, following: RoomFollower, clock: Clock
-) -> None:
-    rooms.open(A)
-    following.follow("d", A, key)
+def test_a_room_that_changes_no_more_fails_after_the_load_timeout(at: Scene) -> None:
+    at.rooms.open(A)
+    at.follow("d", A)
     for each in (b"one", b"two"):
-        rooms.publish(A, each)
-        assert part(following, "d") == each
-        clock.skip(50.0)
-        assert not following.pending
-    clock.skip(11.0)
-    assert following.pending
-    error = failure(following, "d")
+        at.rooms.publish(A, each)
+        assert at.part("d") == each
+        at.clock.skip(50.0)
+        assert not at.pending
+    at.clock.skip(11.0)
+    assert at.pending
+    error = at.failure("d")
     assert isinstance(error, DeadlineError)
     assert "hangs" in str(error)
 
 
-def test_a_request_in_the_queue_waits_as_long_as_prefill_answers(
-    rooms: Rooms, key: PeerKey, following: RoomFollower, clock: Clock
-) -> None:
-    rooms.open(A)
-    following.follow("d", A, key)
-    heard(following, "d")
-    clock.skip(10_000.0)
-    assert following.news("d") is None
-    rooms.finish(A, b"ticket")
-    assert part(following, "d") == b"ticket"
-
-
-def test_parts_that_every_request_has_seen_take_no_memory(
-    rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room_questions, "MAX_UNSEEN_BYTES", 10)
-    for name in (A, B):
-        rooms.open(name)
-        following.follow(name, name, key)
-        rooms.publish(name, b"123456")
-        assert part(following, name) == b"123456"
-    rooms.publish(A, b"abcdef")
-    eventually(lambda: following.pending, "a part")
-    rooms.publish(B, b"abcdef")
-    error = failure(following, B)
-    assert isinstance(error, HandshakeError)
-    assert "10 bytes" in str(error)
-    assert part(following, A) == b"abcdef"
-    following.end(B)
-    rooms.finish(A, b"7890")
-    assert part(following, A) == b"7890"
-
-
-def test_a_request_that_ended_is_forgotten(
-    rooms: Rooms, key: PeerKey, following: RoomFollower
-) -> None:
-    following.follow("d", A, key)
+def test_a_request_that_ended_is_forgotten(at: Scene) -> None:
+    at.follow("d", A)
     with pytest.raises(ValueError, match="end"):
-        following.follow("d", B, key)
-    following.end("d")
-    following.end("d")
-    assert following.news("d") is None
-    following.follow("d", A, key)
-    rooms.open(A)
-    heard(following, "d")
+        at.follow("d", B)
+    at.end("d")
+    at.end("d")
+    assert at.news("d") is None
+    at.follow("d", A)
+    at.rooms.open(A)
+    at.heard("d")
 
 
-def test_the_next_address_is_asked_if_one_refuses_or_is_silent(rooms: Rooms, key: PeerKey) -> None:
-    finished(rooms)
+def test_the_next_address_is_asked_if_one_refuses_or_is_silent() -> None:
     for first in (producer(None), silent()):
-        with first as other, follower(EndpointOptions(handshake_timeout=2.0)) as following:
-            following.follow("d", A, other._replace(routed=(key.host, key.port)))
-            assert part(following, "d") == b"ticket"
+        with first as other, Scene(EndpointOptions(handshake_timeout=2.0)) as at:
+            at.finish()
+            at.follow("d", A, other._replace(routed=(at.key.host, at.key.port)))
+            assert at.part("d") == b"ticket"
 
 
-def test_rooms_fail_once_every_address_has_refused(following: RoomFollower) -> None:
+def test_rooms_fail_once_every_address_has_refused(at: Scene) -> None:
     with producer(None) as one, producer(None) as two:
-        following.follow("d", A, one._replace(routed=(two.host, two.port)))
-        error = failure(following, "d")
+        at.follow("d", A, one._replace(routed=(two.host, two.port)))
+        error = at.failure("d")
         assert isinstance(error, RefusedError)
         for text in (str(one.port), str(two.port), "upgrade"):
             assert text in str(error)
 
 
 def test_the_connection_is_made_anew_after_a_pause(
-    rooms: Rooms, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
+    at: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(room_questions, "time", SimpleNamespace(monotonic=clock))
-    finished(rooms)
-    with producer(rooms) as key:
-        following.follow("d-1", A, key)
-        assert part(following, "d-1") == b"ticket"
-        following.end("d-1")
-    clock.skip(11.0)  # longer than the timeout, while nothing is followed
-    finished(rooms, B, b"two")
-    with producer(rooms, port=key.port):
-        following.follow("d-2", B, key)
-        assert part(following, "d-2") == b"two"
+    monkeypatch.setattr(room_questions, "time", SimpleNamespace(monotonic=at.clock))
+    at.finish()
+    with producer(at.rooms) as at.key:
+        at.follow("d-1", A)
+        assert at.part("d-1") == b"ticket"
+        at.end("d-1")
+    at.clock.skip(11.0)  # longer than the timeout, while nothing is followed
+    at.finish(B, b"two")
+    with producer(at.rooms, port=at.key.port):
+        at.follow("d-2", B)
+        assert at.part("d-2") == b"two"
 
 
 # Producers that are gone.
 
 
-def test_a_producer_that_is_gone_fails_its_rooms(rooms: Rooms) -> None:
-    rooms.open(A)
-    with follower(NO_WAIT) as following:
-        with producer(rooms) as key:
-            following.follow("d", A, key)
-            heard(following, "d")
-        assert isinstance(failure(following, "d"), HandshakeError)
-        following.end("d")
-        eventually(lambda: not following._producers, "it is forgotten")
+def test_a_producer_that_is_gone_fails_its_rooms() -> None:
+    with Scene(NO_WAIT) as at:
+        at.rooms.open(A)
+        with producer(at.rooms) as at.key:
+            at.follow("d", A)
+            at.heard("d")
+        assert isinstance(at.failure("d"), HandshakeError)
+        at.end("d")
+        eventually(lambda: not at._producers, "it is forgotten")
 
 
-def test_a_producer_that_was_restarted_fails_its_rooms(
-    rooms: Rooms, following: RoomFollower
-) -> None:
-    rooms.open(A)
-    finished(rooms, B)
-    with producer(rooms) as key:
+def test_a_producer_that_was_restarted_fails_its_rooms(at: Scene) -> None:
+    at.rooms.open(A)
+    at.finish(B)
+    with producer(at.rooms) as at.key:
         for request, room in (("has its ticket", B), ("d", A)):
-            following.follow(request, room, key)
-            heard(following, request)
-    with producer(Rooms(), incarnation=8, port=key.port):
-        assert isinstance(failure(following, "d"), PeerLostError)
-    assert following.news("has its ticket") is None
+            at.follow(request, room)
+            at.heard(request)
+    with producer(Rooms(), incarnation=8, port=at.key.port):
+        assert isinstance(at.failure("d"), PeerLostError)
+    assert at.news("has its ticket") is None
 
 
-def test_an_address_that_is_not_admitted_is_not_dialled(key: PeerKey) -> None:
+def test_an_address_that_is_not_admitted_is_not_dialled() -> None:
     access = Access(networks=Networks.of(["10.1.2.0/24"]))
-    with follower(EndpointOptions(access=access)) as following:
-        following.follow("d", A, key)
-        assert isinstance(failure(following, "d"), AdmissionError)
+    with Scene(EndpointOptions(access=access)) as at:
+        at.follow("d", A)
+        assert isinstance(at.failure("d"), AdmissionError)
 
 
 # Limits.
 
 
 def test_a_producer_without_rooms_makes_room_for_another(
-    rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
+    at: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_follower, "MAX_PRODUCERS", 1)
     monkeypatch.setattr(room_questions, "LINGER_SECONDS", 1000.0)
-    finished(rooms)
-    with producer(rooms) as two:
-        following.follow("d-1", A, key)
-        following.follow("refused", A, two)
-        assert "1 prefill engines wait here" in str(following.news("refused"))
-        following.end("refused")
-        assert part(following, "d-1") == b"ticket"
-        following.end("d-1")
-
-        def is_taken() -> bool:
-            following.follow("d-2", A, two)
-            is_refused = isinstance(following.news("d-2"), HandshakeError)
-            if is_refused:
-                following.end("d-2")
-            return not is_refused
-
-        eventually(is_taken, "the first one gives way")
-        following.follow("d-3", A, two)  # what there was of d-2 may have been heard above
-        assert part(following, "d-3") == b"ticket"
+    at.finish()
+    with producer(at.rooms) as two:
+        at.follow("d-1", A)
+        at.follow("refused", A, two)
+        assert "1 prefill engines wait here" in str(at.news("refused"))
+        assert at.part("d-1") == b"ticket"
+        at.end("d-1")
+        at.follow("d-2", A, two)
+        assert at.part("d-2") == b"ticket"
 
 
 def test_the_longest_unknown_of_the_host_with_most_makes_room_for_another(
-    rooms: Rooms,
-    key: PeerKey,
-    following: RoomFollower,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
+    at: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that prefill has in its queue stays, and so does one of a host with fewer."""
     monkeypatch.setattr(room_follower, "MAX_REQUESTS", 4)
-    rooms.open(A)
+    at.rooms.open(A)
     with producer(Rooms(), host="127.0.0.2") as other:
-        following.follow("known", A, key)
-        heard(following, "known")
-        following.follow("other", room_id("other"), other)
+        at.follow("known", A)
+        at.heard("known")
+        at.follow("other", room_id("other"), other)
         for index in range(4):
-            clock.skip(1.0)
-            following.follow(index, room_id(str(index)), key)
+            at.clock.skip(1.0)
+            at.follow(index, room_id(str(index)))
         for index in range(2):
-            error = heard(following, index)
+            error = at.heard(index)
             assert isinstance(error, DeadlineError)
-            assert f"127.0.0.1 port {key.port} has said nothing" in str(error)
+            assert f"127.0.0.1 port {at.key.port} has said nothing" in str(error)
             assert "and 4 requests wait here" in str(error)
-        assert [following.news(each) for each in ("known", "other", 2, 3)] == [None] * 4
-        following.end("other")
-        following.follow("other", room_id("other"), other)  # there is room: two have failed
-        assert [following.news(each) for each in ("known", "other", 2, 3)] == [None] * 4
-        rooms.open(room_id("3"))
-        assert isinstance(heard(following, 3), RoomNews)
+        assert [at.news(each) for each in ("known", "other", 2, 3)] == [None] * 4
+        at.end("other")
+        at.follow("other", room_id("other"), other)  # there is room: two have failed
+        assert [at.news(each) for each in ("known", "other", 2, 3)] == [None] * 4
+        at.rooms.open(room_id("3"))
+        assert isinstance(at.heard(3), RoomNews)
 
 
 def test_requests_that_prefill_knows_do_not_make_room(
-    rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
+    at: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_follower, "MAX_REQUESTS", 1)
-    rooms.open(A)
-    following.follow("d-1", A, key)
-    heard(following, "d-1")
-    following.follow("d-2", B, key)
-    error = following.news("d-2")
-    assert isinstance(error, HandshakeError)
-    assert "1 requests wait here" in str(error)
-    rooms.finish(A, b"ticket")
-    assert part(following, "d-1") == b"ticket"
+    at.rooms.open(A)
+    at.follow("d-1", A)
+    at.heard("d-1")
+    at.follow("d-2", B)
+    assert "1 requests wait here" in str(at.news("d-2"))
+    at.rooms.finish(A, b"ticket")
+    assert at.part("d-1") == b"ticket"
 
 
 def test_addresses_that_never_answer_leave_places_to_others(
-    rooms: Rooms, key: PeerKey, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Above all to a producer that has answered before."""
     monkeypatch.setattr(room_follower, "MAX_SILENT_PRODUCERS", 3)
     monkeypatch.setattr(room_follower, "MAX_SILENT_AT_HOST", 2)
     monkeypatch.setattr(room_questions, "LINGER_SECONDS", 0.05)
-    finished(rooms)
-    with silent() as nobody, follower(PATIENT) as following:
-        following.follow("first", A, key)
-        assert part(following, "first") == b"ticket"
-        following.end("first")
-        eventually(lambda: not following._producers, "it is followed no more")
-        for index, at in enumerate([3, 3, 3, 2, 4]):
+    with silent() as nobody, Scene(PATIENT) as at:
+        at.finish()
+        at.follow("first", A)
+        assert at.part("first") == b"ticket"
+        at.end("first")
+        eventually(lambda: not at._producers, "it is followed no more")
+        for index, last in enumerate([3, 3, 3, 2, 4]):
             name = f"invented {index}"
-            following.follow(index, A, nobody._replace(host=f"127.0.0.{at}", engine=name))
-        assert [following.news(index) for index in (0, 1, 3)] == [None] * 3
-        for index, silent_ones, at in ((2, 2, 3), (4, 3, 4)):
-            error = str(following.news(index))
-            assert f"'invented {index}' at 127.0.0.{at} port {nobody.port} is not asked" in error
+            at.follow(index, A, nobody._replace(host=f"127.0.0.{last}", engine=name))
+        assert [at.news(index) for index in (0, 1, 3)] == [None] * 3
+        for index, silent_ones, last in ((2, 2, 3), (4, 3, 4)):
+            error = str(at.news(index))
+            assert f"'invented {index}' at 127.0.0.{last} port {nobody.port} is not asked" in error
             assert f"{silent_ones} have never answered (at most 3), 2 of them at 127.0.0.3" in error
             assert "remote_bootstrap_addr" in error
-        following.follow("honest", A, key)
-        assert part(following, "honest") == b"ticket"
-
-
-def test_one_host_does_not_take_every_place(
-    rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room_follower, "MAX_AT_HOST", 1)
-    rooms.open(A)
-    with producer(rooms) as two, producer(rooms, host="127.0.0.2") as other:
-        for name, each in (("one", key), ("two", two), ("other", other)):
-            following.follow(name, A, each)
-        error = following.news("two")
-        assert isinstance(error, HandshakeError)
-        assert "1 prefill engines at 127.0.0.1" in str(error)
-        assert isinstance(heard(following, "one"), RoomNews)
-        assert isinstance(heard(following, "other"), RoomNews)
-
-
-def test_the_host_whose_parts_take_most_memory_goes_short(
-    key: PeerKey, rooms: Rooms, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room_questions, "MAX_UNSEEN_BYTES", 20)
-    one = Rooms()
-    with producer(one, host="127.0.0.2") as other:
-        for index in range(3):
-            name = room_id(str(index))
-            following.follow(index, name, key)
-            finished(rooms, name, b"x" * (5 + index))
-            eventually(lambda index=index: index in following._inbox.changed, "a ticket")  # type: ignore[misc]
-        following.follow("other", A, other)
-        finished(one, A, b"12345678")
-        assert part(following, "other") == b"12345678"
-        error = failure(following, 2)
-        assert isinstance(error, HandshakeError)
-        assert "18 bytes, are of prefill engines at 127.0.0.1" in str(error)
-        assert [part(following, index) for index in (0, 1)] == [b"x" * 5, b"x" * 6]
+        at.follow("honest", A)
+        assert at.part("honest") == b"ticket"
 
 
 # Hostile side channels.
@@ -506,19 +402,17 @@ def silent() -> Iterator[PeerKey]:
 
 
 def test_a_silent_side_channel_fails_its_rooms_whatever_requests_come() -> None:
-    with silent() as key, follower(NO_WAIT) as following:
-        following.follow("d", A, key)
-        requests = iter(range(1000))
+    with Scene(NO_WAIT) as at, silent() as at.key:
+        at.follow("d", A)
 
         def is_over() -> bool:
-            request = next(requests)
-            following.follow(request, B, key)
-            following.end(request)
+            at.follow("another", B)
+            at.end("another")
             time.sleep(0.01)
-            return following.news("d") is not None
+            return at.news("d") is not None
 
         eventually(is_over, "an error")
-        error: BaseException | None = failure(following, "d")
+        error: BaseException | None = at.failure("d")
         assert "stopped or overloaded" in str(error)
         while error is not None:
             assert error.__traceback__ is None, "it would keep frames, and what is in them"
@@ -526,12 +420,13 @@ def test_a_silent_side_channel_fails_its_rooms_whatever_requests_come() -> None:
 
 
 def test_a_bad_answer_fails_the_rooms() -> None:
-    with hostile(lambda _: encode(Pong(incarnation=7))) as key, follower(NO_WAIT) as following:
-        following.follow("d", A, key)
-        assert isinstance(heard(following, "d"), HandshakeError)
+    pong = encode(Pong(incarnation=7))
+    with Scene(NO_WAIT) as at, hostile(lambda _: pong) as at.key:
+        at.follow("d", A)
+        assert isinstance(at.heard("d"), HandshakeError)
 
 
-def test_news_that_were_not_asked_for_or_are_old_are_ignored(following: RoomFollower) -> None:
+def test_news_that_were_not_asked_for_or_are_old_are_ignored(at: Scene) -> None:
     other = RoomNews(room=B.name, version=9, part=b"other")
     five, four = (RoomNews(room=A.name, version=each, part=b"%d" % each) for each in (5, 4))
     last = RoomNews(room=A.name, version=6, part=b"6", is_last=True)
@@ -544,80 +439,11 @@ def test_news_that_were_not_asked_for_or_are_old_are_ignored(following: RoomFoll
             return followed(other, five)
         return followed(four) if known.count(5) == 1 else followed(last, late)
 
-    with hostile(answer) as key:
-        following.follow("d", A, key)
-        assert part(following, "d") in (b"5", b"6")
+    with hostile(answer) as at.key:
+        at.follow("d", A)
+        assert at.part("d") in (b"5", b"6")
         eventually(lambda: known.count(5) > 1, "the room is asked for again")
-        eventually(lambda: following._requests["d"].is_last, "the last news")
+        eventually(lambda: at._requests["d"].is_last, "the last news")
     assert set(known) == {0, 5}
-    assert following.news("d") in (None, last)
-    assert following.news("d") is None
-
-
-# Hostile clients of a side channel.
-
-
-@contextlib.contextmanager
-def client(key: PeerKey, source: str = "127.0.0.1") -> Iterator[Callable[..., list[Reply]]]:
-    """Yield a function that sends messages, and returns the answers that come before a pong."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.connect(f"tcp://{source}:0;{key.host}:{key.port}")
-
-        def ask(*messages: bytes) -> list[Reply]:
-            for message in (*messages, encode(Ping(engine="prefill"))):
-                socket.send(message)
-            answers: list[Reply] = []
-            while True:
-                assert socket.poll(20_000), "no answer"
-                answer = decode_reply(socket.recv())
-                if isinstance(answer, Pong):
-                    return answers
-                answers.append(answer)
-
-        yield ask
-
-
-def follow(rooms: Sequence[tuple[bytes, int]], wait_ms: int = 0) -> bytes:
-    return encode(Follow(engine="prefill", rooms=list(rooms), wait_ms=wait_ms))
-
-
-def test_a_further_request_replaces_the_one_that_waits(
-    rooms: Rooms, key: PeerKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # No request has waited for too long.
-    monkeypatch.setattr(waiting_follows, "time", SimpleNamespace(monotonic=float))
-    rooms.open(B)
-    with client(key) as ask:
-        assert ask(*[follow([(A.name, 0)], wait_ms=200)] * 100) == []
-        assert len(ask(follow([(B.name, 0)], wait_ms=200))) == 1
-        rooms.open(A)
-        assert ask() == []
-
-
-def test_the_address_with_most_requests_that_wait_makes_room_for_others(
-    key: PeerKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting_follows, "MAX_WAITING", 2)
-    # No request has waited for too long.
-    monkeypatch.setattr(waiting_follows, "time", SimpleNamespace(monotonic=float))
-    question = follow([(A.name, 0)], wait_ms=200)
-    with (
-        client(key, "127.0.0.1") as other,
-        client(key, "127.0.0.2") as oldest,
-        client(key, "127.0.0.2") as newest,
-    ):
-        assert [ask(question) for ask in (other, oldest, newest)] == [[], [], []]
-        assert [ask() for ask in (other, newest)] == [[], []]
-        assert oldest() == [Followed(incarnation=7, rooms=[])]
-
-
-def test_changes_after_the_server_was_closed_are_not_heard(
-    rooms: Rooms, following: RoomFollower
-) -> None:
-    with producer(rooms) as key:
-        pass
-    rooms.open(A)
-    with producer(rooms, port=key.port) as key:
-        following.follow("d", A, key)
-        heard(following, "d")
+    assert at.news("d") in (None, last)
+    assert at.news("d") is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,31 +12,41 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.driver_calls.connections import BlockingCalls, Connections
+from kvferry.core.driver_calls.connections import Connections
 from kvferry.core.driver_calls.error_containment import as_ours
 from kvferry.core.errors import ConnectError, KVFerryError, TransportError, TransportUsageError
 from kvferry.core.transport import PeerId
 
-LONG = 30.0
 A, B, C = b"a", b"b", b"c"
+STILL_COPYING = TransportError("still copying")
 
 
-class Driver:
-    """The methods of a transport and of ``Transfers`` that connections use.
+class Links:
+    """``Connections``, and all that they use: driver, transfers, and calls that the test makes.
 
     An address is the name of a transport; ``a/1`` and ``a/2`` are addresses of the transport ``a``.
+
+    Attributes:
+        error: what ``disconnect`` raises.
+        refused: what ``connect`` raises, by address.
     """
 
+    are_ending = False
+
     def __init__(self) -> None:
+        self.queued: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
         self.disconnecting: set[PeerId] = set()
         self.ended: list[tuple[PeerId, bool]] = []
         self.dialled: list[bytes] = []
         self.disconnected: list[PeerId] = []
         self.connected: dict[bytes, PeerId] = {}
         self.error: Exception | None = None
-        self.refused: dict[bytes, object] = {}
+        self.refused: dict[bytes, Exception] = {}
         self.now = 0.0
-        self._ids = 0
+        parts: Any = self
+        self.connections = Connections(parts, parts, parts, lambda: self.now)
+
+    # As transfers.
 
     def begin_disconnect(self, peer: PeerId) -> None:
         self.disconnecting.add(peer)
@@ -45,38 +55,24 @@ class Driver:
         self.disconnecting.discard(peer)
         self.ended.append((peer, closed))
 
-    def connect(self, address: bytes) -> Any:
+    # As the driver.
+
+    def connect(self, address: bytes) -> PeerId:
         self.dialled.append(address)
-        refusal = self.refused.get(address)
-        if isinstance(refusal, Exception):
-            raise refusal
-        if refusal is not None:
-            return refusal
+        if address in self.refused:
+            raise self.refused[address]
         name = address.partition(b"/")[0]
-        if name not in self.connected:
-            self._ids += 1
-            self.connected[name] = PeerId(self._ids)
-        return self.connected[name]
+        made = len({*self.connected.values(), *self.disconnected}) + 1
+        return self.connected.setdefault(name, PeerId(made))
 
     def disconnect(self, peer: PeerId) -> None:
         assert peer in self.disconnecting, "its transfers must not be named meanwhile"
         self.disconnected.append(peer)
         if self.error is not None:
             raise self.error
-        [name] = [name for name, each in self.connected.items() if each == peer]
-        del self.connected[name]
+        self.connected = {name: each for name, each in self.connected.items() if each != peer}
 
-    def clock(self) -> float:
-        return self.now
-
-
-class ManualCalls:
-    """Blocking calls that run when the test says so."""
-
-    are_ending = False
-
-    def __init__(self) -> None:
-        self.queued: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+    # As blocking calls.
 
     def run(self, call: Callable[[], Any], over: Callable[[Any], None]) -> None:
         self.queued.append((call, over))
@@ -89,57 +85,24 @@ class ManualCalls:
             outcome = as_ours(exc)
         over(outcome)
 
+    # As the test.
 
-class Commands:
-    """The endpoint's thread: runs what is posted, one command after the other."""
+    def acquire(self, *addresses: bytes, engine: str = "e", wait: bool = True) -> list[Any]:
+        """Return a list that gets rank to connection, or the error."""
+        result: list[Any] = []
+        self.connections.acquire(dict(enumerate(addresses)), engine, result.append)
+        if wait:
+            self.settle()
+        return result
 
-    def __init__(self) -> None:
-        self._queue: deque[Callable[[], None]] = deque()
+    def release(self, *peers: int) -> None:
+        for peer in peers:
+            self.connections.release(PeerId(peer))
+        self.settle()
 
-    def __call__(self, command: Callable[[], None]) -> None:
-        self._queue.append(command)
-        if len(self._queue) == 1:
-            while self._queue:
-                self._queue[0]()
-                self._queue.popleft()
-
-
-class Acquired:
-    def __init__(self) -> None:
-        self.ids: list[dict[int, PeerId]] = []
-        self.errors: list[KVFerryError] = []
-
-    @property
-    def peer(self) -> PeerId:
-        """The first connection of the first acquisition, which succeeded."""
-        return self.ids[0][0]
-
-    def __call__(self, result: dict[int, PeerId] | KVFerryError) -> None:
-        if isinstance(result, KVFerryError):
-            self.errors.append(result)
-        else:
-            self.ids.append(result)
-
-
-class Links:
-    """``Connections`` over a driver of the test's, whose calls run at once or as the test says."""
-
-    def __init__(self, *, manual: bool = False, driver: Driver | None = None) -> None:
-        self.driver, self.calls = driver or Driver(), ManualCalls()
-        self.connections = self.make(self.calls if manual else None)
-
-    def make(self, calls: Any) -> Connections:
-        clock = self.driver.clock
-        at_once = BlockingCalls(threads=False, post=Commands(), clock=clock)
-        return Connections(self.driver, self.driver, calls or at_once, clock)  # type: ignore[arg-type]
-
-    def acquire(self, *addresses: bytes, engine: str = "e") -> Acquired:
-        return self.acquire_ranks(dict(enumerate(addresses)), engine)
-
-    def acquire_ranks(self, addresses: dict[int, bytes], engine: str = "e") -> Acquired:
-        acquired = Acquired()
-        self.connections.acquire(addresses, engine, acquired)
-        return acquired
+    def settle(self) -> None:
+        while self.queued:
+            self.run_next()
 
 
 @pytest.fixture
@@ -147,155 +110,102 @@ def links() -> Links:
     return Links()
 
 
-@pytest.fixture
-def manual() -> Links:
-    return Links(manual=True)
-
-
 def test_a_connection_is_opened_once_and_closed_by_its_last_user(links: Links) -> None:
-    one, other = links.acquire(A, engine="one").peer, links.acquire(A, engine="other").peer
-    assert one == other
-    links.connections.release(one)
-    assert links.driver.disconnected == []
-    assert links.connections.is_open(one)
-    links.connections.release(other)
-    links.connections.release(other)
-    links.connections.close(other)
-    assert links.driver.disconnected == [other], "it is closed once"
-    again = links.acquire(A).peer
-    assert again != one
-    links.driver.error = TransportUsageError("no such peer")
-    links.connections.release(again)
+    for address in (A, b"a/1", b"a/2"):
+        assert links.acquire(address) == [{0: 1}]
+    assert links.dialled == [A, b"a/1", b"a/2"], "the driver knows the regions of the last address"
+    links.release(1, 1)
+    assert links.disconnected == []
+    assert links.connections.is_open(PeerId(1))
+    links.release(1, 1)
+    links.connections.close(PeerId(1))
+    assert links.disconnected == [1], "it is closed once"
+    assert links.acquire(A) == [{0: 2}]
+    links.error = TransportUsageError("no such peer")
+    links.release(2)
     assert (links.connections.closing, links.connections.not_quiesced) == (0, 0)
 
 
-def test_if_one_rank_cannot_be_connected_the_engines_other_connections_are_closed(
-    links: Links,
-) -> None:
-    links.driver.refused[B] = ConnectError("nobody there")
-    shared = links.acquire(A).peer
-    [error] = links.acquire_ranks({0: A, 3: C, 5: B}).errors
-    assert str(error) == "cannot connect to rank 5 of engine e: nobody there"
+def test_an_engine_of_which_a_rank_cannot_be_connected_keeps_no_connection(links: Links) -> None:
+    links.refused[B] = ConnectError("nobody there")
+    links.acquire(A)
+    [error] = links.acquire(A, C, B)
+    assert str(error) == "cannot connect to rank 2 of engine e: nobody there"
     assert isinstance(error, ConnectError)
-    assert links.driver.disconnected == [PeerId(2)], "the connection without other users"
-    assert links.connections.is_open(shared)
-    links.connections.release(shared)
-    assert links.driver.disconnected == [PeerId(2), shared]
-
-
-def test_another_address_of_the_same_transport_refreshes_its_connection(links: Links) -> None:
-    """The driver knows the regions that the last address of a transport lists."""
-    peers = [links.acquire(each).peer for each in (b"a/1", b"a/2", b"a/2", b"a/1")]
-    first = peers[0]
-    assert peers == [first] * 4
-    assert links.driver.dialled == [b"a/1", b"a/2", b"a/2", b"a/1"]
-    for _ in range(3):
-        links.connections.release(first)
-    assert not links.driver.disconnected
-    links.connections.release(first)
-    assert links.driver.disconnected == [first]
-
-
-def test_two_ranks_of_one_engine_on_one_transport_are_refused(links: Links) -> None:
-    """Their addresses differ; equal ones are refused by the handshake."""
-    [error] = links.acquire(b"a/0", b"a/1").errors
+    assert links.disconnected == [2], "the connection without other users"
+    [error] = links.acquire(b"c/0", b"c/1")
     assert "rank 1 of engine e: it is the transport of rank 0" in str(error)
-    assert links.driver.disconnected == [PeerId(1)]
-
-
-def test_no_further_rank_is_connected_once_the_endpoint_is_closing(links: Links) -> None:
-    calls = BlockingCalls(threads=False, post=Commands(), clock=links.driver.clock)
-    links.connections = links.make(calls)
-    assert calls.wait(0.0)
-    [error] = links.acquire(A).errors
+    assert links.disconnected == [2, 3]
+    links.are_ending = True
+    links.dialled.clear()
+    [error] = links.acquire(A)
     assert "the endpoint is closed" in str(error)
-    assert links.driver.dialled == []
+    assert links.dialled == []
 
 
-# Concurrent acquisitions.
-
-
-def test_two_engines_that_connect_at_once_share_connections(manual: Links) -> None:
-    one, other = manual.acquire(A, engine="one"), manual.acquire(A, B, engine="other")
-    manual.calls.run_next()
-    assert one.ids == [{0: 1}]
-    manual.connections.release(PeerId(1))
-    manual.calls.run_next()  # of the other; the connection is about to be closed
-    while manual.calls.queued:
-        manual.calls.run_next()
-    assert other.ids == [{0: 3, 1: 2}], "it is connected again"
-
-
-def test_a_connection_that_was_closed_while_others_were_made_is_made_again() -> None:
-    class Slow(Driver):
-        """Closes the first connection after it has connected to the second transport."""
-
-        def connect(self, address: bytes) -> Any:
-            made = super().connect(address)
-            if address == B and A in self.connected and self.dialled.count(A) == 1:
-                links.connections.release(one.peer)
-            return made
-
-    links = Links(driver=Slow())
-    one = links.acquire(A, engine="one")
-    links.driver.dialled.clear()
-    other = links.acquire(A, B, engine="other")
-    assert other.ids == [{0: 3, 1: 2}]
-
-
-# Disconnects that fail or take long.
+def test_a_connection_that_is_closed_while_others_are_made_is_made_again(links: Links) -> None:
+    one, other = links.acquire(A, wait=False), links.acquire(A, B, engine="other", wait=False)
+    links.run_next()
+    assert one == [{0: 1}]
+    links.connections.release(PeerId(1))
+    links.run_next()  # of the other; the connection is about to be closed
+    links.settle()
+    assert other == [{0: 3, 1: 2}]
+    third = links.acquire(A, C, wait=False)
+    call, over = links.queued.pop()
+    call()
+    links.release(3)  # before the endpoint's thread knows that the call has ended
+    over(None)
+    links.settle()
+    assert third == [{0: 5, 1: 4}]
 
 
 def test_a_disconnect_that_fails_is_reported_and_repeated_at_growing_intervals(
     links: Links, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver, connections = links.driver, links.connections
-    peer, other = links.acquire(A, engine="first").peer, links.acquire(B).peer
-    driver.error = TransportError("still copying")
-    connections.release(peer)
+    connections = links.connections
+    links.acquire(A, engine="first")
+    links.acquire(B)
+    links.error = STILL_COPYING
+    links.release(1)
     tries = []
     for now in range(200):
-        known = len(driver.disconnected)
-        driver.now = float(now)
-        connections.progress(driver.now)
-        assert not driver.disconnecting, "its transfers would never be polled again"
-        if len(driver.disconnected) > known:
+        known = len(links.disconnected)
+        links.now = float(now)
+        connections.progress(links.now)
+        links.settle()
+        assert not links.disconnecting, "its transfers would never be polled again"
+        if len(links.disconnected) > known:
             tries.append(now)
-    assert (connections.not_quiesced, connections.closing) == (1, 1)
-    quiesced = [not connections.has_not_quiesced(each) for each in (peer, other, PeerId(99))]
-    assert quiesced == [False, True, True]
     assert tries == [2, 6, 14, 30, 62, 122, 182]
-    assert set(driver.ended) == {(peer, False)}
-    [error] = links.acquire(A, engine="second").errors
+    assert (connections.not_quiesced, connections.closing) == (1, 1)
+    assert [connections.has_not_quiesced(PeerId(each)) for each in (1, 2, 99)] == [1, 0, 0]
+    assert set(links.ended) == {(1, False)}
+    [error] = links.acquire(A, engine="second")
     assert "second: the last connection to it does not fall silent" in str(error)
-    driver.error = None
+    links.error = None
     connections.progress(300.0)
+    links.settle()
     assert (connections.closing, connections.not_quiesced) == (0, 0)
-    assert not connections.has_not_quiesced(peer)
-    assert driver.ended[-1] == (peer, True)
-    assert links.acquire(A).peer != peer
+    assert not connections.has_not_quiesced(PeerId(1))
+    assert links.ended[-1] == (1, True)
+    assert links.acquire(A) == [{0: 3}]
     [record] = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "to first, did not fall silent (stage disconnect, cause transport)" in record.message
 
 
-def test_acquisitions_that_wait_for_a_disconnect_fail_if_it_fails(manual: Links) -> None:
-    manual.acquire(A)
-    manual.calls.run_next()
-    manual.driver.error = TransportError("still copying")
-    manual.connections.release(PeerId(1))
-    waiting = [manual.acquire(A, engine="f"), manual.acquire(b"a/2", engine="g")]
-    manual.calls.run_next(1)  # g: returns what is about to be closed, and is dialled again
-    assert not any(each.errors for each in waiting)
-    while manual.calls.queued:
-        manual.calls.run_next()
-    for each in waiting:
-        assert ["does not fall silent" in str(error) for error in each.errors] == [True]
-        assert not each.ids
+def test_acquisitions_that_wait_for_a_disconnect_fail_if_it_fails(links: Links) -> None:
+    links.acquire(A)
+    links.error = STILL_COPYING
+    links.connections.release(PeerId(1))
+    waiting = [links.acquire(A, wait=False), links.acquire(b"a/2", wait=False)]
+    links.run_next(1)  # it returns what is about to be closed, and is dialled again
+    assert waiting == [[], []]
+    links.settle()
+    assert all("does not fall silent" in str(error) for [error] in waiting)
 
 
 # Any order of events.
-
-ADDRESSES = [A, B, b"a/1", b"a/2"]
 
 
 class ConnectionsStateMachine(RuleBasedStateMachine):
@@ -303,11 +213,10 @@ class ConnectionsStateMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        links = Links(manual=True)
-        self.driver, self.calls, self.connections = links.driver, links.calls, links.connections
+        self.links = Links()
+        self.connections = self.links.connections
         self.held: list[dict[int, PeerId]] = []
-        self.expected = 0
-        self.answered = 0
+        self.expected = self.answered = 0
 
     def _on_acquired(self, result: dict[int, PeerId] | KVFerryError) -> None:
         self.answered += 1
@@ -316,7 +225,7 @@ class ConnectionsStateMachine(RuleBasedStateMachine):
             assert len(set(result.values())) == len(result)
             self.held.append(result)
 
-    @rule(addresses=st.lists(st.sampled_from(ADDRESSES), min_size=1, max_size=3))
+    @rule(addresses=st.lists(st.sampled_from([A, B, b"a/1", b"a/2"]), min_size=1, max_size=3))
     def acquire(self, addresses: list[bytes]) -> None:
         self.expected += 1
         self.connections.acquire(dict(enumerate(addresses)), "e", self._on_acquired)
@@ -324,7 +233,10 @@ class ConnectionsStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self._release(data.draw(st.sampled_from(self.held)))
+
+    def _release(self, held: dict[int, PeerId]) -> None:
+        self.held.remove(held)
         for peer in held.values():
             self.connections.release(peer)
 
@@ -333,47 +245,42 @@ class ConnectionsStateMachine(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         """Release all acquisitions that use a connection, and close it."""
         peer = next(iter(data.draw(st.sampled_from(self.held)).values()))
-        gone = [held for held in self.held if peer in held.values()]
-        self.held = [held for held in self.held if held not in gone]
-        for held in gone:
-            for each in held.values():
-                self.connections.release(each)
+        for held in [held for held in self.held if peer in held.values()]:
+            self._release(held)
         self.connections.close(peer)
 
-    @precondition(lambda self: self.calls.queued)
+    @precondition(lambda self: self.links.queued)
     @rule(data=st.data())
     def run_call(self, data: st.DataObject) -> None:
-        self.calls.run_next(data.draw(st.integers(0, len(self.calls.queued) - 1)))
+        self.links.run_next(data.draw(st.integers(0, len(self.links.queued) - 1)))
 
     @rule(fails=st.booleans())
     def set_driver_errors(self, fails: bool) -> None:
-        self.driver.refused = {B: ConnectError("nobody there")} if fails else {}
-        self.driver.error = TransportError("still copying") if fails else None
+        self.links.refused = {B: ConnectError("nobody there")} if fails else {}
+        self.links.error = STILL_COPYING if fails else None
 
     @rule()
     def time_passes(self) -> None:
-        self.driver.now += 100.0
-        self.connections.progress(self.driver.now)
+        self.links.now += 100.0
+        self.connections.progress(self.links.now)
 
     @invariant()
     def acquired_connections_are_open(self) -> None:
         for held in self.held:
             assert all(self.connections.is_open(peer) for peer in held.values())
-            assert set(held.values()) <= set(self.driver.connected.values())
+            assert set(held.values()) <= set(self.links.connected.values())
 
     def teardown(self) -> None:
         self.set_driver_errors(fails=False)
         for _ in range(100):
             while self.held:
-                for peer in self.held.pop().values():
-                    self.connections.release(peer)
-            while self.calls.queued:
-                self.calls.run_next()
+                self._release(self.held[-1])
+            self.links.settle()
             self.time_passes()
         assert self.answered == self.expected
-        assert not self.driver.connected
+        assert not self.links.connected
         assert (self.connections.closing, self.connections.not_quiesced) == (0, 0)
-        assert max(Counter(p for p, c in self.driver.ended if c).values(), default=1) == 1
+        assert max(Counter(p for p, c in self.links.ended if c).values(), default=1) == 1
 
 
 TestConnectionsStateMachine = ConnectionsStateMachine.TestCase

@@ -35,31 +35,25 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each for each in found if "which is slow" in each]
 
 
-def layout_in(*kinds: str) -> Any:
-    return SimpleNamespace(regions=[SimpleNamespace(kind=kind) for kind in kinds])
-
-
-def measured(all_warnings: SlowPathWarnings, engine: str, local: str, *remote: str) -> Any:
-    """Return what measures reads from an engine's rank 3."""
-    source: Any = SimpleNamespace(
-        remote=3, local_layout=layout_in(local), remote_layout=layout_in(*remote)
-    )
-    return all_warnings.measure(engine, source, lambda: "a path")
-
-
-def read_slowly(throughput: Throughput, copies: int) -> None:
-    for _ in range(2):  # the first may include the setup of the path
-        throughput.begin(0.0)
-        throughput.end(1.0, nbytes=1 << 27, copies=copies, succeeded=True)
-
-
 def test_slow_reads_of_device_memory_are_logged_once_per_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     every = SlowPathWarnings("loopback")
-    for _ in range(2):
-        read_slowly(measured(every, "prefill", CPU, "cuda", CPU), 1 << 14)
-    read_slowly(measured(every, "another", "cuda", CPU), 1 << 14)
+
+    def measured(engine: str, local: str, *remote: str) -> Throughput | None:
+        layouts = [
+            SimpleNamespace(regions=[SimpleNamespace(kind=kind) for kind in kinds])
+            for kinds in ([local], remote)
+        ]
+        source: Any = SimpleNamespace(remote=3, local_layout=layouts[0], remote_layout=layouts[1])
+        return every.measure(engine, source, lambda: "a path")
+
+    for engine, local in (("prefill", CPU), ("prefill", CPU), ("another", "cuda")):
+        throughput = measured(engine, local, "cuda", CPU)
+        assert throughput is not None
+        for _ in range(2):  # the first may include the setup of the path
+            throughput.begin(0.0)
+            throughput.end(1.0, nbytes=1 << 27, copies=1 << 14, succeeded=True)
     first, second = warnings(caplog)
     for said in (
         "engine prefill: reads from its rank 3, of cpu+cuda into cpu memory, run at 0.13 GB/s",
@@ -68,7 +62,7 @@ def test_slow_reads_of_device_memory_are_logged_once_per_engine(
     ):
         assert said in first
     assert second.startswith("engine another: ")
-    assert measured(every, "prefill", CPU, CPU) is None
+    assert measured("prefill", CPU, CPU) is None
 
 
 class DeviceTransport(LoopbackTransport):
@@ -92,11 +86,9 @@ def in_cpu_memory(region: Region) -> Region:
 def test_reads_of_loads_are_measured_also_of_an_engine_that_is_connected_anew(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("SLOW_RATE", math.inf), ("SAMPLE_BYTES", 0)):
+    for name, value in (("SLOW_RATE", math.inf), ("SAMPLE_BYTES", 0), ("LATE_SECONDS", 0.0)):
         monkeypatch.setattr(slow_path, name, value)
-    monkeypatch.setattr(slow_path, "LATE_SECONDS", 0.0)
-    shape = CacheShape(memory="cuda")
-    with Engine("decode", shape, transport=DeviceTransport) as decode:
+    with Engine("decode", CacheShape(memory="cuda"), transport=DeviceTransport) as decode:
         for first in (1, 4):
             with Engine("prefill") as prefill:
                 assert [load(prefill, decode, first + more) for more in range(3)] == [None] * 3
@@ -114,55 +106,53 @@ def reads(count: int, seconds: float, nbytes: int) -> list[Event]:
     return [event for now in range(1, count + 1) for event in read(now, now + seconds, nbytes)]
 
 
-def slow_ones(events: list[Event]) -> list[tuple[int, int, float]]:
-    """Measure reads that begin and end, with a copy per MiB; return what is slow."""
-    slow: list[tuple[int, int, float]] = []
-    throughput = Throughput(lambda *sizes: slow.append(sizes))
-    for now, nbytes, succeeded in events:
-        if nbytes:
-            copies = max(nbytes // MIB, 1)
-            throughput.end(now, nbytes=nbytes, copies=copies, succeeded=succeeded)
-        else:
-            throughput.begin(now)
-    return slow
-
-
 FIRST = read(0.0, 0.0, 1)
 ENOUGH, HALF = SAMPLE_BYTES + MIB, SAMPLE_BYTES // 2 + MIB
+PART, LATE = SAMPLE_BYTES // 4, ENOUGH / 1.9999e9 + LATE_SECONDS
 SLOW = read(100.0, 101.0, ENOUGH)
-NOT_SLOW = {
-    "the first read, which may include the setup": SLOW,
-    "a first read that has failed does not count": read(0, 1, ENOUGH, succeeded=False) + SLOW,
-    "reads that overlap share their time": [
-        *(*FIRST, (1.0, 0, True), (1.0, 0, True)),
-        *((1 + HALF / FAST, HALF, True), (1 + 2 * HALF / FAST, HALF, True)),
-    ],
-    "time between reads does not count": FIRST + reads(10, ENOUGH / FAST, ENOUGH),
-    "busy periods of 64 MiB": FIRST + reads(99, 0.9, SAMPLE_BYTES),
-    "a failed read, and the time before its end": [
-        *(*FIRST, *read(1.0, 2.0, SAMPLE_BYTES), (3.0, 0, True)),
-        *read(3.0, 60.0, 2 * SAMPLE_BYTES, succeeded=False),
-        (60 + SAMPLE_BYTES / FAST, 2 * SAMPLE_BYTES, True),
-    ],
-    **{
-        f"noticed late, at {rate:g} B/s": FIRST + reads(12, ENOUGH / rate + LATE_SECONDS, ENOUGH)
-        for rate in (1.01 * SLOW_RATE, 400e9)
-    },
+CASES: dict[str, tuple[list[Event], list[tuple[int, float]]]] = {
+    "the first read, which may include the setup": (SLOW, []),
+    "a first read that has failed": (read(0, 1, ENOUGH, succeeded=False) + SLOW, []),
+    "reads that overlap share their time": (
+        [
+            *(*FIRST, (1.0, 0, True), (1.0, 0, True)),
+            *((1 + HALF / FAST, HALF, True), (1 + 2 * HALF / FAST, HALF, True)),
+        ],
+        [],
+    ),
+    "time between reads does not count": (FIRST + reads(10, ENOUGH / FAST, ENOUGH), []),
+    "busy periods of 64 MiB": (FIRST + reads(99, 0.9, SAMPLE_BYTES), []),
+    "a failed read, and the time before its end": (
+        [
+            *(*FIRST, *read(1.0, 2.0, SAMPLE_BYTES), (3.0, 0, True)),
+            *read(3.0, 60.0, 2 * SAMPLE_BYTES, succeeded=False),
+            (60 + SAMPLE_BYTES / FAST, 2 * SAMPLE_BYTES, True),
+        ],
+        [],
+    ),
+    "just fast enough": (FIRST + reads(12, ENOUGH / SLOW_RATE / 1.01 + LATE_SECONDS, ENOUGH), []),
+    "slow, also if its end was noticed late": (
+        FIRST + read(2.0, 2.0 + LATE, ENOUGH),
+        [(ENOUGH, LATE)],
+    ),
+    "a busy period that does not end": (
+        FIRST + [(1.0, 0, True)] * 6 + [(2.0, PART, True)] * 5,
+        [(5 * PART, 1.0)],
+    ),
 }
 
 
-@pytest.mark.parametrize("events", NOT_SLOW.values(), ids=NOT_SLOW)
-def test_what_is_fast_or_not_measured_is_not_slow(events: list[Event]) -> None:
-    assert not slow_ones(events)
-
-
-def test_slow_reads_of_more_than_64_mib_are_a_sample() -> None:
-    late, part = ENOUGH / 1.9999e9 + LATE_SECONDS, SAMPLE_BYTES // 4
-    for events, nbytes, seconds in (
-        (read(2.0, 2.0 + late, ENOUGH), ENOUGH, late),
-        # A busy period that does not end.
-        ([(1.0, 0, True)] * 6 + [(2.0, part, True)] * 5, 5 * part, 1.0),
-    ):
-        [(moved, copies, measured_seconds)] = slow_ones(FIRST + events)
-        assert (moved, copies) == (nbytes, nbytes // MIB)
-        assert measured_seconds == pytest.approx(seconds)
+@pytest.mark.parametrize(("events", "slow"), CASES.values(), ids=CASES)
+def test_busy_periods_of_more_than_64_mib_are_samples(
+    events: list[Event], slow: list[tuple[int, float]]
+) -> None:
+    """With a copy per MiB."""
+    found: list[tuple[int, int, float]] = []
+    throughput = Throughput(lambda *sizes: found.append(sizes))
+    for now, nbytes, succeeded in events:
+        if nbytes:
+            throughput.end(now, nbytes=nbytes, copies=nbytes // MIB or 1, succeeded=succeeded)
+        else:
+            throughput.begin(now)
+    assert [sizes for *sizes, _ in found] == [[moved, moved // MIB] for moved, _ in slow]
+    assert [seconds for *_, seconds in found] == pytest.approx([seconds for _, seconds in slow])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +12,7 @@ import pytest
 
 from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.errors import KVFerryError
-from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Note, decode_notes
 from kvferry.core.metrics import FIGURES, Data, Metric, flat, merge
@@ -38,10 +37,13 @@ class Engine(ModelFreeEngine):
         """That of the first rank."""
         return self.ranks[0].endpoint
 
-    def side_channel(self, **how: Any) -> HandshakeServer:
-        """Serve what the ranks publish once more, elsewhere or after ``server`` is closed."""
-        payloads = [encode(rank.endpoint.payload) for rank in self.ranks]
-        return HandshakeServer(payloads, engine=self.name, incarnation=self.incarnation, **how)
+    def side_channel(self, name: str = "", **how: Any) -> HandshakeServer:
+        """Serve what the ranks publish once more, maybe as another engine, see ``in_name_of``."""
+        who: dict[str, Any] = {"engine": self.name, "incarnation": self.incarnation}
+        if name:
+            who = {"engine": name, "incarnation": self.incarnation ^ 1}
+        payloads = [msgspec.structs.replace(rank.endpoint.payload, **who) for rank in self.ranks]
+        return HandshakeServer([*map(encode, payloads)], **who, **how)
 
     def serve_later(self, request: str, pages: list[int], tokens: int = 4) -> Ticket:
         """Serve a request whose pages can be read after the next ``step``."""
@@ -64,6 +66,12 @@ class Engine(ModelFreeEngine):
         return self.outcome(request).failed.get(RequestId(request))
 
 
+def in_name_of(name: str, ticket: Ticket, server: HandshakeServer) -> Ticket:
+    """Return a ticket of an engine as if another, whose ``side_channel`` this is, had made it."""
+    incarnation = Incarnation(ticket.incarnation ^ 1)
+    return replace(ticket, engine=name, incarnation=incarnation, port=server.port)
+
+
 # Loads by number: request ``d-N`` reads page N of request ``p-N`` into its own page N.
 
 
@@ -80,40 +88,6 @@ def outcomes(decode: Engine, *numbers: int) -> list[KVFerryError | None]:
 def load(producer: Engine, decode: Engine, number: int) -> KVFerryError | None:
     pull(producer, decode, number)
     return decode.error(f"d-{number}")
-
-
-class AliasEngine:
-    """The side channel of an engine that publishes the addresses of another."""
-
-    def __init__(self, server: HandshakeServer, incarnation: int) -> None:
-        self.server = server
-        self._incarnation = incarnation
-
-    def ticket(self, ticket: Ticket) -> Ticket:
-        """Return a ticket of the real engine as if the alias had made it."""
-        where: dict[str, Any] = {"host": self.server.host, "port": self.server.port}
-        return dataclasses.replace(ticket, engine="alias", incarnation=self._incarnation, **where)
-
-
-@contextlib.contextmanager
-def alias_engine(real: Engine) -> Iterator[AliasEngine]:
-    """Serve the payloads of an engine under the name ``alias``."""
-    name: dict[str, Any] = {"engine": "alias", "incarnation": random_incarnation()}
-    payloads = [encode(msgspec.structs.replace(r.endpoint.payload, **name)) for r in real.ranks]
-    with HandshakeServer(payloads, **name) as server:
-        yield AliasEngine(server, name["incarnation"])
-
-
-@contextlib.contextmanager
-def side_channel_with(prefill: Engine, change: dict[str, Any]) -> Iterator[int]:
-    """Serve a producer's payloads as a newer version would; yield the port."""
-    payloads = [msgspec.msgpack.decode(encode(rank.endpoint.payload)) for rank in prefill.ranks]
-    with HandshakeServer(
-        [msgspec.msgpack.encode(one | change) for one in payloads],
-        engine=prefill.name,
-        incarnation=prefill.incarnation,
-    ) as server:
-        yield server.port
 
 
 class MetricTotals:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.endpoint import Load, Results
-from kvferry.core.errors import CopyError
 from kvferry.core.lifecycle.holds import PageCopy, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.ticket import Ticket
@@ -26,53 +25,53 @@ BLOCKS = 40
 class LateDevice:
     """The memory of a device, and ``PageCopies`` between it and a pool of host pages.
 
-    Args:
-        host: the pool, as (layer, page, ...) of float32.
-        blocks: how many blocks the device has.
+    Its bits are inverted: what the host reads there is no value that anybody wrote.
 
     Attributes:
         lets: cleared, no copy makes progress.
         fails: raised by the copies from now on, when they are half done (``CopyError``: nothing
             more happens then).
         refuses: raised when a copy is to begin.
-        copied: the copies that have passed, as ("out" or "into", blocks, pages).
-        begun: those that were begun.
+        begun: how many copies were begun.
     """
 
-    def __init__(self, host: npt.NDArray[np.float32], blocks: int) -> None:
+    def __init__(self, host: npt.NDArray[np.float32]) -> None:
         self._host = host
-        self.memory = np.full((host.shape[0], blocks, *host.shape[2:]), np.nan, dtype=np.float32)
-        self._hide()
+        self._memory = np.empty((host.shape[0], BLOCKS, *host.shape[2:]), dtype=np.float32)
+        self.write(range(BLOCKS), np.nan)
         self.lets = threading.Event()
         self.lets.set()
         self.fails: Exception | None = None
         self.refuses: Exception | None = None
-        self.begun: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        self.copied: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        self.begun = 0
 
     def write(self, blocks: Sequence[int], values: npt.ArrayLike) -> None:
         """Write (layer, block, ...), or one value, into the device's memory, as a kernel does."""
-        self._hide()
-        self.memory[:, list(blocks)] = np.asarray(values)
-        self._hide()
+        bits = np.invert(np.asarray(values, dtype=np.float32).view(np.uint32))
+        self._memory.view(np.uint32)[:, list(blocks)] = bits
 
     def read(self) -> npt.NDArray[np.float32]:
         """Return all of the device's memory, as a kernel sees it."""
-        self._hide()
-        seen = self.memory.copy()
-        self._hide()
-        return seen
+        return np.invert(self._memory.view(np.uint32)).view(np.float32)
 
     def out(self, blocks: Sequence[int], pages: Sequence[int]) -> Callable[[], bool]:
-        return self._begin("out", blocks, pages)
+        def copy(block: int, page: int) -> None:
+            self._host[:, page] = self.read()[:, block]
+
+        return self._begin(copy, blocks, pages)
 
     def into(self, pages: Sequence[int], blocks: Sequence[int]) -> Callable[[], bool]:
-        return self._begin("into", blocks, pages)
+        def copy(block: int, page: int) -> None:
+            self.write([block], self._host[:, [page]])
 
-    def _begin(self, way: str, blocks: Sequence[int], pages: Sequence[int]) -> Callable[[], bool]:
+        return self._begin(copy, blocks, pages)
+
+    def _begin(
+        self, copy: Callable[[int, int], None], blocks: Sequence[int], pages: Sequence[int]
+    ) -> Callable[[], bool]:
         if self.refuses is not None:
             raise self.refuses
-        self.begun.append((way, tuple(blocks), tuple(pages)))
+        self.begun += 1
         left = list(zip(blocks, pages, strict=True))
 
         def passed() -> bool:
@@ -81,27 +80,11 @@ class LateDevice:
             if self.fails is not None and len(left) <= len(blocks) // 2:
                 raise self.fails
             if left:
-                self._copy(way, *left.pop())
+                copy(*left.pop())
                 return False
-            self.copied.append((way, tuple(blocks), tuple(pages)))
             return True
 
         return passed
-
-    def _copy(self, way: str, block: int, page: int) -> None:
-        if way == "out":
-            self._host[:, page] = self.read()[:, block]
-        else:
-            self.write([block], self._host[:, [page]])
-
-    def _hide(self) -> None:
-        """Invert all bits, so that what the host reads is no value that anybody wrote."""
-        cells = self.memory.view(np.uint32)
-        np.invert(cells, out=cells)
-
-
-def failed_copy() -> CopyError:
-    return CopyError("the device reports an error")
 
 
 class StagedEngine(Engine):
@@ -110,11 +93,9 @@ class StagedEngine(Engine):
     Pages are blocks on the devices where requests are computed, finished and pulled.
     """
 
-    def __init__(
-        self, name: str, shape: CacheShape = SMALL, *, patience: float = 60.0, **how: Any
-    ) -> None:
+    def __init__(self, name: str, shape: CacheShape = SMALL, **how: Any) -> None:
         self.devices: list[LateDevice] = []
-        self.host_pages = HostPages(range(1, shape.pages), patience=patience)
+        self.host_pages = HostPages(range(1, shape.pages), patience=60.0)
         self.host_pages.ranks = shape.tp
         super().__init__(name, shape, copies=self._new_device, **how)
 
@@ -126,55 +107,34 @@ class StagedEngine(Engine):
 
     def compute(self, request: str, pages: list[int], tokens: int) -> None:
         """Reserve host pages for a request, take it on, and compute it on the devices."""
-        found = self.host_pages.reserve(RequestId(request), len(pages))
-        assert found is Reservation.GRANTED
+        self._reserve(request, pages)
         self.take_on(request)
         for computed, device in zip(self.device_ranks, self.devices, strict=True):
             computed.compute(pages, tokens)
             device.write(pages, computed.cache[:, pages])
 
-    def finish(
-        self,
-        request: str,
-        pages: list[int],
-        tokens: int,
-        *,
-        passed: Callable[[], bool] | None = None,
-        order: bool = True,
-        **ticket: Any,
-    ) -> Ticket:
+    def finish(self, request: str, pages: list[int], tokens: int, **_: object) -> Ticket:
         """Make the ticket, which names host pages, and order the copies to them."""
         copy = self._copy(request, pages)
         hold = self.scheduler_holds.ticket(
-            RequestId(request), 30.0, frozenset(copy.pages), copy=copy, **ticket
+            RequestId(request), 30.0, frozenset(copy.pages), copy=copy
         )
         assert hold is not None
-        if order:
-            self.step(passed)
+        self.step()
         return self.ticket(request, hold, list(copy.pages), tokens, computed=False)
 
-    def pull(
-        self,
-        request: str,
-        ticket: Ticket,
-        pages: list[int],
-        *,
-        passed: Callable[[], bool] | None = None,
-        named: str | None = None,
-        **_: object,
-    ) -> None:
-        """Start a load of all tokens into blocks, on every rank; ``named``: for that request."""
-        name = RequestId(request)
-        assert self.host_pages.reserve(name, len(pages)) is Reservation.GRANTED
+    def pull(self, request: str, ticket: Ticket, pages: list[int], **_: object) -> None:
+        """Start a load of all tokens into blocks, on every rank."""
+        self._reserve(request, pages)
         copy = self._copy(request, pages)
         load = Load(
-            request=name if named is None else RequestId(named),
+            request=RequestId(request),
             ticket=ticket,
             ranges=((0, ticket.tokens),),
             local=(Pages(ids=np.array(copy.pages, dtype=np.int64), first_index=0),),
             copy=copy,
         )
-        self.load_on_all(load, passed)
+        self.load_on_all(load)
 
     def outcome(self, request: str, *how: float) -> Results:
         """Wait until every rank has reported a load; its host pages are free then."""
@@ -193,11 +153,15 @@ class StagedEngine(Engine):
         for index in range(self.shape.tp):
             self.host_pages.over(RequestId(request), index)
 
+    def _reserve(self, request: str, blocks: list[int]) -> None:
+        granted = self.host_pages.reserve(RequestId(request), len(blocks))
+        assert granted is Reservation.GRANTED
+
     def _copy(self, request: str, blocks: list[int]) -> PageCopy:
         pages = self.host_pages.take(RequestId(request), len(blocks))
         assert pages is not None
         return PageCopy(blocks=tuple(blocks), pages=pages)
 
     def _new_device(self, host: Any) -> LateDevice:
-        self.devices.append(LateDevice(host, BLOCKS))
+        self.devices.append(LateDevice(host))
         return self.devices[-1]

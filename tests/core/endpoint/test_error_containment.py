@@ -1,4 +1,4 @@
-"""Exceptions of drivers and in callbacks fail the loads that they concern, no others."""
+"""Exceptions of drivers and in callbacks: what they cost, and what a health check says of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import copy
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvferry.core.directory import directory
+from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.driver_calls.error_containment import REPEATED, ErrorContainment
 from kvferry.core.endpoint import handshake_reader
 from kvferry.core.errors import (
@@ -23,10 +25,11 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.load_machine import LoadMachine
-from kvferry.core.lifecycle.ticket import page_limits
 from kvferry.core.messages import Release
 from kvferry.core.metrics import IGNORED
+from kvferry.core.side_channel.connection import health
 from kvferry.core.side_channel_messages import encode
+from kvferry.core.transport import TransferId
 from tests.core.endpoint.engines import (
     TOKENS,
     Clock,
@@ -70,23 +73,17 @@ def loads(producer: Engine, decode: Engine, name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("method", ["read", "connect"])
-def test_an_exception_in_a_call_for_one_load_fails_that_load(
+@pytest.mark.parametrize("method", ["read", "connect", "forget", "notify", "path"])
+def test_an_exception_in_a_call_for_one_load_costs_at_most_that_load(
     driver: ScriptedTransport, clock: Clock, method: str
 ) -> None:
     with recovering(driver, clock) as (prefill, decode):
         driver.raises[method] = ZeroDivisionError(f"a bug in {method}")
-        assert f"a bug in {method}" in str(load(prefill, decode, 1))
-
-
-@pytest.mark.parametrize("method", ["forget", "notify", "path"])
-def test_an_exception_in_a_call_after_the_read_fails_nothing(
-    driver: ScriptedTransport, clock: Clock, method: str
-) -> None:
-    with recovering(driver, clock) as (prefill, decode):
-        driver.raises[method] = ZeroDivisionError(f"a bug in {method}")
-        pull(prefill, decode, 1, 2)
-        assert outcomes(decode, 1, 2) == [None, None]
+        if method in ("read", "connect"):
+            assert f"a bug in {method}" in str(load(prefill, decode, 1))
+        else:
+            pull(prefill, decode, 1, 2)
+            assert outcomes(decode, 1, 2) == [None, None]
         assert decode.endpoint.healthy
 
 
@@ -121,25 +118,85 @@ def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced(
         eventually(lambda: decode.endpoint.healthy, "a round has run since the skip")
 
 
+PROBLEM = "the driver's {} failed, again and again, with ZeroDivisionError: a bug; restart the"
+
+
 def test_a_poll_that_always_raises_is_a_problem_until_it_succeeds(
     driver: ScriptedTransport, clock: Clock
 ) -> None:
     with recovering(driver, clock) as (prefill, decode):
         endpoint = decode.endpoint
-        driver.default, driver.raises["poll"] = PENDING, ZeroDivisionError("a bug in poll")
+        driver.default, driver.raises["poll"] = PENDING, ZeroDivisionError("a bug")
         pull(prefill, decode, 1)
         eventually(lambda: not endpoint.healthy, "poll has failed repeatedly")
-        assert endpoint.problems[0].startswith(
-            "the driver's poll failed, again and again, with ZeroDivisionError: a bug in poll"
-        )
-        assert endpoint.problems == endpoint.problems
+        assert endpoint.problems[0].startswith(PROBLEM.format("poll"))
         clock.skip(2.0)
-        assert "a bug in poll" in str(decode.error("d-1"))
+        assert "a bug" in str(decode.error("d-1"))
         driver.raises.clear()
         driver.default = None
         assert load(prefill, decode, 2) is None
         eventually(lambda: endpoint.healthy, "poll has succeeded")
 
+
+def test_a_driver_that_cannot_say_what_has_arrived_is_a_problem_until_it_can(
+    driver: ScriptedTransport, clock: Clock
+) -> None:
+    """Loads go on meanwhile."""
+    with recovering(driver, clock) as (prefill, decode):
+        endpoint = decode.endpoint
+        driver.raises["notifications"] = ZeroDivisionError("a bug")
+        eventually(lambda: not endpoint.healthy, "the problem is known without any load")
+        assert endpoint.problems[0].startswith(PROBLEM.format("notifications"))
+        assert load(prefill, decode, 1) is None
+        driver.raises.clear()
+        eventually(lambda: endpoint.healthy, "the driver works again")
+
+
+class StuckReadTransport(RecordingTransport):
+    """A transport whose ``read`` does not return until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reading, self.may_return = threading.Event(), threading.Event()
+
+    def read(self, *how: Any) -> TransferId:
+        self.is_reading.set()
+        self.may_return.wait()
+        return super().read(*how)
+
+
+def test_a_driver_call_that_does_not_return_is_a_problem_until_it_does(
+    prefill: Engine, clock: Clock
+) -> None:
+    driver = StuckReadTransport()
+    with Engine("decode", transport=lambda: driver, clock=clock) as decode:
+        endpoint = decode.endpoint
+        pull(prefill, decode, 1)
+        try:
+            eventually(driver.is_reading.is_set, "the driver is called")
+            assert endpoint.healthy
+            clock.skip(STUCK_SECONDS)
+            assert "a call of the driver does not return" in endpoint.problems[0]
+            assert endpoint.pending == 1
+        finally:
+            driver.may_return.set()
+        assert outcomes(decode, 1) == [None]
+        eventually(lambda: endpoint.healthy, "the call has returned")
+
+
+@pytest.mark.parametrize("name", ["", "prefill"])
+def test_a_probe_gets_the_problems_of_the_engine(prefill: Engine, name: str) -> None:
+    problems = list[str]()
+    with prefill.side_channel(problems=lambda: problems) as server:
+        condition = health(server.host, server.port, name, timeout=20.0)
+        assert (condition.engine, condition.problems) == ("prefill", [])
+        problems += ["rank 0: it burns", "x" * 100_000] * 100
+        condition = health(server.host, server.port, name, timeout=20.0)
+        assert condition.problems[0] == "rank 0: it burns"
+        assert len(condition.problems) == 64
+
+
+# Messages, tickets and replies.
 
 MALFORMED = [
     b"x",
@@ -154,7 +211,7 @@ MALFORMED = [
 def test_malformed_notifications_are_dropped_and_the_producer_goes_on(
     prefill: Engine, decode: Engine
 ) -> None:
-    with closing(RecordingTransport()) as other_transport:
+    with contextlib.closing(RecordingTransport()) as other_transport:
         peer = other_transport.connect(prefill.endpoint.payload.address)
         unknown = Release(
             incarnation=1, slot=0, generation=1, engine="e", rank=0, expected=1, abandoned=True
@@ -206,22 +263,12 @@ def test_an_exception_in_reading_an_engines_reply_fails_its_loads_and_is_not_kep
     prefill: Engine, driver: RecordingTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing has been connected by then."""
-
-    def fails(payloads: Any) -> Any:
-        if payloads[0].engine == "prefill":
-            raise MemoryError("there is none")
-        return page_limits(payloads)
-
-    monkeypatch.setattr(handshake_reader, "page_limits", fails)
-    with (
-        Engine("other") as other,
-        Engine("decode", transport=lambda: driver) as decode,
-    ):
-        assert "unexpected MemoryError: there is none" in str(load(prefill, decode, 1))
+    monkeypatch.setattr(directory, "AGAIN_SECONDS", 0.0)
+    fail_once(monkeypatch, handshake_reader, "page_limits")
+    with Engine("decode", transport=lambda: driver) as decode:
+        assert "unexpected ZeroDivisionError: a bug" in str(load(prefill, decode, 1))
         assert not driver.connected
-        assert load(other, decode, 2) is None
-        monkeypatch.undo()
-        eventually(lambda: loads(prefill, decode, "again"), "the reply is read again")
+        assert load(prefill, decode, 2) is None
 
 
 def test_an_action_or_a_callback_that_raises_fails_its_load(

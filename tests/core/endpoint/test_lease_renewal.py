@@ -1,19 +1,37 @@
-"""``LeaseRenewal`` renews holds; ``PendingTickets`` renews those of requests that wait."""
+"""Leases: renewals, heartbeats, tickets whose requests wait for pages, and shared holds."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.endpoint.lease_renewal import SEARCH_SECONDS, LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.slot_reads import SlotRead
-from kvferry.core.errors import KVFerryError, StaleError, TicketError, TransportError
-from kvferry.core.lifecycle.holds import NOTHING, Hold
+from kvferry.core.errors import (
+    EndpointClosedError,
+    KVFerryError,
+    StaleError,
+    TicketError,
+    TransportError,
+)
+from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
+from kvferry.core.messages import Heartbeat, Note, Release, Renewal, decode_notes
+from kvferry.core.transport import PeerId, Transport
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
 from tests.core.messages import ticket
 
 HOLD = Hold(slot=3, generation=7)
@@ -23,16 +41,12 @@ SLOTS = Region(address=1 << 40, nbytes=1 << 10)
 class PeerStub:
     """The attributes of a ``Peer`` that renewals and pending tickets use."""
 
-    def __init__(self, lease: float = 30.0) -> None:
-        self.lease = lease
+    def __init__(self, denies: Exception | None = None) -> None:
+        self.lease, self.incarnation, self.uses, self.connected = 30.0, 5, 0, True
         self.ranks = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=False))
-        self.incarnation = 5
-        self.uses = 0
-        self.connected = True
         self.payloads = [SimpleNamespace(slots=SLOTS)] * 3
         self.connections: dict[int, Any] = {}
-        self.denies: Exception | None = None
-        """What ``check`` raises."""
+        self.denies = denies
 
     def check(self, *_: object) -> None:
         if self.denies is not None:
@@ -42,19 +56,23 @@ class PeerStub:
         self.uses += 1
 
 
-class RenewalHarness:
-    """A ``LeaseRenewal`` whose slot reads the test answers."""
+class Harness:
+    """``LeaseRenewal`` and ``PendingTickets``, and all that they use."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.reads: list[SlotRead] = []
-        self.heartbeats_sent: list[object] = []
+        self.heartbeats: list[object] = []
         self.cancelled: list[object] = []
         self.ended: list[KVFerryError] = []
+        self.connects: list[tuple[Any, Any]] = []
+        driver = SimpleNamespace(notify=lambda peer, _: self.heartbeats.append(peer))
         own: Any = SimpleNamespace(engine="decode", incarnation=5)
-        driver = SimpleNamespace(notify=lambda peer, _: self.heartbeats_sent.append(peer))
         calls: Any = SimpleNamespace(clock=lambda: self.now, transfers=self, transport=driver)
         self.renewal = LeaseRenewal(own, calls, self)  # type: ignore[arg-type]
+        self.pending = PendingTickets(self, self.renewal)  # type: ignore[arg-type]
+
+    # As ``SlotReads``, ``Transfers`` and ``Peers``.
 
     def add(self, read: SlotRead) -> None:
         self.reads.append(read)
@@ -62,23 +80,42 @@ class RenewalHarness:
     def cancel(self, tag: object) -> None:
         self.cancelled.append(tag)
 
+    def connect(self, _: Ticket, ready: Any, failed: Any) -> None:
+        self.connects.append((ready, failed))
+
+    def release(self, peer: PeerStub) -> None:
+        peer.uses -= 1
+
+    # As the test.
+
     def begin(self, peer: Any, *, at_once: bool = True) -> Any:
         return self.renewal.begin(peer, HOLD, at_once=at_once, ended=self.ended.append)
 
     def due(self, now: float) -> list[SlotRead]:
         """Let time pass until ``now``; return the slot reads that were added."""
-        self.now = now
-        known = len(self.reads)
+        self.now, known = now, len(self.reads)
         self.renewal.progress(now)
         return self.reads[known:]
 
 
-def test_a_hold_is_renewed_on_every_rank_and_ends_when_a_rank_that_is_read_has_lost_it() -> None:
-    harness, peer = RenewalHarness(), PeerStub()
+@pytest.fixture
+def harness() -> Harness:
+    return Harness()
+
+
+@pytest.fixture
+def peer() -> PeerStub:
+    return PeerStub()
+
+
+def test_a_hold_is_renewed_on_every_rank_and_ends_when_a_rank_that_is_read_has_lost_it(
+    harness: Harness, peer: PeerStub
+) -> None:
     renewal = harness.begin(peer)
     reads = harness.due(0.0)
-    assert [(read.rank, read.slot) for read in reads] == [(0, 3), (2, 3)]
-    assert {id(read.peer) for read in reads} == {id(peer)}
+    assert [(read.rank, read.slot, id(read.peer)) for read in reads] == [
+        (rank, 3, id(peer)) for rank in (0, 2)
+    ]
     note: Any = reads[0].note
     assert (note.incarnation, note.slot, note.generation) == (5, 3, 7)
     reads[1].landed(NOTHING, 0.1)
@@ -86,36 +123,35 @@ def test_a_hold_is_renewed_on_every_rank_and_ends_when_a_rank_that_is_read_has_l
     reads[0].landed(HOLD.ready, 0.1)
     assert harness.due(9.9) == []
     again = harness.due(10.0)
-    assert len(again) == 2
-    again[0].landed(NOTHING, 0.1)
-    assert isinstance(harness.ended[0], StaleError)
+    for read in again:
+        read.landed(NOTHING, 0.1)
+    assert [type(error) for error in harness.ended] == [StaleError]
     assert len(harness.renewal) == 0
-    again[1].landed(NOTHING, 0.1)
-    assert len(harness.ended) == 1
     harness.renewal.end(renewal)
     assert harness.due(100.0) == []
 
 
-def test_ranks_get_a_heartbeat_a_second_and_none_during_a_short_load() -> None:
-    harness, peer = RenewalHarness(), PeerStub()
+def test_ranks_get_a_heartbeat_a_second_and_none_during_a_short_load(
+    harness: Harness, peer: PeerStub
+) -> None:
     peer.connections = {0: "first rank", 2: "second rank"}
     harness.now = 100.0
     short = harness.begin(peer, at_once=False)
     harness.due(100.9)
     harness.renewal.end(short)
     harness.due(101.5)
-    assert harness.heartbeats_sent == []
     harness.begin(peer)
     harness.due(102.4)
-    assert harness.heartbeats_sent == []
+    assert harness.heartbeats == []
     harness.begin(PeerStub())  # puts no heartbeat off
     for now in (102.5, 103.4, 103.5):
         harness.due(now)
-    assert harness.heartbeats_sent == ["first rank", "second rank"] * 2
+    assert harness.heartbeats == ["first rank", "second rank"] * 2
 
 
-def test_an_unanswered_renewal_is_cancelled_and_repeated_once_it_has_ended() -> None:
-    harness, peer = RenewalHarness(), PeerStub()
+def test_an_unanswered_renewal_is_cancelled_and_repeated_once_it_has_ended(
+    harness: Harness, peer: PeerStub
+) -> None:
     harness.begin(peer)
     first, second = harness.due(0.0)
     assert harness.due(10.0) == []
@@ -127,91 +163,252 @@ def test_an_unanswered_renewal_is_cancelled_and_repeated_once_it_has_ended() -> 
 # Pending tickets.
 
 
-class PendingTicketsHarness:
-    """``PendingTickets`` whose producers are reached when the test says so."""
-
-    def __init__(self) -> None:
-        self.reach_calls: list[tuple[Any, Any]] = []
-        self.renewals = RenewalHarness()
-        self.pending_tickets = PendingTickets(self, self.renewals.renewal)  # type: ignore[arg-type]
-
-    def connect(self, _: Ticket, ready: Any, failed: Any) -> None:
-        self.reach_calls.append((ready, failed))
-
-    def release(self, peer: PeerStub) -> None:
-        peer.uses -= 1
-
-
-def test_requests_with_the_same_ticket_share_one_renewal() -> None:
-    harness, peer = PendingTicketsHarness(), PeerStub()
+def test_requests_with_the_same_ticket_share_one_renewal(harness: Harness, peer: PeerStub) -> None:
+    for generation in (7, 7, 8):
+        harness.pending.add(ticket(generation))
+    [(ready, _), (other_ready, _)] = harness.connects
+    ready(peer)
     for _ in range(2):
-        harness.pending_tickets.add(ticket())
-    harness.pending_tickets.add(ticket(generation=8))
-    assert len(harness.reach_calls) == 2
-    harness.reach_calls[0][0](peer)
-    assert (peer.uses, len(harness.renewals.renewal)) == (1, 1)
-    waited, gone = harness.pending_tickets.take(ticket())
-    assert waited >= 0
-    assert gone is None
-    assert peer.uses == 1
-    harness.pending_tickets.take(ticket())
-    assert (peer.uses, len(harness.renewals.renewal)) == (0, 0)
-    assert harness.pending_tickets.take(ticket()) == (0.0, None)
-    harness.reach_calls[1][0](peer)
-    assert peer.uses == 1
-
-
-def test_a_lost_hold_is_reported_when_its_request_is_taken() -> None:
-    harness, peer = PendingTicketsHarness(), PeerStub()
-    harness.pending_tickets.add(ticket())
-    harness.reach_calls[0][0](peer)
-    for read in harness.renewals.due(0.0):
-        read.landed(NOTHING, 0.1)
-    assert peer.uses == 0
-    harness.pending_tickets.progress(1.0)
-    assert len(harness.reach_calls) == 1, "there is nothing to renew"
-    assert isinstance(harness.pending_tickets.take(ticket())[1], StaleError)
-
-
-def test_a_producer_that_could_not_be_reached_is_tried_again_at_intervals() -> None:
-    harness, peer = PendingTicketsHarness(), PeerStub()
-    harness.pending_tickets.add(ticket())
-    harness.pending_tickets.progress(1.0)
-    assert len(harness.reach_calls) == 1, "it is being reached"
-    harness.reach_calls[0][1](TransportError("no"))
-    harness.pending_tickets.progress(1.0 + SEARCH_SECONDS / 2)
-    assert len(harness.reach_calls) == 1, "not too often"
-    harness.pending_tickets.progress(1.0 + SEARCH_SECONDS)
-    assert len(harness.reach_calls) == 2
-    harness.reach_calls[1][0](peer)
-    harness.pending_tickets.progress(2.0)
-    assert len(harness.reach_calls) == 2
-    peer.connected = False
-    harness.pending_tickets.progress(3.0)
-    assert (peer.uses, len(harness.renewals.renewal), len(harness.reach_calls)) == (0, 0, 3)
-
-
-def test_a_ticket_that_its_producer_denies_is_not_renewed() -> None:
-    harness, peer = PendingTicketsHarness(), PeerStub()
-    peer.denies = TicketError("no")
-    harness.pending_tickets.add(ticket())
-    ready, failed = harness.reach_calls[0]
-    with pytest.raises(TicketError) as refused:
-        ready(peer)
-    failed(refused.value)
-    harness.pending_tickets.progress(1.0)
-    assert (peer.uses, len(harness.renewals.renewal), len(harness.reach_calls)) == (0, 0, 1)
-    assert harness.pending_tickets.take(ticket())[1] is None, "the load will say so"
-
-
-def test_a_producer_reached_after_its_ticket_was_taken_is_not_renewed() -> None:
-    harness, peer = PendingTicketsHarness(), PeerStub()
-    harness.pending_tickets.add(ticket())
-    harness.pending_tickets.take(ticket())
-    harness.reach_calls[0][0](peer)
-    assert (peer.uses, len(harness.renewals.renewal)) == (0, 0)
-    harness.pending_tickets.add(ticket())
-    harness.reach_calls[0][0](peer)
+        assert (peer.uses, len(harness.renewal)) == (1, 1)
+        waited, gone = harness.pending.take(ticket(7))
+        assert waited >= 0
+        assert gone is None
+    assert (peer.uses, len(harness.renewal)) == (0, 0)
+    assert harness.pending.take(ticket(7)) == (0.0, None)
+    harness.pending.add(ticket(7))
+    ready(peer)
     assert peer.uses == 0, "that call was for the earlier wait"
-    harness.reach_calls[1][0](peer)
+    other_ready(peer)
     assert peer.uses == 1
+
+
+@pytest.mark.parametrize("denied", [False, True])
+def test_a_ticket_that_is_denied_or_lost_is_renewed_no_more(harness: Harness, denied: bool) -> None:
+    peer = PeerStub(TicketError("no") if denied else None)
+    harness.pending.add(ticket())
+    [(ready, failed)] = harness.connects
+    if denied:
+        with pytest.raises(TicketError) as refused:
+            ready(peer)
+        failed(refused.value)
+    else:
+        ready(peer)
+        for read in harness.due(0.0):
+            read.landed(NOTHING, 0.1)
+    harness.pending.progress(1.0)
+    assert (peer.uses, len(harness.renewal), len(harness.connects)) == (0, 0, 1)
+    gone = harness.pending.take(ticket())[1]
+    assert gone is None if denied else isinstance(gone, StaleError), "the load says so if denied"
+
+
+def test_a_producer_that_could_not_be_reached_or_is_lost_is_tried_again_at_intervals(
+    harness: Harness, peer: PeerStub
+) -> None:
+    def tries(now: float) -> int:
+        harness.pending.progress(now)
+        return len(harness.connects)
+
+    harness.pending.add(ticket())
+    assert tries(1.0) == 1, "it is being reached"
+    harness.connects[0][1](TransportError("no"))
+    assert tries(1.0 + SEARCH_SECONDS / 2) == 1, "not too often"
+    assert tries(1.0 + SEARCH_SECONDS) == 2
+    harness.connects[1][0](peer)
+    assert tries(2.0) == 2
+    peer.connected = False
+    assert tries(3.0) == 3
+    assert (peer.uses, len(harness.renewal)) == (0, 0)
+
+
+# Between real endpoints.
+
+LEASE = 30.0
+OPTIONS = EndpointOptions(liveness_interval=0, lease=LEASE, load_timeout=1000.0)
+LONG_LEASES = EndpointOptions(lease=3000.0)
+"""Holds are renewed after a third of this, which does not pass in any test, however slow."""
+
+
+class Drivers(list[RecordingTransport]):
+    """The transports of a producer's ranks."""
+
+    def wait_for(self, kind: type[Note], known: list[int]) -> None:
+        """Wait until each driver has got more notes of a kind than were known."""
+        for driver, count in zip(self, known, strict=True):
+            eventually(lambda d=driver, c=count: len(d.notes(kind)) > c, f"{kind} arrives")  # type: ignore[misc]
+
+    def pass_time(self, clock: Clock, steps: int, seconds: float, kind: type[Note]) -> None:
+        """Let time pass, in steps in each of which a note of a kind arrives at every rank."""
+        for _ in range(steps):
+            counts = [len(driver.notes(kind)) for driver in self]
+            clock.skip(seconds)
+            self.wait_for(kind, counts)
+
+
+@contextlib.contextmanager
+def pair(
+    clock: Clock,
+    ranks: int = 1,
+    options: EndpointOptions = OPTIONS,
+    consumer: Callable[[], Transport] = LoopbackTransport,
+) -> Iterator[tuple[Engine, Engine, Drivers]]:
+    """Run two engines; yield them and the transports of the producer's ranks."""
+    drivers = Drivers(RecordingTransport() for _ in range(ranks))
+    made, shape = iter(drivers), CacheShape(tp=ranks, pages=32)
+    with (
+        Engine(
+            "prefill", shape, transport=lambda: next(made), options=options, clock=clock
+        ) as prefill,
+        Engine("decode", options=OPTIONS, transport=consumer, clock=clock) as decode,
+    ):
+        yield prefill, decode, drivers
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_request_that_waits_for_pages_or_the_device_keeps_its_hold_on_every_rank(
+    clock: Clock, is_load: bool
+) -> None:
+    with pair(clock, ranks=2) as (prefill, decode, drivers):
+        ticket = prefill.serve_later("p-1", [1, 2], 8)
+        if is_load:
+            decode.pull("d-1", ticket, [3, 4])
+            eventually(lambda: decode.endpoint.pending == 1, "the load is under way")
+            clock.skip(2.0)
+        else:
+            decode.prepare(ticket)
+        drivers.wait_for(Renewal, [0] * len(drivers))
+        drivers.pass_time(clock, 4, LEASE / 2, Renewal)
+        prefill.step()
+        if not is_load:
+            decode.pull("d-1", ticket, [3, 4])
+        assert decode.error("d-1") is None
+        prefill.released("p-1")
+
+
+def test_a_lost_hold_fails_its_request_before_anything_is_read(clock: Clock) -> None:
+    with pair(clock) as (prefill, decode, drivers):
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        decode.prepare(ticket)
+        drivers.wait_for(Renewal, [0] * len(drivers))
+        prefill.reset("p-1")
+        drivers.pass_time(clock, 1, LEASE / 2, Renewal)
+        error = decode.load("d-1", ticket, [3, 4])
+        assert "when their lease was to be renewed" in str(error)
+        assert np.isnan(decode.ranks[0].cache).all()
+
+
+def silent(prefill: Engine) -> list[int]:
+    return [len(rank.endpoint.silent()) for rank in prefill.ranks]
+
+
+def test_holds_of_a_live_consumer_are_never_silent(clock: Clock) -> None:
+    """One heartbeat per second and rank serves all holds, without a renewal for each."""
+    with pair(clock, 2, LONG_LEASES) as (prefill, decode, drivers):
+        for number in range(30):
+            decode.prepare(prefill.serve(f"p-{number}", [number + 1], 4))
+        drivers.wait_for(Renewal, [29, 29])
+        for driver in drivers:
+            driver.received.clear()
+        before = clock()
+        drivers.pass_time(clock, 9, HEARTBEAT_SECONDS, Heartbeat)
+        assert silent(prefill) == [0, 0]
+        for driver in drivers:
+            assert 9 <= len(driver.notes(Heartbeat)) <= clock() - before + 2
+            assert not driver.notes(Renewal)
+
+
+def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ended(
+    clock: Clock,
+) -> None:
+    with pair(clock) as (prefill, decode, drivers):
+        server = prefill.endpoint._hold_server
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        decode.prepare(ticket)
+        drivers.wait_for(Renewal, [0] * len(drivers))
+        decode.close()
+        clock.skip(GONE_SECONDS - 1.0)
+        listened = server._listened
+        eventually(lambda: server._listened > listened, "it looks for notifications once more")
+        assert silent(prefill) == [0]
+        clock.skip(1.5)
+        eventually(lambda: silent(prefill) == [1], "the hold is silent")
+        [silent_hold] = prefill.endpoint.silent()
+        assert silent_hold.engines == ("decode",)
+        assert prefill.scheduler_holds.give_up([silent_hold], 1) == [silent_hold]
+        prefill.step()
+        prefill.released("p-1")
+        with Engine("decode", options=OPTIONS, clock=clock) as successor:
+            assert isinstance(successor.load("d-1", ticket, [3, 4]), StaleError)
+
+
+class NoHeartbeatsTransport(LoopbackTransport):
+    """A transport that cannot send heartbeats."""
+
+    tried = False
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        if isinstance(decode_notes(payload)[0], Heartbeat):
+            self.tried = True
+            raise TransportError("the queue is full")
+        super().notify(peer, payload)
+
+
+def test_a_heartbeat_that_cannot_be_sent_fails_no_load(clock: Clock) -> None:
+    driver = NoHeartbeatsTransport()
+    with pair(clock, 1, LONG_LEASES, lambda: driver) as (prefill, decode, drivers):
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        decode.prepare(ticket)
+        drivers.wait_for(Renewal, [0] * len(drivers))
+        clock.skip(2.0)
+        eventually(lambda: driver.tried, "it is tried")
+        assert decode.load("d-1", ticket, [3, 4]) is None
+        prefill.released("p-1")
+
+
+# Requests of one engine that share a hold.
+
+
+@contextlib.contextmanager
+def two_ranks(clock: Clock) -> Iterator[tuple[Engine, Engine]]:
+    """Run two engines of two ranks; in the end, each rank has got one "done", and no "abandon"."""
+    with (
+        pair(clock, ranks=2) as (prefill, _, drivers),
+        Engine("two", CacheShape(tp=2), options=OPTIONS) as decode,
+    ):
+        yield prefill, decode
+        prefill.released("p-1")
+        for driver in drivers:
+            assert [release.abandoned for release in driver.notes(Release)] == [False]
+
+
+def test_several_requests_load_and_one_done_ends_the_hold(clock: Clock) -> None:
+    """The ranks start the loads in different orders."""
+    with two_ranks(clock) as (prefill, decode):
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        loads = {"d-1": [3, 4], "d-2": [5, 6], "d-3": [7, 8]}
+        for index, rank in enumerate(decode.ranks):
+            alone = copy.copy(decode)
+            alone.endpoints = (rank.endpoint,)
+            for name in list(loads)[:: 1 if index else -1]:
+                alone.pull(name, ticket, loads[name], shared=True)
+        assert not any(map(decode.error, loads))
+        assert not any(decode.wrong_bytes(pages, 8) for pages in loads.values())
+        decode.pull("done", ticket, [], nothing=True)
+
+
+def test_an_aborted_request_does_not_end_the_shared_hold(clock: Clock) -> None:
+    with two_ranks(clock) as (prefill, decode):
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.pull("d-1", ticket, [2], shared=True, passed=threading.Event().is_set)
+        for rank in decode.ranks:
+            rank.endpoint.abort(RequestId("d-1"))
+        assert isinstance(decode.error("d-1"), EndpointClosedError)
+        assert decode.load("d-2", ticket, [3]) is None
+
+
+def test_a_shared_request_that_needs_nothing_connects_to_no_producer(clock: Clock) -> None:
+    with pair(clock) as (prefill, decode, _):
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.pull("d-1", ticket, [], nothing=True, shared=True)
+        decode.pull("d-2", ticket, [2])
+        results = until(decode.endpoint, lambda results: bool(results.loads))
+        assert [record.request for record in results.loads] == ["d-2"]

@@ -12,10 +12,7 @@ import pytest
 
 from kvferry.core.driver_calls.transfers import Read
 from kvferry.core.endpoint.load import Load, LoadState
-from kvferry.core.errors import (
-    EndpointClosedError,
-    StaleError,
-)
+from kvferry.core.errors import EndpointClosedError, StaleError
 from kvferry.core.layout import HOLE, Group, GroupKind
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.load_machine import LoadId, LoadMachine
@@ -34,65 +31,55 @@ MACHINE = LoadMachine(
 )
 
 
-def sample_load(**how: Any) -> Load:
-    ids = np.array([5, HOLE, 6], dtype=np.int64)
-    parts: dict[str, Any] = {
-        "ranges": ((2, 8), None, (0, 4)),
-        "local": (Pages(ids=ids, first_index=0),),
-        **how,
-    }
-    return Load(request=RequestId("d-1"), ticket=ticket(), **parts)
+def load_of(ranges: tuple[tuple[int, int] | None, ...] = ((2, 8), None, (0, 4))) -> Load:
+    local = (Pages(ids=np.array([5, HOLE, 6], dtype=np.int64), first_index=0),)
+    return Load(request=RequestId("d-1"), ticket=ticket(), ranges=ranges, local=local)
 
 
-def read(**how: Any) -> Read:
+def state_of(load: Load, **how: Any) -> LoadState:
+    return LoadState(machine=MACHINE, load=load, begun=1.0, **how)
+
+
+def read(begun: float = 5.0, seconds: float = 3.0, post: float = 1.0, nbytes: int = 10) -> Read:
     """Return a read that has landed."""
-    parts: dict[str, Any] = {
-        "copies": 2, "nbytes": 10, "begun": 5.0, "seconds": 3.0, "post_seconds": 1.0, **how,
-    }  # fmt: skip
     unused: Any = None
-    return Read(connection=unused, build=unused, landed=unused, lost=unused, **parts)
+    read = Read(connection=unused, build=unused, landed=unused, lost=unused)
+    read.copies, read.nbytes, read.begun = 2, nbytes, begun
+    read.seconds, read.post_seconds = seconds, post
+    return read
 
 
 def test_bytes_of_several_ranks_are_summed_and_the_longest_times_kept() -> None:
-    state = LoadState(machine=MACHINE, load=sample_load(), begun=1.0, handshake_succeeded=2.0)
+    state = state_of(load_of(), handshake_succeeded=2.0)
     state.add(read())
-    state.add(read(begun=4.0, seconds=7.0, post_seconds=2.5))
+    state.add(read(4.0, 7.0, 2.5))
     assert (state.copies, state.nbytes) == (4, 20)
     times = state.check_seconds, state.post_seconds, state.transfer_seconds
     assert times == (3.0, 2.5, 4.5)
 
 
-def test_the_record_of_a_failed_load_names_the_stage() -> None:
-    state = LoadState(machine=MACHINE, load=sample_load(), begun=1.0, handshake_succeeded=1.5)
+def test_a_record_has_what_is_known_of_the_load() -> None:
+    state = state_of(load_of(), handshake_succeeded=1.5)
     record = state.record(None, None)
-    assert (record.request, record.engine, record.reached, record.path) == (
-        "d-1", "prefill", False, "",
-    )  # fmt: skip
-    assert (record.error, record.stage, record.reads, record.tokens) == (None, None, True, 8 - 2)
+    named = (record.request, record.engine, record.reached, record.path, record.error, record.stage)
+    assert named == ("d-1", "prefill", False, "", None, None)
+    assert (record.reads, record.tokens) == (True, 8 - 2)
     assert (record.handshake_seconds, record.fence_seconds) == (0.5, 0.0)
     assert record.seconds > 0
-    error = StaleError("late")
-    for stage in Stage:
-        assert state.record(error, stage).stage is stage
-    state.handshake_succeeded = 0.0
-    assert state.record(error, Stage.HANDSHAKE).handshake_seconds == 0.0
-    assert state.record(error, Stage.HANDSHAKE).error is error
-
-
-def test_the_record_of_a_load_that_reads_nothing_has_no_tokens() -> None:
-    nothing = sample_load(ranges=(None, None))
-    assert not nothing.reads
-    record = LoadState(machine=MACHINE, load=nothing, begun=0.0).record(None, None)
-    assert (record.tokens, record.reads) == (0, False)
+    error, state.handshake_succeeded = StaleError("late"), 0.0
+    record = state.record(error, Stage.HANDSHAKE)
+    assert (record.error, record.stage, record.handshake_seconds) == (error, Stage.HANDSHAKE, 0.0)
+    nothing = load_of((None, None))
+    record = state_of(nothing).record(None, None)
+    assert (nothing.reads, record.tokens, record.reads) == (False, 0, False)
 
 
 def test_holes_do_not_count_as_pages_and_remote_pages_are_the_tickets() -> None:
-    state = LoadState(machine=MACHINE, load=sample_load(), begun=0.0)
+    state = state_of(load_of())
     assert state.pages == 2
     [remote] = state.request.remote
     assert (remote.ids.tolist(), remote.first_index) == ([1, 2], 4)
-    assert state.request.ranges == sample_load().ranges
-    assert state.request is state.request
+    assert state.request.ranges == load_of().ranges
     with pytest.raises(EndpointClosedError, match="handshake is not over"):
         _ = state.known_peer
 
@@ -103,9 +90,9 @@ def part(*pages: tuple[int, ...], generation: int = 7) -> Ticket:
 
 
 def early(first: Ticket) -> LoadState:
-    ranges = ((0, 8), (0, 8), None)
-    load = dataclasses.replace(sample_load(ranges=ranges), ticket=first, is_early=True)
-    return LoadState(machine=MACHINE, load=load, begun=1.0, handshake_succeeded=2.0)
+    load = load_of(((0, 8), (0, 8), None))
+    load = dataclasses.replace(load, ticket=first, is_early=True)
+    return state_of(load, handshake_succeeded=2.0)
 
 
 def test_a_ticket_before_the_first_early_read_does_not_add_to_what_is_read_early() -> None:
@@ -118,25 +105,18 @@ def test_a_ticket_before_the_first_early_read_does_not_add_to_what_is_read_early
     assert state.request_for(source, 4, None).ranges == ((4, 8), (0, 8), None)
 
 
-def test_the_times_of_an_early_load_count_from_its_last_part() -> None:
-    state = early(part((1,)))
-    state.add(read(), is_early=True)
-    before = time.perf_counter()
-    state.extend(part((1, 2)), is_last=True)
-    assert state.record(None, None).seconds <= time.perf_counter() - before
-    state.add(read(begun=state.begun + 1.0))
-    record = state.record(None, None)
-    assert record.handshake_seconds == 0.0
-    assert record.check_seconds == pytest.approx(1.0)
-    assert record.post_seconds == 1.0
-    assert (record.nbytes, record.early_nbytes) == (20, 10)
-
-
-def test_bytes_of_an_older_hold_were_not_read_early() -> None:
+def test_figures_of_an_early_load_are_of_its_last_hold_and_count_from_its_last_part() -> None:
     state = early(part((1,)))
     state.add(read(), is_early=True)
     state.extend(part((1,), generation=8), is_last=False)
     state.add(read(), is_early=True, is_discarded=True)
     state.add(read(nbytes=3), is_early=True)
+    before = time.perf_counter()
     state.extend(part((1, 2), generation=8), is_last=True)
-    assert (state.nbytes, state.early_nbytes) == (23, 3)
+    assert state.record(None, None).seconds <= time.perf_counter() - before
+    state.add(read(state.begun + 1.0))
+    record = state.record(None, None)
+    assert record.handshake_seconds == 0.0
+    assert record.check_seconds == pytest.approx(1.0)
+    assert record.post_seconds == 1.0
+    assert (record.nbytes, record.early_nbytes) == (33, 3)

@@ -75,16 +75,12 @@ def test_there_are_no_new_metrics_while_nothing_happens(prefill: Engine, decode:
     assert prefill.endpoint.take_figures() is None
 
 
-def test_the_wait_of_a_request_for_pages_is_measured(
-    prefill: Engine, driver: RecordingTransport
-) -> None:
-    with Engine("decode", transport=lambda: driver) as decode:
-        ticket = prefill.serve("p-1", [1], 4)
-        decode.prepare(ticket)
-        eventually(lambda: driver.open_connections == 1, "the producer is reached ahead")
-        assert decode.load("d-1", ticket, [2]) is None
-        [waited] = MetricTotals(decode).of(STAGE_SECONDS)[(Stage.WAIT,)]
-        assert waited > 0
+def test_the_wait_of_a_request_for_pages_is_measured(prefill: Engine, decode: Engine) -> None:
+    ticket = prefill.serve("p-1", [1], 4)
+    decode.prepare(ticket)
+    assert decode.load("d-1", ticket, [2]) is None
+    [waited] = MetricTotals(decode).of(STAGE_SECONDS)[(Stage.WAIT,)]
+    assert waited > 0
 
 
 def test_an_expired_lease_and_the_late_read_are_counted(decode: Engine, clock: Clock) -> None:
@@ -173,13 +169,14 @@ def test_pages_that_may_still_be_written_are_quarantined(
         totals = MetricTotals(decode)
         decode.pull("d-1", prefill.serve("p-1", [1, 2, 3], 12), [4, 5, 6])
         eventually(lambda: totals.of(QUARANTINED) == {("0",): 3}, "the pages are quarantined")
-        assert not decode.endpoint.healthy
+        assert "1 connections did not fall silent" in decode.endpoint.problems[0]
         assert decode.endpoint.pending == 1, "and not given back"
         driver.raises.clear()
         clock.skip(60.0)
         assert decode.outcome("d-1").failed
         assert totals.of(FAILURES) == {("prefill", "transfer", "transport"): 1}
         eventually(lambda: totals.of(QUARANTINED) == {("0",): 0}, "they have quiesced")
+        assert decode.endpoint.healthy
     [line] = [r.getMessage() for r in caplog.records if "did not fall silent" in r.getMessage()]
     assert "prefill" in line
     assert "(stage disconnect, cause transport): still copying; the pages" in line
@@ -199,36 +196,29 @@ def test_a_release_that_could_not_be_sent_is_counted_and_logged(
     assert "(stage release, cause transport): the queue is full; their leases end them" in line
 
 
-def test_a_producer_that_goes_is_no_warning_if_no_loads_are_lost(
-    prefill: Engine, driver: RecordingTransport, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_producer_that_goes_unused_and_an_aborted_load_are_no_warnings(
+    prefill: Engine,
+    driver: RecordingTransport,
+    caplog: pytest.LogCaptureFixture,
+    is_aborted: bool,
 ) -> None:
     options = EndpointOptions(liveness_interval=0.1)
     with (
         caplog.at_level(logging.DEBUG),
         Engine("decode", options=options, transport=lambda: driver) as decode,
     ):
-        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
         totals = MetricTotals(decode)
-        prefill.server.close()
-        eventually(lambda: totals.of(LOST_PEERS) == {("prefill",): 1}, "it is given up")
-        eventually(lambda: driver.open_connections == 0, "the connection is released")
-    [found] = [r for r in caplog.records if "given up with 0 loads" in r.getMessage()]
-    assert found.levelno == logging.DEBUG
-
-
-def test_an_aborted_load_is_not_logged_as_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with (
-        caplog.at_level(logging.DEBUG),
-        Engine("prefill") as prefill,
-        Engine("decode") as decode,
-    ):
-        ticket = prefill.serve_later("p-1", [1], 4)
-        decode.pull("d-1", ticket, [2])
-        decode.endpoint.abort(RequestId("d-1"))
-        assert decode.outcome("d-1").failed
-        [labels] = MetricTotals(decode).of(FAILURES)
-    assert labels[2] == "given_up"
-    [found] = [r for r in caplog.records if "request d-1: not loaded" in r.getMessage()]
+        if is_aborted:
+            decode.pull("d-1", prefill.serve_later("p-1", [1], 4), [2])
+            decode.endpoint.abort(RequestId("d-1"))
+            assert decode.outcome("d-1").failed
+            assert [labels[2] for labels in totals.of(FAILURES)] == ["given_up"]
+        else:
+            assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
+            prefill.server.close()
+            eventually(lambda: totals.of(LOST_PEERS) == {("prefill",): 1}, "it is given up")
+            eventually(lambda: driver.open_connections == 0, "the connection is released")
+    what = "request d-1: not loaded" if is_aborted else "given up with 0 loads"
+    [found] = [r for r in caplog.records if what in r.getMessage()]
     assert found.levelno == logging.DEBUG

@@ -39,7 +39,7 @@ class SlowPeerTransport(ScriptedTransport):
         self.disconnecting = threading.Event()
 
     def connect(self, address: bytes) -> PeerId:
-        peer = super().connect(address)
+        peer: PeerId = super().connect(address)
         if self.slow is None:
             self.slow = peer
             assert self.connects_at_once or self.may_return.wait(LONG)
@@ -56,11 +56,20 @@ class SlowPeerTransport(ScriptedTransport):
 def engines(
     driver: SlowPeerTransport, clock: Clock, other: RecordingTransport | None = None
 ) -> Iterator[tuple[Engine, Engine, Engine]]:
+    """Run engines; unless the slow peer is being connected, it is read from, and is given up."""
     with three_engines(driver, clock, other) as (slow, quick, decode):
+        if driver.connects_at_once:
+            decode.pull("d-1", slow.serve("p-1", [1], TOKENS), [2])
+            eventually(lambda: bool(driver.pages), "the slow peer is read from")
         try:
             yield slow, quick, decode
         finally:
             driver.may_return.set()
+
+
+def disconnect(driver: SlowPeerTransport, clock: Clock) -> None:
+    clock.skip(200.0)  # past the load's deadline, so its peer is given up
+    eventually(driver.disconnecting.is_set, "it is being disconnected")
 
 
 def assert_loads_succeed(other: Engine, decode: Engine) -> None:
@@ -74,13 +83,10 @@ def test_loads_and_renewals_go_on_while_another_peer_is_being_disconnected(
     clock: Clock, producer_transport: RecordingTransport
 ) -> None:
     driver = SlowPeerTransport()
-    with engines(driver, clock, producer_transport) as (slow, other, decode):
-        decode.pull("d-1", slow.serve("p-1", [1], TOKENS), [2])
-        eventually(lambda: bool(driver.pages), "the slow peer is read from")
+    with engines(driver, clock, producer_transport) as (_, other, decode):
         waiting = other.serve("w", [12], TOKENS)
         decode.prepare(waiting)
-        clock.skip(200.0)  # past the load's deadline, so its peer is given up
-        eventually(driver.disconnecting.is_set, "it is being disconnected")
+        disconnect(driver, clock)
         assert_loads_succeed(other, decode)
         producer_transport.received.clear()
         clock.skip(15.0)
@@ -121,17 +127,14 @@ def test_loads_go_on_while_another_peer_is_being_connected(clock: Clock) -> None
 
 
 def test_closing_while_a_peer_is_being_disconnected_asks_to_keep_the_memory(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """The transport cannot be closed while one of its calls has not returned."""
     monkeypatch.setattr(module, "JOIN_SECONDS", 0.5)
     monkeypatch.setattr(module, "WIND_DOWN_SECONDS", 0.1)
-    driver, clock = SlowPeerTransport(), Clock()
-    with engines(driver, clock) as (slow, _, decode):
-        decode.pull("d-1", slow.serve("p-1", [1], TOKENS), [2])
-        eventually(lambda: bool(driver.pages), "the slow peer is read from")
-        clock.skip(200.0)
-        eventually(driver.disconnecting.is_set, "it is being disconnected")
+    driver = SlowPeerTransport()
+    with engines(driver, clock) as (_, _, decode):
+        disconnect(driver, clock)
         with pytest.raises(TransportError, match="keep it until the process ends"):
             decode.endpoint.close()
         driver.may_return.set()

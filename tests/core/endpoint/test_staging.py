@@ -29,7 +29,7 @@ from kvferry.core.metrics import (
 )
 from kvferry.testing.engines import CacheShape, EngineRank
 from tests.core.endpoint.engines import Clock, Engine, MetricTotals, eventually, fail_once, until
-from tests.core.endpoint.staged_engines import LateDevice, StagedEngine, failed_copy
+from tests.core.endpoint.staged_engines import StagedEngine
 
 TOKENS = 7
 BLOCKS = [30, 21]
@@ -88,27 +88,40 @@ def test_blocks_are_free_before_anybody_reads() -> None:
         assert decode.load("d-1", ticket, [8, 9]) is None
         assert_held(decode.device_ranks, [8, 9], TOKENS)
         prefill.over("p-1")
+        assert [*MetricTotals(prefill).of(COPY_SECONDS)] == [(CopyDirection.TO_HOST,)]
+        totals = MetricTotals(decode)
+        assert [*totals.of(COPY_SECONDS)] == [(CopyDirection.TO_DEVICE,)]
+        assert (Stage.COPY,) in totals.of(STAGE_SECONDS)
 
 
-def break_copies(device: LateDevice, when: str, error: Exception) -> None:
+def break_copies(engine: StagedEngine, when: str, error: Exception | None = None) -> None:
     """Let copies fail when they begin, or when they are half done."""
+    error = error or CopyError("the device reports an error")
     if when == "begin":
-        device.refuses = error
+        engine.devices[0].refuses = error
     else:
-        device.fails = error
+        engine.devices[0].fails = error
 
 
 @pytest.mark.parametrize("when", ["begin", "pass"])
-def test_a_hold_ends_whose_copy_fails(when: str) -> None:
+def test_a_hold_or_load_ends_whose_copy_fails(when: str) -> None:
     with pair() as (prefill, decode):
-        break_copies(prefill.devices[0], when, failed_copy())
-        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
+        break_copies(decode, when)
+        error = decode.load("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
+        assert isinstance(error, CopyError)
+        assert error.cause is Cause.COPY
+        totals = MetricTotals(decode)
+        assert totals.of(FAILURES) == {("prefill", Stage.COPY, Cause.COPY): 1}
+    with pair() as (prefill, decode):
+        break_copies(prefill, when)
+        ticket = prefill.serve("p-2", BLOCKS, TOKENS)
         results = until(prefill.endpoint, lambda r: bool(r.ended))
-        assert results.sent == {"p-1"}
+        assert results.sent == {"p-2"}
         assert [hold.end for hold in results.ended] == [HoldEnd.REVOKED]
-        assert isinstance(decode.load("d-1", ticket, [8, 9]), StaleError)
+        assert isinstance(decode.load("d-2", ticket, [8, 9]), StaleError)
         assert_untouched(decode)
         assert prefill.endpoint.healthy
+        assert decode.endpoint.healthy
 
 
 def test_nothing_reaches_the_device_that_the_fence_refused() -> None:
@@ -120,20 +133,8 @@ def test_nothing_reaches_the_device_that_the_fence_refused() -> None:
         prefill.over("p-1")
         assert isinstance(decode.load("d-1", ticket, [8, 9]), StaleError)
         assert_untouched(decode)
-        assert decode.devices[0].begun == []
+        assert not decode.devices[0].begun
         assert decode.host_pages.used == 0
-
-
-@pytest.mark.parametrize("when", ["begin", "pass"])
-def test_a_load_fails_whose_copy_fails(when: str) -> None:
-    with pair() as (prefill, decode):
-        break_copies(decode.devices[0], when, failed_copy())
-        error = decode.load("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
-        assert isinstance(error, CopyError)
-        assert error.cause is Cause.COPY
-        totals = MetricTotals(decode)
-        assert totals.of(FAILURES) == {("prefill", Stage.COPY, Cause.COPY): 1}
-        assert decode.endpoint.healthy
 
 
 def test_an_exception_at_a_copys_begin_or_end_costs_its_request_only(
@@ -161,12 +162,10 @@ def test_memory_is_kept_if_the_end_of_a_copy_is_unknown(
     way: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_module, "WIND_DOWN_SECONDS", 0.1)
-    with contextlib.ExitStack() as stack:
-        prefill = stack.enter_context(StagedEngine("prefill"))
-        decode = stack.enter_context(StagedEngine("decode"))
+    with pair() as (prefill, decode):
         hurt = prefill if way == "out" else decode
-        [device], [rank] = hurt.devices, hurt.ranks
-        break_copies(device, when, RuntimeError("the device is gone"))
+        [rank] = hurt.ranks
+        break_copies(hurt, when, RuntimeError("the device is gone"))
         decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
         eventually(lambda: not rank.endpoint.healthy, "the endpoint reports a problem")
         assert "may still be under way" in rank.endpoint.problems[0]
@@ -221,14 +220,3 @@ def test_a_copy_without_blocks_is_over_at_once_and_not_begun() -> None:
     copies = RunningCopies(device, calls, Metrics())
     copies.begin("nothing", CopyDirection.TO_HOST, PageCopy(blocks=(), pages=()), ended.append)
     assert (ended, len(copies), device.method_calls) == ([None], 0, [])
-
-
-def test_the_time_of_copies_is_counted() -> None:
-    with pair() as (prefill, decode):
-        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
-        decode.outcome("d-1")
-        prefill.over("p-1")
-        assert [*MetricTotals(prefill).of(COPY_SECONDS)] == [(CopyDirection.TO_HOST,)]
-        totals = MetricTotals(decode)
-        assert [*totals.of(COPY_SECONDS)] == [(CopyDirection.TO_DEVICE,)]
-        assert (Stage.COPY,) in totals.of(STAGE_SECONDS)

@@ -1,60 +1,43 @@
-"""Every thread of an endpoint chooses its device before it uses the transport or the memory."""
+"""Threads of an endpoint: each chooses its device first; a load does without those that fail."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
-from kvferry.core.errors import EndpointClosedError
-from kvferry.core.planner.unwritten import Spans, zero_cpu
-from kvferry.core.transport import Copies, Notification, PeerId, Status, TransferId
+from kvferry.core.errors import EndpointClosedError, HandshakeError, KVFerryError
+from kvferry.core.planner.unwritten import zero_cpu
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import Engine, eventually
+from tests.core.endpoint.engines import Engine, eventually, load
+from tests.core.resource_limits import no_threads
 from tests.gpu.torch_module import StandInDevices
-
-
-class DeviceTransport(LoopbackTransport):
-    """Uses the device in every call, as a library does that moves the memory of GPUs."""
-
-    def __init__(self, devices: StandInDevices) -> None:
-        super().__init__(enter=partial(devices.set_device, 1))
-        self._devices = devices
-
-    def connect(self, address: bytes) -> PeerId:
-        self._devices.use("connect")
-        return super().connect(address)
-
-    def disconnect(self, peer: PeerId) -> None:
-        self._devices.use("disconnect")
-        super().disconnect(peer)
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self._devices.use("read")
-        return super().read(peer, copies, notify)
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        self._devices.use("poll")
-        return super().poll(transfers)
-
-    def notifications(self) -> list[Notification]:
-        self._devices.use("notifications")
-        return super().notifications()
 
 
 def test_no_thread_uses_a_device_that_it_has_not_chosen() -> None:
     devices = StandInDevices()
-    devices.set_device(1)  # this thread, as the engine's, has chosen
     enter = partial(devices.set_device, 1)
+    enter()  # as the engine's thread has
 
-    def zero(spans: list[Spans]) -> None:
-        devices.use("zero")
-        zero_cpu(spans)
+    def using(owner: Any, method: str) -> Any:
+        def call(*args: Any) -> Any:
+            devices.use(method)
+            return getattr(owner, method)(*args)
 
-    rank = partial(Engine, transport=partial(DeviceTransport, devices), enter=enter, zero=zero)
+        return call
+
+    def transport() -> LoopbackTransport:
+        """Return one that uses the device in every call, as a library does for memory of GPUs."""
+        made = LoopbackTransport(enter=enter)
+        for method in ("connect", "disconnect", "read", "poll", "notifications"):
+            setattr(made, method, using(super(LoopbackTransport, made), method))
+        return made
+
+    zero: Any = using(zero_cpu, "__call__")
+    rank = partial(Engine, transport=transport, enter=enter, zero=zero)
     with rank("prefill") as prefill, rank("decode") as decode:
         ticket = prefill.serve("p", [1, 2], 7)
         event = devices.Event()
@@ -82,3 +65,27 @@ def test_an_endpoint_that_cannot_choose_its_device_has_failed(
         assert "no such device: 7" in endpoint.problems[0]
         with pytest.raises(EndpointClosedError):
             endpoint.results()
+
+
+@pytest.mark.parametrize(
+    ("name", "error_type"),
+    [
+        ("kvferry-handshake", None),
+        ("kvferry-resolve", HandshakeError),
+        ("kvferry-driver-call", None),
+    ],
+)
+def test_a_load_that_gets_no_thread_fails_or_does_without_and_the_next_succeeds(
+    decode: Engine, name: str, error_type: type[KVFerryError] | None
+) -> None:
+    with Engine("prefill", host="localhost") as prefill:
+        with no_threads(name) as refused:
+            error = load(prefill, decode, 1)
+        assert refused
+        if error_type is None:
+            assert error is None
+        else:
+            assert isinstance(error, error_type)
+            assert "ulimit" in str(error)
+        assert load(prefill, decode, 2) is None
+        assert decode.endpoint.healthy

@@ -12,7 +12,6 @@ from kvferry.core.errors import PeerLostError, TransferCancelledError, Transport
 from kvferry.core.messages import WORD_BYTES
 from kvferry.core.transport import (
     Capabilities,
-    Notification,
     PeerId,
     Quiescence,
     State,
@@ -42,6 +41,17 @@ FAILED_CANCELLED = failed(TransferCancelledError("cancelled"))
 FAILING_CANCELLED = failing(TransferCancelledError("cancelled"))
 
 
+def scripted(method: str) -> Any:
+    """Return a method that raises what the test says, or else does what the driver does."""
+
+    def call(self: ScriptedTransport, *args: Any) -> Any:
+        if (error := self.raises.get(method)) is not None:
+            raise error
+        return getattr(super(ScriptedTransport, self), method)(*args)
+
+    return call
+
+
 class ScriptedTransport(RecordingTransport):
     """``disconnect`` ends the reads from that peer.
 
@@ -50,7 +60,7 @@ class ScriptedTransport(RecordingTransport):
         raises: what the methods with these names raise.
         posted: number of copies of each read, in order; ``WORD`` for a slot word.
         addresses: the remote addresses of each read, in order.
-        pages: the reads of pages, in order.
+        pages, peers: the reads of pages, in order, and their peers.
         statuses: of these reads, by their index in ``pages``; ``None`` for that of the driver.
         may_end: the first so many of the others have the status that the driver gives them.
         default: the status of the rest; ``None`` for that of the driver.
@@ -64,29 +74,23 @@ class ScriptedTransport(RecordingTransport):
     ) -> None:
         super().__init__()
         self.default, self.quiescence = default, quiescence
-        self.may_end = 0
+        self.when_cancelled: Status | None = None
+        self.may_end = self.forgotten = 0
         self.raises: dict[str, Exception] = {}
         self.posted: list[int] = []
         self.addresses: list[list[int]] = []
         self.pages: list[TransferId] = []
+        self.peers: dict[TransferId, PeerId] = {}
         self.statuses: dict[int, Status | None] = {}
         self.unknown: set[int] = set()
-        self.when_cancelled: Status | None = None
         self.cancelled: list[TransferId] = []
-        self.forgotten = 0
-        self.peers: dict[TransferId, PeerId] = {}
 
     @property
     def capabilities(self) -> Capabilities:
         return dataclasses.replace(super().capabilities, quiescence=self.quiescence)
 
-    def _call(self, method: str, *args: Any) -> Any:
-        if (error := self.raises.get(method)) is not None:
-            raise error
-        return getattr(super(), method)(*args)
-
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer: TransferId = self._call("read", peer, copies, notify)
+        transfer: TransferId = self._read(peer, copies, notify)
         is_word = notify is not None or copies.total == WORD_BYTES
         self.posted.append(WORD if is_word else len(copies))
         self.addresses.append(copies.remote.tolist())
@@ -96,7 +100,7 @@ class ScriptedTransport(RecordingTransport):
         return transfer
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        found = zip(transfers, self._call("poll", transfers), strict=True)
+        found = zip(transfers, self._poll(transfers), strict=True)
         return [self._status(transfer) or status for transfer, status in found]
 
     def _status(self, transfer: TransferId) -> Status | None:
@@ -118,25 +122,11 @@ class ScriptedTransport(RecordingTransport):
 
     def forget(self, transfer: TransferId) -> None:
         self.forgotten += transfer in self.pages
-        self._call("forget", transfer)
+        self._forget(transfer)
 
-    def notifications(self) -> list[Notification]:
-        arrived: list[Notification] = self._call("notifications")
-        return arrived
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        self._call("notify", peer, payload)
-
-    def connect(self, address: bytes) -> PeerId:
-        peer: PeerId = self._call("connect", address)
-        return peer
-
-    def disconnect(self, peer: PeerId) -> None:
-        self._call("disconnect", peer)
-
-    def path(self, peer: PeerId) -> str:
-        path: str = self._call("path", peer)
-        return path
+    _read, _poll, _forget = scripted("read"), scripted("poll"), scripted("forget")
+    connect, disconnect = scripted("connect"), scripted("disconnect")
+    notify, notifications, path = scripted("notify"), scripted("notifications"), scripted("path")
 
 
 @contextlib.contextmanager

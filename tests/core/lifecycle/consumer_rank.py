@@ -7,11 +7,11 @@ to a load goes why it must fail (``causes``): it has to report the first.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import (
     CopyError,
@@ -31,9 +31,10 @@ from kvferry.core.lifecycle.load_machine import (
     RemoteRank,
     gone,
 )
-from kvferry.core.lifecycle.renewal_schedule import Renewals
+from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
+from kvferry.core.lifecycle.silent_holds import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.ticket import check_against
-from kvferry.core.messages import RankPayload
+from kvferry.core.messages import Heartbeat, RankPayload, Release, Renewal
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.fabric import (
@@ -42,14 +43,13 @@ from tests.core.lifecycle.fabric import (
     Message,
     ProtocolViolation,
     Transfer,
-    release,
     require,
 )
 from tests.core.lifecycle.producer_rank import BlockCopy, Device, Pages
-from tests.core.lifecycle.rank_renewals import RankRenewals
 from tests.core.lifecycle.turns import (
     BLOCK,
     LATE,
+    LEASE,
     LOAD_TIMEOUT,
     PAGES,
     STALE,
@@ -63,36 +63,30 @@ from tests.core.messages import altered
 if TYPE_CHECKING:
     from tests.core.lifecycle.engine import Engine
 
-Words = dict[tuple[Link, int, LoadAction], list[LoadId]]
+Words = dict[tuple[Link, int, LoadAction], list["Pull"]]
 """The slot words, or watermarks, that are to be read, by the loads that wait for them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """One rank's part of a load, with what the checks need to know of it.
-
-    Attributes:
-        pulls: whether pages are read and the outcome is reported; if not, "done" is sent.
-        shared: whether no "done" or "abandon" is sent.
-        is_early: whether it began with a part; ``is_last`` says whether it has its ticket.
-        causes: why it must fail, in order: errors, or ``STALE``, ``LATE``.
-        reads: producer rank to the last transfer of its pages.
-        told: producer ranks to which a "done" or "abandon" was sent that is not bound to a fence.
-        fenced: producer ranks whose slot word has proven the pages valid.
-    """
+    """One rank's part of a load, with what the checks need to know of it."""
 
     turn: Turn
     issue: Issue
-    pulls: bool
-    shared: bool
-    is_early: bool
+    load: LoadMachine
+    pulls: bool  # whether pages are read and the outcome is reported; if not, "done" is sent
+    is_early: bool  # whether it began with a part; ``is_last`` says whether it has its ticket
     is_last: bool
     deadline: float
     remote_ranks: tuple[RemoteRank, ...] = ()
     link: Link | None = None
+    # Why it must fail, in order: errors, or ``STALE``, ``LATE``.
     causes: list[KVFerryError | str] = field(default_factory=list)
+    # Producer rank to the last transfer of its pages.
     reads: dict[int, Transfer] = field(default_factory=dict)
+    # Producer ranks to which a "done" or "abandon" was sent that is not bound to a fence.
     told: set[int] = field(default_factory=set)
+    # Producer ranks whose slot word has proven the pages valid.
     fenced: set[int] = field(default_factory=set)
     is_copying: bool = False
     reported: bool = False
@@ -101,26 +95,30 @@ class Pull:
     def hold(self) -> Hold:
         return self.issue.ticket.hold
 
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """Return the pages of this rank that are read into."""
-        return self.turn.host or self.turn.pages
-
     def wants(self) -> list[tuple[int, int, Content]]:
         """Return the destination, the source and the expected content of each page."""
         if not self.pulls:
             return []
-        contents, pages = self.issue.contents, self.issue.ticket.pages[0]
-        pairs = list(zip(self.targets[: self.turn.wanted], pages, contents, strict=False))
-        return pairs[self.turn.cached :]
+        targets = (self.turn.host or self.turn.pages)[: self.turn.wanted]
+        pairs = zip(targets, self.issue.ticket.pages[0], self.issue.contents, strict=False)
+        return list(pairs)[self.turn.cached :]
 
     def add(self, cause: KVFerryError | str) -> None:
         if not self.is_copying:  # a copy to the device goes on, and may well succeed
             self.causes.append(cause)
 
-    def has_settled(self) -> bool:
-        """Return whether all pages are read and valid: nobody needs an "abandon"."""
-        return self.fenced >= {remote.rank for remote in self.remote_ranks if remote.reads}
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Wait:
+    """A request that waits or loads (``pull``) with a ticket, and the renewal of that."""
+
+    turn: Turn
+    issue: Issue
+    pull: Pull | None = None
+    link: Link | None = None
+    renewal: RenewalId | None = None
+    settled: set[int] = field(default_factory=set)  # producer ranks whose fence is posted
+    gone: bool = False  # whether a renewal found its hold gone
 
 
 class ConsumerRank:
@@ -135,14 +133,14 @@ class ConsumerRank:
         self.now = engine.clock(-500.0 * rank)
         self.host = Pages(world.options.staged)
         self.pages = self.host if world.options.staged else device.blocks
-        self.loads: dict[LoadId, LoadMachine] = {}
         self.pulls: dict[LoadId, Pull] = {}
-        self.renewals = RankRenewals(self, world.components.of(Renewals)())
-        self.handshakes: list[LoadId] = []
+        self.waits: list[Wait] = []
+        self.handshakes: list[Pull] = []
         self.transfers: list[Transfer] = []
         self.copies: list[BlockCopy] = []
-        self.heard: list[Callable[[], None]] = []
         self.link = Link(broken=True)
+        self._renewals = world.components.of(Renewals)()
+        self._next_heartbeat = -math.inf
         self._actions: list[Action] = []
         self._results: list[tuple[Turn, KVFerryError | None]] = []
         self._payloads: list[RankPayload] = []
@@ -159,50 +157,34 @@ class ConsumerRank:
     # The engine's step.
 
     def apply(self, step: Step) -> None:
-        for turn, issue in step.prepares:
-            self.renewals.prepare(turn, issue)
+        self.waits += [Wait(turn=turn, issue=issue) for turn, issue in step.prepares]
         for order in step.begins:
             self._begin(order)
-        for turn in step.aborts:
-            self._abort(turn)
+        for pull in self.open:
+            if pull.turn in step.aborts and pull.pulls:
+                error = KVFerryError("given up")
+                self._abort(pull, error, error)
         self.pump()
 
     def take_results(self) -> list[tuple[Turn, KVFerryError | None]]:
         results, self._results = self._results, []
         return results
 
-    def answer(self, load_id: LoadId, error: KVFerryError | None = None) -> None:
+    def answer(self, pull: Pull, error: KVFerryError | None = None) -> None:
         """Let the producer that runs now answer a handshake, or let the handshake fail."""
-        self.handshakes.remove(load_id)
+        self.handshakes.remove(pull)
         if error is not None:
-            self._on_handshake_failed(load_id, error)
+            self._on_handshake_failed(pull, error)
         else:
-            self.reach()
-            self._on_connected(load_id)
+            self._reach()
+            self._on_connected(pull)
         self.pump()
-        if self.pulls[load_id].reported:
-            self._check_told(self.pulls[load_id])
+        if pull.reported:
+            self._check_told(pull)
 
     def poll(self) -> None:
         for transfer in list(self.transfers):
-            if transfer.op is None:
-                if transfer.state.final:
-                    self.transfers.remove(transfer)
-                    self.renewals.hear(transfer)
-            elif transfer.state is State.FAILING:
-                self._each(transfer, self._failing)
-            elif transfer.state is State.FAILED:
-                self.transfers.remove(transfer)
-                self._each(transfer, self._lost)
-            elif transfer.state is State.DONE:
-                self.transfers.remove(transfer)
-                self._each(transfer, self._arrived)
-        self.pump()
-
-    def echo(self, events: int) -> None:
-        """Repeat the last events, which loads must ignore."""
-        for event in self.heard[-events:]:
-            event()
+            self._hear(transfer)
         self.pump()
 
     def tick(self) -> None:
@@ -210,126 +192,115 @@ class ConsumerRank:
         for pull in self.open:
             if pull.is_last and now >= pull.deadline:
                 pull.add(LATE)
-        self.renewals.tick()
-        for load in self.loads.values():
-            load.tick(now)
+        self._renew()
+        for pull in self.pulls.values():
+            pull.load.tick(now)
         self.pump()
 
     # Begin and end.
 
     def _begin(self, order: LoadOrder) -> None:
         turn, ticket = order.turn, order.issue.ticket
-        found = [each for each, pull in self.pulls.items() if pull.turn is turn and pull.pulls]
+        found = [pull for pull in self.pulls.values() if pull.turn is turn and pull.pulls]
         if found:
             self._hear_part(found[0], order)
             return
         is_early = turn.follows is not None
-        gone_before = order.is_prepared and not is_early and self.renewals.take(turn)
+        was_gone = order.is_prepared and not is_early and self._end_wait(turn)
         if order.shared and not order.pulls:
             return
-        deadline = self.now() + LOAD_TIMEOUT
-        load_id = LoadId(len(self.loads) + 1)
-        load = self.loads[load_id] = self.world.components.of(LoadMachine)(
-            id=load_id,
+        load = self.world.components.of(LoadMachine)(
+            id=LoadId(len(self.pulls) + 1),
             actions=self._actions,
             hold=ticket.hold,
             computed=ticket.computed,
             reads=order.pulls,
-            deadline=deadline,
+            deadline=self.now() + LOAD_TIMEOUT,
             shared=order.shared,
             tokens=0 if order.is_last else ticket.tokens,
             awaits_device=True,
             needs_copy=bool(self.world.options.staged),
         )
-        self.pulls[load_id] = Pull(
+        pull = self.pulls[load.id] = Pull(
             turn=turn,
             issue=order.issue,
+            load=load,
             pulls=order.pulls,
-            shared=order.shared,
             is_early=is_early,
             is_last=order.is_last,
-            deadline=deadline,
+            deadline=load.deadline,
         )
         if order.pulls:
             for page in turn.pages[turn.cached :]:  # vLLM zeroes new blocks
                 self._device.queue(self._device.blocks.zero, page)
             self._device.queue(self._pass, load)
-        if gone_before:
-            self.abort(load_id, STALE, gone())
-        if self.knows(ticket.incarnation):
-            self._on_connected(load_id)
+        if was_gone:
+            self._abort(pull, STALE, gone())
+        if self._knows(ticket.incarnation):
+            self._on_connected(pull)
         else:
-            self.handshakes.append(load_id)
+            self.handshakes.append(pull)
 
     def _pass(self, load: LoadMachine) -> None:
-        self._hear(load.passed)
+        load.passed()
         self.pump()
 
-    def _hear_part(self, load_id: LoadId, order: LoadOrder) -> None:
-        load, pull, ticket = self.loads[load_id], self.pulls[load_id], order.issue.ticket
+    def _hear_part(self, pull: Pull, order: LoadOrder) -> None:
+        ticket = order.issue.ticket
         if pull.reported or pull.is_last:
             return
         pull.issue, pull.is_last = order.issue, order.is_last
         pull.deadline = self.now() + LOAD_TIMEOUT
         if order.is_last:
-            load.finish(ticket.hold, computed=ticket.computed, deadline=pull.deadline)
+            pull.load.finish(ticket.hold, computed=ticket.computed, deadline=pull.deadline)
         else:
-            load.extend(ticket.hold, ticket.tokens, pull.deadline)
+            pull.load.extend(ticket.hold, ticket.tokens, pull.deadline)
 
-    def _abort(self, turn: Turn) -> None:
-        for load_id, pull in self.pulls.items():
-            if pull.turn is turn and pull.pulls and not pull.reported:
-                error = KVFerryError("given up")
-                self.abort(load_id, error, error)
-
-    def abort(self, load_id: LoadId, cause: KVFerryError | str, error: KVFerryError) -> None:
-        """Abort a load because of ``cause``."""
-        self.pulls[load_id].add(cause)
-        self._hear(partial(self.loads[load_id].abort, error))
+    def _abort(self, pull: Pull, cause: KVFerryError | str, error: KVFerryError) -> None:
+        pull.add(cause)
+        pull.load.abort(error)
 
     def handle_producer_death(self, *, failing: bool) -> None:
         """Handle the death of the producer: its loads fail without waiting for transfer errors."""
         error = PeerLostError("it missed its pings")
-        link = self.link
-        self.world.fabric.sever(link, failing=failing)
-        for load_id, pull in self.pulls.items():
-            if pull.link is link and not pull.reported:
-                self.abort(load_id, error, error)
+        self.world.fabric.sever(self.link, failing=failing)
+        for pull in self.open:
+            if pull.link is self.link:
+                self._abort(pull, error, error)
         self.pump()
 
     # The producer.
 
-    def knows(self, incarnation: int) -> bool:
+    def _knows(self, incarnation: int) -> bool:
         known = bool(self._payloads) and self._payloads[0].incarnation == incarnation
         return known and not self.link.broken
 
-    def reach(self) -> None:
+    def _reach(self) -> None:
         """Connect to the producer that runs now."""
         producer = self.producer()
         if producer.payloads is not self._payloads or self.link.broken:
             self.world.fabric.sever(self.link)
             self.link, self._payloads, self._producer = Link(), producer.payloads, producer
 
-    def _on_connected(self, load_id: LoadId) -> None:
-        pull = self.pulls[load_id]
+    def _on_connected(self, pull: Pull) -> None:
         try:
-            self.check(pull.turn, pull.issue)
+            self._check(pull.turn, pull.issue)
         except TicketError as exc:
             ours = pull.issue.ticket.incarnation == self._payloads[0].incarnation
             require(pull.turn.forged or not ours, "refused a good ticket:", exc)
-            self._on_handshake_failed(load_id, exc)
+            self._on_handshake_failed(pull, exc)
             return
-        wanted = self.loads[load_id].is_wanted
+        wanted = pull.load.is_wanted
         require(wanted is not (pull.reported or bool(pull.causes)), "wanted is", wanted)
         for page in pull.turn.host if wanted else ():
             self.host.zero(page)
         pull.link, pull.remote_ranks = self.link, self.remote_ranks
         if pull.pulls and wanted and not pull.is_early:
-            self.renewals.begin(load_id, pull)
-        unit = BLOCK if pull.is_early else 1
-        self._hear(partial(self.loads[load_id].handshake_succeeded, self.remote_ranks, unit))
+            self.waits.append(wait := Wait(turn=pull.turn, issue=pull.issue, pull=pull))
+            self._start_renewal(wait, at_once=False)
+        pull.load.handshake_succeeded(self.remote_ranks, BLOCK if pull.is_early else 1)
 
-    def check(self, turn: Turn, issue: Issue) -> None:
+    def _check(self, turn: Turn, issue: Issue) -> None:
         """Refuse a ticket that the producer did not make. Raises ``TicketError``."""
         ticket = issue.ticket
         if turn.forged:
@@ -338,55 +309,43 @@ class ConsumerRank:
         limits, key = self._producer.page_limits, self._producer.ticket_key.public
         check_against(ticket, self._payloads, limits, ticket_key=key)
 
-    def may_renew(self, turn: Turn, issue: Issue) -> bool:
-        try:
-            self.check(turn, issue)
-        except TicketError:
-            return False
-        return True
-
-    def _on_handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
-        self.pulls[load_id].add(error)
-        self._hear(partial(self.loads[load_id].handshake_failed, error))
+    def _on_handshake_failed(self, pull: Pull, error: KVFerryError) -> None:
+        pull.add(error)
+        pull.load.handshake_failed(error)
 
     # Events.
 
-    def _hear(self, event: Callable[[], None]) -> None:
-        event()
-        self.heard.append(event)
+    def _hear(self, transfer: Transfer) -> None:
+        """Pass on the state of a transfer, unless it is pending."""
+        if transfer.state.final:
+            self.transfers.remove(transfer)
+        for each in transfer.loads if transfer.state is not State.PENDING else ():
+            error = transfer.error or TransportError("failed")
+            if transfer.op is None:
+                if transfer.state.final:
+                    self._renewal_ended(each, transfer)
+            elif transfer.state is State.FAILING:
+                each.add(error)
+                each.load.failing(transfer.rank, error)
+            elif transfer.state is State.FAILED:
+                self._lose(each, transfer.rank, error)
+            else:
+                self._arrived(each, transfer)
 
-    def _each(self, transfer: Transfer, hear: Callable[[LoadId, Transfer], None]) -> None:
-        for load_id in transfer.loads:
-            hear(load_id, transfer)
+    def _lose(self, pull: Pull, rank: int, error: KVFerryError) -> None:
+        pull.add(error)
+        pull.load.lost(rank, error)
 
-    def _failing(self, load_id: LoadId, transfer: Transfer) -> None:
-        error = transfer.error or TransportError("failing")
-        self.pulls[load_id].add(error)
-        self._hear(partial(self.loads[load_id].failing, transfer.rank, error))
-
-    def _lost(self, load_id: LoadId, transfer: Transfer) -> None:
-        self._lose(load_id, transfer.rank, transfer.error or TransportError("failed"))
-
-    def _lose(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        self.pulls[load_id].add(error)
-        self._hear(partial(self.loads[load_id].lost, rank, error))
-
-    def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
-        pull, load, rank = self.pulls[load_id], self.loads[load_id], transfer.rank
-        word = transfer.words.get(load_id, 0)
+    def _arrived(self, pull: Pull, transfer: Transfer) -> None:
+        rank, word = transfer.rank, transfer.words.get(pull, 0)
         if transfer.op is LoadAction.READ:
-            event = partial(load.pages_read, rank)
+            pull.load.pages_read(rank)
         elif transfer.op is LoadAction.WATERMARK:
-            event = partial(load.watermark_read, rank, word)
+            pull.load.watermark_read(rank, word)
         else:
             self._judge(pull, transfer, word)
-            hear = load.fenced if transfer.op is LoadAction.FENCE else load.checked
-            event = partial(hear, rank, word)
-        # Not repeated, where it would look like the answer to the next read.
-        if pull.is_early or (transfer.op is LoadAction.CHECK and word == pull.hold.computing):
-            event()
-        else:
-            self._hear(event)
+            hear = pull.load.fenced if transfer.op is LoadAction.FENCE else pull.load.checked
+            hear(rank, word)
 
     def _judge(self, pull: Pull, transfer: Transfer, word: int) -> None:
         """Evaluate a slot word by the protocol; if it is stale, check that the hold has ended."""
@@ -397,9 +356,9 @@ class ConsumerRank:
                 pull.fenced.add(transfer.rank)
         elif not pull.is_early:  # else, the hold may not be taken on yet, or have been replaced
             pull.add(STALE)
-            self.check_gone(pull.turn, pull.issue, transfer.rank)
+            self._check_gone(pull.turn, pull.issue, transfer.rank)
 
-    def check_gone(self, turn: Turn, issue: Issue, rank: int) -> None:
+    def _check_gone(self, turn: Turn, issue: Issue, rank: int) -> None:
         """Check that a hold that was read as gone has ended, and not by this engine itself."""
         producer = self.producer()
         if issue.producer is not producer:
@@ -421,9 +380,11 @@ class ConsumerRank:
             actions, self._actions[:] = list(self._actions), []
             for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
                 self._perform(action, words)
-        for (link, rank, op), load_ids in words.items():
-            if load_ids:
-                self.read_words(link, rank, op, load_ids)
+        for (link, rank, op), pulls in words.items():
+            if pulls:
+                telling = [p for p in pulls if op is LoadAction.FENCE and not p.load.shared]
+                message = self._release(rank, telling, abandoned=False) if telling else None
+                self._read_words(link, rank, op, {pull: pull.hold for pull in pulls}, message)
         if words:
             self.pump()
         self._check_open()
@@ -435,14 +396,14 @@ class ConsumerRank:
             return
         if op is LoadAction.COPY:
             items = list(zip(pull.turn.host, pull.turn.pages, strict=False))
-            self.copies.append(BlockCopy(source=action.load, items=items))
+            self.copies.append(BlockCopy(source=pull, items=items))
             pull.is_copying = True
             return
         link = pull.link
         if link is None:
             raise ProtocolViolation(f"{op} before the handshake")
         if op is LoadAction.CANCEL:
-            self._cancel(action, words)
+            self._cancel(action.rank, pull, words)
         elif op in (LoadAction.DONE, LoadAction.ABANDON):
             self._tell(link, action, pull)
         else:
@@ -452,11 +413,11 @@ class ConsumerRank:
                 self._read_pages(link, action, pull)
                 return
             if op is LoadAction.FENCE:
-                self.renewals.end_rank(action.load, action.rank)
-            words[link, action.rank, op].append(action.load)
+                self._end_renewal_on(action.rank, pull)
+            words[link, action.rank, op].append(pull)
 
     def _check_order(self, action: Action, pull: Pull) -> None:
-        running = [each for each in self.running(action.load) if each.rank == action.rank]
+        running = [each for each in self.running(pull) if each.rank == action.rank]
         require(not running, "two transfers of one load from one rank")
         read = pull.reads.get(action.rank)
         if action.op is LoadAction.READ:
@@ -472,65 +433,65 @@ class ConsumerRank:
 
     def _read_pages(self, link: Link, action: Action, pull: Pull) -> None:
         until = None if action.until is None else action.until // BLOCK
-        transfer = self.make_read(link, action, pull.wants()[action.since // BLOCK : until])
-        pull.reads[action.rank] = transfer
-        self.post(transfer)
-
-    def make_read(
-        self, link: Link, action: Action, items: list[tuple[int, int, Content]]
-    ) -> Transfer:
-        """Return the read of a load's pages from one rank, without a notification."""
-        return Transfer(
+        transfer = Transfer(
             op=LoadAction.READ,
             link=link,
             rank=action.rank,
-            loads=(action.load,),
-            items=items,
+            loads=(pull,),
+            items=pull.wants()[action.since // BLOCK : until],
             take=self._take_page,
         )
+        pull.reads[action.rank] = transfer
+        self._post(transfer)
 
-    def read_words(self, link: Link, rank: int, op: LoadAction, load_ids: list[LoadId]) -> None:
-        """Post one read of several loads' words; "done" is bound to a fence."""
-        telling = [each for each in load_ids if op is LoadAction.FENCE and self.tells(each)]
-        words: dict[LoadId, int] = {}
+    def _take_page(self, item: tuple[int, int, Content], source: int) -> None:
+        page, remote, _ = item
+        found = self.producer().ranks[source].producer.readable[remote]
+        self.pages.parts(page)[source] = found
 
-        def take(load_id: LoadId, source: int) -> None:
+    def _read_words(
+        self,
+        link: Link,
+        rank: int,
+        op: LoadAction | None,
+        holds: Mapping[Any, Hold],
+        message: Message | None,
+    ) -> None:
+        """Post one read of several loads' words, or renewals', with a notification."""
+        words: dict[Any, int] = {}
+
+        def take(key: object, source: int) -> None:
             producer = self.producer().ranks[source].producer
             table = producer.watermarks if op is LoadAction.WATERMARK else producer.words
-            words[load_id] = table[self.pulls[load_id].hold.slot]
+            words[key] = table[holds[key].slot]
 
         transfer = Transfer(
             op=op,
             link=link,
             rank=rank,
-            loads=tuple(load_ids),
-            items=list(load_ids),
+            loads=tuple(holds),
+            items=list(holds),
             take=take,
             words=words,
-            message=self.message(rank, telling, abandoned=False) if telling else None,
+            message=message,
         )
-        self.post(transfer)
+        self._post(transfer)
 
-    def tells(self, load_id: LoadId) -> bool:
-        return not self.pulls[load_id].shared
-
-    def post(self, transfer: Transfer) -> None:
+    def _post(self, transfer: Transfer) -> None:
         """Post a transfer; if that raises, its loads lose it at once."""
+        self.transfers.append(transfer)
         try:
             self.world.fabric.post(transfer)
         except PeerLostError as exc:
-            transfer.state = State.FAILED
-            for load_id in transfer.loads:
-                self._lose(load_id, transfer.rank, exc)
-        else:
-            self.transfers.append(transfer)
+            transfer.state, transfer.error = State.FAILED, exc
+            self._hear(transfer)
 
-    def message(self, rank: int, load_ids: list[LoadId], *, abandoned: bool) -> Message:
-        pulls = [self.pulls[load_id] for load_id in load_ids]
+    def _release(self, rank: int, pulls: Iterable[Pull], *, abandoned: bool) -> Message:
         releases = [
-            release(
-                pull.issue.ticket.incarnation,
-                pull.hold,
+            Release(
+                incarnation=pull.issue.ticket.incarnation,
+                slot=pull.hold.slot,
+                generation=pull.hold.generation,
                 engine=self.engine.name,
                 rank=self.rank,
                 expected=self.expected[rank],
@@ -538,45 +499,46 @@ class ConsumerRank:
             )
             for pull in pulls
         ]
-        origins = tuple(pull.turn.uid for pull in pulls)
-        return self.note(rank, encode(releases), origins)
+        return self._note(rank, releases, [pull.turn.uid for pull in pulls])
 
-    def note(self, rank: int, payload: bytes, origins: tuple[int, ...]) -> Message:
-        to = self.engine.peer
-        return Message(sender=self.engine.name, to=to, rank=rank, payload=payload, origins=origins)
+    def _note(self, rank: int, notes: list[Any], origins: Iterable[int]) -> Message:
+        return Message(
+            sender=self.engine.name,
+            to=self.engine.peer,
+            rank=rank,
+            payload=encode(notes),
+            origins=tuple(origins),
+        )
 
-    def _take_page(self, item: tuple[int, int, Content], source: int) -> None:
-        page, remote, _ = item
-        found = self.producer().ranks[source].producer.readable[remote]
-        self.pages.parts(page)[source] = found
-
-    def _cancel(self, action: Action, words: Words) -> None:
-        for (_, rank, _), load_ids in words.items():
-            if rank == action.rank and action.load in load_ids:
-                load_ids.remove(action.load)
-                self._lose(action.load, rank, KVFerryError("cancelled"))
-        for transfer in self.running(action.load):
-            if transfer.rank == action.rank:
-                transfer.cancel(action.load)
+    def _cancel(self, rank: int, pull: Pull, words: Words) -> None:
+        for (_, other, _), pulls in words.items():
+            if other == rank and pull in pulls:
+                pulls.remove(pull)
+                self._lose(pull, rank, KVFerryError("cancelled"))
+        for transfer in self.running(pull):
+            if transfer.rank == rank:
+                transfer.cancel(pull)
 
     def _tell(self, link: Link, action: Action, pull: Pull) -> None:
-        require(not self.running(action.load), f"{action.op} while bytes may land")
+        require(not self.running(pull), f"{action.op} while bytes may land")
         abandoned = action.op is LoadAction.ABANDON
         fits = bool(pull.causes) is abandoned or pull.is_early
         require(fits, f"{action.op}, but what happened was", pull.causes)
         require(action.rank not in pull.told, "a rank was told twice:", action.rank)
         pull.told.add(action.rank)
         if not link.broken:
-            message = self.message(action.rank, [action.load], abandoned=abandoned)
+            message = self._release(action.rank, [pull], abandoned=abandoned)
             self.world.fabric.messages.append(message)
 
     def _report(self, action: Action, pull: Pull) -> None:
         require(not pull.reported, "reported twice by one rank")
-        require(not self.running(action.load), "reported while bytes may land")
-        copying = any(copy.source == action.load for copy in self.copies)
+        require(not self.running(pull), "reported while bytes may land")
+        copying = any(copy.source is pull for copy in self.copies)
         require(not copying, "reported while its pages are copied")
         pull.reported = True
-        self.renewals.end(action.load)
+        for wait in [each for each in self.waits if each.pull is pull]:
+            self.waits.remove(wait)
+            self._stop_renewal(wait)
         self._check_reason(action.error, pull)
         self._check_told(pull, has_failed=action.error is not None)
         if action.error is None:
@@ -600,54 +562,154 @@ class ConsumerRank:
 
     def _check_told(self, pull: Pull, *, has_failed: bool = True) -> None:
         """Check which ranks got a message of their own."""
-        everybody = not pull.pulls or (has_failed and not pull.has_settled())
-        remote_ranks = () if pull.shared else pull.remote_ranks
+        # All pages are read and valid: nobody needs an "abandon".
+        has_settled = pull.fenced >= {remote.rank for remote in pull.remote_ranks if remote.reads}
+        everybody = not pull.pulls or (has_failed and not has_settled)
+        remote_ranks = () if pull.load.shared else pull.remote_ranks
         told = {remote.rank for remote in remote_ranks if everybody or not remote.reads}
         require(pull.told == told, "told were", pull.told, "and to be told", told)
 
     def _check_open(self) -> None:
         """Check that the transfers of a failed load are ending, and the load is reported then."""
-        for load_id, pull in self.pulls.items():
-            reported = self.loads[load_id].reported
+        for pull in self.pulls.values():
+            reported = pull.load.reported
             require(reported is pull.reported, "a load that is not over, or reported:", reported)
             if not pull.causes or pull.reported:
                 continue
-            running = self.running(load_id)
+            running = self.running(pull)
             require(bool(running), "failed and without transfers, but not reported")
-            ending = all(load_id not in t.wanted for t in running)
+            ending = all(pull not in t.wanted for t in running)
             require(ending, "failed, but its transfers go on")
+
+    # Renewals, which are sent as the endpoint sends them.
+
+    @property
+    def waiting(self) -> list[Wait]:
+        """Return the requests that wait, whose load has not begun."""
+        return [wait for wait in self.waits if wait.pull is None]
+
+    def renewed(self) -> list[Wait]:
+        """Return what is renewed over an open connection."""
+        return [w for w in self.waits if w.link is not None and not w.link.broken]
+
+    def _end_wait(self, turn: Turn) -> bool:
+        """End the wait of a request; return whether its hold was found gone."""
+        found = [wait for wait in self.waiting if wait.turn is turn]
+        require(len(found) == 1, "a load of a request that was not prepared")
+        self.waits.remove(found[0])
+        self._stop_renewal(found[0])
+        return found[0].gone
+
+    def _start_renewal(self, wait: Wait, *, at_once: bool) -> None:
+        wait.link = self.link
+        wait.renewal = self._renewals.begin(
+            self.remote_ranks, lease=LEASE, now=self.now(), at_once=at_once
+        )
+
+    def _stop_renewal(self, wait: Wait) -> None:
+        if wait.renewal is not None:
+            self._renewals.end(wait.renewal)
+        wait.renewal = wait.link = None
+
+    def _end_renewal_on(self, rank: int, pull: Pull) -> None:
+        """Stop renewing a load on a rank, because its fence is posted."""
+        for wait in self.waits:
+            if wait.pull is pull and wait.renewal is not None:
+                wait.settled.add(rank)
+                self._renewals.end_rank(wait.renewal, rank)
+
+    def _may_renew(self, wait: Wait) -> bool:
+        """Return whether the producer that runs now made the ticket; connect to that."""
+        self._reach()
+        try:
+            self._check(wait.turn, wait.issue)
+        except TicketError:
+            return False
+        return True
+
+    def _renew(self) -> None:
+        """Connect producers, and send the renewals and heartbeats that are due."""
+        for wait in self.waiting:
+            if wait.link is not None and wait.link.broken:
+                self._stop_renewal(wait)
+            if wait.renewal is None and not wait.gone and self._may_renew(wait):
+                self._start_renewal(wait, at_once=True)
+        due, overdue = self._renewals.take_due(self.now())
+        for transfer in self.transfers:
+            if transfer.op is None and any(ask in transfer.loads for ask in overdue):
+                transfer.cancelled = True
+        batches: dict[tuple[Link, int], dict[RenewalRequest, Wait]] = defaultdict(dict)
+        for ask in due:
+            found = self._find(ask)
+            if found is not None and found.link is not None:
+                batches[found.link, ask.rank][ask] = found
+        me: dict[str, Any] = {"engine": self.engine.name, "life": self.engine.life}
+        for (link, rank), asks in batches.items():
+            tickets = {ask: wait.issue.ticket for ask, wait in asks.items()}
+            notes = [
+                Renewal(
+                    incarnation=each.incarnation,
+                    slot=each.hold.slot,
+                    generation=each.hold.generation,
+                    **me,
+                )
+                for each in tickets.values()
+            ]
+            message = self._note(rank, notes, [wait.turn.uid for wait in asks.values()])
+            holds = {ask: each.hold for ask, each in tickets.items()}
+            self._read_words(link, rank, None, holds, message)
+        if (renewed := self.renewed()) and self.now() >= self._next_heartbeat:
+            self._next_heartbeat = self.now() + HEARTBEAT_SECONDS
+            for incarnation in sorted({wait.issue.ticket.incarnation for wait in renewed}):
+                note = Heartbeat(incarnation=incarnation, **me)
+                for remote in self.remote_ranks:
+                    self.world.fabric.messages.append(self._note(remote.rank, [note], [0]))
+
+    def _find(self, ask: RenewalRequest) -> Wait | None:
+        return next((wait for wait in self.waits if wait.renewal == ask.renewal), None)
+
+    def _renewal_ended(self, ask: RenewalRequest, transfer: Transfer) -> None:
+        if transfer.state is State.FAILED:
+            self._renewals.read_ended(ask)
+            return
+        wait = self._find(ask)
+        stands = wait is not None and wait.issue.ticket.hold.stands(transfer.words[ask])
+        if not self._renewals.answered(ask, stands=stands):
+            return
+        if wait is None:
+            raise ProtocolViolation("a renewal that has ended was answered")
+        self._check_gone(wait.turn, wait.issue, transfer.rank)
+        wait.gone = True
+        self._stop_renewal(wait)
+        if wait.pull is not None:
+            self._abort(wait.pull, STALE, gone())
 
     # Copies to the device, where the cache is staged.
 
     def copy(self, copy: BlockCopy, pick: int = 0) -> None:
         """Let one host page of a copy reach the device."""
         page, block = copy.items.pop(pick)
-        pull = self.pulls[copy.source]
-        for target, _, wanted in pull.wants():
+        for target, _, wanted in copy.source.wants():
             got = self.host[page]
             require(target != page or got == wanted, "stale bytes reach the device:", got, wanted)
         self._device.blocks.put(block, self.host.parts(page))
         if not copy.items:
             self.copies.remove(copy)
-            self._hear(self.loads[self.copied(copy)].copied)
+            copy.source.load.copied()
             self.pump()
-
-    def copied(self, copy: BlockCopy) -> LoadId:
-        load_id: LoadId = copy.source
-        return load_id
 
     def fail(self, copy: BlockCopy) -> None:
         self.copies.remove(copy)
         error = CopyError("the device is broken")
-        self.pulls[copy.source].causes.append(error)
-        self._hear(partial(self.loads[copy.source].copied, error))
+        copy.source.causes.append(error)
+        copy.source.load.copied(error)
         self.pump()
 
     # What the simulation looks at.
 
-    def running(self, load_id: LoadId) -> list[Transfer]:
+    def running(self, pull: Pull) -> list[Transfer]:
         """Return a load's transfers that are not final, or whose end was not polled."""
-        return [t for t in self.transfers if load_id in t.loads]
+        return [t for t in self.transfers if pull in t.loads]
 
     def _check_pages(self, pull: Pull) -> None:
         for page, _, wanted in pull.wants():
@@ -655,12 +717,9 @@ class ConsumerRank:
                 got = self.pages.parts(page).get(remote.rank)
                 require(got == wanted or not remote.reads, "stale bytes accepted:", got, wanted)
 
-    def check_loaded(self, turn: Turn, pages: tuple[int, ...] | None = None) -> None:
-        """Check that the blocks of a request still contain what was loaded."""
-        assert turn.source is not None
-        blocks = turn.pages if pages is None else pages
-        pairs = list(zip(blocks[: turn.wanted], turn.source.contents, strict=False))
-        for block, wanted in pairs[turn.cached :]:
+    def check_loaded(self, loaded: list[tuple[int, Content]]) -> None:
+        """Check that blocks of a request still contain what was loaded."""
+        for block, wanted in loaded:
             got = self._device.blocks[block]
             require(got == wanted, "stale bytes accepted:", got, wanted)
 
@@ -672,6 +731,6 @@ class ConsumerRank:
             if transfer.op is LoadAction.READ and not transfer.state.final
             for page, _, _ in transfer.items
         ]
-        copied = any(self.pulls[copy.source].turn is turn for copy in self.copies)
+        copied = any(copy.source.turn is turn for copy in self.copies)
         targets = turn.host if self.world.options.staged else turn.pages
         return copied or not set(landing).isdisjoint(targets)

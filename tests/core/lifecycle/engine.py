@@ -66,13 +66,6 @@ STEPS_AHEAD = 2
 _LAYOUT = layout(heads(block=BLOCK, pages=PAGES + 1), groups=[paged(BLOCK)])
 
 
-class EveryLoadSendsDone(HoldUsers):
-    def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        super().order(request, siblings=siblings)
-        self._uses[self._keys[request]].is_done_bound = True
-        return False
-
-
 class Rank:
     """One rank: its device, and its two halves."""
 
@@ -107,18 +100,7 @@ class Rank:
 
 
 class Engine:
-    """One incarnation of an engine.
-
-    Attributes:
-        peer: the name of the engine whose tickets it takes.
-        plan: what each of its ranks reads there.
-        life: its incarnation, as its renewals say.
-        free: the blocks that no request has.
-        steps: those under way.
-        ordered: by the uid of a request whose load says "done", when that was ordered.
-        issued, parts: its tickets, and all parts with them, the oldest first.
-        sent, ended: the ranks that have reported each request, with these outcomes.
-    """
+    """One incarnation of an engine, whose ranks read as ``plan`` says from engine ``peer``."""
 
     def __init__(
         self, world: World, name: str, *, ranks: int, peer: str, plan: Plan, life: int
@@ -127,12 +109,15 @@ class Engine:
         self.options = options = world.options
         of = world.components.of
         self.incarnation, self.ticket_key = random_incarnation(), TicketKey()
+        self.weights = 0
+        self.is_paused = False  # until holds and loads are over, to get other weights
         self.free = list(range(1, PAGES + 1))
-        self.steps: deque[Step] = deque()
+        self.steps: deque[Step] = deque()  # those under way
         self.turns: dict[RequestId, Turn] = {}
+        # By the uid of a request whose load says "done", when that was ordered.
         self.ordered: dict[int, int] = {}
-        self.issued: list[Issue] = []
-        self.parts: list[Issue] = []
+        self.parts: list[Issue] = []  # tickets, and parts of them, the oldest first
+        # The ranks that have reported each request, with these outcomes.
         self.sent: dict[RequestId, set[int]] = defaultdict(set)
         self.ended: dict[RequestId, set[int]] = defaultdict(set)
         draw = (world.draw,) if options.early else ()
@@ -142,14 +127,10 @@ class Engine:
         self.rooms = Rooms(self.clock())
         self.out_pages, self.in_pages = (self._host_pages() for _ in range(2))
         self.out_pages.ranks = ranks
-        self.orphaned: list[Hold] = []
-        self.reclaimed: list[Hold] = []
-        self.evicted: set[Hold | None] = set()
-        self.reset_holds: set[Hold | None] = set()
+        self.ends: dict[Hold | None, HoldEnd] = {}  # those that the scheduler half has to end
+        self._revocations: set[bool] = set()
         self._ages: dict[int, dict[Hold, float]] = {}
-        self._prepares: list[tuple[Turn, Issue]] = []
-        self._begins: list[LoadOrder] = []
-        self._aborts: list[Turn] = []
+        self.next = Step()
         self.ranks = [of(Rank)(self, rank) for rank in range(ranks)]
         self.payloads = _payloads(self)
         self.page_limits = page_limits(self.payloads)
@@ -176,7 +157,7 @@ class Engine:
             turn.source = None
         if turn.source is not None:
             self.users.add(turn.id, turn.source.ticket)
-            self._prepares.append((turn, turn.source))
+            self.next.prepares.append((turn, turn.source))
 
     @property
     def can_schedule(self) -> bool:
@@ -185,34 +166,37 @@ class Engine:
     @property
     def has_orders(self) -> bool:
         """Return whether there is something to tell the ranks, even without requests."""
-        return bool(self._prepares or self._begins or self._aborts) or self.users.pending
+        has_some = bool(self.next.prepares or self.next.begins or self.next.aborts)
+        return has_some or self.users.pending or self.is_paused
 
     def schedule(self) -> None:
         """Schedule a step: allocate blocks, continue running requests, and send the orders."""
+        if self.is_paused:
+            self.reset()
+            if not self.holds_up_pause():
+                self._take_weights()
         for turn in self.at(Stage.WAITING, Stage.LOADING):
             if turn.news is not None:
                 self._hear_news(turn)
-        for turn in self.at(Stage.WAITING):
+        for turn in self.at(Stage.WAITING) if not self.is_paused else ():
             self._admit(turn)
-        running = self.at(Stage.RUNNING)
+        running = self.at(Stage.RUNNING) if not self.is_paused else []
         for turn in running if self.options.early else ():
-            self.publish(turn)
+            if 0 < turn.chunk < turn.chunks:  # the last is for the ticket
+                self._publish(turn, turn.chunk)
         steps = [(t, t.chunks + (t.leaves is Leaves.ANSWER)) for t in running]
-        work = [turn.next_chunk() for turn, chunks in steps if turn.chunk < chunks]
-        asks = not self.options.staged and self._relieve()
+        step = self.next
+        step.work = [turn.next_chunk() for turn, chunks in steps if turn.chunk < chunks]
+        step.asks = not self.options.staged and self._relieve()
         for unused in self.users.take_unused():
             self._order_done(unused)
-        orders = self.holds.drain()
-        self._check_ends(set(orders.ends))
-        step = Step(
-            orders=orders,
-            prepares=self._prepares,
-            begins=self._begins,
-            aborts=self._aborts,
-            work=work,
-            asks=asks,
-        )
-        self._prepares, self._begins, self._aborts = [], [], []
+        for conversations in self._revocations:
+            self._explain_reset(conversations=conversations)
+        self._revocations.clear()
+        step.orders = self.holds.drain()
+        unexplained = set(step.orders.ends) - self.ends.keys()
+        require(not unexplained, "ended by the scheduler, without a reason:", unexplained)
+        self.next = Step()
         self.steps.append(step)
         for rank in self.ranks:
             rank.inbox.append(step)
@@ -249,7 +233,7 @@ class Engine:
             self._forgo(turn)
         elif turn.stage is Stage.LOADING:
             turn.stage = Stage.ABORTED
-            self._aborts.append(turn)
+            self.next.aborts.append(turn)
             self.drop(turn)
             return
         elif turn.stage is not Stage.RUNNING:
@@ -259,7 +243,37 @@ class Engine:
 
     def reset(self) -> None:
         self.holds.reset()
-        self.reset_holds.update(issue.ticket.hold for issue in self.issued)
+        self._explain_reset()
+
+    def revoke(self, *, conversations: bool) -> None:
+        """End all holds, or those of conversations, with the next step."""
+        self.holds.ask_revocation(conversations)
+        self._revocations.add(conversations)
+
+    def _explain_reset(self, *, conversations: bool = False) -> None:
+        for issue in self.issued:
+            if not conversations or issue.turn.leaves is Leaves.ANSWER:
+                self.ends.setdefault(issue.ticket.hold, HoldEnd.REVOKED)
+
+    @property
+    def issued(self) -> list[Issue]:
+        """Return its tickets, the oldest first."""
+        return [issue for issue in self.parts if issue.is_last]
+
+    def update(self) -> None:
+        """Pause, and get other weights when all holds and loads are over."""
+        self.is_paused = True
+        self.next.aborts += self.at(Stage.LOADING)
+
+    def _take_weights(self) -> None:
+        """Go on with other weights: what is computed, or was loaded, is computed anew."""
+        self.weights, self.is_paused = self.weights + 1, False
+        for turn in self.at(Stage.RUNNING):
+            turn.source = turn.follows = None
+            self.preempt(turn)
+        for turn in self.at(Stage.WAITING):
+            if turn.source is not None and turn.source.ticket.weights != self.version():
+                self._forgo(turn)
 
     def shut_down(self) -> None:
         """Shut down in order: no read that ends later may be valid."""
@@ -278,18 +292,17 @@ class Engine:
     # What planted faults replace.
 
     def admits(self, turn: Turn, issue: Issue) -> bool:
-        return tokens_digest(turn.believed(issue)) == issue.ticket.digest
+        is_same = tokens_digest(turn.believed(issue)) == issue.ticket.digest
+        return is_same and issue.ticket.weights == self.version()
 
-    def computed(self, turn: Turn) -> bool:
-        """Return whether the ticket of a request may say that its pages are complete."""
-        return not (turn.drafter or turn.leaves is Leaves.ANSWER or self.options.staged)
+    def version(self) -> str:
+        """Return the name of the weights, as tickets have it."""
+        return f"step-{self.weights}"
 
-    def publish(self, turn: Turn) -> None:
-        """Publish the chunks of earlier steps, but for the last."""
-        if 0 < turn.chunk < turn.chunks:
-            self.publish_chunks(turn, turn.chunk)
+    def holds_up_pause(self) -> bool:
+        return self.holds.is_ending or bool(self.at(Stage.LOADING, Stage.ABORTED))
 
-    def publish_chunks(self, turn: Turn, chunks: int) -> None:
+    def _publish(self, turn: Turn, chunks: int) -> None:
         hold = self.holds.mark(turn.id, chunks * BLOCK)
         if hold is not None:
             self.rooms.publish(turn.room, self._issue(turn, hold, turn.pages[:chunks]))
@@ -299,16 +312,13 @@ class Engine:
         had = turn.hold is not None and turn.stage is not Stage.HELD
         require(self.holds.drop(turn.id) is had, "dropped a request that has no hold, or not")
         turn.hold = None
-        self.cancel_pages(turn)
-        self.rooms.close(turn.room, "aborted")
-
-    def cancel_pages(self, turn: Turn) -> None:
         self.out_pages.cancel(turn.id)
+        self.rooms.close(turn.room, "aborted")
 
     def reclaim(self, pages: int) -> int:
         kept = self.conversations
         given = self.holds.reclaim(pages)
-        self.reclaimed += [turn.hold for turn in kept[:given] if turn.hold is not None]
+        self.ends |= {turn.hold: HoldEnd.RECLAIMED for turn in kept[:given]}
         return given
 
     def hear_received(self, rank: int, turn: Turn, error: KVFerryError | None) -> None:
@@ -323,19 +333,19 @@ class Engine:
         require(failed or turn.fits, "another prompt's pages accepted")
         require(failed or not turn.forged, "a forged ticket's pages accepted")
         self._check_may_not_land(turn)
-        self.give_back_host(turn)
+        self.in_pages.cancel(turn.id)
+        self.in_pages.give_back(turn.id)
+        turn.host = ()
         if turn.stage is Stage.ABORTED:
             self.forget(turn)
             return
         turn.stage, turn.loaded = Stage.RUNNING, 0 if failed else turn.wanted
-        for each in self.ranks if not failed else ():
-            each.consumer.check_loaded(turn)
-            each.device.queue(each.consumer.check_loaded, turn, turn.pages)
-
-    def give_back_host(self, turn: Turn) -> None:
-        self.in_pages.cancel(turn.id)
-        self.in_pages.give_back(turn.id)
-        turn.host = ()
+        loaded = list(zip(turn.pages, turn.contents()[: turn.loaded], strict=False))
+        for _, content in loaded:
+            require(content.weights == self.weights, "pages of other weights accepted:", content)
+        for each in self.ranks:
+            each.consumer.check_loaded(loaded[turn.cached :])
+            each.device.queue(each.consumer.check_loaded, loaded[turn.cached :])
 
     def hear_sent(self, rank: int, request: RequestId) -> None:
         self._check_sent(rank, request)
@@ -369,7 +379,7 @@ class Engine:
             return
         turn.source, turn.is_last = issue, news.is_last
         if turn.stage is Stage.LOADING:
-            self._begins.append(LoadOrder(turn, issue, pulls=True, is_last=turn.is_last))
+            self.next.begins.append(LoadOrder(turn, issue, pulls=True, is_last=turn.is_last))
 
     def awaits_part(self, turn: Turn) -> bool:
         return turn.follows is not None and turn.source is None
@@ -391,7 +401,7 @@ class Engine:
             return
         turn.hold = hold
         turn.pages = tuple(self.free.pop() for _ in range(turn.size))
-        turn.stage = Stage.RUNNING
+        turn.stage, turn.loaded, turn.weights = Stage.RUNNING, 0, self.weights
         if turn.source is not None:
             if self.options.staged:
                 turn.host = self.in_pages.take(turn.id, turn.wanted) or ()
@@ -429,7 +439,7 @@ class Engine:
 
     def _order(self, turn: Turn, issue: Issue, *, pulls: bool) -> None:
         shared = turn.follows is None and self.users.order(turn.id, siblings=turn.sample)
-        self._begins.append(LoadOrder(turn, issue, pulls, shared, turn.is_last))
+        self.next.begins.append(LoadOrder(turn, issue, pulls, shared, turn.is_last))
         # No message of a sample may end the hold, because siblings may come later.
         self.ordered[turn.uid] = sys.maxsize if turn.sample else next(self.world.uids)
 
@@ -438,7 +448,7 @@ class Engine:
         issue = next(each for each in self.world.issues if each.ticket is unused)
         uid = next(self.world.uids)
         turn = Turn(uid=uid, id=RequestId(f"done-{uid}"), size=issue.turn.size)
-        self._begins.append(LoadOrder(turn, issue, pulls=False, is_prepared=False))
+        self.next.begins.append(LoadOrder(turn, issue, pulls=False, is_prepared=False))
         self.ordered[uid] = uid
 
     # Inside: what is held.
@@ -453,13 +463,12 @@ class Engine:
             return
         require(hold == turn.hold, "a ticket for another hold", turn)
         turn.stage = Stage.HELD
-        entries = self.holds._entries.values()
-        self.evicted.update(e.hold for e in entries if e.given_up is HoldEnd.EVICTED)
+        for entry in self.holds._entries.values():
+            if entry.given_up is HoldEnd.EVICTED:
+                self.ends.setdefault(entry.hold, HoldEnd.EVICTED)
         self._check_limit()
-        part = self._issue(turn, hold, pages, is_last=True)
-        self.issued.append(self.parts[-1])
+        self.rooms.finish(turn.room, self._issue(turn, hold, pages, is_last=True))
         self.world.issues.append(self.parts[-1])
-        self.rooms.finish(turn.room, part)
 
     def _readable(self, turn: Turn) -> tuple[int, ...]:
         """Return the pages that peers read; none if too few host pages are free."""
@@ -479,6 +488,7 @@ class Engine:
     ) -> bytes:
         """Make a ticket, or a part; return its name."""
         tokens = turn.tokens[: len(pages) * BLOCK]
+        is_computed = not (turn.drafter or turn.leaves is Leaves.ANSWER or self.options.staged)
         made = ticket(
             engine=self.name,
             incarnation=self.incarnation,
@@ -488,8 +498,9 @@ class Engine:
             first_index=(0,),
             tokens=len(tokens),
             digest=tokens_digest(tokens),
-            computed=is_last and self.computed(turn),
+            computed=is_last and is_computed,
             tp_size=len(self.ranks),
+            weights=self.version(),
         )
         issue = Issue(
             ticket=proved(made, self.ticket_key),
@@ -497,6 +508,7 @@ class Engine:
             turn=turn,
             contents=tuple(turn.contents()[: len(pages)]),
             made=self.world.now,
+            is_last=is_last,
         )
         self.parts.append(issue)
         return (len(self.parts) - 1).to_bytes(4, "big")
@@ -535,16 +547,8 @@ class Engine:
         for each in self.holds.give_up(silent, needed):
             youngest = min(ages.get(each.hold, 0.0) for ages in self._ages.values())
             require(youngest >= GONE_SECONDS, "given up, though its consumer lives:", each)
-            self.orphaned.append(each.hold)
+            self.ends[each.hold] = HoldEnd.ORPHANED
         return self.pressure.ask(self.world.now, held=self.holds.ticketed)
-
-    def is_given_up(self, hold: Hold) -> bool:
-        return hold in self._reasons
-
-    @property
-    def _reasons(self) -> set[Hold | None]:
-        """Return the holds that the scheduler half has a reason to end."""
-        return {*self.reset_holds, *self.orphaned, *self.reclaimed, *self.evicted}
 
     @property
     def conversations(self) -> list[Turn]:
@@ -554,19 +558,14 @@ class Engine:
             for issue in self.issued
             if issue.turn.leaves is Leaves.ANSWER
             and issue.turn.stage is Stage.HELD
-            and issue.turn.hold not in self._reasons
+            and issue.turn.hold not in self.ends
         ]
 
     # Checks.
 
-    def _check_ends(self, ends: set[Hold]) -> None:
-        """Check that the scheduler half has a reason for each hold that it has ended."""
-        unexplained = ends - self._reasons
-        require(not unexplained, "ended by the scheduler, without a reason:", unexplained)
-
     def _check_limit(self) -> None:
         """Check that no more blocks are held than the limit, without those that were given up."""
-        held = [turn for turn in self.at(Stage.HELD) if turn.hold not in self._reasons]
+        held = [turn for turn in self.at(Stage.HELD) if turn.hold not in self.ends]
         kept = {page for turn in held for page in turn.pages}
         limit = PAGES if self.options.max_held is None else self.options.max_held
         require(len(kept) <= limit, "more pages held than allowed:", kept)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
-from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.lifecycle.load_machine import LoadAction, LoadId
-from kvferry.core.messages import Release
+from kvferry.core.lifecycle.load_machine import LoadAction
 from kvferry.core.transport import State
+
+T = TypeVar("T")
 
 
 class ProtocolViolation(AssertionError):
@@ -35,30 +35,36 @@ def require(holds: bool, what: str, *details: object) -> None:
         raise ProtocolViolation(what, *details)
 
 
-class Content(NamedTuple):
-    """The content of a page.
+class Components:
+    """The classes that a simulation is made of; a planted fault replaces one of them.
 
-    Attributes:
-        owner: the request that computed it.
-        number: its index.
-        final: whether the request's steps, and its drafter, are over with it.
-        late: whether it has the token that a step under way computes when an answer has ended.
+    Without ``strict``, nothing is compared with the protocol table.
     """
 
-    owner: int
-    number: int
-    final: bool
+    def __init__(
+        self, original: type | None = None, planted: type | None = None, *, strict: bool = True
+    ) -> None:
+        self._original, self._planted, self.strict = original, planted, strict
+
+    def of(self, original: type[T]) -> type[T]:
+        """Return the class to use in place of this one."""
+        return cast(type[T], self._planted) if original is self._original else original
+
+
+class Content(NamedTuple):
+    """The content of a page."""
+
+    owner: int  # the request that computed it
+    number: int  # its index
+    final: bool  # whether the request's steps, and its drafter, are over with it
+    # Whether it has the token that a step under way computes when an answer has ended.
     late: bool = False
+    weights: int = 0  # the version of the weights that computed it
 
 
 @dataclass(slots=True, eq=False)
 class Link:
     broken: bool = False
-
-
-def release(incarnation: int, hold: Hold, **how: Any) -> Release:
-    slot, generation = hold.slot, hold.generation
-    return Release(incarnation=incarnation, slot=slot, generation=generation, **how)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,26 +84,18 @@ class Message:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transfer:
-    """A read of one or more items from one producer rank.
+    """A read of one or more items from one producer rank."""
 
-    Attributes:
-        op: the action that it performs; ``None`` for a renewal.
-        wanted: the loads that have not cancelled it; it is cancelled when none is left.
-        loads: all loads, or renewals, that it serves.
-        items: the items that have not landed.
-        take: reads one item from the producer rank that runs now.
-        words: the slot words that have landed, by load or renewal.
-        message: the notification that is bound to it.
-    """
-
-    op: LoadAction | None
+    op: LoadAction | None  # the action that it performs; ``None`` for a renewal
     link: Link
     rank: int
-    loads: tuple[Any, ...]
-    items: list[Any]
-    take: Callable[[Any, int], None]
+    loads: tuple[Any, ...]  # all loads, or renewals, that it serves
+    items: list[Any]  # the items that have not landed
+    take: Callable[[Any, int], None]  # reads one item from the producer rank that runs now
+    # The slot words that have landed, by load or renewal.
     words: dict[Any, int] = field(default_factory=dict)
-    message: Message | None = None
+    message: Message | None = None  # the notification that is bound to it
+    # The loads that have not cancelled it; it is cancelled when none is left.
     wanted: set[Any] = field(init=False)
     state: State = State.PENDING
     error: TransportError | None = None
@@ -106,7 +104,7 @@ class Transfer:
     def __post_init__(self) -> None:
         self.wanted = set(self.loads)
 
-    def cancel(self, load: LoadId) -> None:
+    def cancel(self, load: object) -> None:
         self.wanted.discard(load)
         self.cancelled = not self.wanted
 

@@ -1,41 +1,21 @@
-"""Walks through the simulation: random ones, and those that are kept because they find a fault.
-
-``sequences.json`` has a line for each planted fault: the name of the invariant that breaks, the
-options of the simulation, and the actions that break it.
-"""
+"""Walks through the simulation: those that find the planted faults, and random ones."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from tests.core.lifecycle.components import Components
-from tests.core.lifecycle.fabric import ProtocolViolation
+from tests.core.lifecycle.fabric import Components, ProtocolViolation
+from tests.core.lifecycle.faults import Walk
 from tests.core.lifecycle.turns import LEASE, LOAD_TIMEOUT, PAGES, PATIENCE, TTL
 from tests.core.lifecycle.world import PLANS, Options, World
 
 KINDS = ("plain", "staged", "early", "pair")
-PATH = Path(__file__).with_name("sequences.json")
-_DEFAULTS = asdict(Options())
-
-
-class Sequence(NamedTuple):
-    """Actions with which a planted fault breaks an invariant, and the invariant's name."""
-
-    found: str
-    options: Options
-    actions: list[str]
-
-
-# Fixed walks.
 
 
 def replay(
-    components: Components, options: Options, actions: list[str]
+    components: Components, options: Options, actions: Sequence[str]
 ) -> ProtocolViolation | None:
     """Return the violation of these actions, after which all must come to an end."""
     world = World(options, components)
@@ -47,25 +27,6 @@ def replay(
     except ProtocolViolation as violation:
         return violation
     return None
-
-
-def load() -> dict[str, Sequence]:
-    return {
-        fault: Sequence(found, Options(**options), actions.split("; "))
-        for fault, (found, options, actions) in json.loads(PATH.read_text()).items()
-    }
-
-
-def save(sequences: dict[str, Sequence]) -> None:
-    """Write sequences, each on a line of its own."""
-    lines = []
-    for fault, (found, options, actions) in sequences.items():
-        chosen = {name: it for name, it in asdict(options).items() if it != _DEFAULTS[name]}
-        lines.append(f"{json.dumps(fault)}: {json.dumps([found, chosen, '; '.join(actions)])}")
-    PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-# Random walks.
 
 
 def walk(
@@ -216,7 +177,11 @@ class _Walker:
     def _stops(self, world: World) -> Iterator[str]:
         name, verb = self._rng.choice(list(world.engines)), self._pick("abort", "abort", "preempt")
         if self._rng.random() < (0.3 if world.options.staged else 0.1):
-            yield f"reset {name}"
+            yield self._pick(f"reset {name}", f"revoke {name}", f"revoke {name} 1")
+        elif self._rng.random() < 0.1:
+            for each in self._pick(name, "PAB", "PA", "ABP"):
+                if each in world.engines:
+                    yield f"update {each}"
         else:
             yield f"{verb} {name} {self._rng.randint(0, 3)}"
 
@@ -226,7 +191,7 @@ class _Walker:
             yield "wait 0 5"
         elif rng.random() < 0.3:
             yield "settle"
-        elif options.is_plain and rng.random() < 0.5:
+        elif options.kind == "plain" and rng.random() < 0.5:
             ranks = self._pick("", " 0 1", " 1 2", " 0 0")
             yield self._pick("patient", f"starve {rng.choice((3, 5, 7, 12))}{ranks}")
         else:
@@ -242,18 +207,18 @@ class _Walker:
             choices.append(f"lose {index}")
         if copies := [move for move in world.moves() if move.startswith("copy")]:
             choices += [rng.choice(copies).rpartition(" ")[0] + " -1"] * 4
-        if options.is_plain:
+        if options.kind == "plain":
             links = self._pick("stay", "stay", "break", "failing", "closed")
             messages = self._pick("", " messages=gone")
             restart = f"restart {self._pick('P', 'P', 'A', 'B')} {links}{messages}"
-            choices += [restart, restart, f"stray {index}", f"echo {rank} {2 + 3 * index}"]
+            choices += [restart, restart, f"stray {index}"]
             choices.append(f"answer {rank} {index} refused=1")
         yield rng.choice(choices)
 
 
 def search(
     kind: str, examples: int, components: Components | None = None, seed: str = ""
-) -> Iterator[Sequence]:
+) -> Iterator[Walk]:
     """Yield the random walks that violate the protocol."""
     for example in range(examples):
         actions: list[str] = []
@@ -261,4 +226,4 @@ def search(
         try:
             walk(components or Components(), options, name, actions.append)
         except ProtocolViolation as violation:
-            yield Sequence(violation.what, options, actions)
+            yield Walk(found=violation.what, options=options, actions=tuple(actions))

@@ -58,15 +58,10 @@ class Device:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BlockCopy:
-    """A copy between blocks and host pages that is under way, one block at a time.
+    """A copy between blocks and host pages that is under way, one block at a time."""
 
-    Attributes:
-        source: the order of a copy to the host, or the load that is copied to the device.
-        items: pairs of where a block is copied from and to.
-    """
-
-    source: Any
-    items: list[tuple[int, int]]
+    source: Any  # the order of a copy to the host, or the load that is copied to the device
+    items: list[tuple[int, int]]  # pairs of where a block is copied from and to
 
 
 class ProducerRank:
@@ -96,18 +91,14 @@ class ProducerRank:
         for request, hold in orders.take_ons:
             self.table.take_on(request, hold)
         for hold, tokens in orders.watermarks:
-            self.queue_mark(hold, tokens)
+            mark = partial(self.holds.mark, hold, tokens)
+            self._device.queue(self.passed.append, mark)
         for each in orders.tickets:
             self.table.order(each.hold, each.lease, each.ttl, now)
             is_copied = each.copy is not None
             self._device.queue(self.passed.append, partial(self._ready, each.hold, is_copied))
         for hold in orders.ends:
             self.table.end(hold, Cause(why="reset"))
-
-    def queue_mark(self, hold: Hold, tokens: int) -> None:
-        """Write a watermark when the device has finished what is in its queue now."""
-        mark = partial(self.holds.mark, hold, tokens)
-        self._device.queue(self.passed.append, mark)
 
     def answer(self, step: Step) -> None:
         """Report silent holds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
 
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
@@ -32,6 +31,3 @@ def test_done_is_ordered_with_a_ticket_that_loaded(first: bool) -> None:
     for request, _, loaded in pair:
         users.over(request, loaded=loaded)
     assert users.take_unused() == [good]
-
-
-EVENTS = st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "order", "over", "drain"]))

@@ -15,11 +15,10 @@ from kvferry.core.lifecycle.holds import (
     Hold,
     HoldEnd,
     Incarnation,
-    PageCopy,
     RequestId,
 )
 from kvferry.core.lifecycle.leased_holds import MAX_READERS, LeasedHolds, ReleaseOutcome
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
+from kvferry.core.lifecycle.scheduler_holds import NewTicket
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
@@ -30,22 +29,19 @@ NEXT = Hold(slot=1, generation=8)
 """The next hold in that slot."""
 LEASE = 30.0
 TICKET = NewTicket(request=A, hold=HOLD, lease=LEASE)
-STAGED = replace(TICKET, copy=PageCopy(blocks=(30, 31), pages=(1, 2)))
-COUNTED, IGNORED, LATE = ReleaseOutcome.COUNTED, ReleaseOutcome.IGNORED, ReleaseOutcome.LATE
+COUNTED, IGNORED = ReleaseOutcome.COUNTED, ReleaseOutcome.IGNORED
 
 
 class Words(list[int]):
-    """Slot words, which remember what was sent, and marked, when that of ``HOLD`` was written."""
+    """Slot words, which remember the watermark when that of ``HOLD`` was written."""
 
     def __init__(self, rank: Rank, slots: int) -> None:
         super().__init__([NOTHING] * slots)
         self.rank = rank
-        self.sent: list[RequestId] = []
         self.marks: list[int] = []
 
     def __setitem__(self, slot: Any, word: Any) -> None:
         if slot == HOLD.slot:
-            self.sent += self.rank.holds._sent
             self.marks.append(self.rank.watermarks[slot])
         super().__setitem__(slot, word)
 
@@ -79,28 +75,9 @@ class Rank:
         """Return for how long a hold is silent; ``None`` if it has ended or has no ticket."""
         return {each.hold: each.age for each in self.holds.silent(now, 0.0, 99)}.get(hold)
 
-    def reports(self) -> tuple[list[RequestId], list[EndedHold]]:
-        """Return which requests are sent, and which holds have ended."""
-        return self.holds.take_sent(), self.holds.take_ended()
-
-    def ends_at(self, deadline: float) -> bool:
-        """Return whether the hold ends at that moment, and not before."""
-        self.holds.expire(deadline - 0.1)
-        stands = HOLD in self.holds
-        self.holds.expire(deadline)
-        return stands and HOLD not in self.holds
-
-    @property
-    def word(self) -> int:
-        return self.words[HOLD.slot]
-
     @property
     def is_over(self) -> bool:
         return set(self.words) == {NOTHING} and self.holds.held == 0
-
-
-def ended(end: HoldEnd | None = None, engine: str = "") -> list[EndedHold]:
-    return [EndedHold(request=A, end=end, engine=engine)]
 
 
 @pytest.fixture
@@ -141,35 +118,13 @@ def test_a_hold_with_a_ticket_says_once_how_it_ended(
 ) -> None:
     ready.holds.take_on(B, Hold(slot=0, generation=3))  # has no ticket: it is not reported
     act(ready)
-    assert ready.reports() == ([A], ended(end, engine))
+    ended = [EndedHold(request=A, end=end, engine=engine)]
+    assert (ready.holds.take_sent(), ready.holds.take_ended()) == ([A], ended)
     act(ready)
-    assert ready.reports() == ([], [])
-
-
-@pytest.mark.parametrize("is_claimed_before", [True, False])
-def test_the_ttl_of_a_conversation_ends_with_the_first_renewal(
-    is_claimed_before: bool, computing: Rank
-) -> None:
-    if is_claimed_before:
-        computing.renew(99.0)
-    computing.holds.order(replace(TICKET, ttl=400.0), 100.0)
-    computing.holds.ready(HOLD, 100.0)
-    if is_claimed_before:
-        assert computing.ends_at(100.0 + LEASE)
-    else:
-        computing.holds.expire(300.0)
-        computing.renew(301.0)
-        assert computing.ends_at(301.0 + LEASE)
+    assert (ready.holds.take_sent(), ready.holds.take_ended()) == ([], [])
 
 
 # Watermarks.
-
-
-def test_a_watermark_has_the_tokens_and_grows(computing: Rank) -> None:
-    for tokens, marked in ((16, 16), (48, 48), (32, 48)):
-        computing.holds.mark(HOLD, tokens)
-        assert HOLD.marked_tokens(computing.watermarks[HOLD.slot]) == marked
-    assert NEXT.marked_tokens(computing.watermarks[HOLD.slot]) == 0
 
 
 def test_a_watermark_is_zero_before_the_next_hold_s_slot_word_is_written(computing: Rank) -> None:
@@ -178,16 +133,6 @@ def test_a_watermark_is_zero_before_the_next_hold_s_slot_word_is_written(computi
     computing.holds.mark(HOLD, 32)
     computing.holds.take_on(B, NEXT)
     assert computing.words.marks == [0, HOLD.watermark(16), 0]
-
-
-# Copies to host pages, where the cache is staged.
-
-
-@pytest.fixture
-def staged(computing: Rank) -> Rank:
-    """Return a rank with a hold that is to be copied."""
-    computing.holds.apply(HoldOrders(tickets=(STAGED,)), 100.0)
-    return computing
 
 
 # Ages: for how long no consumer of a hold gave a sign of life.
@@ -202,16 +147,6 @@ def many(holds: int = 8) -> tuple[Rank, list[Hold]]:
         rank.holds.order(replace(TICKET, hold=hold), 100.0)
         rank.holds.ready(hold, 100.0)
     return rank, more
-
-
-def test_a_heartbeat_counts_for_all_holds_that_its_engine_claims() -> None:
-    rank, (first, second) = many(2)
-    for hold in (first, second):
-        rank.renew(101.0, hold, engine="d")
-    rank.release(slot=first.slot, generation=first.generation, engine="other")
-    rank.heartbeat(102.0)
-    assert rank.age(102.0, second) == 0.0
-    rank.holds.end(second)
 
 
 def test_the_number_of_claims_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

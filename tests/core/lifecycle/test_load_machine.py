@@ -70,21 +70,6 @@ def begin(
     return load
 
 
-def test_a_check_that_reads_computing_is_repeated_once_at_each_tick() -> None:
-    load = begin(0, computed=False)
-    assert load.acts == [(CHECK, 0)]
-    for now in (1.0, 2.0):
-        load.checked(0, HOLD.computing)
-        assert load.acts == []
-        assert load.awaits_pages
-        load.tick(now)
-        load.tick(now)
-        assert load.acts == [(CHECK, 0)]
-        assert not load.awaits_pages
-    load.checked(0, HOLD.ready)
-    assert load.acts == [(READ, 0)]
-
-
 STAGES = {
     "handshake": Stage.HANDSHAKE,
     "checking": Stage.CHECK,
@@ -190,25 +175,6 @@ def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
     load.fenced(0, HOLD.computing)
     assert load.acts == [REPORT]
     assert load.failure is None
-
-
-def test_a_watermark_that_lands_after_a_failure_starts_no_read() -> None:
-    load = begin(0, 1, computed=False, tokens=8)
-    load.tick(1.0)
-    load.checked(0, HOLD.computing)
-    load.lost(1, CABLE)
-    load.watermark_read(0, HOLD.watermark(8))
-    assert load.acts[-1] == REPORT
-
-
-def test_a_watermark_that_lands_after_the_last_part_is_not_used() -> None:
-    load = begin(0, computed=False, tokens=8)
-    load.tick(1.0)
-    load.checked(0, HOLD.computing)
-    load.finish(HOLD, computed=False, deadline=LATE)
-    load.actions.clear()
-    load.watermark_read(0, HOLD.watermark(4))
-    assert load.acts == [(CHECK, 0)]
 
 
 # Loads that wait for the device, and those of a staged cache, which are copied there.

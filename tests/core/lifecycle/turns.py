@@ -58,54 +58,42 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
-    """A request.
+    """A request."""
 
-    Attributes:
-        uid: unique in a run; values of ``id`` are reused.
-        size: how many blocks it needs.
-        chunks: how many steps it takes.
-        drafter: whether a drafter writes the blocks of each step again, after its results.
-        errs: whether it ends with an error, so that nothing is held.
-        source: the ticket with which it came, or its newest part; ``None`` if all is computed.
-        cached: how many leading blocks are in the prefix cache; if all are, nothing is loaded.
-        fits: whether it has the prompt that the ticket is about.
-        forged: whether its ticket names other blocks than the producer's.
-        sample: whether more requests with its ticket may be on their way, unknown to the scheduler.
-        follows: the request of the producer whose parts it loads, while that one is computed.
-        news: what was heard of that, by ``version``, and is not used yet.
-        is_last: whether ``source`` is the ticket, not a part of it.
-        late: whether a step was under way when it ended, which computes its last token.
-        loaded: how many of its blocks hold what was loaded.
-        outcomes: each rank's report of its load.
-    """
-
-    uid: int
+    uid: int  # unique in a run; values of ``id`` are reused
     id: RequestId
-    size: int
-    chunks: int = 1
+    size: int  # how many blocks it needs
+    chunks: int = 1  # how many steps it takes
     leaves: Leaves = Leaves.NOTHING
+    # Whether a drafter writes the blocks of each step again, after its results.
     drafter: bool = False
-    errs: bool = False
+    errs: bool = False  # whether it ends with an error, so that nothing is held
+    # The ticket with which it came, or its newest part; ``None`` if all is computed.
     source: Issue | None = None
+    # How many leading blocks are in the prefix cache; if all are, nothing is loaded.
     cached: int = 0
-    fits: bool = True
-    forged: bool = False
+    fits: bool = True  # whether it has the prompt that the ticket is about
+    forged: bool = False  # whether its ticket names other blocks than the producer's
+    # Whether more requests with its ticket may be on their way, unknown to the scheduler.
     sample: bool = False
+    # The request of the producer whose parts it loads, while that one is computed.
     follows: Turn | None = None
-    news: RoomNews | None = None
+    news: RoomNews | None = None  # what was heard of that, by ``version``, and is not used yet
     version: int = 0
-    is_last: bool = True
+    is_last: bool = True  # whether ``source`` is the ticket, not a part of it
     stage: Stage = Stage.WAITING
     epoch: int = 0
     chunk: int = 0
-    late: bool = False
-    loaded: int = 0
+    late: bool = False  # whether a step was under way when it ended, which computes its last token
+    loaded: int = 0  # how many of its blocks hold what was loaded
+    weights: int = 0  # the version of the weights that compute the others
     asked: float | None = None
     """When it first asked for host pages to load to."""
     pages: tuple[int, ...] = ()
     host: tuple[int, ...] = ()
     """The host pages to which it loads, where the cache is staged."""
     hold: Hold | None = None
+    # Each rank's report of its load.
     outcomes: dict[int, KVFerryError | None] = field(default_factory=dict)
 
     @property
@@ -131,7 +119,7 @@ class Turn:
     def contents(self) -> list[Content]:
         """Return what its blocks contain when everything is computed."""
         source = self.source.contents if self.source is not None else ()
-        own = [Content(owner=self.uid, number=i, final=True) for i in range(self.size)]
+        own = [Content(self.uid, i, final=True, weights=self.weights) for i in range(self.size)]
         all_ = [*source[: self.loaded], *own[self.loaded :]]
         return [*all_[:-1], all_[-1]._replace(late=self.late or all_[-1].late)]
 
@@ -159,6 +147,7 @@ class Issue:
     turn: Turn
     contents: tuple[Content, ...]
     made: float
+    is_last: bool
 
 
 class Work(NamedTuple):
@@ -195,20 +184,16 @@ class Report(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Step:
-    """What the scheduler sends to every rank, and what the ranks report.
+    """What the scheduler sends to every rank, and what the ranks report."""
 
-    Attributes:
-        asks: whether the ranks are to report silent holds.
-        ages: the ages of each rank's holds at that time, by the protocol table.
-    """
-
-    orders: HoldOrders
-    prepares: list[tuple[Turn, Issue]]
-    begins: list[LoadOrder]
-    aborts: list[Turn]
-    work: list[Work]
-    asks: bool
+    orders: HoldOrders = field(default_factory=HoldOrders)
+    prepares: list[tuple[Turn, Issue]] = field(default_factory=list)
+    begins: list[LoadOrder] = field(default_factory=list)
+    aborts: list[Turn] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    asks: bool = False  # whether the ranks are to report silent holds
     silent: dict[int, list[Silence]] = field(default_factory=dict)
+    # The ages of each rank's holds at that time, by the protocol table.
     ages: dict[int, dict[Hold, float]] = field(default_factory=dict)
     outputs: dict[int, Report] = field(default_factory=dict)
 

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.core.errors import HandshakeError, TransportError
-from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
+from kvferry.core.lifecycle.holds import NOTHING, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
+from kvferry.core.messages import Heartbeat, Release, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.components import Components
-from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull
+from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull, Wait
 from tests.core.lifecycle.engine import Engine, Plan, Rank
-from tests.core.lifecycle.fabric import Fabric, Message, release, require
+from tests.core.lifecycle.fabric import Components, Fabric, Message, require
 from tests.core.lifecycle.producer_rank import ProducerRank
-from tests.core.lifecycle.rank_renewals import Wait, is_renewal
 from tests.core.lifecycle.turns import LEASE, PAGES, TTL, Issue, Leaves, Stage, Turn
 
 IDS = [RequestId(f"request-{i}") for i in range(5)]
@@ -62,27 +61,20 @@ PAIR = _plan("0", "1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is simulated.
+    """What is simulated."""
 
-    Attributes:
-        pair: whether A and B prefill for each other; then P is not there.
-        staged: whether the caches are staged, with this number of host pages on each side.
-        early: whether decode engines load what is computed of a prompt with parts of its ticket.
-        ranks: how many ranks the producer has; ``plans`` choose what those of A and B read.
-        max_held: as in ``SchedulerHolds``.
-    """
-
-    pair: bool = False
-    staged: int = 0
+    pair: bool = False  # whether A and B prefill for each other; then P is not there
+    staged: int = 0  # whether the caches are staged, with this number of host pages on each side
+    # Whether decode engines load what is computed of a prompt with parts of its ticket.
     early: bool = False
-    ranks: int = 1
+    ranks: int = 1  # how many ranks the producer has; ``plans`` choose what those of A and B read
     plans: str = "00"
     slots: int = PAGES
-    max_held: int | None = None
+    max_held: int | None = None  # as in ``SchedulerHolds``
 
     @property
-    def is_plain(self) -> bool:
-        return not (self.pair or self.staged or self.early)
+    def kind(self) -> str:
+        return next((kind for kind in ("pair", "staged", "early") if getattr(self, kind)), "plain")
 
 
 class World:
@@ -147,7 +139,7 @@ class World:
                 yield f"device {name}{rank.rank}"
             if any(t.state is not State.PENDING for t in consumer.transfers):
                 yield f"poll {name}{rank.rank}"
-            if consumer.open or consumer.renewals.waiting or producer.has_due:
+            if consumer.open or consumer.waiting or producer.has_due:
                 yield f"tick {name}{rank.rank}"
             for i in range(len(consumer.handshakes)):
                 yield f"answer {name}{rank.rank} {i}"
@@ -226,12 +218,12 @@ class World:
                     half.copy(copy, pick % len(copy.items))
 
     def do_land(self, index: int = 0, pick: int = 0) -> None:
-        if index < len(self.fabric.transfers):
-            self.fabric.land(self.fabric.transfers[index], pick)
+        for transfer in self.fabric.transfers[index : index + 1]:
+            self.fabric.land(transfer, pick)
 
     def do_deliver(self, index: int = 0) -> None:
-        if index < len(self.fabric.messages):
-            self._deliver(self.fabric.messages[index])
+        for message in self.fabric.messages[index : index + 1]:
+            self._deliver(message)
 
     def _deliver(self, message: Message) -> None:
         self.fabric.messages.remove(message)
@@ -338,10 +330,11 @@ class World:
             self.now += 1.0 if second else 0.0
             self._claim(ranks)
         kept = [hold for hold in self._claimed(ranks) if hold in kept]
-        waits, left, orphaned = producer.starved, self._silent(), len(producer.orphaned)
+        waits, left, ended = producer.starved, self._silent(), set(producer.ends)
         for _ in range(3):
             self.do_run("P")
-        given_up = producer.orphaned[orphaned:]
+        given_up = [hold for hold, end in producer.ends.items() if end is HoldEnd.ORPHANED]
+        given_up = [hold for hold in given_up if hold not in ended]
         require(not set(kept) & set(given_up), "given up, though a consumer waits for it:", kept)
         helped = given_up or not any(turn.stage is Stage.WAITING for turn in waits)
         require(bool(helped) or not left, "kept, though it is silent and pages are lacking:", left)
@@ -354,7 +347,7 @@ class World:
         return [
             hold
             for hold in held
-            if not producer.is_given_up(hold)
+            if hold not in producer.ends
             and all(each.get(hold, 0.0) >= GONE_SECONDS for each in ages)
         ]
 
@@ -375,7 +368,10 @@ class World:
                     while not transfer.state.final:
                         self.fabric.land(transfer, 0)
                 rank.poll()
-        for message in [m for m in self.fabric.messages if is_renewal(m)]:
+        for message in list(self.fabric.messages):
+            notes = decode_notes(message.payload)
+            if not all(isinstance(note, Renewal | Heartbeat) for note in notes):
+                continue
             if ranks is None or self.engines[message.to].ranks[message.rank].producer in ranks:
                 self._deliver(message)
         for engine in self.engines.values():
@@ -386,7 +382,7 @@ class World:
         """Yield what is renewed at a producer that runs now, with its ranks."""
         for engine in self.engines.values():
             for rank in (each.consumer for each in engine.ranks):
-                for wait in rank.renewals.renewed():
+                for wait in rank.renewed():
                     if wait.issue.producer is rank.producer():
                         ranks = wait.issue.producer.ranks
                         yield wait, [ranks[p.rank].producer for p in rank.remote_ranks]
@@ -467,18 +463,23 @@ class World:
     def do_reset(self, name: str) -> None:
         self.engines[name].reset()
 
+    def do_revoke(self, name: str, conversations: int = 0) -> None:
+        self.engines[name].revoke(conversations=bool(conversations))
+
+    def do_update(self, name: str) -> None:
+        self.engines[name].update()
+
     # Failures.
 
     def do_fail(self, index: int = 0, failing: int = 0) -> None:
         """Let a transfer fail; with ``failing``, bytes may still land."""
         error = TransportError("a cable was pulled")
-        if index < len(self.fabric.transfers):
-            self.fabric.fail(self.fabric.transfers[index], error, failing=bool(failing))
+        for transfer in self.fabric.transfers[index : index + 1]:
+            self.fabric.fail(transfer, error, failing=bool(failing))
 
     def do_lose(self, index: int = 0) -> None:
-        if index < len(self.fabric.messages):
-            self._has_lost = True
-            del self.fabric.messages[index]
+        self._has_lost |= index < len(self.fabric.messages)
+        del self.fabric.messages[index : index + 1]
 
     def do_part(self, name: str, failing: int = 0) -> None:
         """Let a rank take its producer for dead."""
@@ -501,6 +502,7 @@ class World:
             gone = [m for m in self.fabric.messages if name in (m.sender, m.to)]
             self.fabric.messages = [m for m in self.fabric.messages if m not in gone]
         self.engines[name] = self._new_engine(name)
+        self.engines[name].weights = old.weights
 
     def do_stray(self, index: int = 0) -> None:
         """Deliver releases that differ from a hold of P in incarnation, generation or slot."""
@@ -515,15 +517,17 @@ class World:
             (Hold(slot=slot, generation=generation ^ _BIT), incarnation),
             (hold, incarnation ^ _BIT),
         ):
-            note = encode([release(mine, other, engine="A", rank=0, expected=1)])
+            names: dict[str, Any] = {
+                "incarnation": mine,
+                "slot": other.slot,
+                "generation": other.generation,
+            }
+            note = Release(**names, engine="A", rank=0, expected=1)
             for rank in producer.ranks:
-                stray = Message(sender="A", to="P", rank=rank.rank, payload=note, origins=(0,))
+                stray = Message(
+                    sender="A", to="P", rank=rank.rank, payload=encode([note]), origins=(0,)
+                )
                 rank.producer.hear(stray)
-
-    def do_echo(self, name: str, events: int = 2) -> None:
-        """Repeat the last events of a rank's loads."""
-        if rank := self._rank(name):
-            rank.consumer.echo(events)
 
     # What must hold always, at rest, and at the end. What must hold at an event is checked there.
 
@@ -576,22 +580,17 @@ class World:
             for turn in engine.at(Stage.HELD):
                 over = all(turn.hold in rank.producer.table.over for rank in engine.ranks)
                 require(not over, "over on every rank, but its pages never came back:", turn)
-                reset = turn.hold in engine.reset_holds
-                require(not reset, "reset, but still held:", turn)
+                require(turn.hold not in engine.ends, "given up, but still held:", turn)
 
     def _check_rank_rest(self, rank: ConsumerRank) -> None:
-        rank.echo(len(rank.heard))
-        rank.heard.clear()
-        quiet = rank.transfers == [] == self.fabric.messages
-        require(quiet, "a repeated event of a load that is over had an effect")
-        for load_id, pull in rank.pulls.items():
+        for pull in rank.pulls.values():
             if self._waits_for(pull):
                 continue
-            require(pull.reported and rank.loads[load_id].is_over, "a load that is never over")
+            require(pull.reported and pull.load.is_over, "a load that is never over")
             producer, link = rank.producer(), pull.link
-            if pull.shared:
+            if pull.load.shared:
                 pulls = rank.pulls.values()
-                tells = any(not p.shared and p.issue is pull.issue for p in pulls)
+                tells = any(not p.load.shared and p.issue is pull.issue for p in pulls)
                 awaited = len(rank.engine.users) > 0
                 require(tells or awaited, "no done was sent for a shared hold:", pull.hold)
             elif (

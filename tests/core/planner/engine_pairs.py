@@ -34,25 +34,17 @@ POOL = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """How one engine holds a model.
-
-    Attributes:
-        groups: indices of packs, by group.
-        blocks: tokens per block, by group; 0 for states.
-        regions: "each" pack has its own, or one region has the packs in a "stack" or in "blocks".
-        gap: bytes between regions.
-        slack: bytes between pages.
-    """
+    """How one engine holds a model."""
 
     tp: int
     pp: int
     cp: int
     interleave: int
-    groups: tuple[tuple[int, ...], ...]
-    blocks: tuple[int, ...]
-    regions: str
-    gap: int
-    slack: int
+    groups: tuple[tuple[int, ...], ...]  # indices of packs, by group
+    blocks: tuple[int, ...]  # tokens per block, by group; 0 for states
+    regions: str  # "each" pack has its own, or one region has the packs in a "stack" or in "blocks"
+    gap: int  # bytes between regions
+    slack: int  # bytes between pages
 
 
 RankPack = tuple[int, list[Field], int]

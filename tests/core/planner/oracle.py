@@ -37,21 +37,13 @@ class EnginePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """All bytes of one token entry (or state, or opaque page) of one field in one page.
+    """All bytes of one token entry (or state, or opaque page) of one field in one page."""
 
-    Attributes:
-        index: the page's block index.
-        tokens: the global tokens of the entry; empty for a state.
-        region: index of the region.
-        where: (s, b) offsets in the region.
-        labels: (s, b) expected content.
-    """
-
-    index: int
-    tokens: tuple[int, ...]
-    region: int
-    where: Labels
-    labels: Labels
+    index: int  # the page's block index
+    tokens: tuple[int, ...]  # the global tokens of the entry; empty for a state
+    region: int  # index of the region
+    where: Labels  # (s, b) offsets in the region
+    labels: Labels  # (s, b) expected content
 
 
 def pages(ids: Sequence[int], first_index: int = 0) -> Pages:

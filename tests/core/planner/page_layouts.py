@@ -44,22 +44,15 @@ def factors(rng: Random, number: int, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageStyle:
-    """How a pack is laid out on an engine: random, but the same on each of its ranks.
+    """How a pack is laid out on an engine: random, but the same on each of its ranks."""
 
-    Attributes:
-        order: axes from coarse to fine; those before "|" are shared by the pack's tensors, which
-            then lie one after the other.
-        split: whether axes may have two dims, in any order in memory.
-        seed: for the order of dims and the factors.
-        pad: elements of padding after the extent of every dim.
-        kernel: the most kernel pages that a page consists of.
-    """
-
+    # Axes from coarse to fine; those before "|" are shared by the pack's tensors, which then
+    # lie one after the other.
     order: tuple[str, ...]
-    split: bool
-    seed: int
-    pad: int
-    kernel: int
+    split: bool  # whether axes may have two dims, in any order in memory
+    seed: int  # for the order of dims and the factors
+    pad: int  # elements of padding after the extent of every dim
+    kernel: int  # the most kernel pages that a page consists of
 
 
 ORDERS = (

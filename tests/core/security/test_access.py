@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -37,16 +39,11 @@ def test_a_public_key_is_derived_from_the_secret_one() -> None:
 
 
 def test_libraries_that_lack_an_algorithm_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(error: Exception) -> Callable[..., None]:
-        def raised(*_: object) -> None:
-            raise error
-
-        return raised
-
-    monkeypatch.setattr(zmq, "curve_public", refuse(zmq.ZMQError(errno.ENOTSUP)))
+    refuse = Mock(side_effect=zmq.ZMQError(errno.ENOTSUP))
+    monkeypatch.setattr(zmq, "curve_public", refuse)
     with pytest.raises(SecretError, match="built without CURVE: install pyzmq's own wheel"):
         KeyPair.of(OWN.secret.hex(), "here")
-    monkeypatch.setattr(Ed25519PrivateKey, "generate", refuse(UnsupportedAlgorithm("no")))
+    monkeypatch.setattr(Ed25519PrivateKey, "generate", Mock(side_effect=UnsupportedAlgorithm("no")))
     with pytest.raises(SecretError, match=r"no Ed25519 here .* install cryptography's own wheel"):
         TicketKey()
 
@@ -63,15 +60,28 @@ def test_lists_of_public_keys_may_have_comments() -> None:
     assert public_keys(lines, "here") == {PEER.public, OTHER.public}
 
 
-@pytest.mark.parametrize("line", ["nonsense", "0" * 63, "0" * 65, "g" * 64])
-def test_a_line_that_is_no_key_is_refused_with_its_number(line: str) -> None:
-    with pytest.raises(SecretError, match=f"line 2 of here is no public key: it has {len(line)}"):
-        public_keys(["# two:", line], "here")
-
-
-def test_too_many_keys_are_refused() -> None:
-    with pytest.raises(SecretError, match="4097 keys; 4096 are allowed"):
-        public_keys((f"{n:064x}" for n in range(4097)), "here")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *(
+            (partial(public_keys, ["# two:", line], "here"), f"line 2 of here .* has {len(line)}")
+            for line in ("nonsense", "0" * 63, "0" * 65, "g" * 64)
+        ),
+        (partial(public_keys, [f"{n:064x}" for n in range(4097)], "x"), "4097 keys; 4096 are"),
+        *(
+            (partial(Networks.of, ["10.0.0.0/8", text]), f"{re.escape(repr(text))} in allowed_peer")
+            for text in ("10.0.0.1/8", "prefill", "", "10.0.0.0/33", "300.0.0.0/8")
+        ),
+        (partial(Networks.of, []), "allowed_peers is empty"),
+        (partial(Access, peers=frozenset({PEER.public})), "curve_peers without curve_secret_key"),
+        (partial(Access, own=OWN), "curve_secret_key without curve_peers admits nobody"),
+    ],
+)
+def test_settings_that_are_none_or_contradict_are_refused(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(SecretError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -91,14 +101,6 @@ def test_networks_contain_their_addresses(
     assert [address for address in inside + outside if address in allowed] == inside
 
 
-@pytest.mark.parametrize("text", ["10.0.0.1/8", "prefill", "", "10.0.0.0/33", "300.0.0.0/8"])
-def test_an_invalid_network_is_refused(text: str) -> None:
-    with pytest.raises(
-        SecretError, match=f"{re.escape(repr(text))} in allowed_peers is no network"
-    ):
-        Networks.of(["10.0.0.0/8", text])
-
-
 NEAR = [
     *("127.0.0.1", "127.1.2.3", "::1", "10.0.0.1", "172.16.0.1", "172.31.255.255"),
     *("192.168.7.7", "100.64.0.1", "100.127.0.1", "169.254.1.1", "fe80::1%lo", "fd00::1"),
@@ -112,6 +114,7 @@ FAR = [
 
 def test_this_host_and_private_networks_are_nearby() -> None:
     assert [address for address in NEAR + FAR if NEARBY.allows(address)] == NEAR
+    assert str(NEARBY.networks) == "this host and private networks"
 
 
 def test_a_host_with_a_public_address_is_nearby_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,24 +123,8 @@ def test_a_host_with_a_public_address_is_nearby_to_itself(monkeypatch: pytest.Mo
     assert "127.0.0.1" in only_this
     assert "10.255.255.254" not in only_this
     assert "127.0.0.1" not in Networks.of(["192.0.2.0/24"])
-
-    def none(*arguments: object) -> None:
-        raise OSError("no more files")
-
-    monkeypatch.setattr("socket.socket", none)
+    monkeypatch.setattr("socket.socket", Mock(side_effect=OSError("no more files")))
     assert "127.0.0.1" not in only_this
-
-
-def test_an_empty_list_of_networks_is_refused() -> None:
-    with pytest.raises(SecretError, match="allowed_peers is empty"):
-        Networks.of([])
-
-
-def test_keys_and_peers_must_be_set_together() -> None:
-    with pytest.raises(SecretError, match="curve_peers without curve_secret_key"):
-        Access(peers=frozenset({PEER.public}))
-    with pytest.raises(SecretError, match="curve_secret_key without curve_peers admits nobody"):
-        Access(own=OWN)
 
 
 @pytest.mark.parametrize(

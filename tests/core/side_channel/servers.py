@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import zmq
 
-from kvferry.core import side_channel_messages as wire
 from kvferry.core.messages import RankPayload
+from kvferry.core.security import OPEN, Access
 from kvferry.core.side_channel.client import fetch, ping
 from kvferry.core.side_channel.compatibility import EngineInfo
+from kvferry.core.side_channel.dialer import Dialer
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context, Socket
+from kvferry.core.side_channel_messages import Ping
+from tests.core.endpoint.side_channels import SideChannel
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
@@ -26,6 +28,10 @@ def serve(*ranks: RankPayload, **options: Any) -> HandshakeServer:
     """Serve these ranks, or ``RANKS``."""
     given: dict[str, Any] = {"engine": "prefill", "incarnation": 7} | options
     return HandshakeServer(encoded(*(ranks or RANKS)), **given)
+
+
+def dialer(port: int, *, timeout: float = LONG, access: Access = OPEN, key: bytes = b"") -> Dialer:
+    return Dialer(host="127.0.0.1", port=port, timeout=timeout, access=access, key=key)
 
 
 def fetched(server: HandshakeServer, **options: Any) -> EngineInfo:
@@ -55,25 +61,14 @@ def bound(context: Context) -> tuple[Socket, int]:
 
 
 @contextmanager
-def scripted(*answers: wire.Reply | bytes) -> Iterator[tuple[int, list[wire.Request]]]:
-    """Give one of these answers to each request; yield the port and the requests."""
-    requests: list[wire.Request] = []
-    with zmq.Context() as context, ThreadPoolExecutor(1) as pool:
-        channel, port = bound(context)
+def scripted(*answers: bytes) -> Iterator[int]:
+    """Give one of these answers to each request; yield the port."""
+    left = list(answers)
 
-        def serve_all() -> None:
-            for answer in answers:
-                whole = answer if isinstance(answer, bytes) else wire.encode(answer)
-                routing_id, data = channel.recv_multipart()
-                # It may be meant for whoever had this port before, in another process.
-                while isinstance(wire.decode_request(data), wire.Ping) and b"pong" not in whole:
-                    routing_id, data = channel.recv_multipart()
-                requests.append(wire.decode_request(data))
-                channel.send_multipart([routing_id, whole])
+    def answer(_: bytes, request: object) -> bytes | None:
+        # It may be meant for whoever had this port before, in another process.
+        is_stray = isinstance(request, Ping) and b"pong" not in left[0]
+        return None if is_stray else left.pop(0)
 
-        served = pool.submit(serve_all)
-        try:
-            yield port, requests
-        finally:
-            served.result()
-            channel.close()
+    with SideChannel(answer) as channel:
+        yield channel.port

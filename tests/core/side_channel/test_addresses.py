@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from kvferry.core.errors import AdmissionError, HandshakeError
-from kvferry.core.security import NEARBY, Access, Networks
+from kvferry.core.errors import HandshakeError
+from kvferry.core.security import Access, Networks
 from kvferry.core.side_channel import sockets as module
 from kvferry.core.side_channel.client import fetch, ping
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import is_loopback_host, own_address
 from tests.core.resource_limits import no_threads
-from tests.core.side_channel.servers import LONG, pinged
+from tests.core.side_channel.servers import LONG, pinged, serve
 
-HERE = Access(networks=Networks.of(["127.0.0.0/8"]))
 ELSEWHERE = Access(networks=Networks.of(["192.0.2.0/24"]))
 
 
@@ -37,20 +36,25 @@ def resolve(monkeypatch: pytest.MonkeyPatch, name: str, look_up: Callable[[], li
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
 
 
-@pytest.fixture
-def stuck_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have the resolver not answer for ``slow.test`` during the test."""
-    release, before = threading.Event(), set(threading.enumerate())
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
-    def look_up() -> list[str]:
-        release.wait()
-        raise socket.gaierror("nobody knows")
 
-    resolve(monkeypatch, "slow.test", look_up)
-    yield
-    release.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])
+def test_of_several_addresses_of_a_name_the_one_that_listens_is_used(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "::1" in host and not has_ipv6():
+        pytest.skip("this host has no IPv6 loopback address")
+    resolve(monkeypatch, "prefill.test", lambda: ["::1", "127.0.0.1"])
+    with serve(host=host) as server:
+        assert server.host == host.strip("[]")
+        for name in (host, "prefill.test"):
+            assert ping(name, server.port, "prefill", timeout=LONG) == 7
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "2130706433", "0x7f000001", "localhost"])
@@ -65,39 +69,43 @@ def test_an_address_that_is_not_allowed_is_not_connected_to(host: str) -> None:
     assert "in none of the networks of allowed_peers (192.0.2.0/24)" in str(refused.value)
 
 
-def test_a_name_is_resolved_once_and_the_checked_address_is_used(
+def test_a_name_is_resolved_once_and_of_its_addresses_only_allowed_ones_are_tried(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So another address at a second look-up (DNS rebinding) has no effect."""
-    found = iter([["127.0.0.1"]])  # a second look-up would raise
+    found = iter([["127.0.0.2", "127.0.0.1"]])  # a second look-up would raise
     resolve(monkeypatch, "prefill.test", lambda: next(found))
-    assert ping("prefill.test", server.port, "prefill", timeout=LONG, access=HERE) == 7
-
-
-def test_of_several_addresses_only_allowed_ones_are_tried(
-    server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    only = Access(networks=Networks.of(["127.0.0.1"]))
     with socket.create_server(("127.0.0.2", server.port)) as forbidden:
         forbidden.setblocking(False)
-        resolve(monkeypatch, "prefill.test", lambda: ["127.0.0.2", "127.0.0.1"])
-        only = Access(networks=Networks.of(["127.0.0.1"]))
         assert ping("prefill.test", server.port, "prefill", timeout=LONG, access=only) == 7
         with pytest.raises(BlockingIOError):
             forbidden.accept()
 
 
-@pytest.mark.usefixtures("stuck_resolver")
 def test_the_number_of_hanging_resolvers_is_bounded(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the bound, names are refused at once; numeric addresses need no resolver."""
     monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(2))
+    release = threading.Event()
+
+    def look_up() -> list[str]:
+        release.wait(LONG)
+        return ["127.0.0.1"]
+
+    resolve(monkeypatch, "slow.test", look_up)
     for _ in range(2):
         with pytest.raises(HandshakeError, match=r"no answer from the resolver within 0\.01 s"):
             fetch("slow.test", 4242, "prefill", timeout=0.01)
     with pytest.raises(HandshakeError, match="names are being looked up already"):
         fetch("slow.test", 4242, "prefill", timeout=LONG)
     assert pinged(server) == 7
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvferry-resolve":
+            thread.join(LONG)
+    assert ping("slow.test", server.port, "prefill", timeout=LONG) == 7
 
 
 def test_a_name_is_refused_while_no_thread_can_be_started(
@@ -113,28 +121,6 @@ def test_a_name_is_refused_while_no_thread_can_be_started(
     assert ping("prefill.test", server.port, "prefill", timeout=LONG) == 7
 
 
-def test_addresses_that_are_not_nearby_must_be_allowed_explicitly() -> None:
-    with pytest.raises(AdmissionError) as refused:
-        ping("198.51.100.7", 1, "prefill", timeout=LONG, access=NEARBY)
-    said = str(refused.value)
-    assert "allowed_peers (this host and private networks)" in said
-    assert "or set allowed_peers to 'anywhere'" in said
-
-
-def host_with(routes: dict[int, str]) -> Any:
-    """Return what makes UDP sockets on a host with these routes: family to local address."""
-
-    def make(family: int, kind: int) -> MagicMock:
-        assert kind == socket.SOCK_DGRAM
-        made = MagicMock()
-        opened = made.__enter__.return_value
-        opened.getsockname.return_value = routes.get(family), 9
-        opened.connect.side_effect = None if family in routes else OSError("unreachable")
-        return made
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("routes", "address"),
     [
@@ -148,7 +134,15 @@ def host_with(routes: dict[int, str]) -> Any:
 def test_ipv4_is_preferred_and_loopback_is_none(
     monkeypatch: pytest.MonkeyPatch, routes: dict[int, str], address: str | None
 ) -> None:
-    monkeypatch.setattr(socket, "socket", host_with(routes))
+    def make(family: int, kind: int) -> MagicMock:
+        assert kind == socket.SOCK_DGRAM
+        made = MagicMock()
+        opened = made.__enter__.return_value
+        opened.getsockname.return_value = routes.get(family), 9
+        opened.connect.side_effect = None if family in routes else OSError("unreachable")
+        return made
+
+    monkeypatch.setattr(socket, "socket", make)
     assert own_address() == address
 
 

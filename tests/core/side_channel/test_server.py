@@ -9,6 +9,7 @@ import sys
 import threading
 from functools import partial
 from typing import Any
+from unittest.mock import Mock, call
 
 import msgspec
 import pytest
@@ -17,32 +18,13 @@ import zmq
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, RefusedError
 from kvferry.core.security import OPEN, Access, TicketKey, generate
-from kvferry.core.side_channel.client import fetch, ping
 from kvferry.core.side_channel.connection import revoke
 from kvferry.core.side_channel.connection_limits import ConnectionLimits
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import Context, Socket
 from tests.core.messages import payload
-from tests.core.side_channel.servers import (
-    LONG,
-    RANKS,
-    fetched,
-    patient,
-    serve,
-    still_serves,
-)
+from tests.core.side_channel.servers import LONG, fetched, patient, serve, still_serves
 from tests.own_host import OWN_HOST
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
-
-
-needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback address")
 
 
 def dealer(context: Context, server: HandshakeServer, **options: int) -> Socket:
@@ -53,7 +35,9 @@ def dealer(context: Context, server: HandshakeServer, **options: int) -> Socket:
     return created
 
 
-# What is served.
+def ask(channel: Socket, *frames: bytes) -> wire.Reply:
+    channel.send_multipart(frames)
+    return wire.decode_reply(channel.recv_multipart()[-1])
 
 
 def test_the_ticket_key_is_published() -> None:
@@ -63,103 +47,45 @@ def test_the_ticket_key_is_published() -> None:
     assert (info.ticket_key, info.ranks) == (key, (rank,))
 
 
-def test_a_req_socket_is_answered(server: HandshakeServer, context: Context) -> None:
-    with patient(context, zmq.REQ) as asker:
-        asker.connect(f"tcp://{server.host}:{server.port}")
-        asker.send(wire.encode(wire.Ping(engine="prefill")))
-        assert wire.decode_reply(asker.recv()) == wire.Pong(incarnation=7)
-
-
-@needs_ipv6
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_ipv6_addresses_work_with_and_without_brackets(host: str) -> None:
-    with serve(host=host) as server:
-        assert server.host == "::1"
-        assert still_serves(server)
-        assert fetch(host, server.port, "prefill", timeout=LONG).ranks == RANKS
-
-
-@pytest.mark.parametrize("bound", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_of_several_addresses_of_a_name_the_one_that_listens_is_used(
-    bound: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolve = socket.getaddrinfo
-
-    def both(name: str, *args: int, **options: int) -> list[object]:
-        names = ["::1", "127.0.0.1"] if name == "prefill.test" else [name]
-        return [entry for name in names for entry in resolve(name, *args, **options)]
-
-    with serve(host=bound) as server:
-        monkeypatch.setattr(socket, "getaddrinfo", both)
-        assert fetch("prefill.test", server.port, "prefill", timeout=LONG).ranks == RANKS
-
-
 # What is refused.
 
-
-def test_a_request_for_another_engine_is_refused_with_both_names(server: HandshakeServer) -> None:
-    with pytest.raises(HandshakeError, match=r"'old' is not here: this is engine 'prefill'"):
-        fetch(server.host, server.port, "old", timeout=LONG)
-    with pytest.raises(HandshakeError, match="'old' is not here"):
-        ping(server.host, server.port, "old", timeout=LONG)
-    assert still_serves(server)
-
-
-def ask(channel: Socket, *frames: bytes) -> wire.Reply:
-    channel.send_multipart(frames)
-    return wire.decode_reply(channel.recv_multipart()[-1])
-
-
-def refusal(channel: Socket, *frames: bytes) -> str:
-    reply = ask(channel, *frames)
-    assert isinstance(reply, wire.Refusal)
-    return reply.reason
-
-
-def test_unknown_versions_are_refused_with_both_ranges(
-    server: HandshakeServer, context: Context
-) -> None:
-    ask_newer = wire.PayloadRequest(oldest=8, newest=9, engine="prefill")
-    with dealer(context, server) as channel:
-        reason = refusal(channel, wire.encode(ask_newer))
-    assert "versions 8 to 9" in reason
-    assert "this build 1 to 1" in reason
-    assert still_serves(server)
+PING = wire.encode(wire.Ping(engine="prefill"))
 
 
 def test_an_invalid_request_is_refused_and_the_next_one_served(
     server: HandshakeServer, context: Context
 ) -> None:
     """More of them are in ``tests/faults/test_fuzz.py``."""
-    ping = wire.encode(wire.Ping(engine="prefill"))
-    invalid = [
-        (b"garbage",),
-        (b"",),
-        (b"", b""),
-        (b"\xff" * wire.MAX_REQUEST_BYTES,),
-        (ping[:-1],),
-        (wire.encode(wire.Pong(incarnation=7)),),
-        (msgspec.msgpack.encode({"type": "shutdown", "engine": "prefill"}),),
-        (b"junk", ping),
-        (b"", b"", ping),
-        (b"", ping, b"junk"),
-        (b"",) * 5000,
+    newer = wire.PayloadRequest(oldest=8, newest=9, engine="prefill")
+    invalid: list[tuple[tuple[bytes, ...], str]] = [
+        *(((each,), "not a request") for each in (b"garbage", b"", PING[:-1])),
+        ((b"", b""), "not a request"),
+        ((b"\xff" * wire.MAX_REQUEST_BYTES,), "speaks protocol versions 1 to 1"),
+        ((wire.encode(wire.Pong(incarnation=7)),), "not a request"),
+        ((msgspec.msgpack.encode({"type": "shutdown", "engine": "prefill"}),), "shutdown"),
+        ((wire.encode(newer),), "versions 8 to 9, this build 1 to 1"),
+        ((wire.encode(wire.Ping(engine="old")),), "'old' is not here: this is engine 'prefill'"),
+        ((b"junk", PING), "a request is one frame"),
+        ((b"", b"", PING), "a request is one frame"),
+        ((b"", PING, b"junk"), "a request is one frame"),
+        ((b"",) * 5000, "a request is one frame"),
     ]
     with dealer(context, server) as channel:
-        for frames in invalid:
-            assert refusal(channel, *frames)
-            assert ask(channel, ping) == wire.Pong(incarnation=7)
+        for frames, text in invalid:
+            refusal = ask(channel, *frames)
+            assert isinstance(refusal, wire.Refusal)
+            assert text in refusal.reason
+            assert ask(channel, PING) == wire.Pong(incarnation=7)
     assert still_serves(server)
 
 
 def test_a_request_that_fails_ends_only_itself(context: Context) -> None:
-    """Whatever was wrong with it, the thread serves on."""
     problems = iter([["slow"]])  # a second call raises
     with serve(problems=problems.__next__) as server, dealer(context, server) as channel:
         ask_health = wire.encode(wire.Health(engine="prefill"))
         assert isinstance(ask(channel, ask_health), wire.Condition)
         channel.send(ask_health)
-        assert ask(channel, wire.encode(wire.Ping(engine="prefill"))) == wire.Pong(incarnation=7)
+        assert ask(channel, PING) == wire.Pong(incarnation=7)
 
 
 def test_an_oversized_request_ends_only_its_own_connection(
@@ -189,52 +115,38 @@ def test_a_client_that_never_reads_delays_no_others(context: Context) -> None:
 
 # Holds end by request.
 
+ONE, OTHER = generate(), generate()
+KEYED = Access(own=ONE, peers=frozenset({OTHER.public}))
 
-@pytest.mark.parametrize("keyed", [False, True])
-@pytest.mark.parametrize("here", [False, True])
+
+@pytest.mark.parametrize(
+    ("access", "here", "peer", "refused"),
+    [
+        (KEYED, False, "127.0.0.1", ""),
+        (OPEN, True, "127.0.0.1", ""),
+        (OPEN, False, "127.0.0.1", r"127\.0\.0\.1 is not on .*set curve_secret_key"),
+        # The descriptor is another connection's.
+        (OPEN, True, "127.0.0.9", r"127\.0\.0\.9 is not on the engine's host"),
+    ],
+    ids=["with a key", "from here", "from elsewhere", "from two addresses"],
+)
 def test_holds_end_for_who_has_a_key_or_is_here(
-    keyed: bool, here: bool, monkeypatch: pytest.MonkeyPatch
+    access: Access, here: bool, peer: str, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
-    hosts: list[str] = []
-
-    def revokes(conversations: bool) -> int:
-        asked.append(conversations)
-        return 3
-
-    def is_here(numeric: str) -> bool:
-        hosts.append(numeric)
-        return here
-
-    monkeypatch.setattr("kvferry.core.side_channel.server.is_here", is_here)
-    one, other = generate(), generate()
-    theirs = Access(own=one, peers=frozenset({other.public})) if keyed else OPEN
-    ours = Access(own=other, peers=frozenset({one.public})) if keyed else OPEN
-    with serve(access=theirs, revoke=revokes) as server:
-        ask = partial(
-            revoke, server.host, server.port, timeout=LONG, access=ours, key=theirs.public
-        )
-        if keyed or here:
-            assert ask() == wire.Revoked(engine="prefill", incarnation=7, tickets=3)
-            assert ask(conversations=True).tickets == 3
-        else:
-            with pytest.raises(
-                RefusedError, match=r"127\.0\.0\.1 is not on .*set curve_secret_key"
-            ):
+    monkeypatch.setattr("kvferry.core.side_channel.server.is_here", lambda _: here)
+    monkeypatch.setattr(ConnectionLimits, "address", lambda *_: peer)
+    ours = Access(own=OTHER, peers=frozenset({ONE.public})) if access is KEYED else OPEN
+    revokes = Mock(return_value=3)
+    with serve(access=access, revoke=revokes) as server:
+        ask = partial(revoke, server.host, server.port, timeout=LONG, access=ours)
+        if refused:
+            with pytest.raises(RefusedError, match=refused):
                 ask()
-    assert asked == ([False, True] if keyed or here else [])
-    assert set(hosts) == (set() if keyed else {"127.0.0.1"})
-
-
-def test_holds_do_not_end_where_a_descriptor_is_another_connections(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ConnectionLimits, "address", lambda *_: "127.0.0.9")
-    with (
-        serve(revoke=lambda _: 3) as server,
-        pytest.raises(RefusedError, match=r"127\.0\.0\.9 is not on the engine's host"),
-    ):
-        revoke(server.host, server.port, timeout=LONG)
+        else:
+            revoked = wire.Revoked(engine="prefill", incarnation=7, tickets=3)
+            assert ask(key=access.public) == revoked
+            assert ask(key=access.public, conversations=True) == revoked
+    assert revokes.mock_calls == ([] if refused else [call(False), call(True)])
 
 
 def test_holds_do_not_end_where_nobody_can_end_them(server: HandshakeServer) -> None:
@@ -294,15 +206,9 @@ def test_close_frees_the_port_and_leaves_no_thread() -> None:
 
 def test_a_process_ends_without_closing_the_server() -> None:
     program = (
-        "from tests.core.side_channel.servers import pinged, serve\n"
-        "server = serve()\n"
-        "print(pinged(server))\n"
+        "from tests.core.side_channel.servers import pinged, serve; server = serve(); "
+        "print(pinged(server))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=LONG,
-        check=False,
-    )
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", "")

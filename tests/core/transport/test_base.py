@@ -134,7 +134,9 @@ def test_connecting_during_a_disconnect_waits_for_its_end(stack: ExitStack, stuc
     replace(pair, peer=pair.reader.found).read([(0, 0, 8)])
 
 
-def test_a_peer_whose_transfers_do_not_end_stays_connected(stack: ExitStack) -> None:
+def test_transfers_that_do_not_end_keep_their_peer_connected_but_not_from_being_closed(
+    stack: ExitStack,
+) -> None:
     pair = pair_of(Stubborn, stack)
     transfer = pair.lasting()
     with pytest.raises(TransportError, match=r"bytes may still arrive from loopback.*, 0\.01 s"):
@@ -145,9 +147,6 @@ def test_a_peer_whose_transfers_do_not_end_stays_connected(stack: ExitStack) -> 
     assert pair.status(transfer).state is State.FAILED
     with pytest.raises(TransportUsageError, match="no peer"):
         pair.reader.disconnect(pair.peer)
-
-
-def test_close_ends_everything_once_even_if_bytes_may_still_land(stack: ExitStack) -> None:
     pair = pair_of(Stubborn, stack)
     pair.lasting()
     with pytest.raises(TransportError, match=r"closed, but bytes may still land, 0\.01 s"):

@@ -6,7 +6,7 @@ import itertools
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
-from kvferry.drivers.nixl.agent import Agent, Handle, Registration, Telemetry, TransferChunk
+from kvferry.drivers.nixl.agent import Agent, Handle, Registration, TransferChunk
 from kvferry.drivers.nixl.descriptor_lists import PagedChunk
 
 
@@ -73,9 +73,6 @@ class FakeAgent(Agent):
 
     def release(self, handle: Handle) -> None:
         self.held.remove(handle)
-
-    def telemetry(self, handle: Handle) -> Telemetry:
-        return Telemetry(nbytes=1, descriptors=1, post_seconds=0.0, seconds=0.0)
 
     def notify(self, name: str, payload: bytes) -> None:
         self.sent.append((name, payload))

@@ -67,7 +67,8 @@ def region(start: int, stop: int, kind: str = "cpu") -> Region:
     return Region(address=1000 + start, nbytes=stop - start, kind=kind)
 
 
-WHOLE, PART, LARGER, OTHER = region(0, 100), region(10, 20), region(50, 150), region(200, 300)
+WHOLE, PART, LARGER = region(0, 100), region(10, 20), region(50, 150)
+OTHER, FAR = region(200, 300), region(500, 600)
 
 REGIONS = st.tuples(st.integers(0, 30), st.integers(1, 30), st.sampled_from(["cpu", "cuda"])).map(
     lambda drawn: region(drawn[0], drawn[0] + drawn[1], drawn[2])
@@ -142,9 +143,9 @@ def test_second_agent_posts_after_a_failure_with_same_registrations_and_peers(
     assert [agent.known for agent in fakes.made] == [[b"peer"]] * 2
     itself = fakes.agents.prepare(NixlPeer(name="ours", itself=True), CHUNK)
     assert itself.name == fakes.made[1].name
-    fakes.made[1].refused = {region(500, 600)}
+    fakes.made[1].refused = {FAR}
     with pytest.raises(TransportError, match="told to refuse"):
-        fakes.register(region(500, 600))
+        fakes.register(FAR)
     assert fakes.registered() == [[WHOLE, OTHER]] * 2
     fakes.agents.deregister(OTHER)
     assert fakes.registered() == [[WHOLE]] * 2
@@ -155,19 +156,17 @@ def test_second_agent_posts_after_a_failure_with_same_registrations_and_peers(
     assert all(agent.closed for agent in fakes.made)
 
 
-def test_second_agent_loads_metadata_only_when_it_changed(fakes: FakeAgents) -> None:
+def test_second_agent_loads_metadata_when_it_changed_and_the_peer_is_lost_if_it_is_refused(
+    fakes: FakeAgents,
+) -> None:
     fakes.fail()
     for _ in range(2):
         assert fakes.posting().known == [b"peer"]
     fakes.peer.keys = frozenset({1, 2})
     assert fakes.posting().known == [b"peer", b"peer"]
     assert fakes.made[0].known == []
-
-
-def test_peer_whose_new_metadata_is_refused_is_lost(fakes: FakeAgents) -> None:
-    fakes.fail()
-    fakes.posting().refuses_metadata = True
-    fakes.peer.keys = frozenset({1, 2})
+    fakes.made[1].refuses_metadata = True
+    fakes.peer.keys = frozenset({1, 2, 3})
     with pytest.raises(PeerLostError, match="its second half is wrong"):
         fakes.posting()
 

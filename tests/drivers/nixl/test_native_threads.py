@@ -8,15 +8,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvferry.drivers.nixl.native_threads import NativeThreads
-
-
-def until(holds: Callable[[], object]) -> None:
-    while not holds():
-        time.sleep(0.001)
+from tests.drivers.pairs import until
 
 
 @contextmanager

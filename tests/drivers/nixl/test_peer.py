@@ -52,7 +52,10 @@ def test_returning_peer_is_removed_first_only_if_memory_is_gone(
     again = peer("a", *keys)
     idle.connect(again, agent)
     assert agent.known == [b"a"] * loads
-    again.remove_remote()
+    idle.add(again)
+    agent.refuses_metadata = True
+    with pytest.raises(ConnectError, match="its second half is wrong"):
+        idle.connect(peer("a", *keys), agent)
     assert (agent.known, second.known) == ([], [])
 
 
@@ -64,16 +67,6 @@ def test_only_most_recent_idle_peers_are_kept() -> None:
         idle.add(some)
     assert (len(agent.known), agent.known[0]) == (MAX_IDLE, b"2")
     idle.clear()
-    assert agent.known == []
-
-
-def test_returning_peer_refused_by_nixl_is_removed() -> None:
-    idle, agent, some = IdlePeers(), FakeAgent(), peer("a", 1)
-    idle.connect(some, agent)
-    idle.add(some)
-    agent.refuses_metadata = True
-    with pytest.raises(ConnectError, match="its second half is wrong"):
-        idle.connect(peer("a", 1), agent)
     assert agent.known == []
 
 

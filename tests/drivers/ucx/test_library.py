@@ -45,13 +45,6 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return fake_libraries.wheel(tmp_path)
 
 
-def install_system_library(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
-    """Make this the libucp of the system."""
-    monkeypatch.setattr(library, "SYSTEMS_OWN", "libucp.so.0")
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(path.parent))
-    return path
-
-
 def test_no_library_is_reported_with_remedies() -> None:
     with pytest.raises(DriverError) as caught:
         find()
@@ -155,39 +148,32 @@ def test_wheel_is_found_by_its_files(wheel: Path) -> None:
 
 @fake_libraries.NEEDS_COMPILER
 @pytest.mark.parametrize(
-    ("version", "source"), [((1, 23, 0), "the system's"), ((1, 18, 0), "the wheel libucx")]
+    ("version", "own", "source", "advice"),
+    [
+        ((1, 23, 0), False, "the system's", ""),
+        ((1, 18, 0), False, "the wheel libucx", "to use RDMA, UCX {lowest} or later in its place"),
+        ((1, 23, 0), True, "option library", "to use RDMA, driver_options: library: {system}"),
+    ],
+    ids=["system", "too old", "named"],
 )
-def test_system_library_is_preferred_to_wheel_unless_it_is_too_old(
+def test_system_library_is_preferred_to_wheel_and_advised_for_its_rdma(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     wheel: Path,
     caplog: pytest.LogCaptureFixture,
     version: library.Version,
+    own: bool,
     source: str,
+    advice: str,
 ) -> None:
-    """A warning names the library of the system and the RDMA that it would give."""
-    path = install_system_library(
-        monkeypatch, fake_libraries.with_rdma(fake_libraries.ucp(tmp_path / "system", version))
-    )
-    found = find()
+    system = fake_libraries.with_rdma(fake_libraries.ucp(tmp_path / "system", version))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(system.parent))
+    found = find(str(fake_libraries.ucp(tmp_path / "mine", (1, 22, 0))) if own else None)
     assert found.source == source
-    if found.path == str(wheel):
-        assert str(path) in found.advice
-        assert f"to use RDMA, UCX {library.dotted(library.LOWEST)} or later" in found.advice
-    assert [record.message for record in caplog.records] == [found.advice] * bool(found.advice)
-
-
-@fake_libraries.NEEDS_COMPILER
-def test_advice_names_another_library_with_rdma(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    able = install_system_library(
-        monkeypatch, fake_libraries.with_rdma(fake_libraries.ucp(tmp_path / "system", (1, 23, 0)))
-    )
-    found = find(str(fake_libraries.ucp(tmp_path / "mine", (1, 22, 0))))
-    assert found.source == "option library"
-    assert found.advice.endswith(f"driver_options: library: {able}")
-    assert [record.message for record in caplog.records] == [found.advice]
+    lowest = library.dotted(library.LOWEST)
+    assert found.advice.endswith(advice.format(lowest=lowest, system=system))
+    assert (str(system) in found.advice) == bool(found.advice) == bool(advice)
+    assert [record.message for record in caplog.records] == [found.advice] * bool(advice)
 
 
 @fake_libraries.NEEDS_COMPILER

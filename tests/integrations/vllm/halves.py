@@ -292,6 +292,8 @@ def engine(role: str = "kv_both", **changes: Any) -> Any:
         "attention_config": {"hisparse_config": None},
         "aux_output_config": {"enabled": False},
         "kv_transfer_config": {
+            "kv_connector": "KVFerryConnector",
+            "kv_connector_module_path": None,
             "engine_id": "decode",
             "kv_role": role,
             "is_kv_consumer": role != "kv_producer",

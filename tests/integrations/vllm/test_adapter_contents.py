@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -23,8 +22,6 @@ from kvferry.integrations.vllm.adapter_contents import (
     AdapterContents,
     AdapterError,
     AdapterLoad,
-    AdapterReport,
-    LoadLog,
     adapter_version,
     observe_loads,
 )
@@ -44,12 +41,6 @@ def content(path: str) -> bytes:
 
 
 class TestFiles:
-    def test_the_folder_does_not_matter(self, tmp_path: Path) -> None:
-        one, other = write(tmp_path / "one"), tmp_path / "other"
-        shutil.copytree(one, other)
-        (other / "README.md").write_text("vLLM does not read this file")
-        assert content(one) == content(str(other))
-
     @pytest.mark.parametrize(
         "changes",
         [{"weights": b"Weights"}, {"config": '{"r": 8}'}, {"weights": b"eights", "config": "{}w"}],
@@ -77,23 +68,17 @@ class TestFiles:
         assert before != after
         assert contents.known(path) is None
 
-    @pytest.mark.parametrize("missing", [CONFIG, WEIGHTS[0], ""])
-    def test_a_file_that_is_gone(self, tmp_path: Path, missing: str) -> None:
-        path = write(tmp_path / "adapter")
-        shutil.rmtree(path) if not missing else (Path(path) / missing).unlink()
+    @pytest.mark.parametrize(
+        "path", ["somebody/adapter-on-a-hub", "with\0zero", "a" * 5000, CONFIG, WEIGHTS[0], "pipe"]
+    )
+    def test_what_is_no_folder_with_both_files(self, tmp_path: Path, path: str) -> None:
+        if path in (CONFIG, WEIGHTS[0], "pipe"):
+            folder = write(tmp_path)
+            (tmp_path / (CONFIG if path == "pipe" else path)).unlink()
+            if path == "pipe":
+                os.mkfifo(tmp_path / CONFIG)
+            path = folder
         with pytest.raises(AdapterError, match=r"cannot be read .* leave the folder in place"):
-            content(path)
-
-    @pytest.mark.parametrize("path", ["somebody/adapter-on-a-hub", "with\0zero", "a" * 5000])
-    def test_paths_that_are_no_folder(self, path: str) -> None:
-        with pytest.raises(AdapterError, match="cannot be read"):
-            adapter_version(path)
-
-    def test_a_pipe_instead_of_a_file(self, tmp_path: Path) -> None:
-        path = write(tmp_path)
-        (tmp_path / CONFIG).unlink()
-        os.mkfifo(tmp_path / CONFIG)
-        with pytest.raises(AdapterError, match="not an ordinary file"):
             content(path)
 
     @pytest.mark.parametrize("gone", [False, True])
@@ -218,13 +203,3 @@ class TestLoads:
         delattr(manager, METHOD)
         with pytest.raises(ConfigError, match=r"start without enable_lora, or with vLLM 0\.29"):
             Worker(manager)
-
-    def test_reports_of_two_ranks(self) -> None:
-        logs = [LoadLog(), LoadLog()]
-        for rank, log in enumerate(logs):
-            log.add(AdapterLoad(rank=rank, adapter=1, name="adapter", path="/adapter"))
-            log.ask(4)
-        report = logs[0].take().aggregate(logs[1].take())
-        assert [load.rank for load in report.loads] == [0, 1]
-        assert report.step == 4
-        assert report.aggregate(AdapterReport()).step == 0

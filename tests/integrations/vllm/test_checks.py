@@ -6,7 +6,7 @@ import multiprocessing
 import re
 import socket
 import sys
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,32 +94,25 @@ def test_a_model_without_a_cache() -> None:
     assert "a model without a cache to hand over" in problem
 
 
-@dataclass
-class Transfer:
-    """vLLM's ``KVTransferConfig``, as far as it is looked at."""
-
-    kv_connector: str | None = "KVFerryConnector"
-    kv_connector_module_path: str | None = None
-    kv_role: str = "kv_both"
-    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
-    enable_permute_local_kv: bool = False
-
-    @property
-    def is_kv_consumer(self) -> bool:
-        return self.kv_role != "kv_producer"
+def ferry(role: str = "kv_both", **extra: object) -> Any:
+    """This connector's configuration, as vLLM has it."""
+    return engine(role, kv_connector_extra_config=extra).kv_transfer_config
 
 
-def ferry(role: str = "kv_both", **extra: object) -> Transfer:
-    return Transfer(kv_role=role, kv_connector_extra_config=extra)
+def named(name: str | None, module: str | None = None, **extra: Any) -> Any:
+    return engine(
+        kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra
+    ).kv_transfer_config
 
 
-def multi(*children: dict[str, Any], role: str = "kv_both") -> Transfer:
-    extra = {"connectors": list(children)}
-    return Transfer(kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config=extra)
+def multi(*children: dict[str, Any], role: str = "kv_both") -> Any:
+    transfer = ferry(role, connectors=list(children))
+    transfer.kv_connector = "MultiConnector"
+    return transfer
 
 
-def child(name: str = "KVFerryConnector", **extra: object) -> dict[str, Any]:
-    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+def child(name: str = "KVFerryConnector", **extra: Any) -> dict[str, Any]:
+    return dict(vars(named(name, **extra)))
 
 
 def launched(transfer: object, **changes: Any) -> Any:
@@ -129,23 +122,17 @@ def launched(transfer: object, **changes: Any) -> Any:
 TALKS: dict[str, Any] = {"bidirectional_kv_xfer": True}
 
 
-@pytest.mark.parametrize(
-    ("own", "outer"),
-    [
-        *((ferry(), multi(child(), child(o))) for o in ("OffloadingConnector", "SomebodyElses")),
-        (ferry("kv_consumer"), multi(child("LMCacheConnectorV1"), child())),
-        (ferry("kv_both"), multi(child(), role="kv_consumer")),
-        (ferry("kv_producer"), multi(child(), role="kv_producer")),
-        (ferry(**TALKS), ferry(**TALKS)),
-    ],
-)
-def test_siblings_that_pass(own: Any, outer: Any) -> None:
-    assert not list(sibling_problems(own, outer))
+ROLES = ("kv_producer", "kv_consumer")
 
 
 @pytest.mark.parametrize(
     ("own", "outer", "words"),
     [
+        *((ferry(), multi(child(), child(o)), "") for o in ("OffloadingConnector", "Another's")),
+        (ferry("kv_consumer"), multi(child("LMCacheConnectorV1"), child()), ""),
+        (ferry(), multi(child(), role="kv_consumer"), ""),
+        (ferry("kv_producer"), multi(child(), role="kv_producer"), ""),
+        (ferry(**TALKS), ferry(**TALKS), ""),
         *(
             (ferry(), multi(child(name), child()), f"{name} and KVFerryConnector under one Multi")
             for name in ("NixlConnector", "MooncakeConnector", "KVFerryConnector")
@@ -154,19 +141,14 @@ def test_siblings_that_pass(own: Any, outer: Any) -> None:
             (ferry(role), multi(child(), role="kv_producer"), f"'{role}' under .* \"kv_both\"")
             for role in ("kv_consumer", "kv_both")
         ),
-        *(
-            (ferry(role, **TALKS), ferry(role, **TALKS), f"'{role}'.*set kv_role \"kv_both\"")
-            for role in ("kv_producer", "kv_consumer")
-        ),
-        (
-            ferry(**TALKS),
-            multi(child(), role="kv_consumer"),
-            "bidirectional_kv_xfer with kv_role 'kv_consumer'",
-        ),
+        *((ferry(r, **TALKS), ferry(r, **TALKS), f"'{r}'.*set kv_role \"kv_both\"") for r in ROLES),
+        (ferry(**TALKS), multi(child(), role="kv_consumer"), "xfer with kv_role 'kv_consumer'"),
     ],
 )
-def test_siblings_that_are_refused(own: Any, outer: Any, words: str) -> None:
-    assert re.search(words, "; ".join(sibling_problems(own, outer)))
+def test_siblings(own: Any, outer: Any, words: str) -> None:
+    problems = "; ".join(sibling_problems(own, outer))
+    assert re.search(words, problems)
+    assert bool(words) == bool(problems)
 
 
 # At launch.
@@ -181,14 +163,22 @@ def parallel(**changes: Any) -> Any:
     return engine(**changes).parallel_config
 
 
+ELSEWHERE: tuple[dict[str, Any], ...] = (
+    {"data_parallel_size_local": 0},
+    {"data_parallel_backend": "ray"},
+    {"distributed_executor_backend": "ray"},
+)
+"""No engine of these runs on this host."""
+
+
 @pytest.mark.parametrize(
     "transfer",
     [
         None,
-        Transfer(kv_connector=None),
-        Transfer(kv_connector="NixlConnector", kv_connector_extra_config={"drvier": 1}),
-        Transfer(kv_connector_module_path="another.module", kv_connector_extra_config={"x": 1}),
-        multi({"kv_connector": "NixlConnector", "kv_connector_extra_config": {"drvier": 1}}),
+        named(None),
+        named("NixlConnector", drvier=1),
+        named("KVFerryConnector", "another.module", drvier=1),
+        multi(child("NixlConnector", drvier=1)),
         ferry(),
         ferry(driver="nixl", driver_options={"backend": "UCX"}),
         multi(child()),
@@ -213,14 +203,22 @@ def test_everything_wrong_is_named_at_once(transfer: object) -> None:
         assert words in found
 
 
-def test_settings_of_the_engine_are_checked() -> None:
-    check_launch(launched(ferry()))
-    with pytest.raises(ConfigError, match="enable_sleep_mode"):
-        check_launch(launched(ferry(), enable_sleep_mode=True))
-    with pytest.raises(ConfigError, match="enable_sleep_mode"):
-        check_launch(launched(multi(child()), enable_sleep_mode=True))
-    with pytest.raises(ConfigError, match='set the outer to "kv_both"'):
-        check_launch(launched(multi(child(), role="kv_producer")))
+@pytest.mark.parametrize(
+    ("transfer", "changes", "words"),
+    [
+        (ferry(), {}, ""),
+        (ferry(), {"enable_sleep_mode": True}, "enable_sleep_mode"),
+        (multi(child()), {"enable_sleep_mode": True}, "enable_sleep_mode"),
+        (multi(child(), role="kv_producer"), {}, 'set the outer to "kv_both"'),
+        (ferry(side_channel_host="192.0.2.1"), {}, "side_channel_host to an address of this host"),
+        # Where no engine runs, no driver, no keys and no port are needed.
+        *((ferry(driver="unheard-of", curve_secret_key="file:/missing"), e, "") for e in ELSEWHERE),
+        *((ferry(drvier=1), elsewhere, "did you mean 'driver'") for elsewhere in ELSEWHERE),
+    ],
+)
+def test_launch(transfer: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_launch(launched(transfer, **changes))
 
 
 @pytest.mark.parametrize(
@@ -229,14 +227,12 @@ def test_settings_of_the_engine_are_checked() -> None:
         ({}, [0]),
         ({"data_parallel_size_local": 4}, [0, 1, 2, 3]),
         ({"data_parallel_index": 4, "data_parallel_size_local": 2}, [4, 5]),
-        ({"data_parallel_size_local": 0}, []),
-        ({"data_parallel_backend": "ray"}, []),
-        ({"distributed_executor_backend": "ray"}, []),
-        ({"node_rank_within_dp": 1}, []),
+        *((elsewhere, []) for elsewhere in (*ELSEWHERE, {"node_rank_within_dp": 1})),
     ],
 )
 def test_engines_of_this_host(changes: dict[str, object], indices: list[int]) -> None:
     assert list(engines_here(parallel(**changes))) == indices
+    assert launches_here(parallel(**changes)) == (changes not in ELSEWHERE)
 
 
 def test_port_of_each_engine_of_this_host_is_tried() -> None:
@@ -251,27 +247,6 @@ def test_port_of_each_engine_of_this_host_is_tried() -> None:
                     )
                 )
     check_launch(launched(ferry(side_channel_host=OWN_HOST, side_channel_port=port)))
-
-
-@pytest.mark.parametrize(
-    "elsewhere",
-    [
-        {"data_parallel_size_local": 0},
-        {"data_parallel_backend": "ray"},
-        {"distributed_executor_backend": "ray"},
-    ],
-)
-def test_host_without_engines_needs_no_driver_and_no_keys(elsewhere: dict[str, object]) -> None:
-    transfer = ferry(driver="unheard-of", curve_secret_key="file:/missing")
-    assert not launches_here(parallel(**elsewhere))
-    check_launch(launched(transfer, **elsewhere))
-    with pytest.raises(ConfigError, match="did you mean 'driver'"):
-        check_launch(launched(ferry(drvier=1), **elsewhere))
-
-
-def test_host_that_is_not_of_this_machine() -> None:
-    with pytest.raises(ConfigError, match="Set side_channel_host to an address of this host"):
-        check_launch(launched(ferry(side_channel_host="192.0.2.1")))
 
 
 def _in_a_child(answer: Any) -> None:

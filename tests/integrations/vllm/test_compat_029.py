@@ -12,22 +12,14 @@ import pytest
 from kvferry.integrations.vllm import compat_029
 from kvferry.integrations.vllm.checks import cache_problems
 from tests.integrations.vllm import without_vllm
-from tests.integrations.vllm.halves import blocks
 
 
 @pytest.fixture
-def later() -> Iterator[Any]:
-    """A vLLM that takes the ids of requests whose load failed."""
+def oldest() -> Iterator[Any]:
+    """A vLLM that takes the ids of blocks, not of requests, whose load failed."""
     with without_vllm.modules("compat_029") as [module]:
+        del sys.modules[f"{without_vllm.PACKAGE}.base"].KVConnectorTransferResults
         yield module
-
-
-@pytest.fixture
-def oldest(later: Any) -> Any:
-    """A vLLM that takes the ids of blocks."""
-    base = sys.modules[f"{without_vllm.PACKAGE}.base"]
-    del base.KVConnectorTransferResults
-    return later
 
 
 class FullAttentionSpec:
@@ -36,50 +28,6 @@ class FullAttentionSpec:
 
 class SlidingWindowSpec:
     """Likewise."""
-
-
-def test_results_without_such_a_class(oldest: Any) -> None:
-    made = oldest.transfer_results(sent={"s"}, received={"r"}, failed={"r"})
-    assert (made.finished_sending, made.finished_recving, made.failed_recving) == (
-        {"s"},
-        {"r"},
-        {"r"},
-    )
-
-
-def test_blocks_of_failed_loads(oldest: Any) -> None:
-    """Those of the load alone: neither cached blocks, nor vLLM's null block."""
-    recorded, failing = oldest.LoadBlocks(), oldest.FailedBlocks()
-    recorded.allocated("a", blocks(7, 0, 8, 9, cached=1), 40)
-    recorded.allocated("b", blocks(3), 20)
-    recorded.allocated("computed here", blocks(7, 0, 8, 9, cached=1), 0)
-    taken = recorded.take()
-    assert taken == {"a": (8, 9), "b": (3,)}
-    assert recorded.take() == {}
-    failing.started(taken)
-    failing.ended(["another connector's"], {"another connector's"})
-    assert (failing.take_blocks(), failing.take_requests()) == (set(), frozenset())
-    failing.ended(["a", "b"], {"a"})
-    assert (failing.take_blocks(), failing.take_requests()) == ({8, 9}, frozenset({"a"}))
-    assert (failing.take_blocks(), failing.take_requests()) == (set(), frozenset())
-
-
-def test_no_blocks_are_recorded_where_vllm_takes_requests(later: Any) -> None:
-    recorded = later.LoadBlocks()
-    recorded.allocated("a", SimpleNamespace(blocks=[*blocks(1).blocks, *blocks(2).blocks]), 40)
-    assert recorded.take() == {}
-
-
-def test_failed_requests() -> None:
-    """They count when every rank has reported the load, also if one reported them earlier."""
-    failures = compat_029.FailedRequests()
-    early = SimpleNamespace(finished_recving=None)
-    late: Any = SimpleNamespace(finished_recving={"a", "b"})
-    assert failures.among_finished(early, ["a"]) == set()
-    assert failures.among_finished(late, []) == {"a"}
-    assert failures.among_finished(late, []) == set()
-    named: Any = SimpleNamespace(finished_recving={"a", "b"}, failed_recving={"b"})
-    assert failures.among_finished(named, []) == {"b"}
 
 
 def test_an_engine_that_cannot_be_told_of_failed_loads_does_not_load(
@@ -94,6 +42,8 @@ def test_an_engine_that_cannot_be_told_of_failed_loads_does_not_load(
         transfer: Any = SimpleNamespace(is_kv_consumer=loads)
         return "".join(cache_problems(transfer, config))
 
+    results = oldest.transfer_results(sent={"s"}, received={"r"}, failed={"r"})
+    assert (results.finished_sending, results.failed_recving) == ({"s"}, {"r"})
     full, window = FullAttentionSpec(), SlidingWindowSpec()
     assert not problems(full)
     assert not problems(SimpleNamespace(kv_cache_specs={"layer": full}))

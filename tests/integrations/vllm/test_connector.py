@@ -48,66 +48,6 @@ def made(vllm: Any, role: Role) -> Any:
     return vllm.connector.KVFerryConnector(CONFIG, role, CACHES)
 
 
-HOOKS = (
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished",
-    "request_finished_all_groups",
-    "has_pending_block_frees",
-    "has_pending_push_work",
-    "set_xfer_handshake_metadata_pp_aware",
-    "reset_cache",
-    "bind_gpu_block_pool",
-    "get_kv_connector_stats",
-)
-
-
-def test_hooks_of_the_scheduler(vllm: Any) -> None:
-    """Each is passed on to the method of this name."""
-    connector = made(vllm, Role.SCHEDULER)
-    half = vllm.halves.scheduler.return_value
-    for hook in HOOKS:
-        arguments = () if hook == "get_kv_connector_stats" else ("a", "b")
-        assert getattr(connector, hook)(*arguments) is getattr(half, hook).return_value
-        assert half.mock_calls.pop() == getattr(call, hook)(*arguments)
-
-
-def test_what_the_scheduler_is_told_of_the_engine(vllm: Any) -> None:
-    connector = made(vllm, Role.SCHEDULER)
-    assert vllm.halves.scheduler.mock_calls[0] == call(CONFIG, CACHES)
-    assert connector.get_loaded_kv_cache_group_ids("r") == (0, 2)
-    assert connector.supports_divergent_local_hybrid_hits is True
-    assert connector.get_handshake_metadata() is None
-    connector.shutdown()
-    assert vllm.halves.scheduler.return_value.shutdown.called
-    assert vllm.halves.share_log_handlers.called
-    assert not vllm.halves.checks.mock_calls
-
-
-def test_a_worker_with_caches(vllm: Any) -> None:
-    connector = made(vllm, Role.WORKER)
-    connector.register_kv_caches({"layer": "cache"})
-    siblings = vllm.halves.checks.has_siblings.return_value
-    assert vllm.halves.worker.mock_calls == [
-        call(CONFIG, CACHES, {"layer": "cache"}, has_siblings=siblings)
-    ]
-    half = vllm.halves.worker.return_value
-    step = vllm.metadata.StepMetadata()
-    connector.bind_connector_metadata(step)
-    assert (connector.bound, half.mock_calls) == (step, [call.apply(step)])
-    connector.bind_connector_metadata("another connector's")
-    assert (connector.bound, half.mock_calls) == ("another connector's", [call.apply(step)])
-    assert connector.get_handshake_metadata() is half.handshake
-    assert connector.get_transfer_results(set()) is half.results.return_value
-    assert connector.build_connector_worker_meta() is half.take_report.return_value
-    assert connector.get_kv_connector_stats() is half.take_stats.return_value
-    connector.shutdown()
-    assert half.close.called
-
-
 def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
     """vLLM 0.33 calls the hook before it unmaps the cache, and then does not unmap it."""
     connector = made(vllm, Role.WORKER)
@@ -153,23 +93,6 @@ def test_a_worker_of_a_vllm_that_takes_the_blocks_of_failed_loads(vllm: Any) -> 
         failed=frozenset({"bad"})
     )
     assert connector.build_connector_worker_meta() is None
-
-
-def test_a_worker_without_caches(vllm: Any) -> None:
-    connector = made(vllm, Role.WORKER)
-    connector.bind_connector_metadata(vllm.metadata.StepMetadata())
-    connector.start_load_kv(None)
-    connector.wait_for_layer_load("layer")
-    connector.save_kv_layer("layer", None, None)
-    connector.wait_for_save()
-    connector.unregister_kv_caches()
-    assert connector.get_handshake_metadata() is None
-    assert connector.get_transfer_results(set()) == without_vllm.Results()
-    assert connector.build_connector_worker_meta() is None
-    assert connector.get_kv_connector_stats() is None
-    connector.shutdown()
-    with pytest.raises(KVFerryError, match="a scheduler's hook was called"):
-        connector.reset_cache()
 
 
 @pytest.mark.parametrize("outer", [None, "its own", "another's"])

@@ -64,18 +64,6 @@ def counted(made: Consumer) -> dict[str, Any]:
 
 
 class TestTickets:
-    def test_load_of_what_is_not_cached_here(self) -> None:
-        made = consumer()
-        each = arrive(made)
-        assert made.num_matched_tokens(each, 16) == made.num_matched_tokens(each, 16) == 24
-        made.blocks_allocated(each, blocks(21, 22, 23, cached=1), 24)
-        messages = made.drain()
-        [load] = messages.loads
-        assert load.ranges == ((16, 40),)
-        assert (load.local[0].ids.tolist(), load.local[0].first_index) == ([22, 23], 1)
-        assert (load.report, load.shared) == (True, False)
-        assert [prepared.tokens for prepared in messages.prepare] == [40]
-
     def test_an_id_that_comes_again_is_another_request(self) -> None:
         """vLLM did not say how the first has ended, so its ticket is given back."""
         made = consumer(directory=(users := Users()))
@@ -337,6 +325,8 @@ def loaded(made: Consumer, each: Any, computed: int = 0) -> int | None:
 LORA = {"lora_request": SimpleNamespace(lora_name="sql")}
 WEIGHTS: dict[str, Any] = {"adapter_content": lambda each: b"weights"}
 OTHERS: dict[str, Any] = {"adapter_content": lambda each: b"others"}
+OF_STATES = conversation_ticket(57, (STATE,))
+ENDS = ((80, 57), (57, 0), (56, 0))
 WITH_LORA = turn(80, conversation_ticket(change=LORA, **WEIGHTS), change=LORA)
 
 
@@ -355,6 +345,8 @@ class TestTurns:
             (64, turn(edited=79), {}),
             (16, turn(edited=20), {"verify_prompt": False}),
             (0, turn(edited=60), {"groups": (STATE,)}),
+            # States are loaded whole or not at all; the last token of a prompt is computed here.
+            *((n, turn(prompt, OF_STATES), {"groups": (STATE,)}) for prompt, n in ENDS),
             # No image is cut; without its second, the first of two would be.
             (32, pictured((40, 20)), {}),
             (48, pictured((40, 8)), {}),
@@ -420,12 +412,6 @@ class TestTurns:
         assert (load.reads, load.report) == (bool(tokens), bool(tokens))
         assert (load.ticket.tokens, load.ticket.computed) == (57, False)
 
-    @pytest.mark.parametrize(("prompt", "tokens"), [(80, 57), (57, 0), (56, 0)])
-    def test_states_are_loaded_whole_or_not_at_all(self, prompt: int, tokens: int) -> None:
-        """The last token of a prompt is computed here."""
-        params = conversation_ticket(57, (STATE,))
-        assert loaded(talker((STATE,)), turn(prompt, params)) == tokens
-
     def test_request_with_both_flags_is_no_turn(self) -> None:
         """It comes with the ticket of a prompt, which it needs, and is decoded elsewhere."""
         made = talker(engine="another", kv_recompute_threshold=1000)
@@ -460,43 +446,15 @@ class TestTurns:
         assert counted(made) == {"refused_tickets": {reason: 1}}
 
 
-class TestStaged:
-    """Loads into host pages: of four, the first of two requests has got three."""
-
-    @pytest.fixture
-    def now(self) -> list[float]:
-        return [0.0]
-
-    @pytest.fixture
-    def made(self, now: list[float]) -> Consumer:
-        made = consumer(is_staged=True, metrics=Metrics(driver="loopback"))
-        made.set_host_pages(host_pages(4, lambda: now[0]))
-        for name in ("first", "second"):
-            self.requests[name] = arrive(made, name=name)
-        assert made.num_matched_tokens(self.requests["first"], 0) == 40
-        return made
-
-    @pytest.fixture(autouse=True)
-    def requests_by_name(self) -> None:
-        self.requests: dict[str, Any] = {}
-
-    def test_a_wait_ends_as_a_refused_ticket(self, made: Consumer, now: list[float]) -> None:
-        """Prefill is told that nobody will come."""
-        late = self.requests["second"]
-        assert made.num_matched_tokens(late, 0) is None
-        now[0] = 10.0
-        assert made.num_matched_tokens(late, 0) == 40
-        messages = allocate(made, late)
-        assert [request for request, _ in messages.refused] == ["second"]
-        [release] = messages.loads
-        assert (release.request, release.report, release.copy) == ("second", False, None)
-        assert counted(made)["refused_tickets"] == {"host_pages": 1}
-
-    def test_more_blocks_than_reserved_fail_the_load(self, made: Consumer) -> None:
-        """vLLM may give a request more than its tokens need."""
-        messages = allocate(made, self.requests["first"])
-        assert [request for request, _ in messages.refused] == ["first"]
-        [release] = messages.loads
-        assert not release.report
-        made.loads_finished(["first"], ["first"])
-        assert made.num_matched_tokens(self.requests["second"], 0) == 40
+def test_more_blocks_than_host_pages_fail_the_load() -> None:
+    """vLLM may give a request more than its tokens need. ``test_consumer_model`` has the rest."""
+    made = consumer(is_staged=True, metrics=Metrics(driver="loopback"))
+    made.set_host_pages(host_pages(4, lambda: 0.0))
+    first, second = arrive(made, name="first"), arrive(made, name="second")
+    assert (made.num_matched_tokens(first, 0), made.num_matched_tokens(second, 0)) == (40, None)
+    messages = allocate(made, first)
+    assert [request for request, _ in messages.refused] == ["first"]
+    assert [(load.report, load.copy) for load in messages.loads] == [(False, None)]
+    assert counted(made)["refused_tickets"] == {"host_pages": 1}
+    made.loads_finished(["first"], ["first"])
+    assert made.num_matched_tokens(second, 0) == 40

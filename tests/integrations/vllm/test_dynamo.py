@@ -67,31 +67,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_another_module_of_this_name_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("other", ["nothing", "a script", "without a spec", "without workers"])
+def test_where_dynamo_is_not_installed(
+    other: str,
+    install: Install,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    dynamo.register(NAME)
-    (tmp_path / "dynamo.py").write_text("raise RuntimeError('a script of the user')")
-    monkeypatch.syspath_prepend(tmp_path)
-    dynamo.register(NAME)
-    assert not loaded()
-    assert not caplog.records
-
-
-def test_a_module_without_a_spec_is_not_dynamo(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A script may be run, or a test may put a stand-in, under this name."""
-    monkeypatch.setitem(sys.modules, "dynamo", ModuleType("dynamo"))
-    dynamo.register(NAME)
-    assert not caplog.records
-
-
-def test_without_its_vllm_workers(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     """ai-dynamo-runtime has the package dynamo, but not dynamo.vllm."""
-    install(**{"llm/__init__": ""})
+    if other == "a script":
+        (tmp_path / "dynamo.py").write_text("raise RuntimeError('a script of the user')")
+        monkeypatch.syspath_prepend(tmp_path)
+    elif other == "without a spec":
+        monkeypatch.setitem(sys.modules, "dynamo", ModuleType("dynamo"))
+    elif other == "without workers":
+        install(**{"llm/__init__": ""})
     dynamo.register(NAME)
     assert not caplog.records
+    assert "dynamo.vllm" not in sys.modules
 
 
 def test_the_plugin_adds_the_connector(

@@ -204,12 +204,6 @@ class TestProducer:
         orders = prefill.step(40)
         assert (orders.take_ons, orders.drops) == ((), ())
 
-    @pytest.mark.parametrize("groups", [(*full(), WINDOW), STATES])
-    def test_windows_and_states_wait_for_the_ticket(self, groups: tuple[CacheGroup, ...]) -> None:
-        prefill = computed(40, groups=groups)
-        assert prefill.part().ticket.pages == ((11, 12, 13), ())
-        assert prefill.part().ticket.first_index == (0, 0)
-
     @pytest.mark.parametrize(
         ("settings", "change"),
         [
@@ -234,11 +228,6 @@ class TestProducer:
 
     def test_drafts_behind_a_chunk_are_left_to_the_next_part(self) -> None:
         assert computed(40, lookahead=3).part().ticket.tokens == 37
-
-    def test_aborted_request_ends_its_room(self) -> None:
-        news = computed(40).finish("FINISHED_ABORTED").news()
-        assert (news.part, news.is_last) == (b"", True)
-        assert "FINISHED_ABORTED" in news.error
 
     @pytest.mark.parametrize("end", [HoldEnd.READ, HoldEnd.ABANDONED, HoldEnd.EXPIRED])
     def test_room_of_a_ticket_that_decode_is_through_with_is_forgotten(self, end: HoldEnd) -> None:
@@ -376,17 +365,6 @@ class TestConsumer:
         assert counted["early_loads"] == counted["loads"] == {"loopback": 1}
         assert decode.consumer.drain() == LoadMessages()
 
-    def test_a_part_of_a_load_that_has_ended_is_not_sent(self) -> None:
-        """The id could be another request's by then."""
-        decode, prefill = Decoding(), computed(40)
-        decode.begin(prefill)
-        prefill.step(20)
-        prefill.step()
-        decode.hear(prefill)
-        decode.matched()
-        decode.consumer.loads_finished(["r"], ["r"])
-        assert decode.consumer.drain() == LoadMessages()
-
     @pytest.mark.parametrize(
         ("news", "words"),
         [
@@ -446,10 +424,6 @@ class TestConsumer:
         assert decode.matched() == 99 - max(0, lookahead - 2)
         assert decode.counted().get("refused_tickets", {}).get("loopback", {}) == reason
 
-    def test_longer_prompt_loads_its_front(self) -> None:
-        [load] = Decoding(tokens=130).begin(computed(40)).loads
-        assert load.ranges == ((0, 100),)
-
     @pytest.mark.parametrize(
         "later",
         [lambda: finished(computed(40, tokens=90)), lambda: computed(40, 40, tokens=110)],
@@ -466,14 +440,6 @@ class TestConsumer:
         decode.add(DECODE | {"remote_engine_id": "another"})
         decode.hear(computed(40), "second")
         assert "engine 'prefill'" in decode.refusal("second")
-
-    @pytest.mark.parametrize("is_last", [False, True])
-    def test_ticket_where_a_part_is_expected_and_the_reverse(self, is_last: bool) -> None:
-        prefill = finished(computed(100)) if is_last else computed(40)
-        news, decode = prefill.news(), Decoding()
-        swapped = RoomNews(room=news.room, version=1, part=news.part, is_last=not news.is_last)
-        decode.follower.hear(swapped)
-        assert decode.refusal()
 
     @pytest.mark.parametrize("secrets", [None, SECRETS], ids=["unsigned", "signed"])
     def test_unsigned_part_is_refused(self, secrets: TicketSecrets | None) -> None:
@@ -523,11 +489,6 @@ class TestConsumer:
         if follows:
             decode.hear(computed(40))
             assert "its tickets name no key" in decode.refusal()
-
-    def test_request_with_a_ticket_is_not_followed(self) -> None:
-        decode = Decoding()
-        decode.add(DECODE | {"remote_block_ids": [[1]]})
-        assert "second" not in decode.follower.followed
 
     @pytest.mark.parametrize("verifies", [True, False])
     def test_older_prefill_that_knows_rooms_by_name_only(self, verifies: bool) -> None:

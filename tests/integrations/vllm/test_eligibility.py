@@ -18,6 +18,10 @@ AT_THE_END = {"mm_features": [image(3), image(30, length=9)]}
 SCORED = {"skip_reading_prefix_cache": True}
 
 
+def status(name: str) -> dict[str, Any]:
+    return {"status": SimpleNamespace(name=f"FINISHED_{name}")}
+
+
 def rules(backoff: int = 0, **settings: Any) -> Eligibility:
     return Eligibility(facts(lookahead=backoff + 1, **(TALKS | settings)))
 
@@ -67,6 +71,13 @@ def found(request: Any, rules: Eligibility) -> int | str | NoTicket:
         (ANSWER, {"num_computed_tokens": 49}, EXACT, 49),
         (ANSWER, {"num_computed_tokens": 50}, EXACT, "more was computed than its tokens"),
         (ANSWER, {"prompt_embeds": object()}, {}, "its prompt has embeddings"),
+        # Only what came to its end gets one.
+        (PROMPT, status("STOPPED"), {}, 40),
+        *(
+            (params, status(name), {}, "")
+            for params in (PROMPT, ANSWER)
+            for name in ("ABORTED", "ERROR", "IGNORED", "REPETITION")
+        ),
     ],
 )
 def test_tokens_of_a_ticket(
@@ -74,22 +85,6 @@ def test_tokens_of_a_ticket(
 ) -> None:
     what = found(ended(params, **changes), rules(**settings))
     assert what == expected or (isinstance(what, str) and expected and expected in what)
-
-
-@pytest.mark.parametrize("params", [PROMPT, ANSWER])
-@pytest.mark.parametrize(
-    ("status", "gets"),
-    [
-        ("FINISHED_STOPPED", True),
-        ("FINISHED_ABORTED", False),
-        ("FINISHED_ERROR", False),
-        ("FINISHED_IGNORED", False),
-        ("FINISHED_REPETITION", False),
-    ],
-)
-def test_only_what_came_to_its_end_gets_one(params: Any, status: str, gets: bool) -> None:
-    made = ended(params, status=SimpleNamespace(name=status))
-    assert (found(made, rules()) != "") is gets
 
 
 @pytest.mark.parametrize(

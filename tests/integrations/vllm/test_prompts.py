@@ -30,6 +30,14 @@ def adapter(name: str) -> Any:
     return SimpleNamespace(lora_name=name)
 
 
+def digest_of(content: bytes | None = None, **values: Any) -> bytes:
+    """Of the first 30 tokens of a request with these attributes."""
+    return prompt_digest(changed(**values), 30, content)
+
+
+ADAPTED = {"content": b"content", "lora_request": adapter("first")}
+
+
 def test_without_more_it_is_that_of_the_token_ids() -> None:
     """Engines of all builds make it alike."""
     assert prompt_digest(request(40), 30) == digest(range(30), None, [], None, None)
@@ -50,11 +58,14 @@ def test_without_more_it_is_that_of_the_token_ids() -> None:
         ({"prompt_is_token_ids": [True] * 40}, {"prompt_is_token_ids": [True] * 29 + [False] * 11}),
         ({"prompt_is_token_ids": [True] * 40}, {}),
         ({"prompt_is_token_ids": [False] * 40}, {}),
+        (ADAPTED, {}),
+        (ADAPTED, ADAPTED | {"content": b"other content"}),
+        (ADAPTED, ADAPTED | {"lora_request": adapter("second")}),
     ],
 )
 def test_what_makes_it_another(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert prompt_digest(changed(**one), 30) != prompt_digest(changed(**other), 30)
-    assert prompt_digest(changed(**one), 30) == prompt_digest(changed(**one), 30)
+    assert digest_of(**one) != digest_of(**other)
+    assert digest_of(**one) == digest_of(**one)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +79,7 @@ def test_what_makes_it_another(one: dict[str, Any], other: dict[str, Any]) -> No
 def test_what_is_behind_the_tokens_does_not_count(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    assert prompt_digest(changed(**one), 30) == prompt_digest(changed(**other), 30)
+    assert digest_of(**one) == digest_of(**other)
 
 
 def test_embeddings() -> None:
@@ -120,17 +131,3 @@ def test_a_shorter_prompt_is_short_everywhere() -> None:
     assert [len(rows) for rows in (*lists, each._all_token_ids)] == [38] * 4
     assert (each.num_prompt_tokens, each.max_tokens) == (38, 1)
     assert each.prompt_token_ids == list(range(38))
-
-
-def test_the_content_of_an_adapter() -> None:
-    first, second = (
-        changed(lora_request=SimpleNamespace(lora_name=name)) for name in ("first", "second")
-    )
-    made = [
-        prompt_digest(first, 30, b"content"),
-        prompt_digest(first, 30, b"other content"),
-        prompt_digest(second, 30, b"content"),
-        prompt_digest(request(40), 30),
-    ]
-    assert len({*made}) == 4
-    assert prompt_digest(first, 30, b"content") == made[0]

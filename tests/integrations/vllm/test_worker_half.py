@@ -15,7 +15,7 @@ from kvferry.core import side_channel_messages as side
 from kvferry.core.directory import ProducerNews
 from kvferry.core.endpoint import Load, Results
 from kvferry.core.errors import KVFerryError, StaleError
-from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey
@@ -148,16 +148,6 @@ def test_loads_with_pages_that_others_would_keep_and_that_lack_tokens_fail(
     assert results.failed_recving == {"split"}
 
 
-def test_health_is_told_when_it_changes(half: Any, endpoint: MagicMock) -> None:
-    worker = half.FerryWorker(endpoint, lambda: None)
-    assert worker.take_report() is None
-    endpoint.problems = ("it burns",)
-    assert worker.take_report() == half.RankReport(problems={endpoint.payload.rank: ("it burns",)})
-    assert worker.take_report() is None
-    endpoint.problems = ()
-    assert worker.take_report() == half.RankReport(problems={endpoint.payload.rank: ()})
-
-
 @pytest.mark.parametrize("follows", [True, False])
 def test_what_ended_is_told_once(half: Any, endpoint: MagicMock, follows: bool) -> None:
     """Where nothing is logged by request, only holds that ended in an unusual way are."""
@@ -174,19 +164,26 @@ def test_what_ended_is_told_once(half: Any, endpoint: MagicMock, follows: bool) 
     assert worker.take_report() is None
 
 
-@pytest.mark.parametrize("silent", [[SILENCE], []])
-def test_silence_is_told_once_when_it_is_asked_for(
-    half: Any, endpoint: MagicMock, silent: list[Silence]
-) -> None:
-    """A rank that hears of every hold says so as well: the others wait for its answer."""
-    endpoint.silent.return_value = silent
-    worker = half.FerryWorker(endpoint, lambda: None)
-    worker.apply(half.StepMetadata())
+def test_a_report_has_what_changed_or_was_asked_for_once(half: Any, endpoint: MagicMock) -> None:
+    """A rank that knows of no silent hold says so, too: the others wait for its answer."""
+    rank, worker = endpoint.payload.rank, half.FerryWorker(endpoint, lambda: None)
+    assert wire.decode_payload(worker.handshake.payload) == endpoint.payload
     assert worker.take_report() is None
-    assert not endpoint.silent.called
-    worker.apply(half.StepMetadata(asks_silent=True))
-    assert worker.take_report() == half.RankReport(silent={endpoint.payload.rank: tuple(silent)})
-    assert worker.take_report() is None
+    for problems in (("it burns",), ()):
+        endpoint.problems = problems
+        assert worker.take_report() == half.RankReport(problems={rank: problems})
+        assert worker.take_report() is None
+    for silent in ([SILENCE], []):
+        endpoint.silent.return_value = silent
+        worker.apply(half.StepMetadata(asks_silent=True))
+        assert worker.take_report() == half.RankReport(silent={rank: tuple(silent)})
+        assert worker.take_report() is None
+    assert endpoint.silent.call_count == 2
+
+
+def test_it_drains_when_it_ends(half: Any, endpoint: MagicMock) -> None:
+    half.FerryWorker(endpoint, lambda: None, drain=3.0).close()
+    assert endpoint.method_calls == [call.close(3.0)]
 
 
 def test_what_several_ranks_say_of_one_request_is_put_together(half: Any) -> None:
@@ -215,16 +212,6 @@ def test_what_several_ranks_say_of_one_request_is_put_together(half: Any) -> Non
         "b": record("b"),
     }
     assert both.ended == {"c": ended("c", HoldEnd.EXPIRED)}
-
-
-def test_it_publishes_its_payload_and_drains_when_it_ends(half: Any, endpoint: MagicMock) -> None:
-    worker = half.FerryWorker(endpoint, lambda: None, drain=3.0)
-    assert wire.decode_payload(worker.handshake.payload) == endpoint.payload
-    endpoint.take_figures.side_effect = [None, {"pulls": {"loopback": 1}}]
-    assert worker.take_stats() is None
-    assert worker.take_stats().data == {"pulls": {"loopback": 1}}
-    worker.close()
-    assert endpoint.method_calls[2:] == [call.close(3.0)]
 
 
 @pytest.mark.parametrize(
@@ -275,16 +262,3 @@ def test_a_step_that_follows_a_report_of_loads_does_not_wait(
         worker.results()
         waited.append(endpoint.wait.call_count)
     assert waited == [1, 1, 2]
-
-
-def test_a_rank_that_nobody_reads_sends_only_what_has_a_ticket(half: Any) -> None:
-    dropped, other = Hold(slot=2, generation=8), half.UnreadRankWorker()
-    taken = ((RequestId("a"), HOLD), (RequestId("b"), dropped))
-    other.apply(half.StepMetadata(orders=HoldOrders(take_ons=taken)))
-    tickets = NewTicket(request=RequestId("a"), hold=HOLD, lease=30.0)
-    orders = HoldOrders(drops=(dropped,), tickets=(tickets,))
-    other.apply(half.StepMetadata(orders=orders, refused=(("c", "another prompt"),)))
-    results = other.results()
-    assert results.finished_sending == {"a"}
-    assert results.finished_recving == results.failed_recving == {"c"}
-    assert not other.results().finished_sending

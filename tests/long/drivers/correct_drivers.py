@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 
 from kvferry.core.errors import (
     PeerLostError,
-    TransportError,
-    TransportUnsupportedError,
     TransportUsageError,
 )
 from kvferry.core.memory import CPU, Region
@@ -23,7 +21,6 @@ from kvferry.core.transport import (
     State,
     Status,
     TransferId,
-    Transport,
     enter_nothing,
 )
 from kvferry.core.transport.base import TransferRequest
@@ -54,14 +51,6 @@ class LimitedTransport(LoopbackTransport):
             cancel=self.cancels,
             max_outstanding=self.max_outstanding,
         )
-
-
-class OnlyReads(LimitedTransport):
-    """Reads, two at once, and can neither notify nor cancel."""
-
-    max_notification = 0
-    cancels = False
-    max_outstanding = 2
 
 
 class OneAtOnce(LimitedTransport):
@@ -161,48 +150,12 @@ class FailingUntilDisconnect(LoopbackTransport):
         super().forget(transfer)
 
 
-class Minimal(FailingUntilDisconnect, OnlyReads):
-    """The fewest abilities: one read at once, failing until disconnected."""
+class Minimal(FailingUntilDisconnect, LimitedTransport):
+    """Reads, one at once, failing until disconnected, and can neither notify nor cancel."""
 
+    max_notification = 0
+    cancels = False
     max_outstanding = 1
-
-
-class WithoutBase(FaultyTransport):
-    """The smallest driver without ``BaseTransport``: one read at a time, and nothing else.
-
-    It does its own bookkeeping, limits and refusals, and passes the calls on to loopback.
-    """
-
-    cancel = Transport.cancel
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(LoopbackTransport(**options))
-        self._capabilities = replace(
-            self._capabilities, cancel=False, max_notification=0, max_outstanding=1
-        )
-        self._connected: set[PeerId] = set()
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if notify is not None:
-            raise TransportUnsupportedError("it carries no notifications")
-        if any(not status.state.final for status in self.poll(list(self._transfers))):
-            raise TransportError("a transfer is unfinished")
-        return super().read(peer, copies)
-
-    def connect(self, address: bytes) -> PeerId:
-        peer = super().connect(address)
-        self._connected.add(peer)
-        return peer
-
-    def disconnect(self, peer: PeerId) -> None:
-        super().disconnect(peer)
-        self._connected.discard(peer)
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        self.notifications()  # refuses after close
-        if peer not in self._connected:
-            raise TransportUsageError(f"no peer {peer}")
-        raise TransportUnsupportedError("it carries no notifications")
 
 
 class TwoMemoryKinds(LoopbackTransport):
@@ -253,6 +206,6 @@ class OddBuffer(Buffer):
 
 
 def delayed(**options: Any) -> FaultyTransport:
-    """Return a driver whose every transfer ends some polls late."""
+    """Return a driver without ``BaseTransport``, whose every transfer ends some polls late."""
     every = Schedule(seed=1, rate=1.0, faults=(Fault.DELAY,), polls=5)
     return FaultyTransport(LoopbackTransport(**options), every)

@@ -17,12 +17,7 @@ from kvferry.testing import (
 LASTING = 200 << 30
 
 
-class TestWithoutBase(NotificationTests, InFlightTests, StoppedPeerTests, StateMachineTests):
-    factory = "tests.long.drivers.correct_drivers:WithoutBase"
-    lasting_bytes = 2 << 30
-
-
-class TestDelayed(StateMachineTests):
+class TestDelayed(NotificationTests, InFlightTests, StoppedPeerTests, StateMachineTests):
     factory = "tests.long.drivers.correct_drivers:delayed"
     lasting_bytes = LASTING
 

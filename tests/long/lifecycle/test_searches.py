@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from tests.core.lifecycle.components import Components
+from tests.core.lifecycle.fabric import Components
 from tests.core.lifecycle.faults import PLANTED
 from tests.core.lifecycle.model import KINDS, draw_options, search, walk
 from tests.faults.cells import figure
@@ -43,7 +43,8 @@ def test_model_holds_in_every_order_of_events(kind: str) -> None:
 @pytest.mark.parametrize("fault", sorted(PLANTED.keys() - RARELY_FOUND))
 def test_planted_fault_is_caught(fault: str) -> None:
     planted = PLANTED[fault]
-    assert next(search(planted.kind, FAULT_EXAMPLES, planted.components()), None) is not None
+    kind = planted.walk.options.kind
+    assert next(search(kind, FAULT_EXAMPLES, planted.components()), None) is not None
 
 
 @pytest.mark.timeout(600 + STEPS // 20)

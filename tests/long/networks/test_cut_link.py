@@ -7,7 +7,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.drivers.network_namespaces import ADDRESSES, DEVICE, Networks, two_networks
 from tests.faults.cells import CABLE, STAGES, Cell
 from tests.faults.engine_processes import (
     LEASE,
@@ -17,6 +16,7 @@ from tests.faults.engine_processes import (
     run_consumer,
     run_producer,
 )
+from tests.long.networks.namespaces import ADDRESSES, DEVICE, Networks, two_networks
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)

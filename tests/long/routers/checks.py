@@ -58,12 +58,9 @@ class Clients:
         return answers
 
     def check_during(self, fault: Callable[[], None]) -> int:
-        """Ask several at once, and cause a fault when some have been answered.
+        """Ask several at once, cause a fault meanwhile, and return how many are complete.
 
         No client takes a wrong text for an answer, then or later.
-
-        Returns:
-            How many texts are complete.
         """
         questions = self.questions[:DURING_FAULT]
         with ThreadPoolExecutor(AT_ONCE + 1) as clients:

@@ -102,12 +102,8 @@ def mixture(count: int, *, seed: int = 0, shortest: int = 5, longest: int = 500)
 def ask(address: str, question: Question, model: str, *, leave_after: int | None = None) -> Answer:
     """Send a request and read the answer.
 
-    Args:
-        address: Of the router or server.
-        question: The request.
-        model: The model's name.
-        leave_after: After how many chunks of a streamed answer the client closes the connection;
-            0 closes it before any answer.
+    After ``leave_after`` chunks of a streamed answer (0: before any) the client closes the
+    connection.
     """
     where = urllib.parse.urlsplit(address)
     connection = http.client.HTTPConnection(

@@ -62,44 +62,34 @@ def test_another_kind_of_eight_bits_has_another_name(monkeypatch: pytest.MonkeyP
 
 
 def test_static_scales_are_named() -> None:
-    """One scale for all heads of a layer is one scale."""
-    assert said(layer("fp8", 0.5, 0.25)) == "fp8_e4m3, scales k 0.5, v 0.25"
-    assert said(layer("fp8", [0.5] * 4, [0.25] * 4)) == "fp8_e4m3, scales k 0.5, v 0.25"
-    unscaled = SimpleNamespace(kv_cache_dtype="fp8")
-    assert said(unscaled) == "fp8_e4m3, scales k 1.0, v 1.0"
-
-
-def test_every_head_s_scale_counts() -> None:
-    one = said(layer("fp8", [0.5, 0.5, 0.5, 0.25]))
-    other = said(layer("fp8", [0.5, 0.5, 0.25, 0.5]))
+    """One scale for all heads of a layer is one scale; otherwise that of every head counts."""
+    halves = "fp8_e4m3, scales k 0.5, v 0.25"
+    assert said(layer("fp8", 0.5, 0.25)) == said(layer("fp8", [0.5] * 4, [0.25] * 4)) == halves
+    assert said(SimpleNamespace(kv_cache_dtype="fp8")) == "fp8_e4m3, scales k 1.0, v 1.0"
+    one, other = (
+        said(layer("fp8", [0.5, 0.5, 0.5, 0.25])),
+        said(layer("fp8", [0.5, 0.5, 0.25, 0.5])),
+    )
     assert "of 4 heads" in one
     assert one != other
 
 
 @pytest.mark.parametrize(
-    ("size", "shares"),
+    ("alone", "shares"),
     [
-        (2, [(0.1, 0.2), (0.3, 0.4)]),
-        (4, [(0.1,), (0.2,), (0.3,), (0.4,)]),
-        (8, [(0.1,), (0.1,), (0.2,), (0.2,), (0.3,), (0.3,), (0.4,), (0.4,)]),
+        ([0.1, 0.2, 0.3, 0.4], [(0.1, 0.2), (0.3, 0.4)]),
+        ([0.1, 0.2, 0.3, 0.4], [(0.1,), (0.2,), (0.3,), (0.4,)]),
+        ([0.1, 0.2], [(0.1,), (0.1,), (0.1,), (0.1,), (0.2,), (0.2,), (0.2,), (0.2,)]),
+        (0.5, [(0.5,), (0.5,)]),  # one of the layer
     ],
 )
 def test_ranks_that_split_heads_in_any_way_say_the_same(
-    size: int, shares: list[tuple[float, ...]]
+    alone: object, shares: list[tuple[float, ...]]
 ) -> None:
-    whole = (0.1, 0.2, 0.3, 0.4)
-    alone = said(layer("fp8", list(whole), 1.0))
-    others = [
-        (tuple(torch.tensor(share, dtype=torch.float32).tolist()), (1.0,)) for share in shares
-    ]
+    heads = len(alone) if isinstance(alone, list) else 4
+    others = [(tuple(torch.tensor(each).tolist()), (1.0,)) for each in shares]
     for rank, share in enumerate(shares):
-        position = ShardPosition(tp=rank, tp_size=size)
-        assert said(layer("fp8", list(share), 1.0), position=position, others=others) == alone
-
-
-def test_one_scale_of_a_layer_is_one_scale_on_any_number_of_ranks() -> None:
-    others = [((0.5,), (0.25,))] * 2
-    for rank in (0, 1):
-        position = ShardPosition(tp=rank, tp_size=2)
-        text = said(layer("fp8", 0.5, 0.25), position=position, others=others)
-        assert text == "fp8_e4m3, scales k 0.5, v 0.25"
+        position = ShardPosition(tp=rank, tp_size=len(shares))
+        own = layer("fp8", share[0] if alone == 0.5 else list(share))
+        text = said(own, heads=heads, position=position, others=others)
+        assert text == said(layer("fp8", alone), heads=heads)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -21,9 +21,11 @@ from kvferry.core.layout import Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.pages import ShardPosition
+from kvferry.integrations.vllm.compat_029 import FailedBlocks
 from kvferry.integrations.vllm.device import storage_of, work_marker
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.rank_position import RankPosition, current_rank_position
@@ -105,6 +107,7 @@ class Rank:
     extents: tuple[Extent, ...]  # by vLLM's groups
     worker: FerryWorker | UnreadRankWorker
     endpoint: Endpoint | None  # None where another rank publishes the same caches
+    failed: FailedBlocks = field(default_factory=FailedBlocks)
 
     @property
     def holds(self) -> bool:
@@ -363,7 +366,7 @@ def _extents(
             found = layers[name].parts(caches[name], spec, setting, config.num_blocks)
             parts.setdefault(caches[name].data_ptr(), tuple(found))
         flat = tuple(part for some in parts.values() for part in some)
-        if group.kv_cache_spec.dcp_sharded:
+        if versions.is_context_sharded(group.kv_cache_spec):
             position = setting.position
             yield Extent(
                 parts=flat,

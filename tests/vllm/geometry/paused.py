@@ -13,9 +13,14 @@ from tests.vllm.geometry.scheduled import Server
 class Core:
     """vLLM's core around an engine's scheduler, as far as pauses go."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, *, in_process: bool = False) -> None:
+        """Without a process of its own, the core steps the engine itself."""
         self._server = server
-        self.vllms = _core_class()(server.scheduler)
+        self.vllms = _core_class(in_process)(server.scheduler)
+        self.vllms.step_fn = self._step
+
+    def _step(self) -> tuple[Any, bool]:
+        return self._server.scheduler.update_from_output(*self._server.begin()), True
 
     def pause(self, mode: str, *, clears: bool = True, steps: int = 20) -> int:
         """Pause, in no more than so many steps; how many it took."""
@@ -50,10 +55,12 @@ class Core:
 
 
 @functools.cache
-def _core_class() -> Any:
-    from vllm.v1.engine.core import EngineCoreProc
+def _core_class(in_process: bool) -> Any:
+    from vllm.v1.engine import core
 
-    class EngineCore(EngineCoreProc):
+    base: Any = core.EngineCore if in_process else core.EngineCoreProc
+
+    class EngineCore(base):  # type: ignore[misc]
         def __init__(self, scheduler: Any) -> None:
             calls = ("collective_rpc", "reset_mm_cache", "reset_encoder_cache")
             nothing: Any = SimpleNamespace(**dict.fromkeys(calls, lambda *_: None))

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from kvferry.core.layout import HOLE
 from kvferry.integrations.vllm.adapter_contents import LoadLog
+from kvferry.integrations.vllm.compat_029 import takes_failed_requests
 from tests.vllm.geometry.engine_of_ranks import LONGEST, POISON, Engine, Extent, Rank, Shape, engine
 from tests.vllm.geometry.model import Bytes, Layer, Part, Steps
 
@@ -120,6 +121,7 @@ class Server:
         self.pulled |= {load.request for load in out.kv_connector_metadata.loads if load.reads}
         for rank in self.engine.ranks:
             rank.worker.apply(out.kv_connector_metadata)
+            rank.failed.started(out.kv_connector_metadata.blocks)
         self.adapters.ask(out.kv_connector_metadata.asks_adapters)
         names = list(out.num_scheduled_tokens)
         done = ModelRunnerOutput(
@@ -154,12 +156,17 @@ class Server:
         if rank is self.engine.ranks[0]:
             adapters = RankReport(adapters=self.adapters.take())
             report = adapters if report is None else report.aggregate(adapters)
+        failed: dict[str, Any] = {"failed_recving": found.failed_recving}
+        if not takes_failed_requests():
+            rank.failed.ended(found.finished_recving, found.failed_recving)
+            failed = {"invalid_block_ids": rank.failed.take_blocks()}
+            report = replace(report or RankReport(), failed=rank.failed.take_requests())
         return ModelRunnerOutput.with_kv_conn_output_only(
             KVConnectorOutput(
                 finished_sending=found.finished_sending,
                 finished_recving=found.finished_recving,
-                failed_recving=found.failed_recving,
                 kv_connector_worker_meta=report,
+                **failed,
             )
         )
 
@@ -192,12 +199,12 @@ class Server:
                 extent, listed = rank.extents[group.index], lists[group.index]
                 step = _Pass(rank, extent, listed, text, self.weights, first, start, stop, loaded)
                 step.run(state=group.tokens if group.is_state else 0)
-        return [text.token(stop)] if stop == request.num_tokens else []
+        return [text.token(stop)] if stop >= request.num_tokens else []
 
     def _replays(self, group: int) -> bool:
         """Whether a group has nothing of a prefix hit but what is computed again."""
         spec = self.engine.config.kv_cache_groups[group].kv_cache_spec
-        return bool(spec.prefix_replay_tokens)
+        return bool(getattr(spec, "prefix_replay_tokens", 0))  # from vLLM 0.30 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +358,10 @@ def _scheduler(made: Engine, config: Any) -> tuple[Any, int]:
         vllm_config=config,
         kv_cache_config=made.config,
         log_stats=False,
-        structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),
+        structured_output_manager=SimpleNamespace(
+            accept_tokens=lambda *_: True,
+            should_advance=lambda *_, **__: False,  # vLLM 0.29
+        ),
         block_size=block,
         hash_block_size=unit,
     )
@@ -396,7 +406,6 @@ def vllm_config(
             max_model_len=length,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=ahead,
             scheduler_reserve_full_isl=reserve,
         ),
         cache_config=CacheConfig(block_size=block, enable_prefix_caching=caching),
@@ -412,6 +421,7 @@ def vllm_config(
         device_config=DeviceConfig("cpu"),
     )
     config.model_config = Plain(max_model_len=length, runner_type="generate")
+    config.scheduler_config.async_scheduling = ahead  # which vLLM turns off on a CPU
     return config
 
 

@@ -214,6 +214,29 @@ class TestPauses:
             assert not decode.scheduler.requests
             assert decode.computed[name] == 30
 
+    @pytest.mark.parametrize("mode", ["abort", "keep"])
+    def test_in_the_callers_process(self, mode: str) -> None:
+        """Nobody else steps the engine; what its steps say is said by the next one."""
+        with engines(attention(2)) as (prefill, decode):
+            params, ticket = prefilled(prefill), prefilled(prefill, family=1)
+            core = Core(decode, in_process=True)
+            with under_way(decode, params) as name:
+                core.pause(mode)
+            assert not decode.scheduler.has_requests()
+            core.resume()
+            said = [
+                each for outputs in core.vllms.step_fn()[0].values() for each in outputs.outputs
+            ]
+            fails = [each.request_id for each in said if str(each.finish_reason) == "error"]
+            assert fails == ([name] if mode == "keep" else [])
+            Core(prefill, in_process=True).pause(mode)
+            assert not prefill.scheduler.requests
+            Core(prefill).resume()
+            decode.scheduler.recompute_kv_load_failures = True
+            late = decode.add(1, 100, ticket, 3)
+            wait(lambda: late in decode.params, prefill, decode)
+            assert decode.computed[late] == 100 + 2
+
 
 class TestUpdates:
     """Engines whose weights change one after the other, while requests come all the time."""

@@ -1,48 +1,26 @@
-"""Each kind of difference between two trees of source is found, and said with its verdict."""
+"""The command finds each kind of difference between two trees of source, and says its verdict."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.integrations.vllm.next_version import __main__ as command
 from tests.integrations.vllm.next_version import caches, names
-from tests.integrations.vllm.next_version.comparison import Finding, Section, findings, page
 from tests.integrations.vllm.next_version.hooks import hook_verdict
-from tests.integrations.vllm.next_version.source import Source
 from tests.integrations.vllm.next_version.verdicts import VERDICTS
 
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 RUNNER = "v1/worker/runner.py"
-MACHINERY = "distributed/kv_transfer/kv_connector/utils.py"
 SPECS = "v1/kv_cache_interface.py"
 FLASH = "v1/attention/backends/flash_attn.py"
 TICKETS = "distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py"
 
-START = "self.kv_connector.start_load_kv(None)"
-HOOK = "            def wait_for_save(self) -> None:"
-NEW_HOOK = (
-    f'            def slept(self, level: int = 1):\n                """Sleep. Well."""\n\n{HOOK}'
-)
-BACKEND = """
-    class Backend(AttentionBackend):
-        @staticmethod
-        def get_name():
-            return "FLASHINFER"
-"""
-MORE_SPECS = """            head_size: int = 64
-            width: int = 0
-
-        class TheirSpec(KVCacheSpec): pass
-"""
-
-
 FILES = {
     "_version.py": '__version__ = version = "1.0"',
-    "distributed/kv_transfer/kv_connector/v1/base.py": """
+    BASE: """
         class KVConnectorBase_V1(ABC):
             @abstractmethod
             def start_load_kv(self, forward_context: "ForwardContext", **kwargs) -> None:
@@ -55,14 +33,14 @@ FILES = {
             def get_finished_count(self):
                 return None
     """,
-    "v1/worker/runner.py": """
+    RUNNER: """
         class Runner:
             def step(self):
                 self.kv_connector.start_load_kv(None)
                 if self.finish:
                     self.kv_connector.wait_for_save()
     """,
-    "v1/kv_cache_interface.py": """
+    SPECS: """
         class KVQuantMode(IntEnum):
             NONE = 0
             FP8_PER_TENSOR = 1
@@ -78,7 +56,7 @@ FILES = {
         class AttentionBackendEnum(Enum):
             FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
     """,
-    "v1/attention/backends/flash_attn.py": """
+    FLASH: """
         class FlashAttentionBackend(AttentionBackend):
             @staticmethod
             def get_name():
@@ -92,13 +70,13 @@ FILES = {
                 return query
     """,
     "config/cache.py": 'CacheDType = Literal["auto", "fp8"]',
-    "distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py": """
+    TICKETS: """
         def finished(self, request, params):
             if params.get("do_remote_prefill"):
                 host = params["remote_host"]
             return dict(remote_block_ids=[], remote_host=self.host)
     """,
-    "distributed/kv_transfer/kv_connector/factory.py": """
+    names.FACTORY: """
         KVConnectorFactory.register_connector("NixlConnector", "vllm.nixl", "NixlConnector")
     """,
     "v1/request.py": "class Request:\n    num_prompt_tokens: int\n    other = 1\n",
@@ -106,212 +84,117 @@ FILES = {
 }
 """A vLLM with one of everything."""
 
+HOOK = "            def wait_for_save(self) -> None:"
+REPLACED = [
+    (BASE, HOOK, f"            def slept(self, level: int = 1):\n                pass\n\n{HOOK}"),
+    (BASE, "def wait_for_save(self) -> None", "def wait_for_save(self, req: str) -> int"),
+    (BASE, "return None", "return 1"),
+    (RUNNER, "if self.finish:", "if self.late:"),
+    (RUNNER, "start_load_kv(None)", "start_load_kv(None); self.ec_connector.wait_for_save()"),
+    (SPECS, "head_size: int = 64\n", "head_size: int = 64\n            width: int = 0\n"),
+    (SPECS, "class KVQuantMode", "def iter_layer_specs(s): 1\n\n        class KVQuantMode"),
+    (FLASH, "kv_cache.copy_(key)", "kv_cache.copy_(value)"),
+    (FLASH, "return query", "return 2 * query"),
+    ("config/cache.py", '"fp8"', '"fp8", "fp4"'),
+    (TICKETS, "remote_block_ids=[]", "remote_block_ids=[], more=1"),
+    (names.FACTORY, "NixlConnector", "Other"),
+    ("v1/request.py", "    num_prompt_tokens: int\n", ""),
+]
+ADDED = {
+    "distributed/kv_transfer/kv_connector/utils.py": "class Merger:\n    def merge(self): return 1",
+    "v1/attention/backends/more.py": """
+        class Backend(AttentionBackend):
+            @staticmethod
+            def get_name():
+                return "FLASHINFER"
+    """,
+    "../csrc/cache.cu": "int* slot_mapping",
+    "../csrc/gemm.cu": "void gemm();",
+    "v1/engine/core.py": 'a = kv_transfer_params.get("b"); c = params.get("d")',
+}
+FOUND = """
+Hooks of the connector
+| `KVConnectorBase_V1.get_finished_count` | changed: `return None` became `return 1` | **look** |
+| `KVConnectorBase_V1.slept` | new: `(self, level=1)`, `pass` | **look** |
+| `KVConnectorBase_V1.wait_for_save` | changed: `(self)` became `(self, req)` | **look** |
+Calls of hooks
+| `v1/worker/runner.py: Runner.step` | changed: `if self.finish: wait_for_save` became
+What drives connectors
+| `distributed/kv_transfer/kv_connector/utils.py: Merger.merge` | new | **look** |
+Specs of caches
+| `FullAttentionSpec.width` | new: `int = 0` | **look** |
+Attention backends
+| `FLASHINFER` | new: `more.Backend`, `orders any` | `halves` |
+Functions that fill pages
+| `v1/attention/backends/flash_attn.py` | changed: `FlashAttentionImpl.do_kv_cache_update
+Kernels in C++
+| `csrc/cache.cu` | new | **look** |
+Quantised formats, orders and other values
+| `CacheDType 'fp4'` | new: `'fp4'` | **look** |
+Keys of tickets
+| `b` | new: `v1/engine/core.py` | **look** |
+| `more` | new: `NixlConnector` | **look** |
+Connectors
+| `NixlConnector` | gone: `vllm.nixl` | in `TICKET_CONNECTORS` |
+| `Other` | new: `vllm.nixl` | read |
+Names that kvferry imports
+| `vllm.v1.kv_cache_interface.iter_layer_specs` | new: `iter_layer_specs(s)` | **look** |
+Attributes that kvferry uses
+| `num_prompt_tokens` | gone:  | **look** |
+verdicts.py has an entry that nothing needs: gone
+""".strip().splitlines()
+"""How the lines of the page begin."""
 
-def tree(folder: Path, changes: Mapping[str, str | None] | None = None) -> Source:
-    """Write a tree like a source distribution's."""
-    root = folder / "vllm"
-    for path, text in {**FILES, **(changes or {})}.items():
-        if text is not None:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(textwrap.dedent(text), encoding="utf-8")
-    return Source(root)
+
+def tree(root: Path, *, changed: bool) -> str:
+    """Write a tree like a source distribution's; return its path."""
+    files = FILES | (ADDED if changed else {})
+    for path, text, by in REPLACED if changed else []:
+        assert text in files[path]
+        files[path] = files[path].replace(text, by)
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(textwrap.dedent(text), encoding="utf-8")
+    return str(root)
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Source:
-    return tree(tmp_path / "old")
-
-
-def replaced(path: str, text: str, by: str) -> dict[str, str]:
-    """A file in which a text was replaced."""
-    assert text in FILES[path]
-    return {path: FILES[path].replace(text, by)}
-
-
-def hook(name: str, change: str) -> dict[str, dict[str, str]]:
-    return {"Hooks of the connector": {f"KVConnectorBase_V1.{name}": change}}
-
-
-def calls(change: str) -> dict[str, dict[str, str]]:
-    return {"Calls of hooks": {f"{RUNNER}: Runner.step": change}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, {}),
-        (replaced(BASE, HOOK, NEW_HOOK), hook("slept", "new: `(self, level=1)`")),
-        (
-            replaced(BASE, "def wait_for_save(self)", "def wait_for_save(self, req: str)"),
-            hook("wait_for_save", "changed: `(self)` became `(self, req)`"),
-        ),
-        (
-            replaced(BASE, "return None", "return 1"),
-            hook("get_finished_count", "changed: `return None` became `return 1`"),
-        ),
-        (replaced(BASE, "-> None", "-> int"), {}),
-        (
-            replaced(RUNNER, "if self.finish:", "if self.late:"),
-            calls("changed: `if self.finish: wait_for_save` became `if self.late: wait_for_save`"),
-        ),
-        (replaced(RUNNER, START, "pass"), calls("changed: `start_load_kv` became nothing")),
-        (
-            {RUNNER: FILES[RUNNER].replace(f"{START}\n" + 16 * " ", "") + f"            {START}\n"},
-            calls("changed: the order is `if self.finish: wait_for_save`, `start_load_kv`"),
-        ),
-        (replaced(RUNNER, START, f"{START}; self.ec_connector.wait_for_save()"), {}),
-        (
-            {MACHINERY: "class Aggregator:\n    def merge(self): return 1\n"},
-            {"What drives connectors": {f"{MACHINERY}: Aggregator.merge": "new"}},
-        ),
-        (
-            replaced(SPECS, "            head_size: int = 64\n", MORE_SPECS),
-            {
-                "Specs of caches": {
-                    "FullAttentionSpec.width": "new: `int = 0`",
-                    "TheirSpec": "new: `class TheirSpec(KVCacheSpec)`",
-                }
-            },
-        ),
-        (
-            {"v1/attention/backends/more.py": BACKEND},
-            {"Attention backends": {"FLASHINFER": "new: `more.Backend`, `orders any`"}},
-        ),
-        (
-            replaced(FLASH, "kv_cache.copy_(key)", "kv_cache.copy_(value)"),
-            {
-                "Functions that fill pages": {
-                    FLASH: "changed: `FlashAttentionImpl.do_kv_cache_update "
-                }
-            },
-        ),
-        (replaced(FLASH, "return query", "return 2 * query"), {}),
-        ({"../csrc/cache.cu": "int* slot_mapping"}, {"Kernels in C++": {"csrc/cache.cu": "new"}}),
-        ({"../csrc/gemm.cu": "void gemm();"}, {}),
-        (
-            replaced("config/cache.py", '"fp8"', '"fp8", "fp4"'),
-            {"Quantised formats, orders and other values": {"CacheDType 'fp4'": "new: `'fp4'`"}},
-        ),
-        (
-            replaced(TICKETS, "remote_block_ids=[]", "remote_block_ids=[], more=1"),
-            {"Keys of tickets": {"more": "new: `NixlConnector`"}},
-        ),
-        (
-            {"v1/engine/core.py": 'a = kv_transfer_params.get("b"); c = params.get("d")'},
-            {"Keys of tickets": {"b": "new: `v1/engine/core.py`"}},
-        ),
-        (
-            {names.FACTORY: "KVConnectorFactory.register_connector('Other', 'vllm.o', 'Other')"},
-            {"Connectors": {"NixlConnector": "gone: `vllm.nixl`", "Other": "new: `vllm.o`"}},
-        ),
-        (
-            {SPECS: f"{FILES[SPECS]}\n        def iter_layer_specs(spec): 1\n"},
-            {
-                "Names that kvferry imports": {
-                    "vllm.v1.kv_cache_interface.iter_layer_specs": "new: `iter_layer_specs(spec)`"
-                }
-            },
-        ),
-        (
-            {"v1/request.py": "class Request:\n    other = 1\n", "platforms/xpu.py": ""},
-            {
-                "Attributes that kvferry uses": dict.fromkeys(
-                    ("num_prompt_tokens", "swap_out_blocks_to_host"), "gone"
-                )
-            },
-        ),
-    ],
-)
 def test_differences(
-    old: Source,
-    tmp_path: Path,
-    changes: Mapping[str, str],
-    expected: Mapping[str, Mapping[str, str]],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is expected of a change is how its text begins."""
-    new = tree(tmp_path / "new", changes)
-    differences = {
-        section.title: {each.name: each.change for each in some}
-        for section in command.SECTIONS
-        if (some := findings(section, old, new, {}))
-    }
-    assert {title: set(each) for title, each in differences.items()} == {
-        title: set(each) for title, each in expected.items()
-    }
-    for title, each in expected.items():
-        for name, change in each.items():
-            assert differences[title][name].startswith(change)
+    monkeypatch.setattr(command, "VERDICTS", {"Connectors": {"Other": "read", "gone": "read"}})
+    old, new = (tree(tmp_path / name / "vllm", changed=name == "new") for name in ("old", "new"))
+    assert command.main(["--base", old, new]) == 0
+    first, *lines = capsys.readouterr().out.replace("### ", "").splitlines()
+    assert first.startswith("vLLM 1.0 beside 1.0: 16 differences, of which 13 have no verdict yet")
+    titles = {section.title for section in command.SECTIONS}
+    said = [line for line in lines if line in titles or line.startswith(("| `", "verdicts.py"))]
+    assert all(line.startswith(begin) for line, begin in zip(said, FOUND, strict=True))
+    assert command.main(["--base", old, old]) == 0
+    assert "vLLM 1.0 beside 1.0: 0 differences" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("name", "was", "now", "verdict"),
+    ("found", "verdict"),
     [
-        ("theirs", None, "()", ""),
-        ("theirs", "()", None, "not used"),
-        ("theirs", "()\nreturn 1", "()\nreturn 2", ""),
-        ("shutdown", None, "()", "`KVFerryConnector` defines it"),
-        ("request_finished", "()", None, ""),
-        ("request_finished", "()\nreturn 1", "()\nreturn 2", "`KVFerryConnector` does not use"),
-        ("request_finished", "()", "(a)", ""),
+        (hook_verdict("SupportsHMA.theirs", None, "()"), ""),
+        (hook_verdict("SupportsHMA.theirs", "()", None), "not used"),
+        (hook_verdict("SupportsHMA.theirs", "()\nreturn 1", "()\nreturn 2"), ""),
+        (hook_verdict("SupportsHMA.shutdown", None, "()"), "`KVFerryConnector` defines it"),
+        (hook_verdict("SupportsHMA.request_finished", "()", None), ""),
+        (
+            hook_verdict("SupportsHMA.request_finished", "()\nreturn 1", "()\nreturn 2"),
+            "`KVFerryConnector` does not use the default",
+        ),
+        (hook_verdict("SupportsHMA.request_finished", "()", "(a)"), ""),
+        (caches.backend_verdict("FLASHINFER", None, "a class"), "`halves`"),
+        (caches.backend_verdict("GDN_ATTN", None, "a class"), "`delta`"),
+        (caches.backend_verdict("SOMEBODYS", None, "a class"), ""),
+        (caches.backend_verdict("FLASH_ATTN", "another class", "a class"), ""),
     ],
 )
-def test_hooks_matter_where_the_connector_uses_them(
-    name: str, was: str | None, now: str | None, verdict: str
-) -> None:
-    found = hook_verdict(f"SupportsHMA.{name}", was, now)
-    assert found.startswith(verdict)
-    assert bool(found) == bool(verdict)
+def test_what_follows_from_our_own_code(found: str, verdict: str) -> None:
+    assert found == verdict
 
 
-@pytest.mark.parametrize(
-    ("name", "was", "verdict"),
-    [
-        ("FLASHINFER", None, "`halves`"),
-        ("GDN_ATTN", None, "`delta`"),
-        ("SOMEBODYS", None, ""),
-        ("FLASH_ATTN", "another class", ""),  # its pages may be other ones
-    ],
-)
-def test_backends(name: str, was: str | None, verdict: str) -> None:
-    assert caches.backend_verdict(name, was, "a class") == verdict
-
-
-def test_verdicts_of_maintainers(old: Source, tmp_path: Path) -> None:
-    """They stand beside differences of which our tables say nothing."""
+def test_maintainers_verdicts_are_of_sections() -> None:
     assert set(VERDICTS) <= {section.title for section in command.SECTIONS}
-    facts = {old: {"a": "1", "b": "1"}}
-    section = Section(
-        title="Some",
-        look="there.",
-        facts=lambda source: facts.get(source, {}),
-        verdict=lambda name, was, now: "fine" if name == "b" else "",
-    )
-    new = Source(tmp_path)
-    found = findings(section, old, new, {"a": "read", "b": "no"})
-    assert [(each.name, each.verdict) for each in found] == [("a", "read"), ("b", "fine")]
-
-
-def test_the_page(
-    old: Source,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    some, others = (
-        Section(title=title, look="there.", facts=lambda source: {}) for title in ("Some", "Others")
-    )
-    found = [
-        Finding(name="a", change="`b | c`", verdict=""),
-        Finding(name="d", change="new", verdict="e"),
-    ]
-    lines = page({some: found, others: []}, "1.0 beside 0.9").splitlines()
-    assert lines[0].startswith("vLLM 1.0 beside 0.9: 2 differences, of which 1 have no verdict yet")
-    assert "| `a` | `b \\| c` | **look** |" in lines
-    assert "| `d` | new | e |" in lines
-    assert lines[-1] == "No difference."
-    monkeypatch.setattr(command, "VERDICTS", {"Connectors": {"gone": "read"}})
-    versions = [str(tree(tmp_path / name).root) for name in ("old", "new")]
-    assert command.main(["--base", *versions]) == 0
-    said = capsys.readouterr().out
-    assert "vLLM 1.0 beside 1.0: 0 differences" in said
-    assert said.endswith("verdicts.py has an entry that nothing needs: gone\n")

@@ -14,7 +14,7 @@ CORE = "distributed/kv_transfer/kv_connector/utils.py: KVOutputAggregator"
 RUNNER = "v1/worker/gpu/kv_connector.py"
 BACKENDS = "v1/attention/backends"
 
-REPLAYED = "the reports of a failed step come with those of the next: `test_replayed_reports.py`"
+REPLAYED = "the reports of a failed step come with those of the next, and add up as any others"
 DRAFTER = "results are taken before a drafter runs: `test_connector.py`"
 SLEEP = "refused, so that peers never read memory that is gone: `unregister_kv_caches`"
 REWOKEN = "the same metadata again changes nothing: `FerryScheduler`"

@@ -1,47 +1,55 @@
-"""Base classes and helpers of the planted faults."""
+"""How faults are planted: decorators for classes and methods, and tables of short functions."""
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 from kvferry.core.errors import TransportError
-from kvferry.core.memory import Region
 from kvferry.core.transport import Capabilities, PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.transport import LoopbackConnection
-from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
 
 T = TypeVar("T", bound=Transport)
+Function = Callable[..., Any]
+Faults = Mapping[str, Mapping[str, Function]]
+"""By the test that has to find them, then by name: what stands for a method of the driver."""
 
 CAUGHT_BY: dict[str, str] = {}
-FACTORIES: dict[str, str] = {}
+DRIVERS: dict[str, type[Transport]] = {}
 DONE = Status(state=State.DONE)
 PENDING = Status(state=State.PENDING)
 
 
 def caught_by(test: str) -> Callable[[type[T]], type[T]]:
-    """Register a driver with the test that has to find its fault."""
+    """Plant a driver, whose fault a test has to find."""
 
     def named(driver: type[T]) -> type[T]:
-        CAUGHT_BY[driver.__name__] = test
-        FACTORIES[driver.__name__] = f"{driver.__module__}:{driver.__name__}"
+        CAUGHT_BY[driver.__name__], DRIVERS[driver.__name__] = test, driver
         return driver
 
     return named
 
 
-class AlteredTransfers(LoopbackTransport):
-    """Base class: a subclass alters the copies of ``read``."""
+class Read(NamedTuple):
+    """The arguments of ``read``."""
+
+    peer: PeerId
+    copies: Copies
+    notify: bytes | None
+
+
+class AlteredReads(LoopbackTransport):
+    """Base class: a subclass alters what is to be read."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().read(peer, self.copies(copies), notify)
+        return super().read(*self.altered(Read(peer, copies, notify)))
+
+    def altered(self, read: Read) -> Read:
+        return read._replace(copies=self.copies(read.copies))
 
     def copies(self, copies: Copies) -> Copies:
         return copies
@@ -80,53 +88,32 @@ class KnowsCancelled(Watched):
         self._cancelled.add(transfer)
 
 
+HOOKS: dict[str, type[LoopbackTransport]] = {
+    "altered": AlteredReads,
+    "copies": AlteredReads,
+    "seen": Watched,
+}
+"""The base class for what is no method of ``Transport``."""
+
+
 def replaces(
-    method: str, test: str, kind: type[LoopbackTransport] = LoopbackTransport
-) -> Callable[[Callable[..., Any]], type[LoopbackTransport]]:
+    method: str, test: str, kind: type[LoopbackTransport] | None = None
+) -> Callable[[Function], type[LoopbackTransport]]:
     """Plant a driver that has a function in place of a method, as ``caught_by``."""
 
-    def planted(function: Callable[..., Any]) -> type[LoopbackTransport]:
-        names = {method: function, "__module__": function.__module__, "__doc__": function.__doc__}
-        return caught_by(test)(type(function.__name__, (kind,), names))
+    def planted(function: Function) -> type[LoopbackTransport]:
+        base = kind or HOOKS.get(method, LoopbackTransport)
+        return caught_by(test)(type(function.__name__, (base,), {method: function}))
 
     return planted
 
 
-def alters_copies(test: str) -> Callable[[Callable[[Copies], Copies]], type[LoopbackTransport]]:
-    """Plant a driver that reads other copies than it is given."""
-
-    def planted(function: Callable[[Copies], Copies]) -> type[LoopbackTransport]:
-        @functools.wraps(function)
-        def copies(driver: LoopbackTransport, given: Copies) -> Copies:
-            return function(given)
-
-        return replaces("copies", test, AlteredTransfers)(copies)
-
-    return planted
-
-
-def alters_status(
-    test: str, kind: type[LoopbackTransport] = Watched
-) -> Callable[[Callable[..., Status]], type[LoopbackTransport]]:
-    """Plant a driver whose ``poll`` returns other statuses: the function is called with each."""
-    return replaces("seen", test, kind)
-
-
-def transfer_of(driver: LoopbackTransport, transfer: TransferId) -> LoopbackTransfer:
-    """Return the driver's own object of a transfer; refuse an unknown id."""
-    return driver._find_transfer(transfer)
-
-
-def wait_final(driver: LoopbackTransport, transfers: Sequence[TransferId], seconds: float) -> None:
-    """Wait until transfers have ended, or the time is over."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not all(transfer_of(driver, one).final for one in transfers):
-        time.sleep(0.001)
-
-
-def connection_of(driver: LoopbackTransport, peer: PeerId) -> LoopbackConnection:
-    """Return the driver's own object of a peer; refuse an unknown id."""
-    return driver._find_peer(peer)
+def plant(method: str, faults: Faults) -> None:
+    """Plant a driver for each function of a table, which stands for the method."""
+    for test, functions in faults.items():
+        for name, function in functions.items():
+            function.__name__ = name
+            replaces(method, test)(function)
 
 
 def cut(copies: Copies, part: slice) -> Copies:
@@ -146,8 +133,7 @@ def cut(copies: Copies, part: slice) -> Copies:
 
 def first_of(copies: Copies, side: str) -> np.uint64:
     """Return the start of the first segment's region on a side."""
-    region: Region = getattr(copies.segments[0], side)
-    return np.uint64(region.address)
+    return np.uint64(getattr(copies.segments[0], side).address)
 
 
 def failed(why: str) -> Status:

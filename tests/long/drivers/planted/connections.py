@@ -32,7 +32,6 @@ from tests.long.drivers.planted.base import OtherCapabilities, caught_by, replac
 
 @replaces("connect", "test_connecting_again_tells_which_regions_the_peer_has")
 def keeps_the_first_address(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """Connecting again does not refresh the regions of the peer."""
     before = {peer: found.regions for peer, found in driver._peers.items()}
     peer = LoopbackTransport.connect(driver, address)
     driver._peers[peer].regions = before.get(peer, driver._peers[peer].regions)
@@ -41,7 +40,6 @@ def keeps_the_first_address(driver: LoopbackTransport, address: bytes) -> PeerId
 
 @replaces("connect", "test_connecting_again_tells_which_regions_the_peer_has")
 def keeps_deregistered_regions(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """Regions that a peer has deregistered stay known."""
     before = {peer: found.regions for peer, found in driver._peers.items()}
     peer = LoopbackTransport.connect(driver, address)
     driver._peers[peer].regions = before.get(peer, {}) | driver._peers[peer].regions
@@ -50,7 +48,6 @@ def keeps_deregistered_regions(driver: LoopbackTransport, address: bytes) -> Pee
 
 @replaces("connect", "test_connecting_again_is_the_same_peer_until_it_is_disconnected")
 def connect_again_gives_another_id(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """Each ``connect`` to the same peer returns another id."""
     peer = LoopbackTransport.connect(driver, address)
     other = PeerId(next(driver._ids))
     driver._peers[other] = driver._peers[peer]
@@ -59,7 +56,6 @@ def connect_again_gives_another_id(driver: LoopbackTransport, address: bytes) ->
 
 @replaces("connect", "test_connecting_again_is_the_same_peer_until_it_is_disconnected")
 def reuses_peer_ids(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """The id of a disconnected peer is given to the next one."""
     peer = LoopbackTransport.connect(driver, address)
     first = PeerId(next(one for one in range(1, 1000) if one == peer or one not in driver._peers))
     driver._peers[first] = driver._peers.pop(peer)
@@ -68,7 +64,6 @@ def reuses_peer_ids(driver: LoopbackTransport, address: bytes) -> PeerId:
 
 @replaces("connect", "test_bytes_that_are_no_address_are_refused")
 def raises_value_error_for_bad_address(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """``connect`` raises ``ValueError`` for bytes that are no address."""
     if not address.startswith(b"\x89"):
         raise ValueError("bad magic")
     return LoopbackTransport.connect(driver, address)
@@ -76,7 +71,6 @@ def raises_value_error_for_bad_address(driver: LoopbackTransport, address: bytes
 
 @replaces("connect", "test_an_address_that_was_changed_on_its_way_harms_nobody")
 def raises_other_errors_for_wrong_values(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """``connect`` raises other errors for an address with a wrong value."""
     try:
         return LoopbackTransport.connect(driver, address)
     except ConnectError as exc:
@@ -87,7 +81,6 @@ def raises_other_errors_for_wrong_values(driver: LoopbackTransport, address: byt
 
 @replaces("connect", "test_an_address_that_was_changed_on_its_way_harms_nobody")
 def bad_address_ends_other_transfers(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """A refused address ends the transfers with other peers."""
     try:
         return LoopbackTransport.connect(driver, address)
     except ConnectError:
@@ -98,7 +91,6 @@ def bad_address_ends_other_transfers(driver: LoopbackTransport, address: bytes) 
 
 @replaces("connect", "test_an_address_under_another_name_takes_no_connection_away")
 def disconnects_peer_with_second_name(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """An address of a connected peer with another name disconnects that peer."""
     theirs = wire.decode(address)
     for peer, found in list(driver._peers.items()):
         if found.identity == driver._identity(theirs) and found.name != theirs.name:
@@ -109,8 +101,6 @@ def disconnects_peer_with_second_name(driver: LoopbackTransport, address: bytes)
 
 @caught_by("test_names_are_unique")
 class IsNamedAfterItsProcess(LoopbackTransport):
-    """Two transports of one process have the same name."""
-
     @property
     def name(self) -> str:
         return f"loopback-{os.getpid()}"
@@ -118,8 +108,6 @@ class IsNamedAfterItsProcess(LoopbackTransport):
 
 @caught_by("test_its_capabilities_make_sense_and_stay")
 class CapabilitiesChange(LoopbackTransport):
-    """The capabilities depend on the connected peers."""
-
     @property
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, cancel=not self._peers)
@@ -127,22 +115,17 @@ class CapabilitiesChange(LoopbackTransport):
 
 @caught_by("test_an_option_that_it_does_not_have_is_refused")
 class IgnoresUnknownOptions(LoopbackTransport):
-    """An unknown option is ignored, not refused."""
-
     def __init__(self, **options: object) -> None:
         super().__init__()
 
 
 @caught_by("test_a_limit_of_unfinished_transfers_is_kept")
 class ExceedsMaxOutstanding(OtherCapabilities):
-    """More transfers than ``max_outstanding`` are accepted."""
-
     can: ClassVar = {"max_outstanding": 2}
 
 
 @replaces("connect", "test_a_transport_may_connect_to_itself")
 def refuses_its_own_address(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """A transport refuses its own address."""
     if driver.name.encode() in address:
         raise ConnectError("that is me")
     return LoopbackTransport.connect(driver, address)
@@ -178,8 +161,6 @@ class AtMostTwo(OtherCapabilities):
 
 @caught_by("test_a_limit_of_unfinished_transfers_is_kept")
 class CountsEndedTransfers(AtMostTwo):
-    """A transfer counts as unfinished until it is forgotten."""
-
     def counted(self) -> int:
         return len(self._transfers)
 
@@ -196,7 +177,6 @@ def has_undeclared_limit(
 
 @replaces("connect", "test_other_calls_change_nothing_for_a_transfer")
 def connect_again_ends_transfers(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """Connecting again ends the transfers of that peer."""
     peer = LoopbackTransport.connect(driver, address)
     for owner, _, job in driver._transfers.values():
         if owner == peer:
@@ -206,21 +186,17 @@ def connect_again_ends_transfers(driver: LoopbackTransport, address: bytes) -> P
 
 @replaces("close", "test_after_close_every_method_but_close_refuses")
 def closes_once(driver: LoopbackTransport) -> None:
-    """The second ``close`` raises."""
     driver._check_usable()
     LoopbackTransport.close(driver)
 
 
 @replaces("notifications", "test_after_close_every_method_but_close_refuses")
 def answers_after_close(driver: LoopbackTransport) -> list[Notification]:
-    """After ``close``, ``notifications`` returns none and does not raise."""
     return [] if driver._closed else LoopbackTransport.notifications(driver)
 
 
 @caught_by("test_after_close_every_method_but_close_refuses")
 class RaisesForLibraryAfterClose(LoopbackTransport):
-    """After ``close``, ``library`` raises because the library is gone."""
-
     @property
     def library(self) -> str:
         self._check_usable()
@@ -244,15 +220,12 @@ class ClosesSharedState(LoopbackTransport):
 
 @replaces("_check_usable", "test_a_forked_child_is_refused_and_harms_nothing")
 def ignores_fork(driver: LoopbackTransport) -> None:
-    """A forked child may use the transport of its parent."""
     if driver._closed:
         raise TransportUsageError("closed")
 
 
 @caught_by("test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed")
 class StaysReadableAfterClose(LoopbackTransport):
-    """``close`` leaves the memory registered."""
-
     def close(self) -> None:
         self._still_there, self._registry = self._registry, RegionRegistry()
         super().close()
@@ -265,7 +238,6 @@ def _shut_down(transport: LoopbackTransport) -> None:
 
 @replaces("close", "test_a_forked_child_is_refused_and_harms_nothing")
 def close_in_fork_shuts_sockets_of_parent(driver: LoopbackTransport) -> None:
-    """``close`` in a forked child shuts the parent's sockets down."""
     if os.getpid() != driver._pid:
         _shut_down(driver)
     LoopbackTransport.close(driver)
@@ -273,8 +245,6 @@ def close_in_fork_shuts_sockets_of_parent(driver: LoopbackTransport) -> None:
 
 @caught_by("test_a_forked_child_is_refused_and_harms_nothing")
 class DropInForkShutsSocketsOfParent(LoopbackTransport):
-    """A forked child that only drops the transport shuts the parent's sockets down."""
-
     def __del__(self) -> None:
         if os.getpid() != self._pid:
             _shut_down(self)
@@ -282,8 +252,6 @@ class DropInForkShutsSocketsOfParent(LoopbackTransport):
 
 @caught_by("test_close_gives_threads_and_descriptors_back")
 class KeepsASocket(LoopbackTransport):
-    """``close`` leaves one of the sockets open."""
-
     kept: list[socket.socket] = []  # noqa: RUF012 - the fault
 
     def connect(self, address: bytes) -> PeerId:
@@ -294,7 +262,6 @@ class KeepsASocket(LoopbackTransport):
 
 @replaces("close", "test_close_gives_threads_and_descriptors_back")
 def keeps_a_thread(driver: LoopbackTransport) -> None:
-    """``close`` leaves a thread that waits for work."""
     threading.Thread(target=threading.Event().wait, args=(20,), daemon=True).start()
     LoopbackTransport.close(driver)
 

@@ -12,71 +12,70 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.long.drivers.planted.base import (
     OtherCapabilities,
+    Read,
     caught_by,
-    connection_of,
     cut,
+    plant,
     replaces,
-    transfer_of,
 )
 
+taken = LoopbackTransport.notifications
 
-@replaces("read", "test_a_bound_one_does_not_overtake_a_long_transfer")
-def notifies_with_the_first_part(
-    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
-) -> TransferId:
-    """A transfer is split in two, and its notification is sent with the first part."""
+
+@replaces("altered", "test_a_bound_one_does_not_overtake_a_long_transfer")
+def notifies_with_the_first_part(driver: LoopbackTransport, read: Read) -> Read:
+    peer, copies, notify = read
     first = copies.segments[0].stop if copies.segments else 0
-    if notify is not None and 0 < first < len(copies):
-        LoopbackTransport.read(driver, peer, cut(copies, slice(first)), notify)
-        notify = None
-    return LoopbackTransport.read(driver, peer, copies, notify)
+    if notify is None or not 0 < first < len(copies):
+        return read
+    LoopbackTransport.read(driver, peer, cut(copies, slice(first)), notify)
+    return read._replace(notify=None)
 
 
-@replaces("read", "test_a_bound_one_comes_with_every_transfer")
-def drops_notification_of_empty_transfer(
-    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
-) -> TransferId:
-    """The notification of a transfer without bytes is not sent."""
-    return LoopbackTransport.read(driver, peer, copies, notify if copies.total else None)
+@replaces("altered", "test_other_lengths_are_refused_and_nothing_has_moved")
+def checks_payload_last(driver: LoopbackTransport, read: Read) -> Read:
+    if read.notify is not None:
+        LoopbackTransport.read(driver, read.peer, read.copies)
+    return read
 
 
-@replaces("notifications", "test_each_arrives_once_in_order_and_says_from_whom")
-def reverses_notifications(driver: LoopbackTransport) -> list[Notification]:
-    """``notifications`` returns the newest first."""
-    return LoopbackTransport.notifications(driver)[::-1]
+plant(
+    "altered",
+    {
+        "test_a_bound_one_comes_with_every_transfer": {
+            "drops_notification_of_empty_transfer": lambda _, read: read._replace(
+                notify=read.notify if read.copies.total else None
+            )
+        },
+        "test_other_lengths_are_refused_and_nothing_has_moved": {
+            "drops_empty_notifications": lambda _, read: read._replace(notify=read.notify or None)
+        },
+    },
+)
+plant(
+    "notifications",
+    {
+        "test_each_arrives_once_in_order_and_says_from_whom": {
+            "reverses_notifications": lambda driver: taken(driver)[::-1],
+            "names_the_receiver_as_sender": lambda driver: [
+                replace(one, sender=driver.name) for one in taken(driver)
+            ],
+        },
+        "test_from_1_byte_to_the_limit": {
+            "cuts_payloads_at_a_zero": lambda driver: [
+                replace(one, payload=one.payload.split(b"\0")[0]) for one in taken(driver)
+            ]
+        },
+    },
+)
 
 
 @caught_by("test_each_arrives_once_in_order_and_says_from_whom")
 class DeliversNotificationsTwice(LoopbackTransport):
-    """``notifications`` returns every notification twice."""
-
     def notifications(self) -> list[Notification]:
         fresh = super().notifications()
         again, self._again = getattr(self, "_again", []), fresh
         return again + fresh
-
-
-@replaces("notifications", "test_each_arrives_once_in_order_and_says_from_whom")
-def names_the_receiver_as_sender(driver: LoopbackTransport) -> list[Notification]:
-    """The sender of a notification is named as the transport that received it."""
-    return [replace(one, sender=driver.name) for one in LoopbackTransport.notifications(driver)]
-
-
-@replaces("notifications", "test_from_1_byte_to_the_limit")
-def cuts_payloads_at_a_zero(driver: LoopbackTransport) -> list[Notification]:
-    """A payload is taken for a C string."""
-    return [
-        replace(one, payload=one.payload.split(b"\0")[0])
-        for one in LoopbackTransport.notifications(driver)
-    ]
-
-
-@replaces("read", "test_other_lengths_are_refused_and_nothing_has_moved")
-def drops_empty_notifications(
-    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
-) -> TransferId:
-    """An empty notification is accepted and not sent."""
-    return LoopbackTransport.read(driver, peer, copies, notify or None)
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
@@ -86,20 +85,8 @@ class ExceedsMaxNotification(OtherCapabilities):
     can: ClassVar = {"max_notification": 100}
 
 
-@replaces("read", "test_other_lengths_are_refused_and_nothing_has_moved")
-def checks_payload_last(
-    driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
-) -> TransferId:
-    """A transfer whose notification is refused moves its bytes first."""
-    if notify is not None:
-        LoopbackTransport.read(driver, peer, copies)
-    return LoopbackTransport.read(driver, peer, copies, notify)
-
-
 @caught_by("test_senders_are_told_apart")
 class NamesTheFirstSender(LoopbackTransport):
-    """Every notification names the first sender."""
-
     def notifications(self) -> list[Notification]:
         found = super().notifications()
         if found and not hasattr(self, "_first"):
@@ -111,8 +98,7 @@ class NamesTheFirstSender(LoopbackTransport):
 def notifies_the_newest_peer(
     driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
 ) -> TransferId:
-    """A bound notification is sent to the peer that was connected last."""
-    connection_of(driver, peer)
+    driver._find_peer(peer)
     newest = max(driver._peers)
     if notify is None or newest == peer:
         return LoopbackTransport.read(driver, peer, copies, notify)
@@ -130,15 +116,13 @@ class BindsItself(LoopbackTransport):
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
-        if notify is not None and not transfer_of(self, transfer).final:
+        if notify is not None and not self._find_transfer(transfer).final:
             self._unsaid[transfer] = (peer, notify)
         return transfer
 
 
 @caught_by("test_cancel_ends_a_transfer_early")
 class NotifiesWhenTheTransferFails(BindsItself):
-    """A bound notification is sent at the end, even if the transfer failed."""
-
     def cancel(self, transfer: TransferId) -> None:
         super().cancel(transfer)
         if transfer in self._unsaid:
@@ -147,10 +131,8 @@ class NotifiesWhenTheTransferFails(BindsItself):
 
 @caught_by("test_disconnect_fails_what_is_in_flight")
 class DisconnectSendsBoundNotifications(BindsItself):
-    """``disconnect`` sends the notifications of unfinished transfers."""
-
     def disconnect(self, peer: PeerId) -> None:
-        connection_of(self, peer)
+        self._find_peer(peer)
         for other, payload in self._unsaid.values():
             if other == peer:
                 self.notify(peer, payload)
@@ -159,8 +141,6 @@ class DisconnectSendsBoundNotifications(BindsItself):
 
 @caught_by("test_quiet_after_close")
 class CloseSendsBoundNotifications(BindsItself):
-    """``close`` sends the notifications of the transfers that it ended."""
-
     def close(self) -> None:
         for peer, payload in self._unsaid.values():
             if peer in self._peers:
@@ -171,8 +151,6 @@ class CloseSendsBoundNotifications(BindsItself):
 
 @caught_by("test_quiet_after_a_failure")
 class FailureSendsBoundNotification(BindsItself):
-    """A transfer that failed by itself still sends its notification."""
-
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         statuses = super().poll(transfers)
         for transfer, status in zip(transfers, statuses, strict=True):
@@ -183,7 +161,6 @@ class FailureSendsBoundNotification(BindsItself):
 
 @replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
 def notify_waits_for_the_peer(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
-    """``notify`` returns only when the socket of the peer has taken the notification."""
     LoopbackTransport.notify(driver, peer, payload)
     channel, until = driver._peers[peer].channel, time.monotonic() + 3
     while channel._queue and time.monotonic() < until:

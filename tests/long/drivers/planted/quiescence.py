@@ -32,11 +32,10 @@ from tests.long.drivers.planted.base import (
     KnowsCancelled,
     OtherCapabilities,
     Watched,
-    alters_status,
     caught_by,
     cut,
+    plant,
     replaces,
-    transfer_of,
 )
 
 _LATE_SECONDS = 0.1
@@ -112,7 +111,7 @@ class LateBytes(Watched):
     def land_unfinished(self, peer: PeerId | None = None) -> None:
         """Let the unfinished transfers of one peer, or of all, land late."""
         for transfer, batch in list(self._batches.items()):
-            if batch.peer == (peer or batch.peer) and not transfer_of(self, transfer).final:
+            if batch.peer == (peer or batch.peer) and not self._find_transfer(transfer).final:
                 self.land_repeatedly(transfer)
 
     def close(self) -> None:
@@ -127,7 +126,7 @@ class LandsOnlyWhatHadBegun(LateBytes):
     """A transfer that is cancelled at once is quiet; one that has moved bytes is not."""
 
     def cancel(self, transfer: TransferId) -> None:
-        job = transfer_of(self, transfer)
+        job = self._find_transfer(transfer)
         if not isinstance(job, ChunkedTransfer) or job.final:
             return
         begun = int(job.runs.end_bytes[job.position - 1]) if job.position else 0
@@ -167,8 +166,6 @@ class LandsBytesOfADeadPeer(LandsAReadAfterAFailure):
 
 @caught_by("test_quiet_after_the_peer_has_closed")
 class LandsBytesOfAClosedPeer(LandsAReadAfterAFailure):
-    """Bytes that arrived from a peer that closed are copied to the target after FAILED."""
-
     kinds = (PeerLostError,)
 
 
@@ -235,8 +232,6 @@ class LandsWhenThePeerContinues(LateBytes):
 
 @caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
 class CancelDoesNotWaitForThePeer(LandsWhenThePeerContinues):
-    """A cancelled read is FAILED before the peer has answered."""
-
     def cancel(self, transfer: TransferId) -> None:
         super().cancel(transfer)
         self.land_repeatedly(transfer)
@@ -256,8 +251,6 @@ class DisconnectTimeoutMeansFailed(LandsWhenThePeerContinues):
 
 @caught_by("test_close_beside_a_stopped_peer_is_quiet_or_an_error")
 class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
-    """``close`` neither waits for bytes of a stopped peer nor raises."""
-
     def close(self) -> None:
         if self._closed:
             super().close()  # the test's end: its memory must outlive the threads
@@ -266,7 +259,7 @@ class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
             LoopbackTransport.close(self)
 
 
-@alters_status("test_a_stopped_peer_keeps_what_was_cancelled_in_use", KnowsCancelled)
+@replaces("seen", "test_a_stopped_peer_keeps_what_was_cancelled_in_use", KnowsCancelled)
 def deregisters_memory_of_cancelled_transfer(
     driver: KnowsCancelled, transfer: TransferId, status: Status
 ) -> Status:
@@ -279,7 +272,6 @@ def deregisters_memory_of_cancelled_transfer(
 
 @replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
 def short_notifications_overtake(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
-    """Queued short notifications overtake long ones."""
     LoopbackTransport.notify(driver, peer, payload)
     channel = driver._peers[peer].channel
     with channel._lock:
@@ -292,7 +284,6 @@ def short_notifications_overtake(driver: LoopbackTransport, peer: PeerId, payloa
 def drops_notifications_when_the_queue_is_full(
     driver: LoopbackTransport, peer: PeerId, payload: bytes
 ) -> None:
-    """Notifications for which the queue has no room are dropped silently."""
     with contextlib.suppress(TransportError):
         LoopbackTransport.notify(driver, peer, payload)
 
@@ -301,7 +292,6 @@ def drops_notifications_when_the_queue_is_full(
 def read_raises_for_a_lost_peer(
     driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
 ) -> TransferId:
-    """``read`` raises if the peer is gone."""
     transfer = LoopbackTransport.read(driver, peer, copies, notify)
     (status,) = LoopbackTransport.poll(driver, [transfer])
     if status.error is not None:
@@ -311,33 +301,27 @@ def read_raises_for_a_lost_peer(
 
 @replaces("notify", "test_killed_before_a_transfer")
 def notify_raises_for_a_lost_peer(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
-    """``notify`` raises if the peer is gone."""
     LoopbackTransport.notify(driver, peer, payload)
     if driver._peers[peer].channel.lost:
         raise TransportError("nobody hears this")
 
 
-@alters_status("test_killed_before_a_transfer")
-def failed_without_error(driver: Watched, transfer: TransferId, status: Status) -> Status:
-    """A failed transfer has no error."""
-    return replace(status, error=None)
+plant(
+    "seen",
+    {
+        "test_killed_before_a_transfer": {
+            "failed_without_error": lambda _, transfer, status: replace(status, error=None)
+        },
+        "test_killed_during_transfers": {
+            "ignores_death": lambda _, transfer, status: PENDING if status.error else status,
+            "death_means_done": lambda _, transfer, status: DONE if status.error else status,
+        },
+    },
+)
 
 
-@alters_status("test_killed_during_transfers")
-def ignores_death(driver: Watched, transfer: TransferId, status: Status) -> Status:
-    """A transfer with a dead peer is PENDING for ever."""
-    return PENDING if status.state is State.FAILED else status
-
-
-@alters_status("test_killed_during_transfers")
-def death_means_done(driver: Watched, transfer: TransferId, status: Status) -> Status:
-    """A transfer with a dead peer is DONE."""
-    return DONE if status.state is State.FAILED else status
-
-
-@alters_status("test_killed_during_transfers")
+@replaces("seen", "test_killed_during_transfers")
 def death_fails_only_one_transfer(driver: Watched, transfer: TransferId, status: Status) -> Status:
-    """Only the first transfer with a dead peer fails."""
     others = [
         one
         for one, (_, _, job) in driver._transfers.items()
@@ -348,29 +332,24 @@ def death_fails_only_one_transfer(driver: Watched, transfer: TransferId, status:
 
 @caught_by("test_killed_during_transfers")
 class FailingForEver(Watched):
-    """A failing transfer never becomes FAILED, although quiescence is promised."""
-
     def seen(self, transfer: TransferId, status: Status) -> Status:
         return replace(status, state=State.FAILING) if status.error is not None else status
 
 
 @caught_by("test_killed_during_transfers")
 class FailingAfterDisconnect(OtherCapabilities, FailingForEver):
-    """A failing transfer does not become FAILED after ``disconnect``, as promised."""
-
     can: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
 
 
 @replaces("connect", "test_gone_and_back_is_another_peer")
 def mistakes_a_restarted_peer_for_the_former(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """A restarted peer is taken for the former one."""
     peer = LoopbackTransport.connect(driver, address)
     first = min(driver._peers)
     driver._peers[first] = driver._peers[peer]
     return first
 
 
-@alters_status("test_killed_while_a_fork_lives_on")
+@replaces("seen", "test_killed_while_a_fork_lives_on")
 def detects_death_by_socket_only(driver: Watched, transfer: TransferId, status: Status) -> Status:
     """Death is detected by the end of a socket, which a fork of the peer keeps open."""
     peer = driver._peers.get(driver._transfers[transfer].peer)
@@ -389,7 +368,6 @@ def detects_death_by_socket_only(driver: Watched, transfer: TransferId, status: 
 def poll_waits_for_the_peer(
     driver: LoopbackTransport, transfers: Sequence[TransferId]
 ) -> list[Status]:
-    """``poll`` waits for an answer of the peer."""
     for peer in driver._peers.values():
         if transfers and is_stopped(peer.memory.pid):
             time.sleep(0.1)

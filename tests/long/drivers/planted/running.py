@@ -20,13 +20,9 @@ from tests.long.drivers.planted.base import (
     PENDING,
     KnowsCancelled,
     Watched,
-    alters_status,
     caught_by,
-    connection_of,
     failed,
     replaces,
-    transfer_of,
-    wait_final,
 )
 from tests.long.drivers.planted.batches import KeepsArraysUntilPoll
 
@@ -41,18 +37,15 @@ def poll_ignores_order_of_ids(
 
 @caught_by("test_done_stays_until_it_is_forgotten")
 class ReusesTransferIds(LoopbackTransport):
-    """The id of a forgotten transfer is given to the next one."""
-
     def forget(self, transfer: TransferId) -> None:
         super().forget(transfer)
         self._ids = iter([transfer, *range(transfer + 1, transfer + 10_000)])  # type: ignore[assignment]
 
 
-@alters_status("test_done_stays_until_it_is_forgotten")
+@replaces("seen", "test_done_stays_until_it_is_forgotten")
 def disconnect_fails_done_transfers(
     driver: Watched, transfer: TransferId, status: Status
 ) -> Status:
-    """A transfer that was DONE is FAILED once its peer is disconnected."""
     peer = driver._transfers[transfer].peer
     return status if peer in driver._peers else failed("disconnected")
 
@@ -61,7 +54,6 @@ def disconnect_fails_done_transfers(
 def forgets_done_transfers(
     driver: LoopbackTransport, transfers: Sequence[TransferId]
 ) -> list[Status]:
-    """A transfer is forgotten once ``poll`` has reported its end."""
     statuses = LoopbackTransport.poll(driver, transfers)
     for transfer, status in zip(transfers, statuses, strict=True):
         if status.state.final and transfer in driver._transfers:
@@ -71,22 +63,20 @@ def forgets_done_transfers(
 
 @replaces("forget", "test_only_final_transfers_can_be_forgotten")
 def forgets_running_transfers(driver: LoopbackTransport, transfer: TransferId) -> None:
-    """A transfer in flight can be forgotten."""
-    if transfer_of(driver, transfer).final:
+    if driver._find_transfer(transfer).final:
         LoopbackTransport.forget(driver, transfer)
 
 
 @replaces("poll", "test_poll_does_not_block")
 def poll_blocks(driver: LoopbackTransport, transfers: Sequence[TransferId]) -> list[Status]:
-    """``poll`` waits a while for the end of a transfer."""
-    wait_final(driver, transfers, 0.06)
+    end = time.monotonic() + 0.06
+    while time.monotonic() < end and driver._unfinished():
+        time.sleep(0.001)
     return LoopbackTransport.poll(driver, transfers)
 
 
 @caught_by("test_calls_may_come_from_different_threads")
 class RefusesOtherThreads(LoopbackTransport):
-    """Only the thread that made the transport may call it."""
-
     def __init__(self, **options: Any) -> None:
         self._thread = threading.get_ident()
         super().__init__(**options)
@@ -113,7 +103,6 @@ class ProgressesOnlyInPoll(KeepsArraysUntilPoll):
 def holds_the_interpreter_lock(
     driver: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
 ) -> TransferId:
-    """``read`` holds the interpreter lock for long."""
     transfer = LoopbackTransport.read(driver, peer, copies, notify)
     if copies.total > 1 << 30:
         ctypes.PyDLL(None).usleep(900_000)
@@ -122,7 +111,6 @@ def holds_the_interpreter_lock(
 
 @replaces("notifications", "test_notifications_does_not_block")
 def notifications_blocks(driver: LoopbackTransport) -> list[Notification]:
-    """``notifications`` waits a while for a notification."""
     found = LoopbackTransport.notifications(driver)
     if not found:
         time.sleep(0.1)
@@ -131,8 +119,6 @@ def notifications_blocks(driver: LoopbackTransport) -> list[Notification]:
 
 @caught_by("test_a_batch_moves_its_bytes_and_no_others")
 class DoneBecomesPending(Watched):
-    """A transfer that was DONE is PENDING at the next poll."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._told: set[TransferId] = set()
@@ -147,13 +133,11 @@ class DoneBecomesPending(Watched):
 
 @replaces("cancel", "test_cancel_ends_a_transfer_early")
 def claims_to_cancel(driver: LoopbackTransport, transfer: TransferId) -> None:
-    """``cancel`` has no effect."""
-    transfer_of(driver, transfer)
+    driver._find_transfer(transfer)
 
 
 @replaces("wake_when_ended", "test_the_end_of_a_transfer_wakes_the_caller")
 def claims_to_wake(driver: LoopbackTransport, wake: Callable[[], None]) -> bool:
-    """It says that it wakes the caller, and never does."""
     return True
 
 
@@ -162,7 +146,7 @@ class CancelledIsFinalBeforeQuiet(KnowsCancelled):
     """A cancelled transfer is FAILED at once and still moves bytes."""
 
     def cancel(self, transfer: TransferId) -> None:
-        transfer_of(self, transfer)
+        self._find_transfer(transfer)
         self._cancelled.add(transfer)
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
@@ -175,7 +159,7 @@ class DisconnectDoesNotWait(Watched):
 
     def disconnect(self, peer: PeerId) -> None:
         self._check_usable()
-        connection_of(self, peer)
+        self._find_peer(peer)
         del self._peers[peer]
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
@@ -185,7 +169,6 @@ class DisconnectDoesNotWait(Watched):
 
 @replaces("disconnect", "test_disconnect_leaves_other_peers_alone")
 def disconnects_all_peers(driver: LoopbackTransport, peer: PeerId) -> None:
-    """``disconnect`` disconnects all other peers, too."""
     LoopbackTransport.disconnect(driver, peer)
     for other in list(driver._peers):
         LoopbackTransport.disconnect(driver, other)
@@ -193,11 +176,9 @@ def disconnects_all_peers(driver: LoopbackTransport, peer: PeerId) -> None:
 
 @caught_by("test_cancel_leaves_other_transfers_alone")
 class CancelsLaterTransfers(LoopbackTransport):
-    """``cancel`` also cancels the transfers that were begun later."""
-
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
-        job = transfer_of(self, transfer)
+        job = self._find_transfer(transfer)
         if isinstance(job, ChunkedTransfer):
             job.limit = 1 << 12
         return transfer
@@ -224,33 +205,27 @@ class CloseDoesNotWait(LoopbackTransport):
         self._closed = True
 
 
-@alters_status("test_disconnect_fails_what_is_in_flight")
+@replaces("seen", "test_disconnect_fails_what_is_in_flight")
 def disconnect_reports_other_error(driver: Watched, transfer: TransferId, status: Status) -> Status:
-    """A transfer that ``disconnect`` ended does not fail with ``PeerLostError``."""
     lost = isinstance(status.error, PeerLostError)
     return replace(status, error=TransportError("it failed")) if lost else status
 
 
 @caught_by("test_killed_before_a_transfer")
 class DeregistersMemoryOfFailingTransfer(FailingUntilDisconnect):
-    """Memory of a failing transfer can be deregistered."""
-
     def deregister(self, region: Region) -> None:
         LoopbackTransport.deregister(self, region)
 
 
 @caught_by("test_killed_before_a_transfer")
 class ForgetsFailingTransfer(FailingUntilDisconnect):
-    """A failing transfer can be forgotten."""
-
     def forget(self, transfer: TransferId) -> None:
         LoopbackTransport.forget(self, transfer)
 
 
 @replaces("cancel", "test_cancel_does_not_wait_for_the_end")
 def cancel_waits_for_the_end(driver: LoopbackTransport, transfer: TransferId) -> None:
-    """``cancel`` returns only when the transfer is final."""
-    running = not transfer_of(driver, transfer).final
+    running = not driver._find_transfer(transfer).final
     LoopbackTransport.cancel(driver, transfer)
     if running:
         time.sleep(0.5)
@@ -258,8 +233,6 @@ def cancel_waits_for_the_end(driver: LoopbackTransport, transfer: TransferId) ->
 
 @caught_by("test_a_stopped_peer_that_is_disconnected_holds_nobody_up")
 class DisconnectBlocksAllTransfers(LoopbackTransport):
-    """``disconnect`` holds a lock for long that all transfers need."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._lock = threading.Lock()
@@ -276,7 +249,6 @@ class DisconnectBlocksAllTransfers(LoopbackTransport):
 
 @replaces("connect", "test_peers_come_and_go_beside_transfers")
 def connect_iterates_without_lock(driver: LoopbackTransport, address: bytes) -> PeerId:
-    """``connect`` iterates over the transfers without a lock while other threads change them."""
     for _ in range(20):  # so long that other threads do change them, on a busy machine too
         for _ in driver._transfers:
             time.sleep(0.001)
@@ -312,7 +284,7 @@ class LosesANotificationAfterReconnecting(LoopbackTransport):
         self._ended = 1
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        connection_of(self, peer)
+        self._find_peer(peer)
         if self._ended == 1:
             self._ended = 2
             return

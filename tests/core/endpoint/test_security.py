@@ -1,4 +1,4 @@
-"""Proofs of tickets: forged tickets are refused without any effect on the producer."""
+"""Which engines are read from: keys, networks, proofs of tickets, fingerprints, and addresses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.hold_server import SlotTable
 from kvferry.core.errors import (
+    AdmissionError,
     HandshakeError,
     KVFerryError,
     TicketError,
@@ -20,9 +21,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.memory import region_of
-from kvferry.core.security import TicketKey
-from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES
+from kvferry.core.security import Access, Networks, TicketKey, generate
 from kvferry.core.side_channel.dialer import Dialer
 from kvferry.core.side_channel_messages import Payloads
 from kvferry.core.transport import Quiescence
@@ -47,20 +46,80 @@ def decode(driver: ScriptedTransport, clock: Clock) -> Iterator[Engine]:
         yield engine
 
 
-def fingerprint_address(prefill: Engine, rank: int = 0) -> int:
-    found = prefill.ranks[rank].endpoint.payload.fingerprint
-    assert found is not None
-    return found.address
+@pytest.fixture
+def ticket(prefill: Engine) -> Ticket:
+    return prefill.serve("p-1", [1, 2], 8)
 
 
-def failure(decode: Engine, request: str, ticket: Ticket) -> KVFerryError:
+def failure(decode: Engine, ticket: Ticket, request: str = "refused") -> KVFerryError:
     error = decode.load(request, ticket, [5, 6])
     assert error is not None
     return error
 
 
-def loads(decode: Engine, request: str, ticket: Ticket) -> None:
+def loads(decode: Engine, ticket: Ticket, request: str = "loaded") -> None:
     assert decode.load(request, ticket, [3, 4]) is None
+
+
+# Keys and networks that are listed.
+
+PREFILL, DECODE, STRANGER = generate(), generate(), generate()
+SERVES = Access(own=PREFILL, peers=frozenset({DECODE.public}))
+READS = Access(own=DECODE, peers=frozenset({PREFILL.public}), networks=Networks.of(["127.0.0.1"]))
+LISTED = EndpointOptions(access=READS, handshake_timeout=60.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        pytest.param({"key": b""}, "its tickets name no key", id="no key"),
+        pytest.param({"key": STRANGER.public}, "which is not listed here", id="unlisted key"),
+        pytest.param(
+            {"host": "127.0.0.2"}, "in none of the networks of allowed_peers", id="other network"
+        ),
+    ],
+)
+def test_only_engines_and_networks_that_are_listed_are_connected_to(
+    changes: dict[str, Any], complaint: str
+) -> None:
+    """A genuine ticket of the same engine and address works after a forged one."""
+    with (
+        Engine("prefill") as prefill,
+        Engine("decode", options=LISTED) as decode,
+        prefill.side_channel(access=SERVES) as server,
+        socket.create_server(("127.0.0.2", server.port)) as other_host,
+    ):
+        other_host.setblocking(False)
+        ticket = replace(prefill.serve("p-1", [1], 4), port=server.port, key=PREFILL.public)
+        error = failure(decode, replace(ticket, **changes))
+        assert isinstance(error, AdmissionError)
+        assert complaint in str(error)
+        with pytest.raises(BlockingIOError):
+            other_host.accept()
+        loads(decode, ticket)
+        prefill.released("p-1")
+
+
+def test_an_engine_without_the_secret_key_of_the_ticket_is_refused(
+    prefill: Engine, ticket: Ticket
+) -> None:
+    impostor = Access(own=STRANGER, peers=frozenset({DECODE.public}))
+    with (
+        Engine("decode", options=LISTED) as decode,
+        prefill.side_channel(access=impostor) as server,
+    ):
+        error = failure(decode, replace(ticket, port=server.port, key=PREFILL.public))
+    assert "does not have the secret key" in str(error)
+
+
+# Proofs.
+
+
+def header(prefill: Engine, rank: int = 0) -> list[int]:
+    """Return the addresses of the words of a rank's fingerprint."""
+    found = prefill.ranks[rank].endpoint.payload.fingerprint
+    assert found is not None
+    return [found.address, found.address + 8]
 
 
 def releases(producer_transport: RecordingTransport) -> list[int]:
@@ -86,17 +145,6 @@ FORGERIES: list[Callable[[Ticket], Ticket]] = [
 ]
 
 
-def test_the_fingerprint_is_read_once_before_the_first_load(
-    prefill: Engine, decode: Engine, driver: ScriptedTransport
-) -> None:
-    for index in range(3):
-        loads(decode, f"d-{index}", prefill.serve(f"p-{index}", [1, 2], 8))
-        prefill.released(f"p-{index}")
-    words = [fingerprint_address(prefill), fingerprint_address(prefill) + 8]
-    assert [read for read in driver.addresses if set(read) & set(words)] == [words]
-    assert driver.addresses[0] == words
-
-
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_forged_ticket_causes_no_connection_renewal_read_done_or_abandon(
     prefill: Engine,
@@ -107,7 +155,7 @@ def test_a_forged_ticket_causes_no_connection_renewal_read_done_or_abandon(
 ) -> None:
     """The genuine ticket of the same hold works afterwards."""
     if connected:
-        loads(decode, "d-0", prefill.serve("p-0", [10, 11], 8))
+        loads(decode, prefill.serve("p-0", [10, 11], 8), "d-0")
         prefill.released("p-0")
         producer_transport.received.clear()
         driver.addresses.clear()
@@ -116,39 +164,49 @@ def test_a_forged_ticket_causes_no_connection_renewal_read_done_or_abandon(
         forged = forge(ticket)
         decode.prepare(forged)
         decode.pull(f"forged {number}, nothing", forged, [], nothing=True)
-        error = failure(decode, f"forged {number}", forged)
+        error = failure(decode, forged, f"forged {number}")
         assert isinstance(error, TicketError)
         assert error.reason is TicketReason.PROOF
     assert driver.addresses == []
-    loads(decode, "d-2", ticket)
+    loads(decode, ticket)
     prefill.released("p-1")
     # The genuine ticket's release comes after anything sent for the forged ones.
     assert releases(producer_transport) == [1]
 
 
 def test_a_forged_ticket_does_not_end_the_renewal_of_the_hold_that_it_names(
-    prefill: Engine, decode: Engine, producer_transport: RecordingTransport
+    ticket: Ticket, decode: Engine, producer_transport: RecordingTransport
 ) -> None:
     """The requests with the forged and with the genuine ticket wait at the same time."""
-    ticket = prefill.serve("p-1", [1, 2], 8)
     decode.prepare(with_next_blocks(ticket))
     decode.prepare(ticket)
     eventually(lambda: bool(releases(producer_transport)), "the genuine ticket is renewed")
-    assert isinstance(failure(decode, "d-1", with_next_blocks(ticket)), TicketError)
-    loads(decode, "d-2", ticket)
+    assert isinstance(failure(decode, with_next_blocks(ticket)), TicketError)
+    loads(decode, ticket)
 
 
 def test_a_ticket_with_a_key_of_an_engine_without_one_is_refused(decode: Engine) -> None:
     """Without a key it is accepted, as an older build's."""
     with Engine("prefill") as prefill:
         ticket = prefill.serve("p-1", [1, 2], 8)
-        error = failure(decode, "d-1", proved(ticket, OTHER_KEY))
+        error = failure(decode, proved(ticket, OTHER_KEY))
         assert isinstance(error, TicketError)
         assert "publishes none" in str(error)
-        loads(decode, "d-2", ticket)
+        loads(decode, ticket)
 
 
-# Relays.
+# Fingerprints.
+
+
+def test_the_fingerprint_is_read_once_before_the_first_load(
+    prefill: Engine, decode: Engine, driver: ScriptedTransport
+) -> None:
+    for index in range(3):
+        loads(decode, prefill.serve(f"p-{index}", [1, 2], 8), f"d-{index}")
+        prefill.released(f"p-{index}")
+    words = header(prefill)
+    assert [read for read in driver.addresses if set(read) & set(words)] == [words]
+    assert driver.addresses[0] == words
 
 
 @contextlib.contextmanager
@@ -168,52 +226,44 @@ def test_an_engine_that_relays_the_payloads_of_another_is_refused(
         serve_relay(prefill) as relayed,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
-        error = failure(decode, "d-1", relayed(replace(ticket, pages=((2, 3),))))
+        error = failure(decode, relayed(replace(ticket, pages=((2, 3),))))
         assert type(error) is HandshakeError
         assert "answers with the payloads of another" in str(error)
-        first_words = [fingerprint_address(prefill, rank) for rank in range(2)]
-        headers = {address + word for address in first_words for word in (0, 8)}
+        headers = {*header(prefill), *header(prefill, 1)}
         assert {address for read in driver.addresses for address in read} <= headers
         assert producer_transport.received == []
-        loads(decode, "d-2", ticket)
+        loads(decode, ticket)
 
 
 def test_a_fingerprint_read_that_times_out_fails_only_that_load(
-    prefill: Engine, decode: Engine, driver: ScriptedTransport, clock: Clock
+    prefill: Engine, decode: Engine, driver: ScriptedTransport, clock: Clock, ticket: Ticket
 ) -> None:
     driver.statuses[0] = PENDING
-    decode.pull("d-1", prefill.serve("p-1", [1, 2], 8), [5, 6])
+    decode.pull("d-1", ticket, [5, 6])
     eventually(lambda: bool(driver.pages), "the fingerprint is being read")
     clock.skip(EndpointOptions().handshake_timeout + 1.0)
     error = decode.error("d-1")
     assert "the fingerprint of engine 'prefill' was not read within 10 s" in str(error)
     eventually(lambda: bool(driver.disconnected), "the peer is disconnected")
     clock.skip(1.0)  # the wait after a failed handshake
-    loads(decode, "d-2", prefill.serve("p-2", [1, 2], 8))
+    loads(decode, prefill.serve("p-2", [1, 2], 8))
 
 
-def test_a_failing_fingerprint_read_is_ended_by_a_disconnect(prefill: Engine, clock: Clock) -> None:
+def test_a_failing_fingerprint_read_is_ended_by_a_disconnect(
+    prefill: Engine, clock: Clock, ticket: Ticket
+) -> None:
     """Otherwise it would be polled forever, and keep its scratch word."""
     driver = ScriptedTransport(quiescence=Quiescence.AFTER_DISCONNECT)
     with (
         Engine("decode", transport=lambda: driver, clock=clock) as decode,
         serve_relay(prefill) as relayed,
     ):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        loads(decode, "d-1", ticket)
+        loads(decode, ticket)
         driver.statuses[len(driver.pages)] = failing(TransportError("no such memory"))
-        assert "no such memory" in str(failure(decode, "d-2", relayed(ticket)))
+        assert "no such memory" in str(failure(decode, relayed(ticket)))
         eventually(lambda: bool(driver.disconnected), "the peer is disconnected")
         clock.skip(1.0)
-        loads(decode, "d-3", prefill.serve("p-2", [1, 2], 8))
-
-
-def test_the_fingerprint_lies_before_the_slots_of_the_table() -> None:
-    table = SlotTable(3)
-    table.write_fingerprint(bytes(range(FINGERPRINT_BYTES)))
-    assert table.words.tolist() == [0, 0, 0]
-    assert region_of(table.header).end == region_of(table.words).address
-    assert region_of(table.words).nbytes == 8 * 3
+        loads(decode, prefill.serve("p-2", [1, 2], 8), "d-3")
 
 
 # The producer's own address, and the router's.
@@ -230,35 +280,34 @@ def routed(ticket: Ticket, port: int, host: str = "127.0.0.1") -> Ticket:
     return replace(ticket, routed=(host, port))
 
 
-def from_port(prefill: Engine, port: int) -> Ticket:
-    ticket = prefill.serve("p-1", [1, 2], 8)
+def at_port(ticket: Ticket, port: int) -> Ticket:
     return proved(replace(ticket, proof=None, port=port), KEY)
 
 
 def test_the_producers_own_address_is_tried_before_the_routers(
-    prefill: Engine, decode: Engine
+    ticket: Ticket, decode: Engine
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         unused.setblocking(False)
-        loads(decode, "d-1", routed(prefill.serve("p-1", [1, 2], 8), unused.getsockname()[1]))
+        loads(decode, routed(ticket, unused.getsockname()[1]))
         with pytest.raises(BlockingIOError):
             unused.accept()
 
 
 @pytest.mark.parametrize("name", [None, "prefill", "other"])
 def test_the_routers_address_is_tried_if_the_own_address_is_not_the_engine(
-    prefill: Engine, decode: Engine, name: str | None
+    prefill: Engine, decode: Engine, ticket: Ticket, name: str | None
 ) -> None:
     """Nobody listens there, or another engine, as on another host's loopback address."""
     with contextlib.ExitStack() as stack:
         port = free_port()
         if name is not None:
             port = stack.enter_context(Engine(name, ticket_key=OTHER_KEY)).server.port
-        loads(decode, "d-1", routed(from_port(prefill, port), prefill.server.port))
+        loads(decode, routed(at_port(ticket, port), prefill.server.port))
 
 
 def test_the_two_addresses_share_the_timeout_of_a_handshake(
-    prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
+    ticket: Ticket, decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first address may take half of it."""
     asked: list[tuple[str, float]] = []
@@ -267,20 +316,19 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
         asked.append((call.host, call.timeout))
         raise HandshakeError(f"{call.host} is silent")
 
-    monkeypatch.setattr("kvferry.core.directory.handshake_queue.payloads", silent)
-    failure(decode, "d-1", routed(prefill.serve("p-1", [1, 2], 8), 1, "router"))
+    monkeypatch.setattr("kvferry.core.directory.handshake.payloads", silent)
+    failure(decode, routed(ticket, 1, "router"))
     [(first, half), (second, rest)] = asked
     assert (first, second) == ("127.0.0.1", "router")
     assert half <= EndpointOptions().handshake_timeout / 2
     assert half < rest <= EndpointOptions().handshake_timeout
 
 
-def test_the_error_names_both_addresses(prefill: Engine, decode: Engine) -> None:
+def test_the_error_names_both_addresses(ticket: Ticket, decode: Engine) -> None:
     ports = free_port(), free_port()
-    error = failure(decode, "d-1", routed(from_port(prefill, ports[0]), ports[1]))
+    error = failure(decode, routed(at_port(ticket, ports[0]), ports[1]))
     assert [port for port in ports if f"port {port}" not in str(error)] == []
 
 
-def test_a_proof_does_not_cover_the_routers_address(prefill: Engine) -> None:
-    ticket = prefill.serve("p-1", [1, 2], 8)
+def test_a_proof_does_not_cover_the_routers_address(ticket: Ticket) -> None:
     assert said(ticket) == said(routed(ticket, 1))
