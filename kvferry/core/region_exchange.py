@@ -20,6 +20,7 @@ from typing import Self
 
 import numpy as np
 
+from kvferry.core.driver_calls.connections import BlockingCalls
 from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.driver_calls.transfers import Read
 from kvferry.core.error_causes import on_one_line
@@ -213,6 +214,10 @@ class RegionExchange:
                 clock=time.monotonic,
                 threads=self._transport.capabilities.concurrent_connect,
             )
+            # Not the driver's: a handshake that takes long delays no read.
+            self._handshakes = BlockingCalls(
+                threads=True, post=self._post, clock=time.monotonic, name="kvferry-exchange-peer"
+            )
             # A driver may know only by closing the connection when a failing read is quiet.
             self._calls.transfers.failing = self._calls.transfers.failed = self._drop
             self._server = HandshakeServer(
@@ -270,7 +275,8 @@ class RegionExchange:
 
         The three arrays are (n,) uint64: offsets in both regions, and lengths. A read fails as a
         whole: use nothing of it then. One from a peer whose connection was lost fails, and the
-        connection is made again for later ones, unless the peer has restarted.
+        connection is made again for later ones; not to a peer that has restarted, before
+        ``ExchangeOptions.stale_after`` is over.
         """
         task = RegionRead(remote)
         theirs = remote.payload.layout.regions[0]
@@ -419,7 +425,7 @@ class RegionExchange:
                 self._release(remote)
             over(None)
 
-        self._calls.blocking.run(partial(self._shake, remote), shaken)
+        self._handshakes.run(partial(self._shake, remote), shaken)
 
     def _release(self, remote: RemoteRegion) -> None:
         if remote._connection is not None:

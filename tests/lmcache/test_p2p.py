@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,7 +16,6 @@ import pytest
 
 from tests.free_port import free_port
 from tests.lmcache.engine import PROMPT
-from tests.waiting import eventually
 
 LMCACHE = [str(Path(sys.executable).with_name("lmcache"))]
 CHUNK = 32
@@ -45,6 +45,14 @@ def asked(port: int, path: str) -> Any:
             return json.load(answer)
     except OSError:
         return None
+
+
+def wait_for_peer(port: int) -> None:
+    """Wait until a server has found its peer, which it does in a round of its heartbeat."""
+    end = time.monotonic() + START_SECONDS
+    while (asked(port, "/status") or {}).get("p2p_peer_count") != 1:
+        assert time.monotonic() < end
+        time.sleep(1)
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +104,7 @@ def test_a_prefix_that_one_engine_has_computed_is_read_for_another(
         flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
         start(name, "server", *flags)
     for port in (first, second):
-        # A server finds its peer in the next round of its heartbeat.
-        status = lambda port=port: asked(port + 1, "/status") or {}  # noqa: E731
-        eventually(
-            lambda status=status: status().get("p2p_peer_count") == 1, "peers", START_SECONDS
-        )
+        wait_for_peer(port + 1)
     alone = answer(model, 0)
     assert answer(model, first) == {"tokens": alone["tokens"], "cached": 0}
     stored = asked(first + 1, "/status")["storage_manager"]["l1_manager"]["total_object_count"]
