@@ -2,131 +2,141 @@
 
     build/lmcache/bin/python -W ignore -m benchmarks.lmcache_channel [--quick] [--json FILE]
 
-A process serves a buffer over each channel. This one reads objects from it as LMCache's benchmark
-does: it asks until the read is over. Every byte is compared once. Objects are multiples of the 64
-KiB to which LMCache advises to align them; ``make lmcache`` makes the environment.
+Each channel has two processes. One reads objects from the other as LMCache's benchmark does: it
+asks until the read is over. The memory is allocated by LMCache, and every byte is compared once.
+Objects are multiples of the 64 KiB to which LMCache advises to align them; ``make lmcache`` makes
+the environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import multiprocessing
+import ctypes
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 
-from benchmarks.harness import NOTHING, Row, Way, by_turns, main, row
+from benchmarks.harness import Row, WorkerProcess, by_turns, main, nothing, row, say
 
 ALIGN = 64 << 10
 SIZES = {64 << 10: 100, 1 << 20: 32, 10 << 20: 8}
 """The size of an object in bytes, and how many objects a read has."""
-CHANNELS = {
-    "theirs": ("nixl", ""),
-    "nixl": ("kvferry", "nixl"),
-    "loopback": ("kvferry", "loopback"),
-}
-"""LMCache's type of a channel, and kvferry's driver. Not ucx: NIXL has loaded a UCX of its own."""
 NBYTES = max(size * count for size, count in SIZES.items())
+CHANNELS: dict[str, tuple[str, dict[str, object]]] = {
+    "LMCache's nixl": ("nixl", {}),
+    "nixl": ("kvferry", {"driver": "nixl", "driver_options": {"progress_milliseconds": 100}}),
+    "ucx": ("kvferry", {"driver": "ucx"}),
+    "loopback": ("kvferry", {"driver": "loopback"}),
+}
+"""LMCache's type of a channel, and kvferry's settings, as docs/lmcache.md advises."""
+READS = 20
+"""How many reads of a channel follow each other; the median counts."""
 
 
-class Contexts:
-    """A context of each channel over one buffer, and the ports at which they listen."""
+def content() -> np.ndarray:
+    """Return what a serving node has."""
+    return np.random.default_rng(1).integers(0, 256, NBYTES, np.uint8)
 
-    def __init__(self, memory: np.ndarray) -> None:
-        from lmcache.v1.distributed.internal_api import L1MemoryDesc
+
+class Node:
+    """A context of a channel over memory, both as LMCache makes them."""
+
+    def __init__(self, kind: str, settings: dict[str, object], *, serves: bool) -> None:
+        from lmcache.v1.distributed.config import L1MemoryManagerConfig
+        from lmcache.v1.distributed.memory_manager import L1MemoryManager
         from lmcache.v1.distributed.transfer_channel.factory import create_transfer_channel_context
 
         from kvferry.integrations.lmcache import configure
         from tests.free_port import free_port
 
-        described = L1MemoryDesc(ptr=memory.ctypes.data, size=NBYTES, align_bytes=ALIGN)
-        self.made, self.urls = {}, {}
-        for name, (kind, driver) in CHANNELS.items():
-            if driver:
-                configure({"driver": driver})
-            self.urls[name] = url = f"127.0.0.1:{free_port()}"
-            self.made[name] = create_transfer_channel_context(kind, described, url, url)
+        configure(settings)
+        manager = L1MemoryManager(
+            L1MemoryManagerConfig(
+                size_in_bytes=NBYTES, use_lazy=False, init_size_in_bytes=NBYTES, align_bytes=ALIGN
+            )
+        )
+        described = manager.get_l1_memory_desc()
+        array = (ctypes.c_uint8 * NBYTES).from_address(described.ptr)
+        self._owner, self.memory = manager, np.frombuffer(array, np.uint8)
+        self.memory[:] = content() if serves else 0
+        self._url = f"127.0.0.1:{free_port()}"
+        self._context = create_transfer_channel_context(
+            kind,
+            described,
+            listen_url=self._url,
+            advertise_url=self._url,
+        )
 
+    def url(self) -> str:
+        """Return where it listens."""
+        return self._url
 
-def aligned() -> np.ndarray:
-    """Return zeroed memory that begins at a multiple of ``ALIGN``."""
-    memory = np.zeros(NBYTES + ALIGN, np.uint8)
-    return memory[-memory.ctypes.data % ALIGN :][:NBYTES]
+    def connect(self, url: str) -> None:
+        """Connect to another."""
+        self._client = self._context.get_transfer_channel_client(url)
 
+    def read(self, size: int) -> list[float]:
+        """Return the median of the seconds of some reads, of objects from all over the peer."""
+        from lmcache.v1.distributed.transfer_channel import TransferChannelAddress as Address
 
-def content() -> np.ndarray:
-    """Return what the server's buffer has."""
-    return np.random.default_rng(1).integers(0, 256, NBYTES, np.uint8)
+        places = np.random.default_rng(size).permutation(NBYTES // size)[: SIZES[size]].tolist()
+        local = [Address(offset=n * size, size=size) for n in range(len(places))]
+        remote = [Address(offset=n * size, size=size) for n in places]
+        seconds = []
+        for _ in range(READS):
+            start = time.perf_counter()
+            task = self._client.submit_read(local, remote)
+            while not (found := self._client.query_read_status(task)).is_finished():
+                pass
+            seconds.append(time.perf_counter() - start)
+            if not all(found.succeeded_mask):
+                raise SystemExit("a read has failed")
+        return [float(np.median(seconds))]
 
-
-def serve(pipe: Connection) -> None:
-    """Serve until the pipe closes."""
-    memory = aligned()
-    memory[:] = content()
-    pipe.send(Contexts(memory).urls)
-    pipe.poll(None)
+    def check(self, size: int) -> None:
+        """Read, and end the benchmark if a byte is another."""
+        places = np.random.default_rng(size).permutation(NBYTES // size)[: SIZES[size]]
+        self.memory[:] = 0
+        self.read(size)
+        wanted = content()[: NBYTES // size * size].reshape(-1, size)[places].ravel()
+        if not np.array_equal(self.memory[: len(wanted)], wanted):
+            raise SystemExit("other bytes were read")
 
 
 def measure(chosen: argparse.Namespace) -> Iterator[Row]:
-    """Yield a row for each size, over NIXL and over loopback."""
-    if not importlib.util.find_spec("lmcache"):
-        raise SystemExit(NOTHING)
-    from lmcache.v1.distributed.transfer_channel import TransferChannelAddress
-
-    spawn = multiprocessing.get_context("spawn")
-    pipe, theirs = spawn.Pipe()
-    server = spawn.Process(target=serve, args=(theirs,), daemon=True)
-    server.start()
-    memory = aligned()
-    contexts, urls, expected = Contexts(memory).made, pipe.recv(), content()
-    clients = {name: contexts[name].get_transfer_channel_client(urls[name]) for name in CHANNELS}
-
-    def way(name: str, size: int, count: int) -> Way:
-        # As LMCache's benchmark does: objects that lie elsewhere in the peer's memory.
-        places = np.random.default_rng(size).permutation(NBYTES // size)[:count].tolist()
-        local = [TransferChannelAddress(offset=n * size, size=size) for n in range(count)]
-        remote = [TransferChannelAddress(offset=n * size, size=size) for n in places]
-        client = clients[name]
-
-        def read() -> list[float]:
-            start = time.perf_counter()
-            task = client.submit_read(local, remote)
-            while not (found := client.query_read_status(task)).is_finished():
-                pass
-            seconds = time.perf_counter() - start
-            if not all(found.succeeded_mask):
-                raise SystemExit(f"{name} has failed to read")
-            return [seconds]
-
-        memory[:] = 0
-        read()
-        wanted = expected.reshape(-1, size)[places].ravel()
-        if not np.array_equal(memory[: size * count], wanted):
-            raise SystemExit(f"{name} has read other bytes")
-        return read
-
-    for size, count in SIZES.items():
-        ways = [way(name, size, count) for name in CHANNELS]
-        found = by_turns(ways, 3 if chosen.quick else 200, 60.0)[:, :, 0]
-        case = f"{count} objects of {size >> 10:,} KiB"
-        for which, name in enumerate(CHANNELS):
-            if which:
-                speed = size * count / float(np.median(found[which]))
+    """Yield a row for each size and driver."""
+    if not find_spec("lmcache"):
+        nothing("LMCache is not here: make lmcache makes an environment with it")
+    with ExitStack() as stack:
+        readers = []
+        for name, (kind, settings) in CHANNELS.items():
+            say(f"starting two processes: {name}")
+            server, reader = (
+                stack.enter_context(WorkerProcess(partial(Node, kind, settings, serves=serves)))
+                for serves in (True, False)
+            )
+            reader.ask("connect", server.ask("url"))
+            readers.append(reader)
+        for size, count in SIZES.items():
+            for reader in readers:
+                reader.ask("check", size)
+            ways = [reader.way("read", size) for reader in readers]
+            found = by_turns(ways, 3 if chosen.quick else 60, 90.0)[:, :, 0]
+            for which, name in list(enumerate(CHANNELS))[1:]:
                 yield row(
                     "LMCache's transfer channel",
-                    f"{case}, {name}",
+                    f"{count} objects of {size >> 10:,} KiB, {name}",
                     "kvferry's time of LMCache's own NIXL channel's",
                     found[which],
                     found[0],
                     unit="GB/s",
-                    measured=speed,
+                    measured=size * count / float(np.median(found[which])),
                     target="≤ 1.0" if name == "nixl" else None,
                 )
-    pipe.close()
-    server.terminate()
 
 
 if __name__ == "__main__":
