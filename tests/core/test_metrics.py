@@ -37,27 +37,25 @@ from kvferry.core.metrics import (
 BY_NAME = {metric.name: metric for metric in FIGURES}
 
 
+PLAIN: dict[str, Any] = {"request": "r", "engine": "prefill", "path": "memcpy", "reads": True}
+PLAIN |= {"tokens": 10, "copies": 2, "nbytes": 4096, "seconds": 0.5, "wait_seconds": 2.0}
+PLAIN |= {"post_seconds": 0.1, "transfer_seconds": 0.3, "fence_seconds": 0.05}
+
+
 def new_metrics() -> Metrics:
     return Metrics(driver="loopback", rank="3")
 
 
 def record(**changes: Any) -> LoadRecord:
-    """Return the record of a successful load of 10 tokens."""
-    fields: dict[str, Any] = {
-        "request": "r",
-        "engine": "prefill",
-        "path": "memcpy",
-        "reads": True,
-        "tokens": 10,
-        "copies": 2,
-        "nbytes": 4096,
-        "seconds": 0.5,
-        "wait_seconds": 2.0,
-        "post_seconds": 0.1,
-        "transfer_seconds": 0.3,
-        "fence_seconds": 0.05,
-    }
-    return LoadRecord(**(fields | changes))
+    """Return the record of a successful load, with changes."""
+    return LoadRecord(**(PLAIN | changes))
+
+
+def counted(*records: LoadRecord) -> Data:
+    metrics = new_metrics()
+    for each in records:
+        metrics.count_load(each)
+    return metrics.take() or {}
 
 
 def values(metric: Metric, data: Data) -> dict[tuple[str, ...], Any]:
@@ -93,10 +91,7 @@ def test_a_gauge_is_taken_when_it_changes() -> None:
 
 
 def test_a_successful_load_is_counted() -> None:
-    metrics = new_metrics()
-    metrics.count_load(record())
-    data = metrics.take()
-    assert data is not None
+    data = counted(record())
     assert values(BYTES, data) == {("loopback", "prefill", "memcpy"): 4096}
     assert values(LOAD_SECONDS, data) == {("loopback",): [0.5]}
     stages = {"wait": 2.0, "check": 0.0, "post": 0.1, "transfer": 0.3, "fence": 0.05}
@@ -120,13 +115,8 @@ def test_a_failed_load_is_counted(
     changes: dict[str, Any], labels: tuple[str, ...], stale: int
 ) -> None:
     """Its bytes are not counted; an engine that was not reached is not named."""
-    metrics = new_metrics()
-    metrics.count_load(record(reads=False))
-    assert metrics.take() is None
-    metrics.count_load(record(**changes))
-    data = metrics.take()
-    assert data is not None
-    assert dict(flat(BY_NAME["load_failures"], data)) == {("loopback", *labels): 1}
+    data = counted(record(reads=False), record(**changes))
+    assert values(BY_NAME["load_failures"], data) == {("loopback", *labels): 1}
     assert sum(values(BY_NAME["stale_reads"], data).values()) == stale
     assert set(data) <= {"load_failures", "stale_reads"}
 
@@ -145,8 +135,7 @@ def test_a_distribution_that_is_not_taken_does_not_grow_without_bound() -> None:
     metrics = new_metrics()
     for _ in range(MAX_OBSERVED + 10):
         metrics.add(LOAD_SECONDS, 1.0)
-    data = metrics.take()
-    assert data is not None
+    data = metrics.take() or {}
     assert len(data["load_seconds"]["loopback"]) == MAX_OBSERVED
 
 

@@ -149,22 +149,20 @@ def test_lists_are_bounded_before_they_are_decoded(where: list[Any], limit: int)
 # Plans.
 
 
+def sharded(start: int, stop: int, stride: int, key: int, **more: Any) -> Field:
+    shard = axis((stop - start, stride))
+    return plain_field(f"m{key}", shard=shard, shard_range=(start, stop), **more)
+
+
 def channels(start: int, stop: int, kinds: int = 0) -> Layout:
     """Return channels of 20 tensors on one rank, each of another kind if ``kinds`` is 1."""
-    return state(
-        *(
-            plain_field(
-                f"m{key}",
-                offset=key << 24,
-                pages=10,
-                page_stride=8 * (stop - start + key * kinds),
-                unit=8,
-                shard=axis((stop - start, 8)),
-                shard_range=(start, stop),
-            )
-            for key in range(20)
-        )
-    )
+
+    def held(key: int) -> Field:
+        stride = 8 * (stop - start + key * kinds)
+        where: dict[str, int] = {"offset": key << 24, "page_stride": stride}
+        return sharded(start, stop, 8, key, pages=10, unit=8, **where)
+
+    return state(*map(held, range(20)))
 
 
 def one_channel_on_each_of_many_ranks() -> tuple[list[Layout], list[Layout]]:
@@ -173,15 +171,8 @@ def one_channel_on_each_of_many_ranks() -> tuple[list[Layout], list[Layout]]:
 
 def fields_of_different_shapes(count: int = 100) -> tuple[list[Layout], list[Layout]]:
     def shaped(key: int, dims: list[tuple[int, int]], more: int) -> Field:
-        return plain_field(
-            f"k{key}",
-            offset=key << 30,
-            pages=4,
-            page_stride=(1 << 20) + more,
-            shard=axis((8, 1 << 16)),
-            shard_range=(0, 8),
-            inner=(axis(*dims),),
-        )
+        where: dict[str, int] = {"offset": key << 30, "page_stride": (1 << 20) + more}
+        return sharded(0, 8, 1 << 16, key, pages=4, inner=(axis(*dims),), **where)
 
     near = [shaped(key, [(1 << 14, 1)], 0) for key in range(count)]
     far = [shaped(key, [(128, 1), (128, 128)], 8 * key) for key in range(count)]
@@ -190,20 +181,8 @@ def fields_of_different_shapes(count: int = 100) -> tuple[list[Layout], list[Lay
 
 def one_shard_of_each_tensor_on_many_ranks() -> tuple[list[Layout], list[Layout]]:
     def held(start: int, stop: int, dims: list[tuple[int, int]]) -> Layout:
-        return state(
-            *(
-                plain_field(
-                    f"m{key}",
-                    offset=key << 30,
-                    pages=2,
-                    page_stride=1 << 26,
-                    shard=axis((stop - start, 8192)),
-                    shard_range=(start, stop),
-                    inner=(axis(*dims),),
-                )
-                for key in range(20)
-            )
-        )
+        plain: dict[str, Any] = {"pages": 2, "page_stride": 1 << 26, "inner": (axis(*dims),)}
+        return state(*(sharded(start, stop, 8192, k, offset=k << 30, **plain) for k in range(20)))
 
     ranks = [held(rank, rank + 1, [(64, 1), (128, 64)]) for rank in range(100)]
     return [held(0, 100, [(8192, 1)])], ranks

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Unpack
 
-from kvferry.core.errors import AdmissionError, HandshakeError
+from kvferry.core.errors import HandshakeError
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.side_channel.compatibility import EngineInfo, engine_info
 from kvferry.core.side_channel.connection import answered, asked, explained, unexpected
@@ -76,9 +76,7 @@ async def payloads(dialer: Dialer, engine: str, limits: ReplyLimits) -> Payloads
             dialer.longest = MAX_REPLY_BYTES
             try:
                 return await _payloads(dialer, request, limits, deadline)
-            except AdmissionError:
-                raise
-            except HandshakeError as exc:
+            except HungUpError as exc:
                 raise HandshakeError(
                     f"{closed}, or its answer has more than {MAX_REPLY_BYTES} bytes"
                 ) from exc

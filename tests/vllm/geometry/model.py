@@ -215,8 +215,9 @@ class Latent(Layer):
             "num_kv_heads": 1,
             "head_size": self.size,
             "dtype": getattr(torch, self.dtype),
-            "max_tp_shards": 1,
         }
+        if hasattr(MLAAttentionSpec, "max_tp_shards"):  # from vLLM 0.31 on
+            common["max_tp_shards"] = 1
         if self.window:
             return SlidingWindowMLASpec(
                 **common, sliding_window=self.window, bounded_replay=self.replay

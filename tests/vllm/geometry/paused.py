@@ -60,7 +60,7 @@ def _core_class(in_process: bool) -> Any:
 
     base: Any = core.EngineCore if in_process else core.EngineCoreProc
 
-    class EngineCore(base):  # type: ignore[misc]
+    class EngineCore(base):
         def __init__(self, scheduler: Any) -> None:
             calls = ("collective_rpc", "reset_mm_cache", "reset_encoder_cache")
             nothing: Any = SimpleNamespace(**dict.fromkeys(calls, lambda *_: None))

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvferry.core.layout import HOLE
 from kvferry.integrations.vllm.adapter_contents import LoadLog
-from kvferry.integrations.vllm.compat_029 import takes_failed_requests
+from kvferry.integrations.vllm.compat_029 import takes_failed_requests, unreportable_failures
 from tests.vllm.geometry.engine_of_ranks import LONGEST, POISON, Engine, Extent, Rank, Shape, engine
 from tests.vllm.geometry.model import Bytes, Layer, Part, Steps
 
@@ -160,7 +161,8 @@ class Server:
         if not takes_failed_requests():
             rank.failed.ended(found.finished_recving, found.failed_recving)
             failed = {"invalid_block_ids": rank.failed.take_blocks()}
-            report = replace(report or RankReport(), failed=rank.failed.take_requests())
+            if names := rank.failed.take_requests():
+                report = replace(report or RankReport(), failed=names)
         return ModelRunnerOutput.with_kv_conn_output_only(
             KVConnectorOutput(
                 finished_sending=found.finished_sending,
@@ -319,6 +321,8 @@ def serving(
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
     with engine(name, layers, shape) as made:
+        if why := unreportable_failures(made.config):
+            pytest.skip(why)
         config = _config_of(made, batch, reserve=reserve, two_way=two_way, ahead=ahead)
         if adapters:
             config.lora_config = Plain(max_loras=1, target_modules=None)

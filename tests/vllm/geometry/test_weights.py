@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -208,6 +209,8 @@ class TestPauses:
 
     def test_a_load_that_is_waited_for(self) -> None:
         with engines(attention(2)) as (prefill, decode):
+            if "kv_holding" not in inspect.getsource(decode.scheduler.get_num_unfinished_requests):
+                pytest.skip("before 0.32, vLLM waits for no load: its request is computed anew")
             name = decode.add(0, 100, prefilled(prefill), 30)
             decode.step()
             Core(decode).pause("wait", steps=10_000)
