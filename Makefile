@@ -17,11 +17,10 @@ TORCH_VERSION := 2.13.0+cpu
 # The others on which the connector is run, the oldest first, in environments of 3.5 GB each.
 OTHER_VLLM_VERSIONS := 0.29.0 0.30.0 0.31.0
 OTHER_VERSIONS := build/versions
-# Dynamo, and the one of these versions that it names. Tests read its wheel's files; 'dynamo' runs it.
+# Dynamo, and the one of these versions that it names.
 DYNAMO_VERSION := 1.6.1
 DYNAMO_VLLM := 0.31.0
 DYNAMO := build/dynamo
-DYNAMO_WHEEL := .cache/dynamo/ai_dynamo-$(DYNAMO_VERSION)-py3-none-any.whl
 # Ray, beside the vLLM and torch of the version that it requires.
 RAY_VERSION := 2.60.0
 RAY_VLLM := $(OTHER_VERSIONS)/0.29.0
@@ -88,7 +87,7 @@ demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove
 serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show what crosses
 	@$(BIN)/python examples/serving/serve.py $(SERVE_OPTIONS)
 
-test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Run everything that has to pass before a change goes in: 15 minutes
+test: $(STAMP) $(DOCS_STAMP) prometheus ## Run everything that has to pass before a change goes in: 15 minutes
 	@$(BIN)/python tests/parts.py $(TEST)
 
 test-all: $(STAMP) prometheus $(OTHER_STAMPS) $(DYNAMO_STAMP) $(RAY_STAMP) $(LMCACHE_STAMP) ## Run the rest: 40 to 75 minutes; CONTRIBUTING.md says which part is for which change
@@ -104,10 +103,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP) $(DYNAMO_WHEEL) prometheus
+unit: $(STAMP) prometheus
 	$(PYTEST)
 
-vllm: $(DYNAMO_WHEEL)
 vllm ucx nixl: $(STAMP)
 	$(PYTEST) tests/$@
 
@@ -262,10 +260,6 @@ $(STAMP): pyproject.toml $(VLLM_STAMP)
 $(OTHER_VERSIONS)/%/.installed-kvferry: pyproject.toml $(OTHER_VERSIONS)/%/.installed-vllm
 	@$(@D)/bin/pip install --quiet --editable '.[test]' 'torch==$(TORCH_VERSION)'
 	@touch $@
-
-# Where pip finds no such wheel, the tests that read it are skipped and say so.
-$(DYNAMO_WHEEL): | $(STAMP)
-	-@$(BIN)/pip download --quiet --no-deps --dest $(@D) 'ai-dynamo==$(DYNAMO_VERSION)'
 
 # Beside the environment of its vLLM. Without the extra 'vllm', which brings a CUDA build, and without
 # aisimulate, which only its planner needs, and which is not on the package index.

@@ -145,10 +145,8 @@ CASES = {
 """Requests that wait for somebody to read their pages, for blocks (each with a ticket whose hold is
 renewed), or for reads that never end; and producers whose life is watched."""
 SLOTS = 20_000
-STEPS = 100
-"""In a row; their median is one measurement. Few, so that engines take turns often."""
-REST_SECONDS = 2.0
-"""What a start has stirred up is over then."""
+STEPS = 100  # in a row; their median is one measurement. Few, so that engines take turns often
+REST_SECONDS = 2.0  # what a start has stirred up is over then
 
 
 class Host:
@@ -258,8 +256,7 @@ def _rows(
 
 LAYERS, REQUEST_SLOTS, TOKENS = 4, 512, 1024
 HALVES = {"prefill": "prefill, both halves", "decode": "decode, both halves"}
-WARM_UP = 20
-"""Requests that are not counted: the first shakes hands, and the next fill caches."""
+WARM_UP = 20  # requests that are not counted: the first shakes hands, and the next fill caches
 
 
 class Pair:

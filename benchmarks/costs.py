@@ -31,8 +31,7 @@ from benchmarks.harness import Row, Way, WorkerProcess, row
 from benchmarks.hostile_replies import replies
 from benchmarks.side_channel import known_producers
 from benchmarks.side_channel import measure as side_channel
-from kvferry.cli.bench.grid import Case
-from kvferry.cli.bench.measure import FAR, Bench
+from kvferry.cli.bench.measure import FAR, Bench, Case
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.messages import decode_payload

@@ -27,8 +27,7 @@ import numpy as np
 from benchmarks import harness, nixl_api
 from benchmarks.harness import Row, Way, row
 from benchmarks.peer_process import DONE, MESSAGE, HugeBuffer
-from kvferry.cli.bench.grid import Case, cases
-from kvferry.cli.bench.measure import FAR, Bench
+from kvferry.cli.bench.measure import FAR, Bench, Case, cases
 from kvferry.core.transport import Transport
 from kvferry.core.transport.copies import Copies, copies_between
 from kvferry.core.transport.registry import create

@@ -45,8 +45,7 @@ SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 2048,
 }
-TOKEN_NBYTES = 2 * 4 * LAYERS * KV_HEADS * HEAD_DIM
-"""Of K and V in float32."""
+TOKEN_NBYTES = 2 * 4 * LAYERS * KV_HEADS * HEAD_DIM  # of K and V in float32
 ARGUMENTS = {
     "block_size": BLOCK_TOKENS,
     "disable_log_stats": False,
@@ -60,8 +59,7 @@ ARGUMENTS = {
     "max_num_batched_tokens": CHUNK,
     "max_num_seqs": 16,
 }
-SHORT = (64, 256)
-"""Tokens of prompts that early tickets must not make slower."""
+SHORT = (64, 256)  # tokens of prompts that early tickets must not make slower
 LOAD_PROMPTS, LOAD_TOKENS = 4, 960
 DRIVER, MODULE = "throttled", "from benchmarks.throttled import ThrottledTransport\n"
 SEQUENTIAL = "time one after the other"

@@ -42,8 +42,7 @@ SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 64,
 }
-BLOCK_NBYTES = 2 * 4 * BLOCK_TOKENS * 8 * 16 * 128
-"""Of K and V in float32, all layers."""
+BLOCK_NBYTES = 2 * 4 * BLOCK_TOKENS * 8 * 16 * 128  # of K and V in float32, all layers
 NIXL_CONNECTOR = "NixlConnector"
 ASLEEP = ", NIXL's progress thread asleep"
 

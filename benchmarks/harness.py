@@ -38,8 +38,7 @@ Way = Callable[[], Sequence[float]]
 AT_LEAST, AT_MOST = "≥ ", "≤ "
 SCALES = {"ms": 1e3, "µs": 1e6, "%": 1e2, "GB/s": 1e-9, "KB": 1e-3, "MiB": 2.0**-20}
 """How many of a unit are a second, a byte, or the whole; of other units, it is one."""
-NOTHING = 3
-"""The exit status of a benchmark that cannot measure anything on this machine."""
+NOTHING = 3  # the exit status of a benchmark that cannot measure anything on this machine
 
 
 # Measuring.

@@ -31,13 +31,11 @@ from kvferry.drivers.loopback import LoopbackTransport
 
 NAME = "engine-{:08}"
 FIRST = NAME.format(0)
-CHANNELS, KEYS, INNER = 100, 2, 8192
-"""What the decode engine holds: a plan for it can be made long."""
+CHANNELS, KEYS, INNER = 100, 2, 8192  # what the decode engine holds: a plan for it can be made long
 STRIDE = 1 << 20
 FIELDS_PER_RANK = 5_000
 """Some 370 kB, as much as a short reply may have; in 3 ranks as many as an engine may have."""
-RUNS = 700
-"""Two fields of so many runs, squared, take most of the work that is allowed."""
+RUNS = 700  # two fields of so many runs, squared, take most of the work that is allowed
 JUNK_BYTES = (8 << 20) - (1 << 12)
 TICK_SECONDS, PATIENCE_SECONDS, MUTE_SECONDS = 0.001, 100.0, 3.0
 MOST_BYTES, MOST_SECONDS = 256 << 20, 0.05

@@ -18,8 +18,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-SECONDS = 120
-"""The longest that a request may take."""
+SECONDS = 120  # the longest that a request may take
 
 
 class Client:

@@ -16,8 +16,7 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.nixl import address, library
 from kvferry.drivers.nixl.options import NixlOptions
 
-THREADS = 4
-"""Of NIXL's UCX, as in vLLM's own connector."""
+THREADS = 4  # of NIXL's UCX, as in vLLM's own connector
 
 
 @contextlib.contextmanager

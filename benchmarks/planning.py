@@ -49,8 +49,7 @@ CASES = ((1, 1, 1.0), (1, 1, 0.9), (2, 1, 1.0), (4, 1, 1.0), (8, 1, 1.0), (1, 8,
 EQUAL, UNEQUAL, NEWER = "≥ 50", "≥ 1000", "≥ 1"
 """Targets: the last beside a worker that has a row for each layer, where 0.32's has one for each of
 its blocks, and with NIXL."""
-FEWER = 10
-"""Memory is compared with so many times fewer blocks."""
+FEWER = 10  # memory is compared with so many times fewer blocks
 IN_A_ROW, SHORT_SECONDS, ROUNDS = 5, 0.5, 15
 FIRST, FURTHER = "built for the first peer of its shape", "built for a further peer of that shape"
 GROWTH = "memory with ten times the blocks"

@@ -39,12 +39,10 @@ from kvferry.core.planner.build_copies import Pages
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.transport import PeerId, Transport
 
-BLOCKS, COUNT = 2_049, 256
-"""Of each engine, and of a request."""
+BLOCKS, COUNT = 2_049, 256  # of each engine, and of a request
 SHAPE = Shape(dim=32)
 """Few elements of a head: the bytes are moved, and what is measured goes by copies."""
-TARGETS = {True: "≥ 1", False: "≥ 5"}
-"""Of scattered blocks, and of those in a row."""
+TARGETS = {True: "≥ 1", False: "≥ 5"}  # of scattered blocks, and of those in a row
 OPTIONS = EndpointOptions(liveness_interval=0.0)
 
 

@@ -30,8 +30,7 @@ VARYING = ("date", "load", "load after", "source", "extent")
 """Conditions that are not those of the machine and its software."""
 HIGHER_IS_BETTER = ("speed of ", "that with ")
 """Ratios to one of these are better if higher: what they compare is a rate."""
-OURS_BELOW = " to ours"
-"""What such ratios are to ends so: something of a peer's, divided by ours."""
+OURS_BELOW = " to ours"  # what such ratios are to ends so: something of a peer's, divided by ours
 
 HEAD = """# Results of make bench
 
@@ -61,8 +60,7 @@ class Entry(Struct, kw_only=True, omit_defaults=True):
         return self.missing or self.failed
 
 
-Store = dict[str, Entry]
-"""The results by part."""
+Store = dict[str, Entry]  # the results by part
 
 
 def loads(text: str | bytes) -> Store:

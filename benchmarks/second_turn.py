@@ -37,8 +37,7 @@ from benchmarks.multi_turn_client import Client
 from tests.long.routers.checks import nothing_left
 from tests.long.routers.deployment import HEALTH, MULTI_TURN, Servers, proxy
 
-CLIENT = Path("benchmarks/multi_turn")
-"""A folder of vLLM's source distribution."""
+CLIENT = Path("benchmarks/multi_turn")  # a folder of vLLM's source distribution
 
 TURNS = 4
 FIRST_TOKENS, NEXT_TOKENS, ANSWER_TOKENS = 128, 32, 208

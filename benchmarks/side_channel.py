@@ -59,10 +59,8 @@ STEP_SECONDS, WAIT_SECONDS = 0.004, 0.006
 """Of an engine's step on the CPU, and its wait for the device."""
 PROCESSES, THREADS = 4, 250
 """That consumers come from, and how many handshakes each has under way at a time."""
-SETTLE_SECONDS = 5.0
-"""Until watches that begin together have spread their pings."""
-CPU_SHARE = 0.05
-"""Of a core, that watching consumers may take from the producer."""
+SETTLE_SECONDS = 5.0  # until watches that begin together have spread their pings
+CPU_SHARE = 0.05  # of a core, that watching consumers may take from the producer
 
 
 class Producer:
@@ -260,8 +258,7 @@ class _Run:
 
 KNOWN_RANKS = 8
 TICKS, AT_ONCE = 1_000, 50
-IDLE_SHARE = 0.02
-"""Of a core, that producers may take that nobody uses."""
+IDLE_SHARE = 0.02  # of a core, that producers may take that nobody uses
 
 
 class Rank:

@@ -40,8 +40,7 @@ FAMILY = {
     "max_position_embeddings": 1 << 17,
     "torch_dtype": "bfloat16",
 }
-NORESERVE = 0x4000
-"""Linux's ``MAP_NORESERVE``, which not every Python names."""
+NORESERVE = 0x4000  # Linux's ``MAP_NORESERVE``, which not every Python names
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
 
 

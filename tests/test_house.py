@@ -52,7 +52,8 @@ def modules() -> list[str]:
     integrations = tuple(
         f"kvferry.integrations.{name}" for name in ("lmcache", "ray.backend", "vllm")
     )
-    needs_more = (*integrations, "kvferry.testing", "kvferry.cli.bench.picture")
+    pictures = ("kvferry.cli.bench.picture", "kvferry.cli.plan.picture")
+    needs_more = (*integrations, "kvferry.testing", *pictures)
     return sorted(n for n in names if not n.startswith(needs_more) and not n.endswith("__main__"))
 
 

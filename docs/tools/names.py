@@ -12,82 +12,67 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SHORT = ("kvferry/core", "kvferry/drivers")
-"""Folders whose private docstrings have one line."""
+SHORT = ("kvferry/core", "kvferry/drivers")  # folders whose private docstrings have one line
 HOOKS = "kvferry/core/transport/base.py"
 """Its private methods are what the author of a driver implements."""
 
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class Modules:
-    """The syntax trees of the modules in a folder, each read when it is first needed."""
+@cache
+def _tree(root: Path, module: str) -> ast.Module | None:
+    """Return the syntax tree of a module, or ``None`` if it is not in the folder."""
+    path = root / Path(*module.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    file = next((each for each in files if each.is_file()), None)
+    return ast.parse(file.read_text()) if file else None
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._trees: dict[str, ast.Module | None] = {}
-        self._imports: dict[str, dict[str, tuple[str, str]]] = {}
 
-    def tree(self, module: str) -> ast.Module | None:
-        """Return the syntax tree of a module, or ``None`` if it is not in the folder."""
-        if module not in self._trees:
-            path = self._root / Path(*module.split("."))
-            files = (path.with_suffix(".py"), path / "__init__.py")
-            file = next((each for each in files if each.is_file()), None)
-            self._trees[module] = ast.parse(file.read_text()) if file else None
-        return self._trees[module]
+@cache
+def _imports(root: Path, module: str) -> dict[str, tuple[str, str]]:
+    """Return the module that each name of a module is imported from, and its name there."""
+    return {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(_tree(root, module) or ast.Pass())
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+    }
 
-    def exports(self, module: str) -> list[str]:
-        """Return the names in a module's ``__all__``; an empty list if it has no ``__all__``."""
-        for name, value, _ in _assignments(self.tree(module)):
-            if name == "__all__" and isinstance(value, ast.List | ast.Tuple):
-                return [name for name in ast.literal_eval(value) if isinstance(name, str)]
-        return []
 
-    def imports(self, module: str) -> dict[str, tuple[str, str]]:
-        """Return the module that each name of a module is imported from, and its name there."""
-        if module not in self._imports:
-            self._imports[module] = {
-                alias.asname or alias.name: (node.module, alias.name)
-                for node in ast.walk(self.tree(module) or ast.Pass())
-                if isinstance(node, ast.ImportFrom) and node.module and not node.level
-                for alias in node.names
-            }
-        return self._imports[module]
+def _is_documented(root: Path, module: str, name: str) -> bool:
+    """Return whether a name has a docstring in the module that defines the name.
 
-    def is_documented(self, module: str, name: str) -> bool:
-        """Return whether a name has a docstring in the module that defines the name.
-
-        It counts as documented if a module outside of the folder defines it, or none: importing it
-        fails, which other checks notice.
-        """
-        tree = self.tree(module)
-        if tree is None:
-            return True
-        if origin := self.imports(module).get(name):
-            return self.is_documented(*origin)
-        for node in tree.body:
-            if isinstance(node, _Definition) and node.name == name:
-                return ast.get_docstring(node) is not None
-        found = [text for assigned, _, text in _assignments(tree) if assigned == name]
-        return not found or any(found)
+    It counts as documented if a module outside of the folder defines it, or none: importing it
+    fails, which other checks notice.
+    """
+    tree = _tree(root, module)
+    if tree is None:
+        return True
+    if origin := _imports(root, module).get(name):
+        return _is_documented(root, *origin)
+    for node in tree.body:
+        if isinstance(node, _Definition) and node.name == name:
+            return ast.get_docstring(node) is not None
+    found = [text for assigned, _, text in _assignments(tree) if assigned == name]
+    return not found or any(found)
 
 
 def undocumented(root: Path) -> Iterator[str]:
     """Yield a line of text for each exported name of kvferry that has no docstring."""
-    modules = Modules(root)
     for path in sorted((root / "kvferry").rglob("*.py")):
-        if "__all__" not in path.read_text():  # quicker than to parse it
-            continue
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        for name in modules.exports(module):
-            if not modules.is_documented(module, name):
-                yield f"{module}: {name} is exported and has no docstring"
+        tree = _tree(root, module) if "__all__" in path.read_text() else None
+        for assigned, value, _ in _assignments(tree):
+            if assigned == "__all__" and isinstance(value, ast.List | ast.Tuple):
+                for name in ast.literal_eval(value):
+                    if not _is_documented(root, module, name):
+                        yield f"{module}: {name} is exported and has no docstring"
 
 
 def long_private(root: Path) -> Iterator[str]:

@@ -28,11 +28,9 @@ from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, T
 PATHS = ("/v1/completions", "/v1/chat/completions")
 ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False}
 """What prefill is asked for, in place of what the client asks for."""
-FORWARDED = ("Authorization", "X-Request-Id")
-"""The headers of clients that servers get."""
+FORWARDED = ("Authorization", "X-Request-Id")  # the headers of clients that servers get
 
-Ticket = dict[str, Any]
-"""What prefill answers as ``kv_transfer_params``."""
+Ticket = dict[str, Any]  # what prefill answers as ``kv_transfer_params``
 
 logger = logging.getLogger("early_proxy")
 
@@ -86,7 +84,7 @@ class Proxy:
         return app
 
     async def _connect(self, app: web.Application) -> AsyncIterator[None]:
-        # A connection for each request: a server may close one that is kept just as it is used.
+        # a connection for each request: a server may close one that is kept just as it is used.
         connector = TCPConnector(force_close=True, limit=0)
         timeout = ClientTimeout(total=None)
         async with ClientSession(connector=connector, timeout=timeout) as self._session:
@@ -206,7 +204,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     proxy = Proxy(options.prefill, options.decode)
-    # A client that leaves has its handler cancelled, and so both legs.
+    # a client that leaves has its handler cancelled, and so both legs.
     web.run_app(
         proxy.app(), host=options.host, port=options.port, handler_cancellation=True, print=None
     )

@@ -12,8 +12,7 @@ from typing import NoReturn
 from kvferry.core.errors import KVFerryError
 
 PROBE = "health"
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as of a shell."""
+INTERRUPTED = 130  # the exit status after Ctrl-C, as of a shell
 
 
 def main() -> NoReturn:

@@ -45,8 +45,7 @@ from kvferry.integrations.vllm.transfer_config import (
     own_transfers,
 )
 
-SECONDS = 5.0
-"""How long a peer may take to answer."""
+SECONDS = 5.0  # how long a peer may take to answer
 
 SELECTING_KEYS = ("kv_connector", "kv_connector_module_path", "kv_role", EXTRA)
 """The keys of ``--kv-transfer-config`` that select a connector and its settings."""
@@ -69,17 +68,24 @@ def run(config: str, peer: Sequence[str] | None = None, schema: bool = False) ->
         return 0
     if not config:
         raise typer.BadParameter("name a file, or give JSON", param_hint="FILE|JSON")
-    given, peers = read(config), peer or ()
-    addresses = [(each, *host_and_port("--peer", each)) for each in peers]
-    found = list(_problems(given))
-    notes: list[str] = []
+    given, addresses = read(config), [(each, *host_and_port("--peer", each)) for each in peer or ()]
+    found, notes = list(_problems(given)), list[str]()
     for own in own_transfers(given) if is_transfer(given) else [{EXTRA: given}]:
         extra = extra_of(own)
         found += _settings_problems(extra)
         found += _peer_problems(acceptable(extra), addresses)
         notes += _notes(given, own)
+    what = "--kv-transfer-config" if is_transfer(given) else EXTRA
+    noted = f" but for {counted(len(notes), 'note')} above" if notes else ""
+    fine = (
+        f"no problem on this host{noted}. What depends on the model and on vLLM's other settings "
+        "is checked when the engine starts"
+    )
+    summary = counted(len(found), "problem") if found else fine
+    if not found and not addresses:
+        summary += "; whether a peer can be reached, --peer HOST:PORT tells"
     lines = [*(f"- {problem}" for problem in found), *(f"note: {note}" for note in notes)]
-    for line in [*lines, _summary(len(found), len(notes), given, peers)]:
+    for line in [*lines, f"{what}: {summary}"]:
         output().print(line, markup=False)
     return int(bool(found))
 
@@ -108,12 +114,9 @@ def is_transfer(given: Mapping[str, Any]) -> bool:
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
     if not is_transfer(given):
         return
-    own = own_transfers(given)
+    own, connector = own_transfers(given), given.get("kv_connector")
     if not own:
-        connector = given.get("kv_connector")
-        unselected = (
-            "is missing" if connector is None else f"{connector!r} does not select this connector"
-        )
+        unselected = f"{connector!r} does not select this connector" if connector else "is missing"
         yield (
             f"kv_connector {unselected}: set kv_connector to {NAME!r} (or list it "
             f'under "connectors" of {MULTI}), and remove kv_connector_module_path or set it to '
@@ -176,7 +179,6 @@ def _notes(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the settings of the connector on this host."""
     yield from problems(extra)
     config = acceptable(extra)
     try:
@@ -190,9 +192,7 @@ def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
 def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) -> Iterator[str]:
     """Yield why engines do not answer this host with these settings."""
     security, refused = examine_security_settings(config)
-    if refused:  # named among the problems of the settings
-        return
-    for peer, host, port in addresses:
+    for peer, host, port in () if refused else addresses:  # or named among the settings' problems
         try:
             engine = _engine_at(host, port, security.access)
         except HandshakeError as exc:
@@ -202,7 +202,6 @@ def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) ->
 
 
 def _engine_at(host: str, port: int, access: Access) -> str:
-    """Return the id of the engine whose side channel is at an address."""
     *others, last = sorted(access.peers) or [b""]
     for key in others:
         try:
@@ -210,15 +209,3 @@ def _engine_at(host: str, port: int, access: Access) -> str:
         except AdmissionError:
             continue
     return health(host, port, timeout=SECONDS, access=access, key=last).engine
-
-
-def _summary(count: int, notes: int, given: Mapping[str, Any], peers: Sequence[str]) -> str:
-    what = "--kv-transfer-config" if is_transfer(given) else EXTRA
-    if count:
-        return f"{what}: {counted(count, 'problem')}"
-    unchecked = "" if peers else "; whether a peer can be reached, --peer HOST:PORT tells"
-    noted = f" but for {counted(notes, 'note')} above" if notes else ""
-    return (
-        f"{what}: no problem on this host{noted}. What depends on the model and on vLLM's other "
-        f"settings is checked when the engine starts{unchecked}"
-    )

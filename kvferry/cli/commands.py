@@ -412,6 +412,7 @@ def plan(
             "tickets: the router, and decode's queue. The default understates what is saved.",
         ),
     ] = 0.0,
+    svg: Annotated[Path | None, given("FILE", "Draw a picture (needs kvferry[plot]).")] = None,
     as_json: Json = False,
     write_layouts: Annotated[
         Path | None, given("FOLDER", "Write prefill.json and decode.json there.")
@@ -437,7 +438,7 @@ def plan(
     \b
     Examples:
       kvferry plan path/to/model --prefill tp=2,layout=HND --decode tp=1,block_size=32
-      kvferry plan --prefill prefill.json --decode decode.json
+      kvferry plan --prefill prefill.json --decode decode.json --svg plan.svg
       kvferry plan --from 10.0.0.5:5600 --from 10.0.0.6:5600
       kvferry plan path/to/model --from 10.0.0.5:5600 --decode tp=4
       kvferry plan path/to/model --prefill tp=8 --decode tp=8 --bandwidth 25Gbit

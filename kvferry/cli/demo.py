@@ -36,17 +36,13 @@ from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 from kvferry.testing.engines import POISON, CacheShape, EngineRank, ModelFreeEngine
 
-LAYERS, HEADS, HEAD_DIM, ELEMENT_BYTES = 32, 8, 128, 2
-"""The dimensions are those of Llama 3 8B."""
-WORD_BYTES = 8
-"""Bytes of a word: four elements, enough bits for a value that occurs only once."""
+LAYERS, HEADS, HEAD_DIM, ELEMENT_BYTES = 32, 8, 128, 2  # the dimensions are those of Llama 3 8B
+WORD_BYTES = 8  # bytes of a word: four elements, enough bits for a value that occurs only once
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * ELEMENT_BYTES
 """Bytes of one token in all layers, K and V."""
 REQUESTS = 8
-ORDERS = ("HND", "NHD")
-"""Orders within a page, by the outermost: heads, or tokens."""
-BLOCK_LIMIT = 1024
-"""Largest number of tokens in a page."""
+ORDERS = ("HND", "NHD")  # orders within a page, by the outermost: heads, or tokens
+BLOCK_LIMIT = 1024  # largest number of tokens in a page
 SPARE_PAGES = 4
 """Pages that no request has and no load may change, such as page 0, whose id stands for a hole."""
 PREFILL, DECODE, UNLIKE_DECODE = "2/HND/16", "HND/16", "NHD/32"
@@ -169,8 +165,8 @@ def _run(
     console.print(f"\n[bold]Engines of {'like' if like else 'unlike'} pages[/]")
     with ExitStack() as stack:
         with _step(console, "engines started"):
-            spec = Spec(driver, prefill, requests, lease)
-            pid, pipe = stack.enter_context(prefill_process(spec))
+            started = prefill_process(driver, prefill, requests, lease)
+            pid, pipe = stack.enter_context(started)
             options = EndpointOptions(lease=lease, load_timeout=lease)
             engine = ModelFreeEngine(
                 "decode", decode, driver=driver, transport=lambda: transport, options=options
@@ -228,7 +224,6 @@ def _step(console: Console, title: str) -> Iterator[None]:
 
 
 def _loaded(engine: ModelFreeEngine, request: Request) -> LoadRecord:
-    """Wait until a request is loaded, and return its figures."""
     results = engine.outcome(request.name, math.inf)
     for name, error in results.failed.items():
         raise DemoError(f"{name} was not loaded: {error}") from error
@@ -278,18 +273,11 @@ def _rate(nbytes: int, copy: Callable[[], object]) -> float:
 # The prefill engine's process.
 
 
-class Spec(NamedTuple):
-    """The prefill engine, and the requests that it computes in their order."""
-
-    driver: str
-    shape: CacheShape
-    requests: tuple[Request, ...]
-    lease: float
-
-
 @contextmanager
-def prefill_process(spec: Spec) -> Iterator[tuple[int, Connection]]:
-    """Start the engine; yield its process id, and the pipe for ``receive``.
+def prefill_process(
+    driver: str, shape: CacheShape, requests: Sequence[Request], lease: float
+) -> Iterator[tuple[int, Connection]]:
+    """Start an engine that computes requests; yield its process id, and the pipe for ``receive``.
 
     It sends ``None`` when it has started, then each request's ticket, then ``None`` when the pages
     of all have been released. It ends when the ``with`` block or this process ends, because its
@@ -297,7 +285,7 @@ def prefill_process(spec: Spec) -> Iterator[tuple[int, Connection]]:
     """
     spawn = multiprocessing.get_context("spawn")
     pipe, theirs = spawn.Pipe()
-    process = spawn.Process(target=_main, args=(theirs, spec))
+    process = spawn.Process(target=_main, args=(theirs, driver, shape, requests, lease))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
@@ -324,19 +312,21 @@ def receive(pipe: Connection) -> Any:  # noqa: ANN401 - see prefill_process
     return message
 
 
-def _main(pipe: Connection, spec: Spec) -> None:
+def _main(
+    pipe: Connection, driver: str, shape: CacheShape, requests: Sequence[Request], lease: float
+) -> None:
     """Compute all requests, and keep their pages until they are read and the pipe is closed."""
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
-    options = EndpointOptions(lease=spec.lease)
+    options = EndpointOptions(lease=lease)
     try:
-        with ModelFreeEngine("prefill", spec.shape, driver=spec.driver, options=options) as engine:
+        with ModelFreeEngine("prefill", shape, driver=driver, options=options) as engine:
             pipe.send(None)
-            for request, pages in scattered_pages(spec.shape, spec.requests, seed=1).items():
+            for request, pages in scattered_pages(shape, requests, seed=1).items():
                 engine.take_on(request.name)
                 for rank in engine.ranks:
                     rank.compute(pages, request.tokens, request.first_token)
-                pipe.send(engine.finish(request.name, pages, request.tokens, lease=spec.lease))
-            for request in spec.requests:
+                pipe.send(engine.finish(request.name, pages, request.tokens, lease=lease))
+            for request in requests:
                 engine.released(request.name, math.inf)
             pipe.send(None)
             threading.Event().wait()

@@ -10,8 +10,7 @@ from typing import Any
 from kvferry.cli.side_channel import engine_address, keys_of
 from kvferry.core.side_channel.connection import health
 
-SECONDS = 5.0
-"""The most seconds to wait, unless an option says otherwise."""
+SECONDS = 5.0  # the most seconds to wait, unless an option says otherwise
 OPTIONS = ("--timeout", "--curve-secret-key", "--curve-peer")
 
 

@@ -14,8 +14,7 @@ from kvferry.core.errors import SecretError
 from kvferry.core.security import generate
 
 TICKETS = "ticket"
-PROBE = "probe"
-"""The name of a pair of keys that is for ``kvferry health`` and ``kvferry doctor``."""
+PROBE = "probe"  # the name of a pair of keys that is for ``kvferry health`` and ``kvferry doctor``
 SECRET, PUBLIC = ".secret", ".public"
 ONLY_OWNER = 0o600
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

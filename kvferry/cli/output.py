@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.core.errors import KVFerryError
+
 UNWRAPPED = 1 << 14
 """Columns of output that is not for a terminal: a line of it is as long as its text."""
 NARROWEST = {"text": 20, "sizes": 8, "name": 12}
 """To how many columns the cells of a table's column may be wrapped, by its kind; others are not."""
-CROWDED = 10
-"""Tables of so many columns have a single space between them."""
+CROWDED = 10  # tables of so many columns have a single space between them
+
+
+class PlotError(KVFerryError):
+    """No picture can be drawn, because matplotlib is not installed."""
+
+
+def require_matplotlib(option: str) -> None:
+    """Raise ``PlotError`` if the picture that an option asks for cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise PlotError(f"{option} needs matplotlib: pip install 'kvferry[plot]'")
 
 
 def output() -> Console:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 MAX_ENTRIES = 128
 """UCP_MAX_RESOURCES: the most devices in an address, and the most transports of all together."""
 MAX_DOMAINS = 64
-MAX_MEMORY_KINDS = 16
-"""Greater than every value of ``ucs_memory_type_t``."""
+ANY_KIND = range(16)
+"""The values of ``ucs_memory_type_t``, and some more."""
 MAX_KEY_TAIL = 1 + 3 * 64 + 1
 """The most bytes after a key's parts: system device, distances of 64 devices (3 each), end mark."""
 
@@ -56,7 +56,7 @@ def check_worker_address(data: bytes) -> None:
     reader.end()
 
 
-def check_key(data: bytes, kinds: Container[int] = range(MAX_MEMORY_KINDS)) -> None:
+def check_key(data: bytes, kinds: Container[int] = ANY_KIND) -> None:
     """Refuse bytes that are not a memory key as UCX packs it.
 
     ``kinds`` are the memory kinds to accept, as values of ``ucs_memory_type_t``.

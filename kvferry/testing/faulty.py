@@ -173,10 +173,7 @@ class FaultyTransport(Transport):
             self._inner.register(region)
 
     def deregister(self, region: Region) -> None:
-        """Deregister memory, unless the transport has died.
-
-        A fault may keep a transfer that uses it unfinished longer than in the wrapped transport.
-        """
+        """Deregister memory that no unfinished transfer, a fault may prolong it, uses."""
         for transfer, one in self._transfers.items():
             if not one.status.state.final and region in one.regions and self._alive():
                 self._update(one, count=False)
@@ -237,10 +234,7 @@ class FaultyTransport(Transport):
     def read_pages(
         self, peer: PeerId, pages: PagedCopies, notify: bytes | None = None
     ) -> TransferId:
-        """Start a read by pages with the fault that the schedule has for it.
-
-        With a fault that changes which bytes move, it becomes a ``read`` of the same copies.
-        """
+        """Start a read by pages; a fault that changes which bytes move makes it a ``read``."""
         return self._start(peer, pages, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:

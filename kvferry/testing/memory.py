@@ -112,10 +112,7 @@ def allocate(memory: str, nbytes: int) -> Buffer:
 
 
 def thread_setup(memory: str) -> EnterThread:
-    """Return what each thread that uses a buffer has to do first: for CUDA, choose the device.
-
-    Where the device cannot be used, a thread has nothing to do: ``allocate`` says why.
-    """
+    """Return what each thread that uses a buffer does first: for CUDA, choose the device."""
     kind, _, rest = memory.partition(":")
     if kind != "cuda" or _why_no_cuda(int(rest or 0)):
         return enter_nothing
@@ -130,10 +127,7 @@ def thread_setup(memory: str) -> EnterThread:
 
 
 def make_transport(factory: str, options: Mapping[str, object], memory: str) -> Transport:
-    """Return a transport, after the calling thread has done what its memory needs.
-
-    A ``factory``, as ``package.module:name``, that takes ``enter`` gets what the memory needs.
-    """
+    """Return what ``factory`` makes, once this thread has done what the memory needs."""
     make: Callable[..., Transport] = imported(factory)
     enter = thread_setup(memory)
     enter()

@@ -85,10 +85,7 @@ class LocalPeer:
         self.transport.deregister(region)
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
-        """Wait for ``count`` notifications, and return those that have arrived, maybe more.
-
-        There are fewer if the time is up.
-        """
+        """Return notifications once ``count`` have arrived, or when the time is up."""
         found: list[Notification] = []
         deadline = time.monotonic() + (self._patience if seconds is None else seconds)
         while len(found) < count and time.monotonic() < deadline:
@@ -137,7 +134,7 @@ class PeerServer(LocalPeer):
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
         """Fork, call every method of the transport in the child, and return what was wrong.
 
-        Every method but ``close`` must raise ``TransportUsageError``, and ``close`` do nothing.
+        Every one but ``close`` must raise ``TransportUsageError``.
         """
         get, put = os.pipe()
         with warnings.catch_warnings():
@@ -225,10 +222,7 @@ def calls(
 
 
 def serve(connection: Connection) -> None:
-    """Execute the parent's commands until the parent closes the connection.
-
-    Each answer is a pair: True and the command's result, or False and the exception.
-    """
+    """Execute the parent's commands until it closes the connection; answer with their results."""
     setup: PeerSetup = connection.recv()
     server: PeerServer = imported(setup.server)(setup)
     connection.send((True, (server.transport.name, server.region)))

@@ -28,22 +28,12 @@ _MAIN = "from kvferry.testing.peer_process import main; main()"
 
 
 class Process:
-    """A peer in a process of its own.
+    """A peer in a process of its own, with a transport that ``factory`` makes and a buffer.
 
-    It has the methods of ``LocalPeer`` and of its ``PeerServer``: each sends a command to that
-    process, and waits for the answer.
-
-    Args:
-        factory: What makes the peer's transport with ``options``, as ``package.module:name``.
-        memory: The kind of memory of the peer's buffer, as for ``kvferry.testing.memory.allocate``.
-        seed: The seed of the buffer's content, for ``kvferry.testing.memory.pattern``.
-        server: The class that executes the commands, a ``PeerServer``.
-
-    Attributes:
-        killed_at: When ``kill`` was called, by ``time.monotonic``.
-        meanwhile: If set, called repeatedly while a command runs, to poll the transports of this
-            process that make progress only when polled.
-        patience: How many seconds to wait for notifications by default.
+    It has the methods of ``LocalPeer`` and of its ``server``, a ``PeerServer``: each sends a
+    command to that process, and waits for the answer; ``meanwhile``, if set, is called to poll the
+    transports of this process. ``memory`` and ``seed`` are as for ``kvferry.testing.memory``.
+    ``killed_at`` is when ``kill`` was called, by ``time.monotonic``.
 
     Raises:
         RuntimeError: The process ended at once; its stderr says why.
@@ -109,10 +99,7 @@ class Process:
 
     @contextlib.contextmanager
     def killed_soon(self) -> Iterator[None]:
-        """Kill the process 0.1 s after the context has begun, or else when it ends.
-
-        So the process dies while a call in the context lasts.
-        """
+        """Kill the process 0.1 s after the context has begun, or when the context ends."""
         timer = threading.Timer(_KILL_SECONDS, self.kill)
         timer.start()
         try:

@@ -23,8 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli.bench import measure, picture
-from kvferry.cli.bench.grid import BenchError, Case, options_of, sizes_of
-from kvferry.cli.bench.measure import Bench, Result, far_process, near_buffer
+from kvferry.cli.bench.measure import (
+    Bench,
+    BenchError,
+    Case,
+    Result,
+    far_process,
+    near_buffer,
+    options_of,
+    sizes_of,
+)
 from kvferry.cli.formatting import size
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region

@@ -19,15 +19,13 @@ from kvferry.drivers.cuda import CudaDriver
 from tests.cli.findings import BAD, OK, WARN, check
 from tests.gpu.driver_api import StandInCuda
 
-ORDERING, FLUSH_OPTIONS, DMABUF = 118, 117, 124
-"""Device attributes of CUDA's driver API."""
+ORDERING, FLUSH_OPTIONS, DMABUF = 118, 117, 124  # device attributes of CUDA's driver API
 
 OPEN = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC 13.3\n"
 )
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\n"
-LIBC = "libc.so.6"
-"""A library that loads everywhere."""
+LIBC = "libc.so.6"  # a library that loads everywhere
 
 GPU_A, GPU_B = "0000:1b:00.0", "0000:c3:00.0"
 NIC_A, NIC_B = "0000:1c:00.0", "0000:d4:00.0"

@@ -51,8 +51,8 @@ def test_printed_settings_work_and_files_are_private(keygen: Keygen, tmp_path: P
     with HandshakeServer(
         encoded(payload()), engine="prefill", incarnation=7, access=prefill.access
     ) as server:
-        keys = {"access": decode.access, "key": prefill.access.public}
-        assert ping(server.host, server.port, "prefill", timeout=60, **keys) == 7
+        place, key = (server.host, server.port), prefill.access.public
+        assert ping(*place, "prefill", timeout=60, access=decode.access, key=key) == 7
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     names = {f"{engine}.{kind}" for engine in settings for kind in ("secret", "public")}
     assert modes == dict.fromkeys(names | {"ticket.secret"}, 0o600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_rows_fit_a_terminal_and_are_whole_in_a_pipe(plan: PlanCommand) -> None:
     config = write_config(plan.folder, configs.NEMOTRON_H)
     shown = ""
     for width in (80, 50, 0):
-        shown = plan.run(config, "--prefill=tp=2", "--decode=tp=8", width=width).out
+        shown = plan.run(config, "--prefill=tp=2", "--decode=tp=8", "--tokens=64", width=width).out
         words = " ".join(shown.split())
         # A row, or below 80 columns a line for each cell, whose words are not torn.
         assert ("decode rank from prefill what copies bytes" in words) == (width != 50)
@@ -244,7 +245,22 @@ def test_readme_shows_the_printed_plan(plan: PlanCommand, monkeypatch: pytest.Mo
     assert len(lines) > 10
 
 
-def test_file_that_cannot_be_written_is_reported(plan: PlanCommand) -> None:
+def test_picture_names_every_rank(plan: PlanCommand) -> None:
+    pytest.importorskip("matplotlib")
+    file = plan.folder / "plan.svg"
+    plan.text(LATENT, "tp=4,pp=2", "tp=2", f"--svg={file}")
+    texts = [element.text for element in ET.parse(file).iter() if element.tag.endswith("}text")]
+    assert {f"prefill {n} (pp {n // 4}, tp {n % 4})" for n in range(8)} <= set(texts)
+    assert {"decode 0 (tp 0)", "decode 1 (tp 1)"} <= set(texts)
+    assert "dashed: only told that nobody reads it" in texts
+    first = file.read_bytes()
+    plan.text(LATENT, "tp=4,pp=2", "tp=2", f"--svg={file}")
+    assert file.read_bytes() == first
+
+
+@pytest.mark.parametrize("option", ["--svg", "--write-layouts"])
+def test_file_that_cannot_be_written_is_reported(plan: PlanCommand, option: str) -> None:
+    pytest.importorskip("matplotlib")
     (plan.folder / "taken").write_text("")
-    taken = plan.folder / "taken" / "layouts"
-    assert "cannot be written" in plan.refusal(TINY, "tp=1", "tp=1", f"--write-layouts={taken}")
+    taken = plan.folder / "taken" / "plan.svg"
+    assert "cannot be written" in plan.refusal(TINY, "tp=1", "tp=1", f"{option}={taken}")

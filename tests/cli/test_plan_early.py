@@ -17,8 +17,7 @@ from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import TINY, WINDOWS, Config, PlanCommand, write_config
 
 ROOT = Path(__file__).parents[2]
-TOKEN_BYTES = 4 * 4 * 32
-"""Of ``TINY``."""
+TOKEN_BYTES = 4 * 4 * 32  # of ``TINY``
 
 
 @pytest.mark.parametrize(

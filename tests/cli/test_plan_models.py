@@ -15,8 +15,7 @@ from kvferry.cli.plan.sides import with_keys_of
 from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import LATENT, TINY, Config, PlanCommand, write_config
 
-BYTES_PER_TOKEN = 4 * 4 * 32
-"""Of ``TINY``."""
+BYTES_PER_TOKEN = 4 * 4 * 32  # of ``TINY``
 VISION: Config = {"num_hidden_layers": 27, "num_attention_heads": 16, "hidden_size": 1152}
 
 
@@ -108,7 +107,7 @@ WINDOW: Config = {"sliding_window": 20}
     ],
 )
 def test_windows_read_only_their_pages(tmp_path: Path, content: Config, copies: int) -> None:
-    # A window of 20 tokens before token 64 has tokens 45 to 63, in 2 of the 4 pages.
+    # a window of 20 tokens before token 64 has tokens 45 to 63, in 2 of the 4 pages.
     assert copies_of(tmp_path, TINY | content, tokens=64).copies == copies
 
 
@@ -178,7 +177,7 @@ HYBRIDS = [
 def test_bytes_of_hybrids(
     tmp_path: Path, model: Config, attending: int, token: int, stateful: int, state: int
 ) -> None:
-    # A page of the block size that vLLM chooses has room for a state.
+    # a page of the block size that vLLM chooses has room for a state.
     block = 16 * -(-state // (16 * token))
     found = copies_of(tmp_path, model, tokens=block)
     assert found.nbytes == attending * block * token + stateful * state
@@ -203,21 +202,3 @@ def test_table_names_the_states(plan: PlanCommand) -> None:
         "36 of layers 0-46, conv/q, conv/k, conv/v, ssm",
     ):
         assert part in said
-
-
-def test_ranks_split_states_by_heads_and_copy_a_single_group(plan: PlanCommand) -> None:
-    found = plan.json(configs.GRANITE, "tp=2", "tp=4", "--tokens=16")
-    shards = {
-        key.partition("/")[2]: fields["shard"]
-        for read in found["reads"]
-        if read["decode"] == 3
-        for fields in read["fields"]
-        for key in fields["keys"]
-        if ".0." in key
-    }
-    assert shards == {
-        "conv/x": [3072, 4096],
-        "conv/B": [0, 128],
-        "conv/C": [0, 128],
-        "ssm": [48, 64],
-    }

@@ -39,8 +39,7 @@ from tests.cli.metrics_server import MetricsServer, recorded
 
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
 RUNNING = b'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
-NOBODY = "127.0.0.1:1"
-"""An address at which nobody listens."""
+NOBODY = "127.0.0.1:1"  # an address at which nobody listens
 QUICK = ("--once", "--interval", "0.1", "--timeout", "60")
 DECODE = recorded("decode", 1), recorded("decode", 3)
 PREFILL = recorded("prefill", 2), recorded("prefill", 3)
@@ -207,7 +206,8 @@ def test_other_engines_are_read_while_some_do_not_answer(monkeypatch: pytest.Mon
             assert [str(one) for one in late] == ["does not answer: no page within 0.3 s"] * 2
         scraper.close()
         closed.set()
-    assert [connection.close() for connection in connections] == [None]
+    [connection] = connections
+    connection.close()
 
 
 def test_holds_by_outcome_and_share_of_limit_are_shown(once: Top, screen: Top) -> None:
@@ -272,7 +272,9 @@ def test_ctrl_c_leaves_the_terminal_as_it_was() -> None:
     with MetricsServer(*DECODE) as server:
         process = subprocess.Popen(
             [*command, server.address],
-            **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
             env=environment,
             start_new_session=True,
         )
@@ -366,7 +368,7 @@ MALFORMED = "line 2 is malformed: vllm:kvferry_"
         (RUNNING + b'vllm:kvferry_loads_total{engine="0" 1', MALFORMED),
         (RUNNING + b'vllm:kvferry_loads_total{engine="0",engine="1"} 1', MALFORMED),
         (RUNNING + b"vllm:kvferry_loads_total{} 1 \x1b[2J", MALFORMED),
-        # A parser that tries every way to read these would take minutes.
+        # a parser that tries every way to read these would take minutes.
         (RUNNING + b"vllm:kvferry_a{%s} x" % (b" " * 200_000), MALFORMED),
         (RUNNING + b"vllm:kvferry_a{%s} x" % (b'a="b",' * 200_000), MALFORMED),
     ],

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -41,24 +41,14 @@ for before, after, events, reported in table("by"):
 REQUEST, HOLD_OF_REQUEST = RequestId("a"), Hold(slot=0, generation=7)
 TICKET = NewTicket(request=REQUEST, hold=HOLD_OF_REQUEST, lease=30.0)
 DEADLINE, ERROR = 100.0, TransportError("it failed")
-DEPTH = 7
-"""The most events that it takes to reach every state and to leave it again."""
-
-
-class Named(Protocol):
-    """Something with a state that has a name on the page."""
-
-    def state(self) -> str: ...
-
-
-Kind = TypeVar("Kind", bound=Named)
+DEPTH = 7  # the most events that it takes to reach every state and to leave it again
 
 
 def explored(
-    make: Callable[[], Kind],
-    events: Mapping[str, Callable[[Kind], object]],
+    make: Callable[[], Any],
+    events: Mapping[str, Callable[[Any], object]],
     possible: Mapping[str, Collection[str]] | None = None,
-) -> Iterator[tuple[str, str, str, Kind]]:
+) -> Iterator[tuple[str, str, str, Any]]:
     """Yield old state, event, new state and the thing, for each event in each state that it has.
 
     ``possible`` are the events of each state; all if it is not given.
@@ -91,7 +81,6 @@ STAGES = {
     Stage.TRANSFER: "read",
     Stage.FENCE: "fence",
 }
-"""The name of each stage on the page."""
 
 
 class NamedLoad:

@@ -39,8 +39,7 @@ def processes() -> Iterator[Process]:
             yield Process(int(path.parent.name), int(parent), int(session))
 
 
-FIRST_PORT = 20000
-"""A port of ``OWN_HOST`` that no other process can have."""
+FIRST_PORT = 20000  # a port of ``OWN_HOST`` that no other process can have
 
 
 @pytest.fixture

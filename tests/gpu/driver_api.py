@@ -17,8 +17,7 @@ STREAM_CAPTURE_UNSUPPORTED = 900
 HOST_PAGE_TABLES, RDMA_SUPPORTED, FLUSH_OPTIONS, WRITES_ORDERING = 100, 116, 117, 118
 """Attributes of a device."""
 
-NEVER = 1e9
-"""A time that no test reaches, for a queue that does not drain."""
+NEVER = 1e9  # a time that no test reaches, for a queue that does not drain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,7 @@ DASHBOARD = FOLDER / "kvferry-dashboard.json"
 
 TARGET_LABELS = {"instance", "job", "role"}
 """The labels that Prometheus gives all metrics of a target, by ``prometheus.yml``."""
-VLLM_LABELS = {"engine", "model_name"}
-"""The labels that vLLM gives all metrics of an engine."""
+VLLM_LABELS = {"engine", "model_name"}  # the labels that vLLM gives all metrics of an engine
 VLLM_METRICS = {
     "vllm:kv_cache_usage_perc": set[str](),
     "vllm:num_requests_running": set[str](),

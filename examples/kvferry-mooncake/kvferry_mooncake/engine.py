@@ -15,8 +15,7 @@ from kvferry.core.memory import Region
 _NO_BATCH = (0, -1, (1 << 64) - 1)
 """What the engine returns instead of a batch when it refuses; asking about one of them crashes."""
 
-_MAX_RUNNING = 512
-"""Pieces under way with one peer. The engine queues 1024 and fails the next one."""
+_MAX_RUNNING = 512  # pieces under way with one peer. The engine queues 1024 and fails the next one
 
 
 class Engine:
@@ -132,7 +131,7 @@ _engines: dict[tuple[int, str], Engine] = {}
 
 def shared(host: str) -> Engine:
     """Return the engine of this process on a host address; ``DriverError`` if there can be none."""
-    # A forked child has none of the parent's threads.
+    # a forked child has none of the parent's threads.
     key = (os.getpid(), host)
     if key not in _engines:
         _engines[key] = Engine(host)

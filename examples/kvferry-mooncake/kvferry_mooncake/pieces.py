@@ -9,8 +9,7 @@ from kvferry.core.transport.copies import Copies, cut_long, run_starts
 PIECE_BYTES = 1 << 18
 """The longest piece: those under way have to end before a failed transfer is final."""
 
-Piece = tuple[int, int, int]
-"""Local address, remote address, bytes."""
+Piece = tuple[int, int, int]  # local address, remote address, bytes
 
 
 def pieces_of(copies: Copies) -> list[Piece]:
@@ -22,7 +21,7 @@ def pieces_of(copies: Copies) -> list[Piece]:
     segment = np.repeat(np.arange(len(lengths)), lengths)
     full = copies.nbytes != 0
     local, remote, nbytes = copies.local[full], copies.remote[full], copies.nbytes[full]
-    # A piece lies in one segment: regions that touch may be registered separately.
+    # a piece lies in one segment: regions that touch may be registered separately.
     first = run_starts(local, remote, nbytes, segment[full])
     local, remote, nbytes = local[first], remote[first], np.add.reduceat(nbytes, first)
     run, offset = cut_long(nbytes, PIECE_BYTES)

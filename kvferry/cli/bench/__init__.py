@@ -11,7 +11,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +18,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
-from kvferry.cli.bench.grid import BenchError, Case, cases, options_of, sizes_of
-from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
+from kvferry.cli.bench.measure import (
+    Bench,
+    BenchError,
+    Case,
+    Result,
+    cases,
+    far_process,
+    memcpy_of,
+    near_buffer,
+    options_of,
+    sizes_of,
+)
 from kvferry.cli.formatting import size as text_of
-from kvferry.cli.output import output, print_json, print_table
+from kvferry.cli.output import output, print_json, print_table, require_matplotlib
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create, find
 from kvferry.testing.memory import thread_setup
@@ -64,14 +73,12 @@ def _check_plot(path: Path) -> None:
         raise BenchError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
     if not os.access(path.parent, os.W_OK):
         raise BenchError(f"--plot {path}: {path.parent} is no folder that can be written to")
-    if find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: pip install 'kvferry[plot]'")
+    require_matplotlib("--plot")
 
 
 def _measured(
     driver: str, options: dict[str, object], grid: Sequence[Case], memory: str, seconds: float
 ) -> tuple[dict[str, object], list[Result]]:
-    """Start a second process, and measure all cases in about so many seconds."""
     nbytes = max(case.size for case in grid)
     with ExitStack() as stack:
         enter = thread_setup(memory)
@@ -107,7 +114,6 @@ def _measured(
 def _conditions(
     driver: str, options: Mapping[str, object], memory: str, transport: Transport
 ) -> dict[str, object]:
-    """Return the conditions of a measurement that starts now."""
     info = find(driver)
     return {
         "driver": driver,

@@ -12,12 +12,10 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvferry.cli.bench.grid import BenchError
-from kvferry.cli.bench.measure import Result
+from kvferry.cli.bench.measure import BenchError, Result
 from kvferry.cli.formatting import size
 
-WIDTH, HEIGHT = 5.2, 4.0
-"""Size of a panel in inches."""
+WIDTH, HEIGHT = 5.2, 4.0  # size of a panel in inches
 
 
 def draw(path: Path, title: str, results: Sequence[Result]) -> None:
@@ -40,7 +38,6 @@ def draw(path: Path, title: str, results: Sequence[Result]) -> None:
 
 
 def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
-    """Draw one panel: for each size of transfer a solid line, and a dotted one for memcpy."""
     sizes = sorted({result.case.size for result in results})
     for number, total in enumerate(sizes):
         rows = sorted((r for r in results if r.case.size == total), key=lambda r: r.case.block)

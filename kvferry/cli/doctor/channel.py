@@ -35,7 +35,6 @@ def channels() -> Iterator[Finding]:
 
 
 def _served(host: str, use: str) -> Finding:
-    """Open a side channel at an address of this host, ping it, and return the finding."""
     check = Check(f"side channel at {host}")
     payload = _payload()
     try:

@@ -31,10 +31,8 @@ DMABUF_KERNEL = (5, 12)
 """The first version of Linux with which RDMA takes memory as dmabuf (UCX's FAQ)."""
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """Number of the PID namespace of the host itself (``PROC_PID_INIT_INO`` in Linux)."""
-MULTI_NODE_GPUS = ("GB200", "GB300")
-"""In the names of GPUs whose NVLink may lead to other hosts."""
-SHARED_ENOUGH = 1 << 30
-"""Free bytes of /dev/shm that suffice for engines and UCX."""
+MULTI_NODE_GPUS = ("GB200", "GB300")  # in the names of GPUs whose NVLink may lead to other hosts
+SHARED_ENOUGH = 1 << 30  # free bytes of /dev/shm that suffice for engines and UCX
 DISTANCES = (
     "same PCIe switch",  # behind one PCIe root port
     "same PCIe root complex",
@@ -143,16 +141,16 @@ def cache_order(machine: Machine, *, has_vllm: bool) -> Finding:
     asked = f"is {order}" if order else "is not set: kvferry asks for LBHNC (not with MLA)"
     found = (
         f"{ORDER} {asked}. With layers outermost, each page of each layer is a copy of its own: a "
-        "rank of Llama 3 70B with TP 8 reads 8,192 tokens in 40,960 copies of 8 KiB, for which "
-        "CUDA IPC takes some 164 ms; with BLHNC in 512 copies of 640 KiB"
+        "rank of Llama 3 70B with TP 8 reads 8,192 tokens in 40,960 copies of 8 KiB, and with "
+        "BLHNC in 512 of 640 KiB"
     )
     if not has_vllm:
         return CACHE_ORDER.ok(found)
     return CACHE_ORDER.warn(
         found,
         f"set {ORDER}=BLHNC on both engines if their attention backend can use this order "
-        "(FLASH_ATTN, FLASHINFER and TRITON_ATTN can). kvferry plan counts a model's copies; it "
-        "also names the better order if the engines have different numbers of ranks",
+        "(FLASH_ATTN, FLASHINFER and TRITON_ATTN can); kvferry plan counts a model's copies, and "
+        "names the better order for engines of different numbers of ranks",
     )
 
 
@@ -192,13 +190,12 @@ def direct(machine: Machine) -> Finding:
         )
     asked = "CUDA exports GPU memory" if machine.cuda else "the kernel module is open"
     return DIRECT.ok(
-        f"dmabuf: Linux {machine.release}, and {asked}. Whether the NIC's driver takes it is known "
-        "when UCX starts with UCX_LOG_LEVEL=debug, which prints 'dmabuf is supported'"
+        f"dmabuf: Linux {machine.release}, and {asked}; UCX_LOG_LEVEL=debug shows whether the "
+        "NIC's driver takes it ('dmabuf is supported')"
     )
 
 
 def _lacking_for_dmabuf(machine: Machine) -> Iterator[str]:
-    """Yield what dmabuf lacks, or what cannot be told."""
     release, module = machine.release, machine.kernel_module
     version = re.match(r"(\d+)\.(\d+)", release)
     if version is None:
@@ -262,7 +259,6 @@ def bound(machine: Machine) -> Iterator[Finding]:
 
 
 def _binding(machine: Machine, mapping: str, selection: str) -> Finding:
-    """Return the finding about the variables by which vLLM's workers bind GPUs to NICs."""
     remedy = (
         f"set both: {MAPPING}=GPU=NIC,... with PCI addresses (0000:1b:00.0=0000:1c:00.0), one pair "
         f"for each GPU that an engine uses, and {SELECTION}={UCX_DEVICES}:1"

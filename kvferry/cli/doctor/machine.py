@@ -15,12 +15,9 @@ from msgspec import Struct
 
 SMI_SECONDS = 10.0
 SMI = "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
-NVIDIA, AMD = "0x10de", "0x1002"
-"""PCI vendors of GPUs."""
-DISPLAY = "0x03"
-"""The class of GPUs among PCI devices."""
-OPEN = "open"
-"""The kind of NVIDIA's kernel module that exports GPU memory as dmabuf."""
+NVIDIA, AMD = "0x10de", "0x1002"  # PCI vendors of GPUs
+DISPLAY = "0x03"  # the class of GPUs among PCI devices
+OPEN = "open"  # the kind of NVIDIA's kernel module that exports GPU memory as dmabuf
 
 SWITCH, ROOT, NODE, UNKNOWN, FAR = range(5)
 """What a NIC and a GPU have in common, the nearest first."""
@@ -162,7 +159,6 @@ class Machine:
         return f"{kind} {version[1]}" if version else kind
 
     def _from_smi(self) -> list[str]:
-        """Return a description of each GPU that nvidia-smi lists; empty if the program fails."""
         try:
             said = subprocess.run(
                 SMI, capture_output=True, check=True, text=True, timeout=SMI_SECONDS
@@ -172,13 +168,11 @@ class Machine:
         return [f"{line.strip()} (driver)" for line in said.stdout.splitlines() if line.strip()]
 
     def _from_proc(self) -> list[str]:
-        """Return the models of the GPUs that NVIDIA's kernel module lists."""
         texts = map(self.text, self.glob("proc/driver/nvidia/gpus/*/information"))
         models = (re.search(r"^Model:(.*)", text, re.M) for text in texts)
         return [model[1].strip() if model else "NVIDIA GPU" for model in models]
 
     def _from_bus(self) -> list[str]:
-        """Return the vendor and bus address of each GPU among the kernel's graphics devices."""
         cards = {
             path.parent.resolve(): path
             for path in self.glob("sys/class/drm/card[0-9]*/device/vendor")

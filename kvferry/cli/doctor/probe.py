@@ -28,11 +28,9 @@ from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_rea
 from kvferry.drivers.ucx import dlopen
 from kvferry.drivers.ucx.library import Devices, devices, find
 
-SECONDS = 60.0
-"""Seconds that all drivers together may take to start."""
+SECONDS = 60.0  # seconds that all drivers together may take to start
 
-_RMA = 1 << 1
-"""UCX's feature flag for one-sided transfers."""
+_RMA = 1 << 1  # UCX's feature flag for one-sided transfers
 
 
 class Probed(Struct, frozen=True, kw_only=True):
@@ -141,7 +139,6 @@ def gpus(cuda: CudaDriver | None) -> list[CudaGpu] | None:
 
 
 def _ucx(path: str, driver: str, *, cuda: bool) -> Finding:
-    """Return the finding about a UCX that this process has loaded."""
     library, advice = ctypes.CDLL(path), ""
     library.ucp_get_version_string.restype = ctypes.c_char_p
     if driver == "ucx":

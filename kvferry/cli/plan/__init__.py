@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.cli.output import print_json
+from kvferry.cli.output import print_json, require_matplotlib
 from kvferry.cli.plan.advice import advice_for
 from kvferry.cli.plan.early import PrefillSpeed, early_cases, parse_bandwidth
 from kvferry.cli.plan.engines import EngineError, SettingsError, write_engine
@@ -31,10 +31,13 @@ def run(
     chunk: int,
     prefill_rate: float,
     hop: float,
+    svg: Path | None,
     as_json: bool,
     write_layouts: Path | None,
 ) -> None:
     """Plan a request, and print which decode rank reads what from which prefill rank."""
+    if svg is not None:
+        require_matplotlib("--svg")
     if model is None and dtype is not None:
         raise SettingsError("--dtype is for a model's config file; layouts say their own")
     if prompt and not bandwidth:
@@ -77,6 +80,10 @@ def run(
     if write_layouts is not None:
         for side in sides:
             write_engine(write_layouts / f"{side.name}.json", side.engine)
+    if svg is not None:
+        from kvferry.cli.plan.picture import draw_svg
+
+        draw_svg(svg, result)
     if as_json:
         print_json(record_of(result))
     else:

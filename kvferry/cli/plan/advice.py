@@ -31,14 +31,12 @@ MANY_SECONDS = 0.01
 SMALL_BY_NVLINK = 1 << 20
 """The bytes of larger copies take longer by NVLink (300 to 400 GB/s) than ``IPC_SECONDS``."""
 
-WORTH = 2
-"""By which factor a change has to reduce the number of copies to be advised."""
+WORTH = 2  # by which factor a change has to reduce the number of copies to be advised
 
 LIKE = "the ranks, order and pages of {}"
 """The change of an engine whose settings are not known: it becomes like the other."""
 
-Pair = tuple[PlanSettings, PlanSettings]
-"""The settings of prefill and of decode."""
+Pair = tuple[PlanSettings, PlanSettings]  # the settings of prefill and of decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +176,6 @@ def _candidates(
 
 
 def _difference(before: PlanSettings, after: PlanSettings) -> str:
-    """Return the settings that differ from earlier ones, as text."""
     return ",".join(
         f"{name}={getattr(after, name)}"
         for name in ("block_size", "layout", "interleave")

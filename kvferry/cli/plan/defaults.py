@@ -141,8 +141,7 @@ EXCLUSIVE = frozenset({"cohere2", "cohere2_moe"})
 INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Model types with latents and, beside them, an index by which a token finds the tokens that it
 attends to."""
-INDEX_SCALED = 128
-"""How many values of an index have a scale together."""
+INDEX_SCALED = 128  # how many values of an index have a scale together
 STATES = re.compile(
     r"mamba_|ssm_|ssm$|linear_(num|conv|key|value|attn)|rwkv|conv_kernel$|conv_L_cache$|state_size$"
     r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|lru_|block_types$|layer_group_size$"

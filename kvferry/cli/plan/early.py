@@ -14,8 +14,7 @@ from kvferry.cli.plan.engines import SettingsError
 from kvferry.cli.plan.estimate import Estimate
 
 _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kKMGT]?)(i?)(bit|bps|B)(?:/s)?")
-_SLOWEST, _FASTEST = 1.0, 1e15
-"""Limits of a bandwidth, in bytes per second."""
+_SLOWEST, _FASTEST = 1.0, 1e15  # limits of a bandwidth, in bytes per second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,7 @@ from kvferry.core.side_channel_messages import DECODE_ERRORS, MAX_RANKS
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Orders of memory, outermost first: Layers, Blocks, Heads, tokeNs, Content (K, then V)."""
-WHOLE = "LB"
-"""Prefix of the orders in which a layer's pages are contiguous and follow each other."""
+WHOLE = "LB"  # prefix of the orders in which a layer's pages are contiguous and follow each other
 SCATTERED = "LHBNC"
 """The order in which a block is not in one piece even within a layer, so it has no room for a
 state."""
@@ -48,11 +47,9 @@ ALIASES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
 
 Ranks = Annotated[int, Meta(ge=1, le=1 << 10)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 16)]
-SHOWN = ("tp", "pp", "block_size", "layout")
-"""The settings that are always printed."""
+SHOWN = ("tp", "pp", "block_size", "layout")  # the settings that are always printed
 
-MAX_FILE_BYTES = 1 << 26
-"""Largest size of a JSON file with layouts."""
+MAX_FILE_BYTES = 1 << 26  # largest size of a JSON file with layouts
 ADDRESS = 1 << 40
 """The address of every computed buffer. Any address will do, since no memory is read."""
 UNEVEN = 1.5
@@ -62,8 +59,7 @@ the smaller groups instead of splitting the larger ones
 ALIGNMENT = 16
 """If pages are enlarged for states, they hold a multiple of this many tokens: the smallest block of
 the kernels of FLASH_ATTN, FLASHINFER and TRITON_ATTN."""
-LATENT_ALIGNMENT = 128
-"""The same for latents (MLA)."""
+LATENT_ALIGNMENT = 128  # the same for latents (MLA)
 
 
 class SettingsError(KVFerryError):
@@ -305,8 +301,6 @@ _Strides = dict[str, int]
 
 
 class _Rank:
-    """One rank, whose layout is computed."""
-
     def __init__(self, model: Model, settings: PlanSettings, pages: int, pp: int, tp: int) -> None:
         self._model, self._settings, self._pages, self._tp = model, settings, pages, tp
         self._stage = _stage(model.layers, settings.pp, pp)
@@ -317,7 +311,6 @@ class _Rank:
         self._block = 0
 
     def layout(self, groups: Sequence[_CacheGroup]) -> Layout:
-        """Return the rank's layout."""
         model, settings = self._model, self._settings
         here = [[layer for layer in group.layers if layer in self._stage] for group in groups]
         indexed = [layer for layer in model.indexed if layer in self._stage]

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 from kvferry.cli.formatting import counted, grouped, numbers
 
-MAX_NAMED_LAYERS = 3
-"""How many layers without an index are named; three dots stand for the others."""
-LONGEST_LIST = 24
-"""The most characters in which layers are listed one by one."""
+MAX_NAMED_LAYERS = 3  # how many layers without an index are named; three dots stand for the others
+LONGEST_LIST = 24  # the most characters in which layers are listed one by one
 CONVOLUTION = "/conv"
 """What follows a layer's name in the keys of its convolution's inputs, before the channels."""
 

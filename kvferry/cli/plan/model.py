@@ -34,14 +34,11 @@ from kvferry.cli.plan.defaults import (
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES
 
-FILE_LIMIT = 1 << 24
-"""Largest size of a config file, in bytes; real ones have some thousands."""
-LARGEST = 1 << 24
-"""Largest number in a file that counts."""
+FILE_LIMIT = 1 << 24  # largest size of a config file, in bytes; real ones have some thousands
+LARGEST = 1 << 24  # largest number in a file that counts
 MOST_EXPANDED = 1 << 10
 
-HYBRID = "hybrid"
-"""Type of the layers that have both attention and a state."""
+HYBRID = "hybrid"  # type of the layers that have both attention and a state
 STATEFUL = frozenset({"linear_attention", "mamba", "conv", HYBRID})
 """Types of layers that have a state."""
 WINDOWED, CHUNKED = "sliding_attention", "chunked_attention"
@@ -315,7 +312,6 @@ def _refuse_unsupported(keys: _Keys, name: str) -> None:
 
 
 def _head_dim(keys: _Keys, heads: int) -> int:
-    """Return the elements of a head of a file that does not say it."""
     size = keys.number("hidden_size", 0)
     if size < heads:
         raise ModelError(
@@ -536,7 +532,6 @@ def _mamba2(keys: _Keys) -> RecurrentState:
 
 
 def _mamba_channels(keys: _Keys, heads: int) -> int:
-    """Return the channels of a layer, at least one for each head."""
     if (channels := keys.optional("mamba_d_ssm")) is None:
         size = keys.number("hidden_size")
         expand = keys.get("mamba_expand", Annotated[float, Meta(gt=0, le=MOST_EXPANDED)], 2)

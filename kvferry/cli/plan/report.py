@@ -39,8 +39,7 @@ BACKENDS = {
 """Which attention backends of vLLM 0.32 can store a block's layers together, in which order
 (``AttentionBackend.supported_kv_cache_layouts``)."""
 
-PREFERRED = "LBHNC"
-"""The order that the connector asks vLLM for."""
+PREFERRED = "LBHNC"  # the order that the connector asks vLLM for
 
 Record = dict[str, object]
 
@@ -162,7 +161,6 @@ def _among(side: Side, each: Sequence[Sequence[int]]) -> str:
 
 
 def _advice_lines(estimate: Estimate, given: Advice) -> Iterator[str]:
-    """Yield why copies are small or many, and what to change."""
     many, sizes = is_many(estimate), _sizes(estimate.sizes.figures)
     by_ipc = "Between GPUs of one host (CUDA IPC)"
     if is_small(estimate):
@@ -194,7 +192,6 @@ def _advice_lines(estimate: Estimate, given: Advice) -> Iterator[str]:
 
 
 def _sides(change: Change) -> list[tuple[str, str]]:
-    """Return where to change what."""
     if change.prefill == change.decode:
         return [(" on both", change.prefill)]
     both = {" on prefill": change.prefill, " on decode": change.decode}
@@ -202,7 +199,6 @@ def _sides(change: Change) -> list[tuple[str, str]]:
 
 
 def _for_vllm(change: Change) -> Iterator[str]:
-    """Yield vLLM's options for a change, as far as it has them."""
     for side, said in _sides(change):
         pairs = [pair.partition("=") for pair in said.split(",")]
         flags = [VLLM[name].format(value) for name, _, value in pairs if name in VLLM]

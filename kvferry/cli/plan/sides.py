@@ -28,8 +28,7 @@ from kvferry.core.side_channel.client import fetch
 from kvferry.core.side_channel.compatibility import EngineInfo, agree
 from kvferry.core.side_channel.connection import health
 
-SECONDS = 10.0
-"""How long an engine may take for each of its two answers."""
+SECONDS = 10.0  # how long an engine may take for each of its two answers
 
 UNKNOWN_WINDOWS = (
     "The side channel does not say which layers of decode have a sliding window: all tokens are "
@@ -113,7 +112,6 @@ def read_sides(
 
 
 def _ask(address: str, keys: Keys) -> RunningEngine:
-    """Ask a running engine for the layouts of its ranks."""
     host, port = host_and_port("--from", address)
     try:
         found = health(host, port, timeout=SECONDS, access=keys.access, key=keys.server)
@@ -155,7 +153,6 @@ def _by_group(lengths: Mapping[int, int], engine: Engine) -> tuple[int, ...]:
 
 
 def _given_side(name: str, text: str, model: Model | None, tokens: int) -> Side:
-    """Return the engine that the settings, or the JSON file, of an option describe."""
     if text.endswith(".json") or "=" not in text:
         return Side(name=name, engine=read_engine(Path(text)), source=Path(text))
     if model is None:
@@ -196,7 +193,6 @@ def with_keys_of(computed: Engine, running: Engine) -> Engine:
 
 
 def _place(f: Field) -> tuple[int | None, str]:
-    """Return the layer of a field, and its name within the layer."""
     name = field_name(f.key)
     return name.layer, name.part
 

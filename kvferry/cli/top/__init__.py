@@ -50,7 +50,6 @@ def _print(console: Console, engines: list[EngineReport], *, as_json: bool) -> N
 def _reports(
     scraper: Scraper, pages: Sequence[MetricsAddress], interval: float
 ) -> Iterator[list[EngineReport]]:
-    """Read all engines again and again, and yield a report of each time."""
     before: dict[MetricsAddress, MetricsReading] = {}
     while True:
         start = time.monotonic()

@@ -114,7 +114,6 @@ class _Change(NamedTuple):
     seconds: float
 
     def series(self, name: str) -> dict[Labels, float]:
-        """Return a metric's values by labels."""
         return self.now.get(name if ":" in name else KVFERRY + name, {})
 
     def value(self, name: str) -> float | None:
@@ -123,7 +122,6 @@ class _Change(NamedTuple):
         return sum(values) if values else None
 
     def largest(self, name: str) -> float | None:
-        """Return the largest of a metric's values."""
         return max(self.series(name).values(), default=None)
 
     def counted(self, name: str, *by: str) -> dict[tuple[str, ...], Counted]:
@@ -211,7 +209,6 @@ def _engine_report(name: str, change: _Change) -> EngineReport:
 
 
 def _pulls(change: _Change) -> Iterator[PeerPulls]:
-    """Yield what is pulled from each prefill engine."""
     rates, byte_rates = (change.per_second(name, "peer") for name in ("pulls_total", "bytes_total"))
     seconds = change.counted("peer_seconds_total", "peer", "stage")
     carried = change.counted("bytes_total", "peer", "path")

@@ -23,8 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import KVFerryError
 
-Labels = tuple[tuple[str, str], ...]
-"""Names and values of labels, sorted by name."""
+Labels = tuple[tuple[str, str], ...]  # names and values of labels, sorted by name
 MetricsPage = dict[str, dict[Labels, float]]
 """The values on a page by the metric's name and by labels."""
 
@@ -37,18 +36,15 @@ STARTED = "process_start_time_seconds"
 OTHERS = frozenset({CACHE_CONFIG, CACHE_USED, RUNNING, WAITING, STARTED})
 """The metrics that are parsed beside kvferry's, of which histograms are left out."""
 
-MAX_BYTES = 8 << 20
-"""The largest page that is read; one engine's has about 100 kB."""
-MAX_SAMPLES = 50_000
-"""The most lines of a page that are parsed; one engine's has fewer than 1,000."""
+MAX_BYTES = 8 << 20  # the largest page that is read; one engine's has about 100 kB
+MAX_SAMPLES = 50_000  # the most lines of a page that are parsed; one engine's has fewer than 1,000
 MAX_VALUE = 1e18
 """Larger values are left out: what is computed from two of them might not be finite."""
 MAX_THREADS = 32
 LATE_SECONDS = 1.0
 """How long a thread may take, beyond an engine's time to answer, until nobody waits for it."""
 
-brief = partial(on_one_line, limit=80)
-"""Text of another process, as it is shown."""
+brief = partial(on_one_line, limit=80)  # text of another process, as it is shown
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 

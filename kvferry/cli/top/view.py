@@ -14,10 +14,8 @@ from kvferry.cli.top.scrape import brief
 from kvferry.core.metrics import Stage
 
 UNKNOWN = "-"
-MAX_PROBLEMS = 20
-"""The most rows of the table of problems."""
-MAX_PEERS = 40
-"""The most prefill engines that are shown of one decode engine."""
+MAX_PROBLEMS = 20  # the most rows of the table of problems
+MAX_PEERS = 40  # the most prefill engines that are shown of one decode engine
 
 STAGES = {Stage.HANDSHAKE: "hand-\nshake", Stage.TRANSFER: "trans-\nfer"}
 """The headings of stages that are not their names."""

@@ -24,6 +24,8 @@ from kvferry.core.side_channel_messages import RoomNews
 
 MAX_PRODUCERS = 1 << 8
 """The most producers whose rooms are followed at once."""
+MAX_AT_HOST = MAX_PRODUCERS // 2
+"""The most of these at one host."""
 MAX_SILENT_PRODUCERS = 3 * MAX_PRODUCERS // 4
 """The most producers that are followed and have never answered."""
 MAX_SILENT_AT_HOST = 1 << 5
@@ -159,6 +161,11 @@ class RoomFollower:
     def _check_limits(self, key: PeerKey) -> None:
         """Raise ``HandshakeError`` if no further producer fits in, be it for an idle one."""
         busy = [each for each, producer in self._producers.items() if producer.requests]
+        if sum(each.host == key.host for each in busy) >= MAX_AT_HOST:
+            raise HandshakeError(
+                f"requests of {MAX_AT_HOST} prefill engines at {key.host} wait here, which is the "
+                "most at one host: look which engines the router names there (remote_engine_id)"
+            )
         if not self._inbox.answered.get(key):
             _check_silent(key, [each for each in busy if not self._inbox.answered.get(each)])
         if len(self._producers) < MAX_PRODUCERS:

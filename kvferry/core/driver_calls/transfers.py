@@ -83,13 +83,7 @@ class Read:
 
 
 class Transfers:
-    """Post, poll and cancel all reads of one endpoint. Used by the endpoint's thread only.
-
-    Attributes:
-        failing: called once with a read of which the driver knows that it will fail, and with the
-            error. Bytes may still land.
-        failed: called with a read that has failed, and the error, after ``Read.lost``.
-    """
+    """Post, poll and cancel all reads of one endpoint. Used by the endpoint's thread only."""
 
     def __init__(
         self,
@@ -98,7 +92,9 @@ class Transfers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failing: Callable[[Read, KVFerryError], None] = lambda *_: None
+        """Called once with a read that will fail, and the error. Bytes may still land."""
         self.failed: Callable[[Read, KVFerryError], None] = lambda *_: None
+        """Called with a read that has failed, and the error, after ``Read.lost``."""
         self._transport = transport
         self._contain = containment.run
         self._containment = containment

@@ -22,21 +22,18 @@ logger = logging.getLogger(__name__)
 
 DECODED = 5
 """Decoded fields take at most this many times the bytes of the encoded payload."""
-RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
-"""Estimated bytes of a payload's rest, a region, an ``agreement`` entry, a cut of ``Strips``."""
+RANK_BYTES, ENTRY_BYTES, CUT_BYTES = 2000, 200, 100
+"""Estimated bytes of a payload's rest, a region or ``agreement`` entry, a cut of ``Strips``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeResult:
-    """What is read of a producer's reply; ``payloads`` are in rank order.
-
-    ``ticket_key`` is the public key for the proofs of its tickets, empty without proofs.
-    """
+    """What is read of a producer's reply; ``payloads`` are in rank order."""
 
     payloads: tuple[RankPayload, ...]
     plan: Plan
     page_limits: tuple[int, ...]
-    ticket_key: bytes = b""
+    ticket_key: bytes = b""  # the public key for the proofs of its tickets; empty without proofs
     memory: Mapping[int, int] = field(default_factory=dict)
     """What this takes, see ``memory_of``."""
 
@@ -110,8 +107,11 @@ def memory_of(
 
     Keys are ``id(object)``, valid while the objects live: what producers share can be counted once.
     """
-    memory = {id(plan): sum(map(_own_bytes, payloads))}
+    memory = {id(plan): 0}
     for payload, size in zip(payloads, sizes, strict=True):
+        facts, regions = payload.agreement, payload.layout.regions
+        memory[id(plan)] += RANK_BYTES + ENTRY_BYTES * (len(regions) + len(facts))
+        memory[id(plan)] += len(payload.address) + sum(map(len, (*facts, *facts.values())))
         memory[id(payload.layout.fields)] = DECODED * size
     for source in plan.sources:
         for strips in (strips for match in source.matches for strips in match.strips):
@@ -119,18 +119,6 @@ def memory_of(
                 memory[id(side)] = side.start.nbytes + side.within.nbytes
             memory[id(plan)] += CUT_BYTES * (1 + len(strips.segments))
     return memory
-
-
-def _own_bytes(payload: RankPayload) -> int:
-    """Estimate the bytes of a decoded payload without its fields, which payloads may share."""
-    texts = sum(len(name) + len(value) for name, value in payload.agreement.items())
-    return (
-        RANK_BYTES
-        + REGION_BYTES * len(payload.layout.regions)
-        + FACT_BYTES * len(payload.agreement)
-        + texts
-        + len(payload.address)
-    )
 
 
 class PeerMemoryBudget:

@@ -32,15 +32,10 @@ logger = logging.getLogger(__name__)
 SEARCH_SECONDS = 0.1
 """Time between two searches for pending tickets whose producer is not connected."""
 
+Ended = Callable[[KVFerryError], None]
+"""Called at most once, if a renewal finds a hold gone."""
 _Key = tuple[str, int, Hold, Proof | None]
 """Engine, incarnation, hold and proof, which keeps a forged ticket apart from a genuine one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    peer: Peer
-    hold: Hold
-    ended: Callable[[KVFerryError], None]
 
 
 class LeaseRenewal:
@@ -55,24 +50,21 @@ class LeaseRenewal:
         self._slot_reads = slot_reads
         self._next_heartbeat = -math.inf
         self._renewals = Renewals()
-        self._targets: dict[RenewalId, _Target] = {}
+        self._targets: dict[RenewalId, tuple[Peer, Hold, Ended]] = {}
 
     def __len__(self) -> int:
         return len(self._renewals)
 
-    def begin(
-        self, peer: Peer, hold: Hold, *, at_once: bool, ended: Callable[[KVFerryError], None]
-    ) -> RenewalId:
+    def begin(self, peer: Peer, hold: Hold, *, at_once: bool, ended: Ended) -> RenewalId:
         """Renew a hold until ``end``, or until it is gone; return the id of the renewals.
 
-        ``ended`` is called at most once, if a renewal finds the hold gone. Unless ``at_once``, the
-        first renewal is due after ``FIRST_SECONDS`` or a third of the lease, whichever is shorter.
+        Unless ``at_once``, the first is due after ``FIRST_SECONDS`` or a third of the lease.
         """
         now = self._calls.clock()
         renewal = self._renewals.begin(peer.ranks, lease=peer.lease, now=now, at_once=at_once)
         if not self._targets:  # most loads are over before the first heartbeat is due
             self._next_heartbeat = now + HEARTBEAT_SECONDS
-        self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
+        self._targets[renewal] = peer, hold, ended
         return renewal
 
     def end(self, renewal: RenewalId | None) -> None:
@@ -92,14 +84,14 @@ class LeaseRenewal:
         for request in overdue:
             self._calls.transfers.cancel(request)
         for request in due:
-            self._slot_reads.add(self._read(request, self._targets[request.renewal]))
+            self._slot_reads.add(self._read(request, *self._targets[request.renewal]))
         if self._targets and now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
-            for peer in {target.peer for target in self._targets.values()}:
+            for peer in {peer for peer, *_ in self._targets.values()}:
                 self._send_heartbeats(peer)
 
     def _send_heartbeats(self, peer: Peer) -> None:
-        """Send each rank a heartbeat, which counts for all claimed holds."""
+        # One counts for all claimed holds.
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
         for connection in peer.connections.values() if peer.connected else ():
@@ -108,13 +100,11 @@ class LeaseRenewal:
             except Exception:  # whatever a driver raises
                 logger.debug("no heartbeat to engine %s", peer.key.engine, exc_info=True)
 
-    def _read(self, request: RenewalRequest, target: _Target) -> SlotRead:
-        peer, hold = target.peer, target.hold
-
+    def _read(self, request: RenewalRequest, peer: Peer, hold: Hold, ended: Ended) -> SlotRead:
         def landed(word: int, _: float) -> None:
             if self._renewals.answered(request, stands=hold.stands(word)):
                 self.end(request.renewal)
-                target.ended(gone())
+                ended(gone())
 
         return SlotRead(
             tag=request,
@@ -170,10 +160,7 @@ class PendingTickets:
             self._connect(pending)
 
     def take(self, ticket: Ticket) -> tuple[float, KVFerryError | None]:
-        """End a request's wait; return the seconds since the ticket's first request came.
-
-        And the error if the hold is gone. Without any wait, 0 and ``None``.
-        """
+        """End a request's wait; return its seconds (0 if none), and the error of a lost hold."""
         pending = self._tickets.get(_key(ticket))
         if pending is None:
             return 0.0, None

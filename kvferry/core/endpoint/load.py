@@ -65,29 +65,20 @@ class Load:
 class LoadState:
     """The endpoint's record of one load, kept until no action for the load is left to perform.
 
-    Attributes:
-        load: what the engine has asked for, with the newest part of an early load.
-        begun: when the load began, the device had finished with its pages, or an early load's last
-            part came, whichever was last, by ``time.perf_counter``.
-        peer: the producer; ``None`` until the load's handshake has succeeded.
-        handshake_succeeded, fenced: when, the latter of the last fence, by ``time.perf_counter``; 0
-            before.
-        copies, nbytes: of the reads that have landed.
-        early_nbytes: those read before an early load's last part, and used.
-        early_groups: producer rank index to the local groups that are read early.
-        wait_seconds: how long requests with the ticket had waited for pages before the load.
+    ``begun`` is when the load began, the device had finished with its pages, or an early load's
+    last part came, whichever was last. All such times are by ``time.perf_counter``.
     """
 
     machine: LoadMachine
-    load: Load
+    load: Load  # with the newest part of an early load
     begun: float
-    peer: Peer | None = None
+    peer: Peer | None = None  # ``None`` until the load's handshake has succeeded
     renewal: RenewalId | None = None
     handshake_succeeded: float = 0.0
-    copies: int = 0
+    copies: int = 0  # of the reads that have landed
     nbytes: int = 0
-    early_nbytes: int = 0
-    early_groups: dict[int, frozenset[int]] = field(default_factory=dict)
+    early_nbytes: int = 0  # read before an early load's last part, and used
+    early_groups: dict[int, frozenset[int]] = field(default_factory=dict)  # by producer rank
     wait_seconds: float = 0.0
     check_seconds: float = 0.0
     post_seconds: float = 0.0
@@ -124,10 +115,9 @@ class LoadState:
             self.begun = time.perf_counter()
 
     def request_for(self, source: Source, since: int, until: int | None) -> ReadRequest:
-        """Return what one read of an early load reads from a producer rank.
+        """Return what a read of an early load reads: tokens from ``since`` to ``until`` or the end.
 
-        ``since`` and ``until`` are numbers of first tokens: those read early before and those read
-        now, or ``None`` for the rest. Groups of which a part names no pages are read with the rest.
+        Groups of which a part names no pages are read with the rest.
         """
         request = self.request
         if since == 0 and until is None:
@@ -156,11 +146,10 @@ class LoadState:
         return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
 
     def add(self, read: Read, *, is_early: bool = False, is_discarded: bool = False) -> None:
-        """Add a read from one producer rank that has landed to the load's figures.
+        """Add a read that has landed to the figures: the sum of bytes, and the longest times.
 
-        Copies and bytes of all ranks are added up; of their times, the longest counts. Times of
-        early reads do not: the producer computed meanwhile. ``is_discarded``: a preemption has made
-        an early read void.
+        Times of early reads do not count: the producer computed meanwhile. ``is_discarded``: a
+        preemption has made an early read void.
         """
         self.copies += read.copies
         self.nbytes += read.nbytes

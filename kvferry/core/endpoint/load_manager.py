@@ -68,8 +68,7 @@ Reported = Callable[[Load, LoadRecord], None]
 class LoadManager:
     """Load requests' pages into the memory of one rank. Used by the endpoint's thread only.
 
-    ``zero`` zeroes the bytes that reads may leave unwritten. ``copies`` fills the device's blocks,
-    where the cache is staged. ``reported`` is called once per load.
+    ``zero`` zeroes the bytes that reads may leave unwritten. ``reported`` is called once per load.
     """
 
     def __init__(
@@ -147,10 +146,7 @@ class LoadManager:
             self._pending_tickets.add(ticket)
 
     def begin(self, load: Load, passed: Passed | None = None) -> None:
-        """Start a load; ``passed`` returns whether the device has finished its earlier work.
-
-        A shared load that reads nothing and is not reported only ends the wait of one ``prepare``.
-        """
+        """Start a load; ``passed`` returns whether the device has finished its earlier work."""
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
             return

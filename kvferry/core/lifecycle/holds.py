@@ -29,20 +29,13 @@ _TOKEN_BITS = 32
 class HoldEnd(enum.StrEnum):
     """How a hold with a ticket ended, from the best to the worst."""
 
-    READ = "read"
-    """A consumer engine has sent "done": its ranks have read the pages, or needed none of them."""
-    ABANDONED = "abandoned"
-    """A consumer engine has sent "abandon": its load has failed, or was given up."""
-    EXPIRED = "expired"
-    """The lease ran out."""
-    EVICTED = "evicted"
-    """The ticket was given up because too many pages were held."""
-    RECLAIMED = "reclaimed"
-    """A conversation's ticket was given up because requests waited for pages."""
-    ORPHANED = "orphaned"
-    """Requests waited for pages, and no consumer gave a sign of life."""
-    REVOKED = "revoked"
-    """The caches were reset, the ticket must not be used, or copying to host pages failed."""
+    READ = "read"  # a consumer engine has sent "done": all was read, or is not needed
+    ABANDONED = "abandoned"  # a consumer engine has sent "abandon"
+    EXPIRED = "expired"  # the lease ran out
+    EVICTED = "evicted"  # too many pages were held
+    RECLAIMED = "reclaimed"  # a conversation's: requests waited for pages
+    ORPHANED = "orphaned"  # requests waited for pages, and no consumer gave a sign of life
+    REVOKED = "revoked"  # caches were reset, it must not be used, or copying to the host failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

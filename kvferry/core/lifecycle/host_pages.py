@@ -16,11 +16,8 @@ class Reservation(enum.Enum):
     """Whether a request has the host pages that it needs."""
 
     GRANTED = "granted"
-    """They are reserved."""
-    WAITING = "waiting"
-    """Too few are free, or an earlier request waits. Ask again in a later step."""
-    REFUSED = "refused"
-    """It waited too long, needs more than there are, or an earlier one of its id has pages."""
+    WAITING = "waiting"  # too few are free, or an earlier request waits: ask again later
+    REFUSED = "refused"  # it waited too long, needs too many, or an earlier one of its id has some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

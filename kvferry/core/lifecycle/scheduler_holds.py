@@ -17,20 +17,14 @@ from kvferry.core.lifecycle.silent_holds import Silence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTicket:
-    """A ticket that was made in a step, as the workers hear of it. Times are in seconds.
-
-    Attributes:
-        lease: how long the pages are kept after they are ready, and after each renewal.
-        ttl: for a conversation's, how long they are kept until a renewal claims the hold, and
-            starts the lease; otherwise ``None``.
-        copy: where the cache is staged, the copy that makes the pages readable.
-    """
+    """A ticket that was made in a step, as the workers hear of it. Times are in seconds."""
 
     request: RequestId
     hold: Hold
-    lease: float
+    lease: float  # how long pages are kept after they are ready, and after each renewal
+    # A conversation's pages: how long they are kept until a renewal starts the lease.
     ttl: float | None = None
-    copy: PageCopy | None = None
+    copy: PageCopy | None = None  # where the cache is staged: it makes the pages readable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,9 +92,13 @@ def parameters(options: NixlOptions, library: NixlLibrary, native: Any) -> dict[
                 f"{name!r}; it has {listed or 'none'}"
             )
     ours = defaults(options.backend)
-    given = {name: _text(value) for name, value in options.backend_options.items()}
-    if _ENGINE in ours and _ENGINE in given:
-        given[_ENGINE] = _joined(given[_ENGINE], ours[_ENGINE])
+    given = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in options.backend_options.items()
+    }
+    named = [setting.partition("=")[0].strip() for setting in given.get(_ENGINE, "").split(",")]
+    if _ENGINE in ours and _ENGINE in given and _GET_ZCOPY not in named:
+        given[_ENGINE] = ",".join(filter(None, (given[_ENGINE], ours[_ENGINE])))
     if options.progress_thread or _NUMBER not in ours:
         return ours | given
     # NIXL lets UCX lock its workers only if there is a progress thread, but connects the workers of
@@ -134,13 +138,3 @@ def _known(backend: str, library: NixlLibrary, native: Any) -> dict[str, str]:  
         ) from exc
     unlisted = dict.fromkeys(UNLISTED if backend == "UCX" else (), "")
     return dict(sorted({**unlisted, **listed, **defaults(backend)}.items()))
-
-
-def _joined(theirs: str, ours: str) -> str:
-    """Return the user's ``engine_config`` with this module's setting, unless the user names it."""
-    names = [setting.partition("=")[0].strip() for setting in theirs.split(",")]
-    return theirs if _GET_ZCOPY in names else ",".join(filter(None, (theirs, ours)))
-
-
-def _text(value: Parameter) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -21,12 +21,7 @@ from kvferry.core.transport.addresses import (
 )
 from kvferry.drivers.ucx.ucp import MAX_PACKED_KEY, MAX_WORKER_ADDRESS
 from kvferry.drivers.ucx.ucp_structs import MEMORY
-from kvferry.drivers.ucx_format import (
-    MAX_MEMORY_KINDS,
-    FormatError,
-    check_key,
-    check_worker_address,
-)
+from kvferry.drivers.ucx_format import ANY_KIND, FormatError, check_key, check_worker_address
 
 MAX_ADDRESS_BYTES = 4 << 20
 MAX_REGIONS = 1 << 14
@@ -114,7 +109,7 @@ def check_packed(address: UcxAddress) -> None:
     try:
         check_worker_address(address.worker)
         for region in address.regions:
-            kinds = {MEMORY[region.kind]} if region.kind in MEMORY else range(MAX_MEMORY_KINDS)
+            kinds = {MEMORY[region.kind]} if region.kind in MEMORY else ANY_KIND
             check_key(region.packed, kinds)
     except FormatError as exc:
         raise ConnectError(

@@ -13,17 +13,10 @@ from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.transport import EnterThread
 from kvferry.core.transport.addresses import Instance
 from kvferry.core.transport.copies import Copies
+from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx import ucp as statuses
 from kvferry.drivers.ucx.address import KeyId, UcxAddress
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer, Window
-from kvferry.drivers.ucx.messages import (
-    ConnectionId,
-    Fetched,
-    Message,
-    Refused,
-    Welcome,
-    Withdrawn,
-)
 from kvferry.drivers.ucx.progress import COPY_SECONDS, CopyThread, ProgressTarget
 from kvferry.drivers.ucx.transfer import UcxTransfer
 from kvferry.drivers.ucx.ucp_structs import Code
@@ -64,7 +57,7 @@ class Client(ProgressTarget):
         # two ends of a connection by counting the connections between two workers. After an error
         # the counts may differ, so the next connection to a server needs another worker.
         self._workers: dict[Worker, set[Instance]] = {}
-        self._connections: dict[ConnectionId, UcxConnection] = {}
+        self._connections: dict[messages.ConnectionId, UcxConnection] = {}
         self._transfers: list[UcxTransfer] = []
         self._next_liveness_check = 0.0
         self._add_worker()
@@ -266,24 +259,24 @@ class Client(ProgressTarget):
                 broken = f"the connection to {connection.server.name} broke"
                 connection.close(PeerLostError(f"{broken}: UCX says {statuses.describe(code)}"))
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: messages.Message) -> None:
         connection = self._connections.get(message.connection)
         if connection is None or connection.state is ConnectionState.BROKEN:
             return
         match message:
-            case Welcome():
+            case messages.Welcome():
                 connection.on_welcome(message.withdrawn)
-            case Refused():
+            case messages.Refused():
                 connection.close(
                     ConnectError(f"{connection.server.name} refuses: {message.reason}")
                 )
-            case Withdrawn():
+            case messages.Withdrawn():
                 connection.on_withdrawn(message.number, KeyId(message.key))
             case _:  # the other messages are for a server
                 return
 
-    def _on_body(self, message: Message, body: int, nbytes: int) -> None:
-        if isinstance(message, Fetched):
+    def _on_body(self, message: messages.Message, body: int, nbytes: int) -> None:
+        if isinstance(message, messages.Fetched):
             connection = self._connections.get(message.connection)
             if connection is not None and connection.state is not ConnectionState.BROKEN:
                 connection.on_fetched(message, body, nbytes)

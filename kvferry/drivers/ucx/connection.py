@@ -13,18 +13,9 @@ from dataclasses import dataclass, field
 
 from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.memory import Region, U64Array
+from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import Identity, KeyId, UcxAddress, UcxRegion
 from kvferry.drivers.ucx.fetch_rows import consecutive, reaches_cpu_memory
-from kvferry.drivers.ucx.messages import (
-    Bye,
-    ConnectionId,
-    Fetch,
-    Fetched,
-    Hello,
-    Message,
-    Note,
-    Released,
-)
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey
 from kvferry.drivers.ucx.worker import Worker
 
@@ -63,7 +54,7 @@ class Window:
 class UcxConnection:
     """A connection to a server. A broken connection is replaced by a new one, never repaired."""
 
-    id: ConnectionId  # random; every message names it
+    id: messages.ConnectionId  # random; every message names it
     server: UcxAddress
     worker: Worker
     opened: float  # by ``time.monotonic``
@@ -95,7 +86,9 @@ class UcxConnection:
                 "RDMA, beside which shared memory is used (driver_options: transports)"
             ) from exc
         server, address = self.server, self.worker.address
-        self._send(Hello(self.id, server.instance, client, address, server.withdrawn, index))
+        self._send(
+            messages.Hello(self.id, server.instance, client, address, server.withdrawn, index)
+        )
 
     def on_welcome(self, withdrawn: Iterable[int]) -> None:
         """Become ready: learn which keys the server has withdrawn, and send what is queued."""
@@ -107,12 +100,12 @@ class UcxConnection:
         self.native = reaches_cpu_memory(self.transports)
         self.withdrawn.update(map(KeyId, withdrawn))
         while self.queued_notifications:
-            self._send(Note(self.id, self.queued_notifications.popleft()))
+            self._send(messages.Note(self.id, self.queued_notifications.popleft()))
 
     def notify(self, payload: bytes) -> None:
         """Send a notification, queue it until the connection is ready, or drop it if broken."""
         if self.state is ConnectionState.READY:
-            self._send(Note(self.id, payload))
+            self._send(messages.Note(self.id, payload))
         elif self.state is ConnectionState.CONNECTING:
             self.queued_notifications.append(payload)
 
@@ -126,9 +119,9 @@ class UcxConnection:
         """Ask for bytes. The targets must be valid until an answer, or the connection is broken."""
         self._last_fetch += 1
         self._fetches[self._last_fetch] = window
-        self._send(Fetch(self.id, self._last_fetch, rows))
+        self._send(messages.Fetch(self.id, self._last_fetch, rows))
 
-    def on_fetched(self, message: Fetched, body: int, nbytes: int) -> None:
+    def on_fetched(self, message: messages.Fetched, body: int, nbytes: int) -> None:
         """Record the answer to a ``Fetch``, and copy its bytes."""
         window = self._fetches.pop(message.number, None)
         if window is None:
@@ -156,7 +149,7 @@ class UcxConnection:
             if key in self._keys:
                 self.worker.ucp.destroy_key(self._keys.pop(key))
         if number and self.state is ConnectionState.READY:
-            self._send(Released(self.id, number))
+            self._send(messages.Released(self.id, number))
 
     def remote_key(self, region: UcxRegion) -> RemoteKey:
         """Return UCP's key to a region, which the connection owns; raise if out of UCX's reach."""
@@ -168,7 +161,7 @@ class UcxConnection:
     def close(self, error: TransportError, *, say_bye: bool = False) -> None:
         """Make the connection BROKEN; posted operations complete later, with an error."""
         if say_bye and self.state is ConnectionState.READY:
-            self._send(Bye(self.id))
+            self._send(messages.Bye(self.id))
         if self.state is ConnectionState.BROKEN:
             return
         # Drop a ``Hello`` that is still unsent: if it arrived after the ``Hello`` of the next
@@ -189,7 +182,7 @@ class UcxConnection:
         self._keys.clear()
         return True
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         try:
             self.worker.send(self.endpoint, message)
         except TransportError as exc:

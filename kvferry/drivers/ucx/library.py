@@ -90,7 +90,15 @@ def find(explicit: str | None = None) -> UcxLibrary:
     if not fit:
         reasons += map(_unfit, found)
         raise DriverError(f"no UCX that can be used: {'; '.join(reasons)}: {REMEDY}")
-    return _advised(fit[0], found)
+    taken, able = fit[0], next((other for other in found if other.rdma), None)
+    if taken.rdma or able is None:
+        return taken
+    remedy = f"driver_options: library: {able.path}"
+    if _unfit(able):
+        remedy = f"UCX {dotted(LOWEST)} or later in its place"
+    advice = f"{taken} is taken, and {able} is there: to use RDMA, {remedy}"
+    logger.warning(advice)
+    return replace(taken, advice=advice)
 
 
 def load(library: UcxLibrary) -> ctypes.CDLL:
@@ -163,18 +171,6 @@ def _unfit(library: UcxLibrary) -> str:
     if library.version[0] != LOWEST[0]:
         return f"{library} is of another major version than {LOWEST[0]}, the only one known"
     return f"{library} is older than {dotted(LOWEST)}, the lowest that was tested"
-
-
-def _advised(taken: UcxLibrary, others: list[UcxLibrary]) -> UcxLibrary:
-    able = next((other for other in others if other.rdma), None)
-    if taken.rdma or able is None:
-        return taken
-    remedy = f"driver_options: library: {able.path}"
-    if _unfit(able):
-        remedy = f"UCX {dotted(LOWEST)} or later in its place"
-    advice = f"{taken} is taken, and {able} is there: to use RDMA, {remedy}"
-    logger.warning(advice)
-    return replace(taken, advice=advice)
 
 
 def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C library

@@ -14,7 +14,8 @@ import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from queue import SimpleQueue
 
 from kvferry.core.transport import EnterThread, start_thread
 from kvferry.drivers.ucx.worker import Worker
@@ -177,33 +178,26 @@ class CopyThread:
     """
 
     def __init__(self, name: str, enter: EnterThread) -> None:
-        self._work: Callable[[], None] | None = None
-        # ``_start`` is released when there is work, ``_idle`` when the thread has done it.
-        self._start, self._idle = threading.Lock(), threading.Lock()
-        self._start.acquire()
+        self._work = SimpleQueue[Worker | None]()
+        self._done = SimpleQueue[None]()
         self._thread = start_thread(self._run, name=name, enter=enter)
 
     def progress_both(self, first: Worker, second: Worker) -> None:
         """Make progress in both workers at once; no thread is in either when this returns."""
-        self._idle.acquire()
-        self._work = lambda: second.progress(COPY_SECONDS)
-        self._start.release()
+        self._work.put(second)
         try:
             first.progress(COPY_SECONDS)
         finally:
-            with self._idle:
-                self._work = None
+            self._done.get()
 
     def stop(self) -> None:
         """End the thread, and wait for its end."""
-        # A thread that is started without work ends.
-        with self._idle:
-            self._start.release()
+        self._work.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while self._start.acquire() and self._work is not None:
+        while (worker := self._work.get()) is not None:
             try:
-                self._work()
+                worker.progress(COPY_SECONDS)
             finally:
-                self._idle.release()
+                self._done.put(None)

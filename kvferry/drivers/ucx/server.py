@@ -19,25 +19,10 @@ from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.core.transport.addresses import Instance
+from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import KeyId
 from kvferry.drivers.ucx.fetch_rows import check_rows, consecutive
-from kvferry.drivers.ucx.messages import (
-    MAX_BACKLOG,
-    MAX_WITHDRAWN,
-    Bye,
-    ConnectionId,
-    Fetch,
-    Fetched,
-    Hello,
-    Message,
-    Note,
-    Refused,
-    Released,
-    Store,
-    Stored,
-    Welcome,
-    Withdrawn,
-)
+from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_WITHDRAWN
 from kvferry.drivers.ucx.progress import ProgressTarget
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker
@@ -63,7 +48,7 @@ Place = tuple[str, int]
 class ClientConnection:
     """A client's connection, as the server sees it."""
 
-    hello: Hello  # with which the client asked for it
+    hello: messages.Hello  # with which the client asked for it
     endpoint: Endpoint
     endpoint_number: int  # as ``Worker.failures`` reports it
     confirmed: int  # the last withdrawal that the client has confirmed, or need not
@@ -83,10 +68,10 @@ class Server(ProgressTarget):
         # All connections that have an endpoint (refused ones, too), by the endpoint's number; then
         # those that are served, by connection id.
         self._by_endpoint: dict[int, ClientConnection] = {}
-        self._connections: dict[ConnectionId, ClientConnection] = {}
+        self._connections: dict[messages.ConnectionId, ClientConnection] = {}
         self._refused: deque[ClientConnection] = deque()
         # Hellos wait here until the connections that they replace are closed; one for each.
-        self._waiting_hellos: dict[Place, Hello] = {}
+        self._waiting_hellos: dict[Place, messages.Hello] = {}
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
         # Notifications that were not taken yet, by the names of the clients; about their bytes.
         self._kept: dict[str, list[Notification]] = {}
@@ -135,7 +120,9 @@ class Server(ProgressTarget):
         self.regions.pop(key, None)
         self._withdrawn.append(key)
         for connection in list(self._connections.values()):
-            self._send(connection, Withdrawn(connection.hello.connection, self.withdrawals, key))
+            self._send(
+                connection, messages.Withdrawn(connection.hello.connection, self.withdrawals, key)
+            )
         return self.withdrawals
 
     def is_confirmed(self, number: int) -> bool:
@@ -158,33 +145,35 @@ class Server(ProgressTarget):
         # A copy, since ``is_confirmed`` is called without the lock.
         return [one for one in list(self._connections.values()) if one.confirmed < number]
 
-    def _on_message(self, message: Message) -> None:
-        if isinstance(message, Hello):
+    def _on_message(self, message: messages.Message) -> None:
+        if isinstance(message, messages.Hello):
             self._on_hello(message)
             return
         connection = self._connections.get(message.connection)
         if connection is None:
             return
         match message:
-            case Note():
+            case messages.Note():
                 self._on_notification(connection, message.payload)
-            case Released():
+            case messages.Released():
                 number = min(message.number, self.withdrawals)
                 connection.confirmed = max(connection.confirmed, number)
-            case Fetch():
+            case messages.Fetch():
                 self._on_fetch(connection, message)
-            case Store():
-                self._send(connection, Stored(message.connection, message.number, _NO_WRITES))
-            case Bye():
+            case messages.Store():
+                self._send(
+                    connection, messages.Stored(message.connection, message.number, _NO_WRITES)
+                )
+            case messages.Bye():
                 self._close(connection)
             case _:  # the other messages are for a client
                 return
 
-    def _on_fetch(self, connection: ClientConnection, message: Fetch) -> None:
+    def _on_fetch(self, connection: ClientConnection, message: messages.Fetch) -> None:
         refusal, addresses, lengths = check_rows(message.rows, self.regions)
         body = np.empty(int(lengths.sum()), np.uint8)
         self.worker.poster.copy(consecutive(body.ctypes.data, lengths), addresses, lengths)
-        answer = Fetched(message.connection, message.number, refusal)
+        answer = messages.Fetched(message.connection, message.number, refusal)
         with contextlib.suppress(TransportError):
             self.worker.send(connection.endpoint, answer, body)
 
@@ -208,7 +197,7 @@ class Server(ProgressTarget):
             if connection.hello.client == client:
                 self._close(connection)
 
-    def _on_hello(self, hello: Hello) -> None:
+    def _on_hello(self, hello: messages.Hello) -> None:
         """Close the client's earlier connection with the same index, and queue the ``Hello``."""
         place, known = _place(hello), self._connections.get(hello.connection)
         if (
@@ -236,7 +225,7 @@ class Server(ProgressTarget):
             self._answer(self._waiting_hellos.pop(next(iter(self._waiting_hellos))))
         return len(self._waiting_hellos) < before
 
-    def _answer(self, hello: Hello) -> None:
+    def _answer(self, hello: messages.Hello) -> None:
         missed = self.withdrawals - hello.known_withdrawals
         reason = ""
         if len(self._connections) >= MAX_CONNECTIONS:
@@ -252,16 +241,16 @@ class Server(ProgressTarget):
         )
         self._by_endpoint[number] = connection
         if reason:
-            self._send(connection, Refused(hello.connection, reason))
+            self._send(connection, messages.Refused(hello.connection, reason))
             self._refused.append(connection)
             if len(self._refused) > MAX_REFUSED:
                 self._close(self._refused[0])
             return
         self._connections[hello.connection] = connection
         keys = list(self._withdrawn)[len(self._withdrawn) - missed :]
-        self._send(connection, Welcome(hello.connection, [*keys]))
+        self._send(connection, messages.Welcome(hello.connection, [*keys]))
 
-    def _send(self, connection: ClientConnection, message: Message) -> None:
+    def _send(self, connection: ClientConnection, message: messages.Message) -> None:
         # UCP reports the failure of an endpoint by itself, which closes the connection.
         with contextlib.suppress(TransportError):
             self.worker.send(connection.endpoint, message)
@@ -275,6 +264,6 @@ class Server(ProgressTarget):
             del self._connections[connection.hello.connection]
 
 
-def _place(hello: Hello) -> Place:
+def _place(hello: messages.Hello) -> Place:
     """Return what has one connection: a client, by its name, and whether it is its second."""
     return hello.client, hello.index

@@ -179,38 +179,16 @@ class AdapterReport:
         return AdapterReport(loads=self.loads + other.loads, step=min(self.step, other.step))
 
 
-class LoadLog:
-    """Collect the loads of adapters on this rank, for the report of the next step."""
-
-    def __init__(self) -> None:
-        self._loads: list[AdapterLoad] = []
-        self._asked = 0
-
-    def add(self, load: AdapterLoad) -> None:
-        """Record that vLLM loaded an adapter."""
-        self._loads.append(load)
-
-    def ask(self, step: int) -> None:
-        """Let the next report be the answer of a step, even without a load, unless that is 0."""
-        self._asked = step
-
-    def take(self) -> AdapterReport:
-        """Return the report of this step; it is false if there is nothing to report."""
-        report = AdapterReport(loads=tuple(self._loads), step=self._asked)
-        self._loads.clear()
-        self._asked = 0
-        return report
-
-
-def observe_loads(vllm_config: VllmConfig) -> LoadLog:
-    """Return a log to which every later load of an adapter by this worker is added.
+def observe_loads(vllm_config: VllmConfig) -> list[AdapterLoad]:
+    """Return a list to which every later load of an adapter by this worker is added.
 
     Raises:
         ConfigError: This vLLM loads adapters in another way.
     """
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    log, contents, rank = LoadLog(), AdapterContents(), vllm_config.parallel_config.rank
+    loads, contents = list[AdapterLoad](), AdapterContents()
+    rank = vllm_config.parallel_config.rank
     original: Callable[[WorkerLoRAManager, LoRARequest], LoRAModel] | None
     original = getattr(WorkerLoRAManager, METHOD, None)
     if original is None:
@@ -234,11 +212,11 @@ def observe_loads(vllm_config: VllmConfig) -> LoadLog:
         # after it, it has read what was hashed.
         if before is not None and before == _read(contents, lora.lora_path):
             load = replace(load, version=before[0], content=before[1])
-        log.add(load)
+        loads.append(load)
         return loaded
 
     setattr(WorkerLoRAManager, METHOD, load_adapter)
-    return log
+    return loads
 
 
 def _read(contents: AdapterContents, path: str) -> tuple[AdapterVersion, bytes] | None:

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm import checks, compat_029, config, versions
-from kvferry.integrations.vllm.adapter_contents import LoadLog, observe_loads
+from kvferry.integrations.vllm.adapter_contents import AdapterLoad, AdapterReport, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics_export import FerryPromMetrics, FerryStats, LoggedStats
 from kvferry.integrations.vllm.pauses import Pauses
@@ -83,7 +83,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: FerryScheduler | None = None
         self._worker: FerryWorker | UnreadRankWorker | None = None
-        self._adapter_loads: LoadLog | None = None
+        self._adapter_loads: list[AdapterLoad] = []
+        self._asks_adapters = 0
         self._failed_blocks = compat_029.FailedBlocks()
         self._has_siblings = False
         share_log_handlers()
@@ -206,8 +207,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._worker.apply(connector_metadata)
             self._failed_blocks.started(connector_metadata.blocks)
-            if self._adapter_loads is not None:
-                self._adapter_loads.ask(connector_metadata.asks_adapters)
+            self._asks_adapters = connector_metadata.asks_adapters
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Do nothing: ``bind_connector_metadata`` has started the loads."""
@@ -247,7 +247,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's ``RankReport`` to the scheduler half, or ``None`` if there is none."""
         report = self._worker.take_report() if self._worker is not None else None
-        if adapters := self._adapter_loads.take() if self._adapter_loads is not None else None:
+        adapters = AdapterReport(loads=tuple(self._adapter_loads), step=self._asks_adapters)
+        self._adapter_loads.clear()
+        self._asks_adapters = 0
+        if adapters:
             report = replace(report or RankReport(), adapters=adapters)
         if failed := self._failed_blocks.take_requests():
             report = replace(report or RankReport(), failed=failed)

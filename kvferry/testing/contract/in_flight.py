@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -283,9 +283,13 @@ class ConcurrentConnectTests(ContractSettings):
         other = lab.connect(there)
         held_up = []
         for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
-            longest, took = self._beside_its_disconnect(
-                lab, process, lambda: lab.finish(lab.transport.read(other, copies))
-            )
+            moments = []
+            with _disconnecting(lab, process) as leaving:
+                while leaving.is_alive():
+                    lab.finish(lab.transport.read(other, copies))
+                    moments.append(time.monotonic())
+            longest = _longest_gap(moments, leaving.began, leaving.ended)
+            took = leaving.ended - leaving.began
             if took < _LONG_SECONDS or longest < 0.75 * took:
                 return
             held_up.append(f"{longest:.1f} of {took:.1f} s")
@@ -301,60 +305,43 @@ class ConcurrentConnectTests(ContractSettings):
         """
         if not lab.capabilities.concurrent_connect:
             return
+        address, found = process.address(), list[PeerId]()
         for _ in range(_ATTEMPTS):  # a connect that comes first returns the id that then ends
-            found = self._connected_during_a_disconnect(lab, process)
+            with _disconnecting(lab, process, _QUEUED) as leaving:
+                lab.until(lambda: leaving.began)
+                arriving = OtherThread(lambda: found.append(lab.transport.connect(address)))
+            lab.ends(arriving, "connect")
+            if leaving.wrong:
+                found.append(lab.transport.connect(address))
+            else:
+                assert not arriving.wrong, arriving.wrong
             try:
-                transfer = lab.transport.read(found, lab.whole(process))
+                transfer = lab.transport.read(found[-1], lab.whole(process))
             except TransportUsageError:
                 continue
             lab.finish(transfer)
             return
         raise AssertionError("connect has returned a peer that disconnect was ending")
 
-    @staticmethod
-    def _connected_during_a_disconnect(lab: Workbench, process: Process) -> PeerId:
-        """Connect to a stopped peer while it is disconnected; return the id, once all is over."""
-        address = process.address()
-        peer, _ = lab.begin(process)
-        process.stop()
-        found: list[PeerId] = []
-        try:
-            if lab.notifies:
-                payload = bytes(min(lab.capabilities.max_notification, _QUEUED_BYTES))
-                with contextlib.suppress(TransportError):  # the queue is full
-                    for _ in range(_QUEUED):
-                        lab.transport.notify(peer, payload)
-            leaving = OtherThread(lambda: lab.transport.disconnect(peer))
-            lab.until(lambda: leaving.began)
-            arriving = OtherThread(lambda: found.append(lab.transport.connect(address)))
-            lab.wait_for(lambda: not leaving.is_alive(), "disconnect has not ended")
-        finally:
-            process.go_on()
-        lab.wait_for(lambda: not arriving.is_alive(), "connect has not ended")
-        if leaving.wrong:  # the transfer has not ended in time, and the peer stayed connected
-            assert all(isinstance(error, TransportError) for error in leaving.wrong), leaving.wrong
-            lab.transport.disconnect(peer)
-            return lab.transport.connect(address)
-        assert not arriving.wrong, arriving.wrong
-        return found[0]
 
-    @staticmethod
-    def _beside_its_disconnect(
-        lab: Workbench, process: Process, others: Callable[[], None]
-    ) -> tuple[float, float]:
-        """Disconnect a stopped peer; return the longest run of ``others``, and how long it took."""
-        peer, _ = lab.begin(process)
-        process.stop()
-        try:
-            leaving = OtherThread(lambda: lab.transport.disconnect(peer))
-            moments = []
-            while leaving.is_alive():
-                others()
-                moments.append(time.monotonic())
-        finally:
-            process.go_on()
+@contextlib.contextmanager
+def _disconnecting(lab: Workbench, process: Process, queued: int = 0) -> Iterator[OtherThread]:
+    """Disconnect a peer, which is stopped during a transfer, on a thread that is yielded.
+
+    Afterwards it is disconnected, and goes on; before that, notifications to it are ``queued``.
+    """
+    peer, _ = lab.begin(process)
+    process.stop()
+    try:
+        with contextlib.suppress(TransportError):  # the queue is full
+            for _ in range(queued * lab.notifies):
+                size = min(lab.capabilities.max_notification, _QUEUED_BYTES)
+                lab.transport.notify(peer, bytes(size))
+        leaving = OtherThread(lambda: lab.transport.disconnect(peer))
+        yield leaving
+        lab.ends(leaving, "disconnect")
+    finally:
+        process.go_on()
+    if leaving.wrong:  # the transfer has not ended in time, and the peer stayed connected
         assert all(isinstance(error, TransportError) for error in leaving.wrong), leaving.wrong
-        if leaving.wrong:
-            lab.transport.disconnect(peer)
-        longest = _longest_gap(moments, leaving.began, leaving.ended)
-        return longest, leaving.ended - leaving.began
+        lab.transport.disconnect(peer)

@@ -202,6 +202,10 @@ class Workbench:
         """Wait as ``until`` does; fail the test with ``otherwise`` if it returns False."""
         assert self.until(holds, seconds), f"{otherwise} {self.waited(seconds)}"
 
+    def ends(self, thread: OtherThread, what: str) -> None:
+        """Wait until a thread has ended, with a call that ``what`` names."""
+        self.wait_for(lambda: not thread.is_alive(), f"{what} has not ended")
+
     def waited(self, seconds: float | None = None) -> str:
         """Return a text for the end of a message: how long a test has waited."""
         if seconds is None:

@@ -378,6 +378,19 @@ def test_addresses_that_never_answer_leave_places_to_others(
         assert at.part("honest") == b"ticket"
 
 
+def test_one_host_does_not_take_every_place(at: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_follower, "MAX_AT_HOST", 1)
+    at.rooms.open(A)
+    with producer(at.rooms) as two, producer(at.rooms, host="127.0.0.2") as other:
+        for name, key in (("one", at.key), ("two", two), ("other", other)):
+            at.follow(name, A, key)
+        error = at.news("two")
+        assert isinstance(error, HandshakeError)
+        assert "1 prefill engines at 127.0.0.1" in str(error)
+        assert isinstance(at.heard("one"), RoomNews)
+        assert isinstance(at.heard("other"), RoomNews)
+
+
 # Hostile side channels.
 
 

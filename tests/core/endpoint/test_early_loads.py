@@ -275,13 +275,6 @@ def test_an_idle_early_load_does_not_keep_a_cancelled_read_going(
         assert len(driver.disconnected) == 1
 
 
-def test_a_part_that_names_too_few_pages_fails_the_load(prompt: Prompt, decode: Engine) -> None:
-    prompt.compute(2)
-    part = prompt.part(2)
-    decode.pull("d", replace(part, pages=(part.pages[0][:2],)), TO, early=TOKENS)
-    assert decode.error("d") is not None
-
-
 def test_parts_for_a_request_without_an_early_load_are_ignored(
     prompt: Prompt, decode: Engine
 ) -> None:

@@ -65,16 +65,6 @@ def test_a_load_is_counted_by_the_rank_that_read_it(prefill: Engine, decode: Eng
     assert MetricTotals(prefill).all() == {}
 
 
-def test_there_are_no_new_metrics_while_nothing_happens(prefill: Engine, decode: Engine) -> None:
-    for number in range(2):
-        assert decode.load(f"d-{number}", prefill.serve(f"p-{number}", [1], 4), [3]) is None
-        prefill.released(f"p-{number}")
-        figures = decode.endpoint.take_figures() or {}
-        assert ("peers_up" in figures) == (number == 0)
-        assert decode.endpoint.take_figures() is None
-    assert prefill.endpoint.take_figures() is None
-
-
 def test_the_wait_of_a_request_for_pages_is_measured(prefill: Engine, decode: Engine) -> None:
     ticket = prefill.serve("p-1", [1], 4)
     decode.prepare(ticket)

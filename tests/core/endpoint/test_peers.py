@@ -111,17 +111,6 @@ def test_a_side_channel_that_comes_back_in_time_is_the_same_producer(
             assert decode.error("d-1") is None
 
 
-def test_the_thread_that_pings_ends_with_the_endpoint() -> None:
-    def threads() -> set[threading.Thread]:
-        return {each for each in threading.enumerate() if each.name == "kvferry-side-channels"}
-
-    before = threads()
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        assert load(prefill, decode, 1) is None
-        assert len(threads()) == 1
-    eventually(lambda: threads() <= before, "the thread ends")
-
-
 Lost = queue.SimpleQueue[KVFerryError | None]
 
 
@@ -484,15 +473,3 @@ def test_an_engine_whose_ranks_differ_in_groups_is_refused_alone(
             assert "rank 0 has 1 groups, rank 1 2" in str(error)
         assert load(prefill, decode, 3) is None
     assert decode.endpoint.healthy
-
-
-def test_handshakes_with_a_silent_host_delay_no_other_load(prefill: Engine) -> None:
-    options = EndpointOptions(handshake_timeout=30.0)
-    with (
-        socket.create_server(("127.0.0.1", 0), backlog=512) as silent,
-        Engine("decode", options=options) as decode,
-    ):
-        good, port = prefill.serve("p-1", [1], 4), silent.getsockname()[1]
-        for number in range(50):
-            decode.prepare(replace(good, engine=f"silent-{number}", port=port))
-        assert decode.load("d-1", good, [2]) is None

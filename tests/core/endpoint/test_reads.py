@@ -18,13 +18,12 @@ from kvferry.core.errors import (
     PeerLostError,
     TransferCancelledError,
     TransportError,
-    TransportUsageError,
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LOST_PEERS, PEERS_UP
 from kvferry.core.side_channel.server import HandshakeServer
-from kvferry.core.transport import PeerId, Quiescence, Status
+from kvferry.core.transport import Quiescence, Status
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import (
     DIM,
@@ -37,7 +36,6 @@ from tests.core.endpoint.engines import (
     RecordingTransport,
     eventually,
     in_name_of,
-    load,
     outcomes,
     pull,
 )
@@ -233,26 +231,6 @@ def test_overlapping_loads_do_not_keep_a_connection_on_which_a_read_failed(
         assert len(stalled.connected) == 2
 
 
-class EndedBeforeUseTransport(RecordingTransport):
-    """A transport whose first connection has ended when ``connect`` returns its id."""
-
-    def connect(self, address: bytes) -> PeerId:
-        peer = super().connect(address)
-        if len(self.connected) == 1:
-            super().disconnect(peer)
-        return peer
-
-
-def test_a_connection_that_has_ended_before_its_first_read_is_made_anew(prefill: Engine) -> None:
-    """Two addresses lead to one transport, and the last user of the other has released it."""
-    driver = EndedBeforeUseTransport()
-    with Engine("decode", options=OPTIONS, transport=lambda: driver) as decode:
-        assert isinstance(load(prefill, decode, 1), TransportUsageError)
-        assert load(prefill, decode, 2) is None
-        assert len(driver.connected) == 2
-        assert decode.endpoint.healthy
-
-
 def test_loads_wait_for_a_new_connection_at_most_until_the_others_deadline(
     prefill: Engine, stalled: ScriptedTransport, clock: Clock
 ) -> None:
@@ -332,7 +310,9 @@ class Two:
 def two(
     driver: RecordingTransport, clock: Clock | None = None, liveness_interval: float = 0.0
 ) -> Iterator[Two]:
-    options = dataclasses.replace(OPTIONS, liveness_interval=liveness_interval, engine_ttl=600.0)
+    options = dataclasses.replace(
+        OPTIONS, liveness_interval=liveness_interval, liveness_misses=10, engine_ttl=600.0
+    )
     how = {"transport": lambda: driver, "options": options, "clock": clock or Clock()}
     with (
         Engine("real") as real,

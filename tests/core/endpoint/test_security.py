@@ -100,18 +100,6 @@ def test_only_engines_and_networks_that_are_listed_are_connected_to(
         prefill.released("p-1")
 
 
-def test_an_engine_without_the_secret_key_of_the_ticket_is_refused(
-    prefill: Engine, ticket: Ticket
-) -> None:
-    impostor = Access(own=STRANGER, peers=frozenset({DECODE.public}))
-    with (
-        Engine("decode", options=LISTED) as decode,
-        prefill.side_channel(access=impostor) as server,
-    ):
-        error = failure(decode, replace(ticket, port=server.port, key=PREFILL.public))
-    assert "does not have the secret key" in str(error)
-
-
 # Proofs.
 
 
@@ -317,17 +305,12 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
         raise HandshakeError(f"{call.host} is silent")
 
     monkeypatch.setattr("kvferry.core.directory.handshake.payloads", silent)
-    failure(decode, routed(ticket, 1, "router"))
+    error = failure(decode, routed(ticket, 1, "router"))
+    assert all(f"{host} is silent" in str(error) for host in ("127.0.0.1", "router"))
     [(first, half), (second, rest)] = asked
     assert (first, second) == ("127.0.0.1", "router")
     assert half <= EndpointOptions().handshake_timeout / 2
     assert half < rest <= EndpointOptions().handshake_timeout
-
-
-def test_the_error_names_both_addresses(ticket: Ticket, decode: Engine) -> None:
-    ports = free_port(), free_port()
-    error = failure(decode, routed(at_port(ticket, ports[0]), ports[1]))
-    assert [port for port in ports if f"port {port}" not in str(error)] == []
 
 
 def test_a_proof_does_not_cover_the_routers_address(ticket: Ticket) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import LayoutError
-from kvferry.core.layout import Field, Layout, axis
+from kvferry.core.layout import Field, Layout, axis, axis_length
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.memory import Region, region_of
 from tests.core.layouts import paged, plain_field
@@ -107,55 +107,41 @@ def test_a_cache_without_fields_has_empty_pages() -> None:
     assert form.layout(None, 4) == Layout(regions=(), groups=(), fields=())
 
 
-@pytest.mark.parametrize(("offset", "stride"), [(96, 64), (0, 32)])
-def test_blocks_that_share_bytes_with_other_blocks_are_refused(offset: int, stride: int) -> None:
-    """Two groups may overlay each other, but only block by block."""
-    places = ((0, 64), (offset, stride))
-    fields = tuple(
-        plain_field(
-            str(group),
-            group=group,
-            offset=start,
-            page_stride=step,
-            pages=4,
-            unit=step,
-            tokens=axis((1, 1)),
-        )
-        for group, (start, step) in enumerate(places)
-    )
-    cache = Layout(
-        regions=(Region(address=4096, nbytes=4096),), groups=(paged(1),) * 2, fields=fields
-    )
-    with pytest.raises(LayoutError, match="of different block ids overlap"):
-        HostPageFormat.of(cache)
+REGION = Region(address=4096, nbytes=4096)
+ROW: dict[str, Any] = {"tokens": axis((1, 1)), "pages": 4}
+EACH_64 = plain_field("a", page_stride=64, unit=64, **ROW)
+NOT_A_ROW = plain_field("a", page_stride=10, tokens=axis((3, 6)))
+EARLY = plain_field("a", page_stride=16, unit=4, **ROW)
+LATE = plain_field("b", group=1, offset=12, page_stride=16, tokens=axis((2, 8)))
+SPACED = plain_field("a", page_stride=16, unit=16, shard=axis((3, 200)), shard_range=(0, 3), **ROW)
 
 
-def test_rows_that_reach_into_the_next_block_are_refused() -> None:
-    """By themselves, or merged with other rows."""
-    between: dict[str, Any] = {"page_stride": 10, "tokens": axis((3, 6))}
-    early: dict[str, Any] = {"page_stride": 16, "unit": 4, "tokens": axis((1, 1))}
-    late: dict[str, Any] = {"offset": 12, "page_stride": 16, "tokens": axis((2, 8))}
-    for fields, block, words in (
-        ([plain_field("a", **between)], 3, "no rows of bytes belong to one block id"),
-        ([plain_field("a", **early), plain_field("b", group=1, **late)], 1, "rows of 16 bytes"),
-    ):
-        cache = Layout(
-            regions=(Region(address=4096, nbytes=4096),),
-            groups=(paged(block), paged(2)),
-            fields=tuple(fields),
-        )
-        with pytest.raises(LayoutError, match=words):
-            HostPageFormat.of(cache)
-
-
-def test_rows_that_others_would_space_unevenly_are_refused() -> None:
-    """No stride names the rows 0, 200 and 400, if a row at 300 comes between them in a page."""
-    row: dict[str, Any] = {"page_stride": 16, "pages": 4, "unit": 16, "tokens": axis((1, 1))}
-    fields = (
-        plain_field("a", shard=axis((3, 200)), shard_range=(0, 3), **row),
-        plain_field("b", group=1, offset=300, **row),
-    )
-    region = Region(address=4096, nbytes=4096)
-    form = HostPageFormat.of(Layout(regions=(region,), groups=(paged(1),) * 2, fields=fields))
-    with pytest.raises(LayoutError, match="field 'a' cannot be staged"):
-        form.layout(region, 8)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        # Two groups may overlay each other, but only block by block.
+        (
+            (EACH_64, plain_field("b", group=1, offset=96, page_stride=64, unit=64, **ROW)),
+            "of different block ids overlap",
+        ),
+        (
+            (EACH_64, plain_field("b", group=1, page_stride=32, unit=32, **ROW)),
+            "of different block ids overlap",
+        ),
+        # Rows reach into the next block, by themselves, or merged with other rows.
+        ((NOT_A_ROW,), "no rows of bytes belong to one block id"),
+        ((EARLY, LATE), "rows of 16 bytes"),
+        # No stride names the rows 0, 200 and 400, if a row at 300 comes between them in a page.
+        (
+            (SPACED, plain_field("b", group=1, offset=300, page_stride=16, unit=16, **ROW)),
+            "field 'a' cannot be staged",
+        ),
+    ],
+)
+def test_caches_whose_rows_are_not_one_block_s_are_refused(
+    fields: tuple[Field, ...], words: str
+) -> None:
+    groups = tuple(paged(axis_length(field.tokens)) for field in fields)
+    cache = Layout(regions=(REGION,), groups=groups, fields=fields)
+    with pytest.raises(LayoutError, match=words):
+        HostPageFormat.of(cache).layout(REGION, 8)

@@ -370,8 +370,8 @@ class Engine:
     def _hear_news(self, turn: Turn) -> None:
         """Act on what was heard of the request that is followed."""
         news, turn.news = turn.news, None
-        if news is None or not (news.error or news.part):
-            return  # it is in the producer's queue
+        if turn.follows is None or news is None or not (news.error or news.part):
+            return  # it is computed here meanwhile, or is in the producer's queue
         parts = self.world.engines[self.peer].parts
         issue = parts[int.from_bytes(news.part, "big")] if news.part else None
         if issue is None or not self.admits(turn, issue):

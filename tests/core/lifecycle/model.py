@@ -74,6 +74,9 @@ class _Walker:
 
     def __init__(self, rng: random.Random, options: Options) -> None:
         self._rng = rng
+        # Numbers of their own, so that walks without updates are not others because of these.
+        self._updates = random.Random(str(rng.getstate()))
+        self._has_updates = self._updates.random() < 1 / 3
         paces = [(0, 1, 2, 3, 8), (0, 0, 0, 8), (0, 1), (8,)]
         self._items = rng.choice(paces + [(0,)] * 3 if options.staged else paces)
         self._slow = rng.choice((("", " slow=1", " slow=2"), (" slow=1", " slow=2"), ("",)))
@@ -87,10 +90,22 @@ class _Walker:
 
     def burst(self, world: World) -> Iterator[str]:
         rng = self._rng
+        if self._has_updates and self._updates.random() < 0.1:
+            yield from self._revokes(world)
         yield from rng.choices(
             (self._asks, self._runs, self._moves, self._stops, self._waits, self._fails),
             (6, 3, 8, 2, 2, 2),
         )[0](world)
+
+    def _revokes(self, world: World) -> Iterator[str]:
+        """Yield a request to end what an engine holds, or updates of engines."""
+        name, rng = self._updates.choice(list(world.engines)), self._updates
+        if rng.random() < 0.5:
+            yield rng.choice((f"revoke {name}", f"revoke {name} 1"))
+            return
+        for each in rng.choice((name, "PAB", "PA", "ABP")):
+            if each in world.engines:
+                yield f"update {each}"
 
     def _pick(self, *choices: str) -> str:
         return self._rng.choice(choices)
@@ -177,11 +192,7 @@ class _Walker:
     def _stops(self, world: World) -> Iterator[str]:
         name, verb = self._rng.choice(list(world.engines)), self._pick("abort", "abort", "preempt")
         if self._rng.random() < (0.3 if world.options.staged else 0.1):
-            yield self._pick(f"reset {name}", f"revoke {name}", f"revoke {name} 1")
-        elif self._rng.random() < 0.1:
-            for each in self._pick(name, "PAB", "PA", "ABP"):
-                if each in world.engines:
-                    yield f"update {each}"
+            yield f"reset {name}"
         else:
             yield f"{verb} {name} {self._rng.randint(0, 3)}"
 

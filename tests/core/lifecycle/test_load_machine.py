@@ -22,16 +22,15 @@ OTHER = Hold(slot=1, generation=8)
 DEADLINE, LATE = 100.0, 1000.0
 UNIT = 4
 CHECK, MARK, READ, FENCE = LoadAction.CHECK, LoadAction.WATERMARK, LoadAction.READ, LoadAction.FENCE
-CANCEL, DONE, ABANDON = LoadAction.CANCEL, LoadAction.DONE, LoadAction.ABANDON
-REPORT, COPY = (LoadAction.REPORT, -1), (LoadAction.COPY, -1)
+CANCEL, ABANDON, REPORT = LoadAction.CANCEL, LoadAction.ABANDON, (LoadAction.REPORT, -1)
 CABLE, CANCELLED = TransportError("cable"), TransportError("cancelled")
 GIVEN_UP = KVFerryError("given up")
 
 Acts = list[tuple[Any, ...]]
 
 
-def ranks(*reading: int, notified: tuple[int, ...] = ()) -> tuple[RemoteRank, ...]:
-    return tuple(RemoteRank(rank=rank, reads=rank in reading) for rank in (*reading, *notified))
+def ranks(*reading: int) -> tuple[RemoteRank, ...]:
+    return tuple(RemoteRank(rank=rank, reads=True) for rank in reading)
 
 
 class Load(LoadMachine):
@@ -55,18 +54,12 @@ class Load(LoadMachine):
         self.fenced(rank, word)
 
 
-def begin(
-    *reading: int,
-    notified: tuple[int, ...] = (),
-    handshake: bool = True,
-    unit: int = UNIT,
-    **how: Any,
-) -> Load:
+def begin(*reading: int, handshake: bool = True, **how: Any) -> Load:
     """Return a load from these ranks."""
     fields = {"computed": True, "reads": True, "deadline": DEADLINE, **how}
     load = Load(id=LoadId(1), actions=[], hold=HOLD, **fields)
     if handshake:
-        load.handshake_succeeded(ranks(*reading, notified=notified), unit)
+        load.handshake_succeeded(ranks(*reading), UNIT)
     return load
 
 

@@ -108,16 +108,14 @@ def test_the_first_token_that_is_written(
     assert first_written_tokens(near, make_plan([near], [far], 0), read_request) == (first,)
 
 
+FIVE, ONE, HND = stacked(5), blocks_of(16), blocks_of(16, "HND")
+
+
 @pytest.mark.parametrize(
     ("local", "remote", "read_request", "lengths"),
     [
         # Adjacent pages are one copy, if they are adjacent on both sides.
-        (
-            stacked(5),
-            stacked(5),
-            request((0, 80), [2, 3, 4, 6, 7], [5, 6, 7, 8, 9]),
-            [30 * PAGE, 20 * PAGE],
-        ),
+        (FIVE, FIVE, request((0, 80), [2, 3, 4, 6, 7], [5, 6, 7, 8, 9]), [30 * PAGE, 20 * PAGE]),
         (stacked(1), stacked(1), request((0, 32), [2, 3], [6, 5]), [2 * PAGE] * 2),
         # Blocks of different sizes are copied by the smaller one.
         (blocks_of(32), blocks_of(16), request((0, 64), [1, 2], [4, 6, 1, 9]), [PAGE] * 4),
@@ -160,55 +158,34 @@ def test_invalid_page_lists_are_refused(given: dict[str, Any], message: str) -> 
         Pages(**({"ids": ONE_PAGE.ids} | given))
 
 
+def lists(local: int, remote: int, *ranges: tuple[int, int] | None) -> ReadRequest:
+    """Return a request with so many page lists of one page."""
+    return ReadRequest(ranges=ranges, local=(ONE_PAGE,) * local, remote=(ONE_PAGE,) * remote)
+
+
+NOT_LISTED = "is wanted, and its page list has the block indices"
+AT_PAGE = "is wanted, and its page id there is"
+
+
 @pytest.mark.parametrize(
     ("message", "read_request"),
     [
+        (f"local group 0: block index 1 {NOT_LISTED} [0, 1", request((0, 17), [1], [1, 2])),
+        (f"remote group 0: block index 1 {NOT_LISTED} [0, ", request((0, 17), [1, 2], [1])),
+        (f"remote group 0: block index 0 {NOT_LISTED} [1, ", request((0, 16), [1], pages([1], 1))),
         (
-            "local group 0: block index 1 is wanted, and its page list has the block indices [0, 1",
-            request((0, 17), [1], [1, 2]),
-        ),
-        (
-            "remote group 0: block index 1 is wanted, and its page list has the block indices [0, ",
-            request((0, 17), [1, 2], [1]),
-        ),
-        (
-            "remote group 0: block index 0 is wanted, and its page list has the block indices [1, ",
-            request((0, 16), [1], pages([1], 1)),
-        ),
-        (
-            "remote group 0: block index 1 is wanted, and its page id there is 0, a hole",
+            f"remote group 0: block index 1 {AT_PAGE} 0, a hole",
             request((0, 32), [1, 2], [1, 0]),
         ),
-        (
-            "local group 0: block index 0 is wanted, and its page id there is 0, a hole",
-            request((0, 16), [0], [1]),
-        ),
-        *(
-            (
-                f"remote group 0: block index 0 is wanted, and its page id there is {wrong}; ids "
-                "lie in 1 to 99",
-                request((0, 16), [1], [wrong]),
-            )
-            for wrong in (100, -1)
-        ),
-        (
-            "local group 0: tokens up to 1099511627776 are wanted",
-            request((0, (1 << 40) - 1), [1], [1]),
-        ),
+        (f"local group 0: block index 0 {AT_PAGE} 0, a hole", request((0, 16), [0], [1])),
+        (f"remote group 0: block index 0 {AT_PAGE} 100; ids lie in", request((0, 16), [1], [100])),
+        (f"remote group 0: block index 0 {AT_PAGE} -1; ids lie in", request((0, 16), [1], [-1])),
+        ("local group 0: tokens up to 1099511627776 are", request((0, (1 << 40) - 1), [1], [1])),
         ("token range [16, 0) of local group 0", request((16, 0), [1], [1])),
         ("token range [0, 1099511627776) of local group 0", request((0, 1 << 40), [1], [1])),
-        (
-            "2 ranges for 1 groups",
-            ReadRequest(ranges=((0, 1), None), local=(ONE_PAGE,), remote=(ONE_PAGE,)),
-        ),
-        (
-            "2 local page lists for 1 groups",
-            ReadRequest(ranges=((0, 1),), local=(ONE_PAGE, ONE_PAGE), remote=(ONE_PAGE,)),
-        ),
-        (
-            "0 remote page lists for 1 groups",
-            ReadRequest(ranges=((0, 1),), local=(ONE_PAGE,), remote=()),
-        ),
+        ("2 ranges for 1 groups", lists(1, 1, (0, 1), None)),
+        ("2 local page lists for 1 groups", lists(2, 1, (0, 1))),
+        ("0 remote page lists for 1 groups", lists(1, 0, (0, 1))),
     ],
 )
 def test_page_lists_that_do_not_fit_the_request_are_refused(
@@ -236,36 +213,21 @@ def with_draft() -> Layout:
 @pytest.mark.parametrize(
     ("local", "remote", "read_request", "expected"),
     [
-        (blocks_of(16), blocks_of(16), request((0, 17), [3, 5], [4, 6]), []),
-        (blocks_of(16), blocks_of(16), request(None, [3, 5], [4, 6]), []),
-        (
-            blocks_of(16),
-            blocks_of(16),
-            request((20, 20), [3, 5], [4, 6]),
-            [(3 * PAGE, PAGE), (5 * PAGE, PAGE)],
-        ),
-        (blocks_of(16), blocks_of(16), request((20, 21), [3, 5], [0, 6]), [(3 * PAGE, PAGE)]),
+        (ONE, ONE, request((0, 17), [3, 5], [4, 6]), []),
+        (ONE, ONE, request(None, [3, 5], [4, 6]), []),
+        (ONE, ONE, request((20, 20), [3, 5], [4, 6]), [(3 * PAGE, PAGE), (5 * PAGE, PAGE)]),
+        (ONE, ONE, request((20, 21), [3, 5], [0, 6]), [(3 * PAGE, PAGE)]),
         (
             stacked(2),
             stacked(2),
             request((0, 16), [3, 9, 0, 8, 5], [4]),
             [(5 * 4 * PAGE, 4 * PAGE), (8 * 4 * PAGE, 2 * 4 * PAGE)],
         ),
-        (
-            blocks_of(64),
-            blocks_of(16),
-            request((20, 40), [3], [0, 6, 7]),
-            [(12 * PAGE, 4 * PAGE)],
-        ),
-        (
-            blocks_of(32, "HND"),
-            blocks_of(16, "HND"),
-            request((0, 10), [3], [1]),
-            [(6 * PAGE, 2 * PAGE)],
-        ),
+        (blocks_of(64), ONE, request((20, 40), [3], [0, 6, 7]), [(12 * PAGE, 4 * PAGE)]),
+        (blocks_of(32, "HND"), HND, request((0, 10), [3], [1]), [(6 * PAGE, 2 * PAGE)]),
         (
             with_draft(),
-            blocks_of(16, "HND"),
+            HND,
             request((0, 20), [3, 5, 0, 8], [4, 6]),
             [(7 * PAGE, PAGE), (11 * PAGE, PAGE), (16 * PAGE, 2 * PAGE)],
         ),

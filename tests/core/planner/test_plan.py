@@ -145,85 +145,57 @@ def test_encodings_of_draft_layers_that_are_not_read_are_not_compared() -> None:
 
 ONE = [layout(heads())]
 ONE_TOKEN = replace_field(heads(block=1, order="NHD"), tokens=())
+PAGED_TOKEN, STATE_TOKEN = ([layout(ONE_TOKEN, groups=[each])] for each in (paged(1), STATE))
+FINER = {"shard": axis((4, 4)), "tokens": axis((16, 16))}
+COMPRESSED = changed(tokens_per_state=2, tokens=axis((8, 8)))
+DRAFT = [layout(draft("k"))]
 DRAFTED = [layout(heads("k"), draft("d", region=1))]
 MORE_DRAFTS = [layout(heads("k"), draft("d", region=1), draft("e", region=2))]
+ON_BOTH = "on local rank 0 and"
+TWO_CONTEXTS, MIXED = replicated(2, context=2), [*replicated(2, context=2), *replicated(1)]
+GAP = (
+    "field 'k': remote rank 1 holds [3, 6), and no local rank has [4, 5); local ranks that hold a "
+)
+HALF = changed(shard=axis((2, 128)), shard_range=(0, 2))
+BY_ONE_CONTEXT = "no remote rank has [0, 1) of context rank 1 of 2; remote ranks that hold a part "
 
 
 @pytest.mark.parametrize(
     ("local", "remote", "message"),
     [
-        (
-            ONE,
-            changed(dtype="uint8"),
-            "element type is 'int8' on local rank 0 and 'uint8' on remot",
-        ),
-        (
-            ONE,
-            changed(unit=4, shard=axis((4, 4)), tokens=axis((16, 16))),
-            "bytes of one entry is 8 on local rank 0 and 4 on remote rank 0",
-        ),
-        (
-            ONE,
-            changed(tokens_per_state=2, tokens=axis((8, 8))),
-            "tokens per entry is 1 on local rank 0 and 2 on remote rank 0",
-        ),
+        (ONE, changed(dtype="uint8"), f"element type is 'int8' {ON_BOTH} 'uint8' on remote rank 0"),
+        (ONE, changed(unit=4, **FINER), f"bytes of one entry is 8 {ON_BOTH} 4 on remote rank 0"),
+        (ONE, COMPRESSED, f"tokens per entry is 1 {ON_BOTH} 2 on remote rank 0"),
         (ONE, changed(key="o"), "field 'k' is held by local ranks 0 [0, 4) and by no remote rank"),
-        (
-            ONE,
-            stages("kv", "kv"),
-            "field 'v' is held by remote ranks 0 [0, 4), 1 [0, 4) and by no local rank",
-        ),
-        (
-            ONE,
-            changed(shard=axis((2, 128)), shard_range=(0, 2)),
-            "field 'k': local rank 0 holds [0, 4), and no remote rank has [2, 4); remote ranks "
-            "that hold a part: 0 [0, 2)",
-        ),
+        (ONE, stages("kv", "kv"), "field 'v' is held by remote ranks 0 [0, 4), 1 [0, 4) and by no"),
+        (ONE, HALF, "local rank 0 holds [0, 4), and no remote rank has [2, 4); remote ranks that"),
         (engine((0, 4)), engine((0, 1), (3, 4)), "no remote rank has [1, 3)"),
-        (
-            engine((0, 4), (5, 6)),
-            engine((0, 3), (3, 6)),
-            "field 'k': remote rank 1 holds [3, 6), and no local rank has [4, 5); "
-            "local ranks that hold a part: 0 [0, 4), 1 [5, 6)",
-        ),
+        (engine((0, 4), (5, 6)), engine((0, 3), (3, 6)), f"{GAP}part: 0 [0, 4), 1 [5, 6)"),
         (engine((0, 2), (2, 4)), engine((0, 2)), "local rank 1 holds [2, 4)"),
-        (
-            replicated(2, context=2)[:1],
-            replicated(1),
-            "no local rank has [0, 1) of context rank 1 of 2",
-        ),
+        (TWO_CONTEXTS[:1], replicated(1), "no local rank has [0, 1) of context rank 1 of 2"),
         (
             replicated(1),
             replicated(1, context=2),
-            "no remote rank has [0, 1) of context rank 1 of 2; remote ranks that hold a part "
-            "of context rank 1 of 2: none",
+            f"{BY_ONE_CONTEXT}of context rank 1 of 2: none",
         ),
-        (
-            replicated(1),
-            [*replicated(2, context=2), *replicated(1)],
-            "context size is 2 on remote rank 0 and 1 on remote rank 2",
-        ),
+        (replicated(1), MIXED, "context size is 2 on remote rank 0 and 1 on remote rank 2"),
         (interleaved(2, 4, 4), interleaved(2, 4, 2), "context interleave is 4 on"),
         (interleaved(2, 4, 2), interleaved(2, 4, 4), "context interleave is 4 on"),
-        (
-            [layout(ONE_TOKEN, groups=[paged(1)])],
-            [layout(ONE_TOKEN, groups=[STATE])],
-            "group kind is 'paged' on local rank 0 and 'state' on",
-        ),
+        (PAGED_TOKEN, STATE_TOKEN, f"group kind is 'paged' {ON_BOTH} 'state' on"),
         (MORE_DRAFTS, DRAFTED, "draft field 'e' is held by local ranks 0 [0, 4) and by no"),
         (DRAFTED, MORE_DRAFTS, "draft field 'e' is held by remote ranks 0 [0, 4) and by no"),
-        ([layout(draft("k"))], ONE, "'k' is of draft layers on local rank 0 and not on remote"),
-        (ONE, [layout(draft("k"))], "'k' is of draft layers on remote rank 0 and not on local"),
-        ([layout(draft("k")), *ONE], ONE, "'k' is of draft layers on local rank 0 and not on"),
+        (DRAFT, ONE, "'k' is of draft layers on local rank 0 and not on remote"),
+        (ONE, DRAFT, "'k' is of draft layers on remote rank 0 and not on local"),
+        ([*DRAFT, *ONE], ONE, "'k' is of draft layers on local rank 0 and not on"),
         (
             encoded_as("k 0.5", "k 0.5"),
             encoded_as("k 0.5", "k 1.0"),
-            "field 'k': encoding is 'k 0.5' on local rank 0 and 'k 1.0' on remote rank 1",
+            f"field 'k': encoding is 'k 0.5' {ON_BOTH} 'k 1.0' on remote rank 1",
         ),
-        (opaque(), opaque(block=32), "tokens of a block is 16 on local rank 0 and 32"),
+        (opaque(), opaque(block=32), f"tokens of a block is 16 {ON_BOTH} 32"),
         (opaque(), opaque((0, 2)) + opaque((2, 4)), "packed as 'tiles' and only moves whole"),
         (opaque(), opaque(unit=32), "[0, 4) in 64 bytes and remote rank 0 [0, 4) in 32"),
-        (opaque(), opaque(packing="rows"), "packing is 'tiles' on local rank 0 and 'rows'"),
+        (opaque(), opaque(packing="rows"), f"packing is 'tiles' {ON_BOTH} 'rows'"),
     ],
 )
 def test_engines_that_do_not_fit_are_refused_by_every_rank(

@@ -135,20 +135,22 @@ class TestFiles:
 
 
 class Worker:
-    """A worker of vLLM, with the log of its loads."""
+    """A worker of vLLM, with its loads."""
 
     def __init__(self, manager: Any) -> None:
         config: Any = SimpleNamespace(
             lora_config=SimpleNamespace(), parallel_config=SimpleNamespace(rank=3)
         )
-        self.log = observe_loads(config)
+        self.loads = observe_loads(config)
         self._manager = manager(config.lora_config)
 
     def load(self, path: str, reads: Callable[[], object] = lambda: None) -> list[AdapterLoad]:
         """Load an adapter, during which ``reads`` is called; return what is reported of it."""
         lora = SimpleNamespace(lora_name="adapter", lora_int_id=1, lora_path=path, reads=reads)
         assert getattr(self._manager, METHOD)(lora) == "loaded"
-        return list(self.log.take().loads)
+        found = [*self.loads]
+        self.loads.clear()
+        return found
 
 
 @pytest.fixture
@@ -178,8 +180,8 @@ class TestLoads:
         [load] = worker.load(path)
         assert (load.rank, load.adapter, load.name, load.path) == (3, 1, "adapter", path)
         assert (load.version, load.content) == (adapter_version(path), content(path))
-        assert not worker.log.take()
-        assert not other.log.take()
+        assert not worker.loads
+        assert not other.loads
 
     def test_files_that_change_during_a_load(self, manager: Any, tmp_path: Path) -> None:
         """Nor is it known what vLLM read if it loads by a name on a hub."""
@@ -197,7 +199,7 @@ class TestLoads:
 
         with pytest.raises(ValueError, match="max_lora_rank"):
             worker.load(write(tmp_path), fail)
-        assert not worker.log.take()
+        assert not worker.loads
 
     def test_a_vllm_that_loads_otherwise(self, manager: Any) -> None:
         delattr(manager, METHOD)

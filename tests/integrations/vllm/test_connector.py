@@ -48,6 +48,18 @@ def made(vllm: Any, role: Role) -> Any:
     return vllm.connector.KVFerryConnector(CONFIG, role, CACHES)
 
 
+def test_a_hook_of_the_scheduler_needs_its_half(vllm: Any) -> None:
+    """How all are passed on, vLLM's own scheduler shows in ``tests/vllm/geometry``."""
+    connector, half = made(vllm, Role.SCHEDULER), vllm.halves.scheduler.return_value
+    assert connector.on_new_request("r") is half.on_new_request.return_value
+    assert half.mock_calls == [call.on_new_request("r")]
+    assert connector.get_handshake_metadata() is None
+    connector.shutdown()
+    assert half.shutdown.called
+    with pytest.raises(KVFerryError, match="a scheduler's hook was called"):
+        made(vllm, Role.WORKER).reset_cache()
+
+
 def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
     """vLLM 0.33 calls the hook before it unmaps the cache, and then does not unmap it."""
     connector = made(vllm, Role.WORKER)
@@ -58,8 +70,7 @@ def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
 
 
 def test_a_worker_with_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = vllm.connector.LoadLog()
-    monkeypatch.setattr(vllm.connector, "observe_loads", lambda config: log)
+    monkeypatch.setattr(vllm.connector, "observe_loads", lambda config: [])
     config = SimpleNamespace(**{**vars(CONFIG), "lora_config": object()})
     connector = vllm.connector.KVFerryConnector(config, Role.WORKER, CACHES)
     connector.register_kv_caches({})

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import shutil
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,10 +14,6 @@ import pytest
 
 from kvferry.integrations.vllm import dynamo, plugin
 from kvferry.integrations.vllm.transfer_config import NAME
-from tests.engines.engines import PREFILL, ROOT
-
-WHEEL = ROOT / ".cache" / "dynamo" / "ai_dynamo-1.6.1-py3-none-any.whl"
-"""Dynamo's own files; the targets of the Makefile that run this test fetch them."""
 
 Install = Callable[..., None]
 """Writes modules: their text by their names, with slashes for dots."""
@@ -54,17 +49,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.syspath_prepend(tmp_path)
 
     return write
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of Dynamo's wheel."""
-    if not WHEEL.is_file():
-        pytest.skip(f"no {WHEEL.name}: 'make unit' fetches it, where there is a package index")
-    folder = tmp_path_factory.mktemp("wheel")
-    with zipfile.ZipFile(WHEEL) as archive:
-        archive.extractall(folder)
-    return folder
 
 
 @pytest.mark.parametrize("other", ["nothing", "a script", "without a spec", "without workers"])
@@ -133,19 +117,3 @@ def test_another_version_is_named_by_the_process_that_was_started(
     monkeypatch.setattr(multiprocessing, "parent_process", object)
     dynamo.register(NAME)
     assert len(caplog.records) == 1
-
-
-def test_dynamos_own_files_hand_a_request_over_with_a_ticket(
-    wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing else of it is imported: its other modules import vLLM, which loads its plugins."""
-    monkeypatch.syspath_prepend(wheel)
-    dynamo.register(NAME)
-    assert loaded() - {"dynamo.vllm._version"} == {"dynamo", "dynamo.vllm", dynamo.MODULE}
-    transfer = SimpleNamespace(kv_connector=NAME)
-    make = sys.modules[dynamo.MODULE].make_kv_connector_protocol
-    protocol = make(SimpleNamespace(kv_transfer_config=transfer))
-    assert protocol.prefill_request_kv_transfer_params() == PREFILL
-    ticket = {"remote_engine_id": "engine", "kvferry": {"version": 1}}
-    answer = SimpleNamespace(kv_transfer_params=ticket)
-    assert protocol.decode_request_kv_transfer_params(answer) == ticket

@@ -168,6 +168,9 @@ def test_a_report_has_what_changed_or_was_asked_for_once(half: Any, endpoint: Ma
     """A rank that knows of no silent hold says so, too: the others wait for its answer."""
     rank, worker = endpoint.payload.rank, half.FerryWorker(endpoint, lambda: None)
     assert wire.decode_payload(worker.handshake.payload) == endpoint.payload
+    endpoint.take_figures.side_effect = [None, {"pulls": {"loopback": 1}}]
+    assert worker.take_stats() is None
+    assert worker.take_stats().data == {"pulls": {"loopback": 1}}
     assert worker.take_report() is None
     for problems in (("it burns",), ()):
         endpoint.problems = problems

@@ -30,8 +30,7 @@ from tests.long.deployments.deployments import (
     read_unit,
 )
 
-SHUTDOWN_MARGIN = 15.0
-"""How many seconds more than ``--shutdown-timeout`` an engine needs to end."""
+SHUTDOWN_MARGIN = 15.0  # how many seconds more than ``--shutdown-timeout`` an engine needs to end
 
 MAKEFILE = (SERVING.parents[1] / "Makefile").read_text()
 
@@ -247,7 +246,7 @@ def test_kubernetes_accepts_the_manifests(copy: Path) -> None:
         validator.validate(document, validator.latest_version(), strict=True)
     kinds = [document["kind"] for document in built]
     assert len(kinds) == len(manifests()) + len(["ConfigMap", "Secret", "Secret"])
-    # A name with a hash of the contents would make new Secrets, and replace the pods.
+    # a name with a hash of the contents would make new Secrets, and replace the pods.
     names = {entry["metadata"]["name"] for entry in built if entry["kind"] == "Secret"}
     assert names == {entry["name"] for entry in kustomization()["secretGenerator"]}
 

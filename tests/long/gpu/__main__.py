@@ -28,12 +28,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 HERE = Path(__file__).parent
-TOTAL_SECONDS = 590.0
-"""For all steps together."""
-DRIVERS = ("nixl", "ucx")
-"""The drivers that are checked."""
-NOTHING, INTERRUPTED = 3, 130
-"""Exit statuses: this machine can run nothing; Ctrl-C."""
+TOTAL_SECONDS = 590.0  # for all steps together
+DRIVERS = ("nixl", "ucx")  # the drivers that are checked
+NOTHING, INTERRUPTED = 3, 130  # exit statuses: this machine can run nothing; Ctrl-C
 NEEDED = (
     *("torch", "numpy", "msgspec", "zmq", "stevedore", "cryptography", "rich", "typer"),
     *("pytest", "pytest_timeout", "hypothesis"),

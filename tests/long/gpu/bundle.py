@@ -36,8 +36,7 @@ runs the oldest one."""
 
 MOST_BYTES = 60_000_000
 
-LEFT_OUT = "numpy"
-"""How the names of folders begin that are left out: where torch is, numpy is."""
+LEFT_OUT = "numpy"  # how the names of folders begin that are left out: where torch is, numpy is
 
 USELESS = (".a", ".la", ".h", ".hpp", ".pc", ".pyi", ".cmake")
 USELESS_FOLDERS = frozenset({"tests", "include", "bin", "share", "__pycache__"})

@@ -1,8 +1,6 @@
 """What a step is told, and what it reports: by variables of its environment and lines of JSON.
 
-``tests.long.gpu`` starts pytest for each step. A suite may be longer than its time: what matters
-most runs first, and each test's outcome is written at once, so that one that ends the process loses
-none.
+What matters most runs first, and each outcome is written at once, as a step may end early.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.memory import CUDA
 
 PAGE_TOKENS = 16
-POISON = 0x7FC07FC0
-"""Two NaNs of bfloat16."""
+POISON = 0x7FC07FC0  # two NaNs of bfloat16
 _MASK = 0x3FFF3FFF  # no word is the poison, and no value is a NaN
 
 LIBCUDA = "libcuda.so.1"
@@ -52,8 +51,7 @@ class Device:
     def enter(self) -> None:
         """Let this thread use the device; an ``EnterThread`` of kvferry.
 
-        ``set_device`` alone does nothing for device 0, on which every thread begins, and leaves the
-        thread without a context. An operation makes the context current, as in vLLM.
+        ``set_device`` alone leaves a thread of device 0 without a context; an operation makes one.
         """
         if self.is_cuda:
             self.torch.cuda.set_device(self.index)
@@ -172,10 +170,7 @@ class Cache:
         return paged_layout(tensors, dims=("page", "token", "element"))
 
     def expected(self, pages: Sequence[int], seed: int, tokens: int) -> Any:
-        """Return the words of a request's pages, as (page, layer, word), with zeros at the end.
-
-        ``pages`` and ``seed`` are those of the producer.
-        """
+        """Return the words of a producer's pages, as (page, layer, word), with zeros at the end."""
         torch, shape = self.device.torch, self.shape
         words = shape.piece_bytes // 4
         index = torch.arange(shape.layers * words, dtype=torch.int64, device=self.device.name)
@@ -195,17 +190,13 @@ class Cache:
         self.words[self.index(pages)] = POISON
 
     def wrong_words(self, index: Any, expected: Any) -> int:
-        """Count the words of pages that differ from the expected ones, on the current stream.
-
-        ``index`` is what ``index`` returned for the pages, before they were loaded.
-        """
+        """Count the words of pages that differ, by their ``index`` from before they were loaded."""
         return int((self.words[index] != expected).sum().item())
 
     def index(self, pages: Sequence[int]) -> Any:
         """Return pages as a tensor on the device.
 
-        Its copy to the device takes a while, and may order what a NIC has written before. So make
-        it before a load whose bytes are to be compared at once.
+        Its copy may order what a NIC has written before: make it before the load to compare.
         """
         torch = self.device.torch
         return torch.tensor(list(pages), dtype=torch.int64, device=self.device.name)

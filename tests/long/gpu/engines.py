@@ -62,10 +62,7 @@ class Engine(ModelFreeEngine):
     def prefill(
         self, request: str, pages: Sequence[int], seed: int, tokens: int, *, wait: bool = False
     ) -> Ticket:
-        """Enqueue the writing of a request's pages, and return the ticket for it.
-
-        With ``wait``, the pages are written when the ticket is made.
-        """
+        """Enqueue the writing of a request's pages, or ``wait`` for it, and return the ticket."""
         self.take_on(request)
         with self.device.on(self.stream):
             self.cache.fill(pages, seed, tokens)
@@ -79,10 +76,7 @@ class Engine(ModelFreeEngine):
     def load(
         self, ticket: Ticket, pages: Sequence[int], passed: Callable[[], bool] | None = None
     ) -> LoadRecord:
-        """Load a request, and return its figures as soon as the endpoint reports it.
-
-        ``passed`` tells whether earlier work on the pages is done.
-        """
+        """Load a request, as ``pull`` does; return its figures as soon as it is reported."""
         self.pull(ticket.request, ticket, list(pages), passed=passed)
         results = self.outcome(ticket.request, 2 * LOAD_SECONDS)
         for error in results.failed.values():

@@ -25,8 +25,7 @@ KERNEL_SECONDS = 1.0
 MOST_OF_KERNEL = 0.5
 """The part of the kernel's time that work behind it may take; it should take much less."""
 ROUNDS = 5
-LAYERS, ROW_WORDS = 8, 8192
-"""Of the cache that is staged: 32 KiB of a block in each layer."""
+LAYERS, ROW_WORDS = 8, 8192  # of the cache that is staged: 32 KiB of a block in each layer
 
 
 def test_zeroing(device: Device, table: Table) -> None:

@@ -25,8 +25,7 @@ CHANGES = {
 }
 """Texts of the proxy, each with what stands in its place."""
 
-OCCURRENCES = (1, 2, 2)
-"""How often each text stands in the proxy: it asks decode in two places."""
+OCCURRENCES = (1, 2, 2)  # how often each text stands in the proxy: it asks decode in two places
 
 
 def adapted(script: Path, folder: Path) -> Path:

@@ -14,8 +14,7 @@ from tests.long.routers.deployment import Servers
 from tests.long.routers.questions import AT_ONCE, Answer, Question, ask, ask_all
 from tests.waiting import eventually
 
-BEFORE_FAULT = 10
-"""How many requests have been answered when a fault happens."""
+BEFORE_FAULT = 10  # how many requests have been answered when a fault happens
 DURING_FAULT = 60
 AFTER_FAULT = 24
 STOPPED_SECONDS = 4.0

@@ -12,8 +12,7 @@ from typing import Any
 
 from examples.tiny_llama import WORDS, prompt
 
-ANSWER_FOLLOWS = 0
-"""The token that stands before every answer in a chat."""
+ANSWER_FOLLOWS = 0  # the token that stands before every answer in a chat
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -81,8 +80,7 @@ class Answer:
     def complete(self) -> bool:
         """Whether a client takes this for a good answer.
 
-        vLLM's multi-turn proxy leaves out an error in decode's stream: its answer then has status
-        200, and says only by ``finish_reason`` that it has not ended.
+        vLLM's multi-turn proxy leaves out an error in a stream: ``finish_reason`` shows it.
         """
         ended = self.done and self.finish_reason is not None
         return self.status == 200 and ended and self.error is None

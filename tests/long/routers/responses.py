@@ -1,9 +1,8 @@
 """Chat completions by way of vLLM's Responses API, the only one of vLLM 0.32 that streams tickets.
 
-Before 0.33, vLLM's streamed chat completions have no ``kv_transfer_params``, and whole ones have no
-first token that a client could wait for. A stream of ``/v1/responses`` has both: the text as it is
-generated, and ``kv_transfer_params`` in the last event. So a proxy that asks decode there, and
-translates, gives its clients what vLLM 0.33 streams for ``/v1/chat/completions``.
+A stream of ``/v1/responses`` has the text as it is generated, and ``kv_transfer_params`` in the
+last event. A proxy that asks decode there, and translates, gives its clients what vLLM 0.33 streams
+for ``/v1/chat/completions``.
 
 `adapted` copies this file beside the proxy, which imports it: it needs nothing of this project.
 """

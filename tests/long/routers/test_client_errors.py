@@ -20,8 +20,7 @@ from tests.long.routers.questions import Answer, Question, ask
 pytestmark = pytest.mark.timeout(400)
 
 LEASE_SECONDS = 8.0
-FORMS = slice(60, 64)
-"""Of the common questions: one of each form, with some 300 tokens."""
+FORMS = slice(60, 64)  # of the common questions: one of each form, with some 300 tokens
 INTERNAL = {
     "message": "Internal server error",
     "type": "InternalServerError",

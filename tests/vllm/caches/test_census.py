@@ -121,18 +121,6 @@ def test_groups_that_are_refused() -> None:
     assert "SinkFullAttentionSpec" in _refusals(group(["a", "b"], both))[0]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_names_the_kind_and_the_reason(name: str) -> None:
-    """Whatever else the spec says."""
-    spec: Any = type(name, (), {})()
-    group_of_one = SimpleNamespace(
-        layer_names=["a"], kv_cache_spec=spec, host_resident=False, enable_kv_transfer=True
-    )
-    [text] = _refusals(group_of_one)
-    assert name in text
-    assert REFUSED[name] in text
-
-
 @pytest.mark.parametrize(
     "name", [name for name, handling in HANDLED.items() if handling is Handling.PAGED]
 )

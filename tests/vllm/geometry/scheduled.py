@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.layout import HOLE
-from kvferry.integrations.vllm.adapter_contents import LoadLog
+from kvferry.integrations.vllm.adapter_contents import AdapterLoad, AdapterReport
 from kvferry.integrations.vllm.compat_029 import takes_failed_requests, unreportable_failures
 from tests.vllm.geometry.engine_of_ranks import LONGEST, POISON, Engine, Extent, Rank, Shape, engine
 from tests.vllm.geometry.model import Bytes, Layer, Part, Steps
@@ -71,7 +71,7 @@ class Server:
     early: int = 0  # how many loads began before their ticket had come
     copied: int = 0  # how many pages of the prefix cache were copied before they were written
     reports: Counter[tuple[int, str, str]] = field(default_factory=Counter)  # of sends and loads
-    adapters: LoadLog = field(default_factory=LoadLog)  # of the first rank
+    adapters: list[AdapterLoad] = field(default_factory=list)  # what the first rank loaded
 
     def add(
         self,
@@ -123,7 +123,6 @@ class Server:
         for rank in self.engine.ranks:
             rank.worker.apply(out.kv_connector_metadata)
             rank.failed.started(out.kv_connector_metadata.blocks)
-        self.adapters.ask(out.kv_connector_metadata.asks_adapters)
         names = list(out.num_scheduled_tokens)
         done = ModelRunnerOutput(
             req_ids=names,
@@ -132,7 +131,8 @@ class Server:
                 self._compute(name, out.num_scheduled_tokens[name]) for name in names
             ],
         )
-        reported = [self._reported(rank) for rank in self.engine.ranks]
+        asked = out.kv_connector_metadata.asks_adapters
+        reported = [self._reported(rank, asked) for rank in self.engine.ranks]
         done.kv_connector_output = self.aggregator.aggregate(reported).kv_connector_output
         return out, done
 
@@ -144,7 +144,7 @@ class Server:
                     assert str(each.finish_reason) in ("length", "stop"), each
                     self.params[each.request_id] = each.kv_transfer_params
 
-    def _reported(self, rank: Rank) -> Any:
+    def _reported(self, rank: Rank, asked: int) -> Any:
         """What a rank has to say after a step: of any request once that it is sent, or loaded."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -155,7 +155,9 @@ class Server:
             self.reports.update((id(rank), kind, name) for name in names)
         assert set(self.reports.values()) <= {1}
         if rank is self.engine.ranks[0]:
-            adapters = RankReport(adapters=self.adapters.take())
+            loads = AdapterReport(loads=tuple(self.adapters), step=asked)
+            self.adapters.clear()
+            adapters = RankReport(adapters=loads)
             report = adapters if report is None else report.aggregate(adapters)
         failed: dict[str, Any] = {"failed_recving": found.failed_recving}
         if not takes_failed_requests():
