@@ -61,7 +61,7 @@ class Node:
         )
         described = manager.get_l1_memory_desc()
         array = (ctypes.c_uint8 * NBYTES).from_address(described.ptr)
-        self._owner, self.memory = manager, np.frombuffer(array, np.uint8)
+        self._owner, self.memory = manager, np.ctypeslib.as_array(array)
         self.memory[:] = content() if serves else 0
         self._url = f"127.0.0.1:{free_port()}"
         self._context = create_transfer_channel_context(
