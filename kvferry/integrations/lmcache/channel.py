@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +25,7 @@ from kvferry import RegionExchange, RegionRead, RemoteRegion, create_transport
 from kvferry.core.memory import ADDRESS_LIMIT, I64Array, Region
 from kvferry.integrations.lmcache.settings import settings
 
+logger = logging.getLogger(__name__)
 NAME = "lmcache"
 """The name by which all these exchanges ask for each other; ``kvferry health`` shows it."""
 CLOSE_SECONDS = 10.0
@@ -43,6 +46,7 @@ class KVFerryContext(TransferChannelContext):
         self, l1_memory_desc: L1MemoryDesc, listen_url: str, advertise_url: str, **_: object
     ) -> None:
         configured, (host, port) = settings(), _address(listen_url)
+        options = configured.options(host)
         self.l1 = l1_memory_desc
         self.advertise_url = advertise_url
         self.exchange = RegionExchange(
@@ -52,7 +56,7 @@ class KVFerryContext(TransferChannelContext):
             transport=create_transport(configured.driver, configured.driver_options),
             host=host,
             port=port,
-            options=configured.options(host),
+            options=options,
         )
         self._server = KVFerryServer(self.exchange)
         self._clients: dict[str, KVFerryClient] = {}
@@ -170,10 +174,12 @@ class KVFerryClient(TransferChannelClient):
         return TransferChannelReadResult(finished=True, succeeded_mask=good)
 
     def close(self) -> None:
-        """End the reads, and wait until no byte of them can land any more."""
+        """End the reads, and wait until no byte of them can land, or say that some may."""
         self._context.exchange.disconnect(self.remote)
+        until = time.monotonic() + CLOSE_SECONDS
         for read, _ in self._tasks.values():
-            self._context.exchange.wait(read, CLOSE_SECONDS)
+            if not self._context.exchange.wait(read, max(0.0, until - time.monotonic())):
+                logger.error("a read from %s does not end: bytes may still land", self.remote)
         self._tasks.clear()
 
 
