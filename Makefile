@@ -25,6 +25,9 @@ DYNAMO := build/dynamo
 RAY_VERSION := 2.60.0
 RAY_VLLM := $(OTHER_VERSIONS)/0.29.0
 RAY_ENV := build/ray
+# LMCache, beside the vLLM and torch of VENV.
+LMCACHE_VERSION := 0.5.6
+LMCACHE := build/lmcache
 # Of nixl-cu12. The build for CUDA 13 is as large, and no different without a GPU.
 NIXL_VERSION := 1.5.1
 # The router that tests put between servers.
@@ -53,6 +56,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed-docs
 OTHER_STAMPS := $(OTHER_VLLM_VERSIONS:%=$(OTHER_VERSIONS)/%/.installed-kvferry)
 DYNAMO_STAMP := $(DYNAMO)/.installed-$(DYNAMO_VERSION)
 RAY_STAMP := $(RAY_ENV)/.installed-kvferry-$(RAY_VERSION)
+LMCACHE_STAMP := $(LMCACHE)/.installed-$(LMCACHE_VERSION)
 BUILD_STAMP := $(BUILD_ENV)/.installed-1
 
 # As many at once as there are cores, which few suites profit from beyond four.
@@ -66,11 +70,11 @@ OVER_DRIVERS := $(patsubst %,tests/faults/test_%.py,producer_faults consumer_fau
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
 .PHONY: help demo serve test test-all lint types unit vllm engines faults ucx nixl mooncake \
-	prometheus dynamo ray upgrade bench gpu gpu-bundle docs build venv clean
+	prometheus dynamo ray lmcache long-lmcache upgrade bench gpu gpu-bundle docs build venv clean
 
 # tests/parts.py runs these, and prints how long each took. Parts with a comma run side by side.
 TEST := nixl,types,lint,docs unit,ucx vllm,faults engines
-ALL := long-drivers long-lifecycle long-vllm long-engines long-versions long-faults long-ucx long-nixl long-routers long-planner,ray long-deployments,dynamo long-networks,mooncake long-benchmarks
+ALL := long-drivers long-lifecycle long-vllm long-engines long-versions long-faults long-ucx long-nixl long-routers long-planner,ray long-deployments,dynamo long-networks,mooncake long-lmcache long-benchmarks
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,7 +90,7 @@ serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show w
 test: $(STAMP) $(DOCS_STAMP) prometheus ## Run everything that has to pass before a change goes in: 15 minutes
 	@$(BIN)/python tests/parts.py $(TEST)
 
-test-all: $(STAMP) prometheus $(OTHER_STAMPS) $(DYNAMO_STAMP) $(RAY_STAMP) ## Run the rest: 40 to 75 minutes; CONTRIBUTING.md says which part is for which change
+test-all: $(STAMP) prometheus $(OTHER_STAMPS) $(DYNAMO_STAMP) $(RAY_STAMP) $(LMCACHE_STAMP) ## Run the rest: 40 to 75 minutes; CONTRIBUTING.md says which part is for which change
 	@$(BIN)/python tests/parts.py $(ALL)
 
 lint: $(STAMP)
@@ -169,6 +173,15 @@ dynamo: $(STAMP) $(DYNAMO_STAMP)
 
 ray: $(RAY_STAMP)
 	$(RAY_ENV)/bin/python -m pytest tests/ray
+
+# LMCache warns of its dependencies as soon as it is imported.
+lmcache: $(LMCACHE_STAMP)
+	$(LMCACHE)/bin/python -m pytest -W ignore tests/lmcache
+	KVFERRY_EXCHANGE_OVER=ucx $(LMCACHE)/bin/python -m pytest tests/core/test_region_exchange.py
+	KVFERRY_EXCHANGE_OVER=nixl $(LMCACHE)/bin/python -m pytest tests/core/test_region_exchange.py
+
+long-lmcache: $(LMCACHE_STAMP)
+	$(LMCACHE)/bin/python -m pytest -W ignore tests/lmcache/test_channel.py tests/lmcache/test_benchmark.py
 
 upgrade: $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>
 	KVFERRY_UPGRADE_FROM='$(or $(FROM),$(error name a commit: make upgrade FROM=<commit>))' \
@@ -263,6 +276,20 @@ $(RAY_STAMP): pyproject.toml $(RAY_VLLM)/.installed-kvferry
 	@cd $(RAY_VLLM)/lib/python*/site-packages && pwd > $$(echo $(CURDIR)/$(RAY_ENV)/lib/python*/site-packages)/vllm.pth
 	@$(RAY_ENV)/bin/pip install --quiet 'ray[serve]==$(RAY_VERSION)' jsonref pyarrow
 	@$(RAY_ENV)/bin/pip install --quiet --editable '.[test]'
+	@touch $@
+
+# Without LMCache's dependencies, of which some need a GPU, and others are there in versions of vLLM's. Its
+# source distribution has the tests; a build of its CUDA code is not asked for. Where pip finds none, they are
+# skipped.
+$(LMCACHE_STAMP): $(STAMP)
+	$(environment)
+	@cd $(VENV)/lib/python*/site-packages && pwd > $$(echo $(CURDIR)/$(LMCACHE)/lib/python*/site-packages)/vllm.pth
+	@$(LMCACHE)/bin/pip uninstall --quiet --yes setuptools
+	@$(LMCACHE)/bin/pip install --quiet --no-deps 'lmcache==$(LMCACHE_VERSION)' aiofile aiofiles caio nvtx \
+		opentelemetry-exporter-prometheus redis setuptools_scm vcs_versioning
+	-@NO_CUDA_EXT=1 NO_NATIVE_EXT=1 SETUPTOOLS_SCM_PRETEND_VERSION=$(LMCACHE_VERSION) $(LMCACHE)/bin/pip download \
+		--quiet --no-deps --no-binary :all: --no-build-isolation --dest $(LMCACHE)/source 'lmcache==$(LMCACHE_VERSION)' && \
+		tar xzf $(LMCACHE)/source/lmcache-$(LMCACHE_VERSION).tar.gz -C $(LMCACHE)/source
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml

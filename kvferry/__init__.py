@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from kvferry.core.local_engine import LocalEngine
     from kvferry.core.memory import region_of
     from kvferry.core.messages import Coordinates
+    from kvferry.core.peer_settings import PeerSettings
     from kvferry.core.planner.build_copies import Pages
+    from kvferry.core.region_exchange import (
+        ExchangeOptions,
+        RegionExchange,
+        RegionRead,
+        RemoteRegion,
+    )
     from kvferry.core.side_channel.server import HandshakeServer
     from kvferry.core.transport.registry import create as create_transport
 
@@ -29,6 +36,7 @@ __all__ = [
     "Directory",
     "Endpoint",
     "EndpointOptions",
+    "ExchangeOptions",
     "Field",
     "Group",
     "GroupKind",
@@ -40,6 +48,10 @@ __all__ = [
     "LocalDirectory",
     "LocalEngine",
     "Pages",
+    "PeerSettings",
+    "RegionExchange",
+    "RegionRead",
+    "RemoteRegion",
     "Results",
     "SchedulerHolds",
     "Ticket",
@@ -67,6 +79,11 @@ _SOURCES = {
     "Layout": "core.layout:Layout",
     "Load": "core.endpoint:Load",
     "Pages": "core.planner.build_copies:Pages",
+    "ExchangeOptions": "core.region_exchange:ExchangeOptions",
+    "RegionExchange": "core.region_exchange:RegionExchange",
+    "RegionRead": "core.region_exchange:RegionRead",
+    "RemoteRegion": "core.region_exchange:RemoteRegion",
+    "PeerSettings": "core.peer_settings:PeerSettings",
     "Results": "core.endpoint:Results",
     "LocalEngine": "core.local_engine:LocalEngine",
     "Ticket": "core.lifecycle.ticket:Ticket",

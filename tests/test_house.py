@@ -20,6 +20,7 @@ HEAVY = (
     "nixl",
     "nixl_cu12",
     "llvmlite",
+    "lmcache",
     "ray",
     "torch",
     "transformers",
@@ -44,11 +45,13 @@ def run_python(code: str) -> str:
 
 
 def modules() -> list[str]:
-    """Return the modules of kvferry that have to work without vLLM, torch and Ray."""
+    """Return the modules of kvferry that have to work without vLLM, torch, Ray and LMCache."""
     package = ROOT / "kvferry"
     paths = (path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py"))
     names = (".".join(path.parts).removesuffix(".__init__") for path in paths)
-    integrations = ("kvferry.integrations.ray.backend", "kvferry.integrations.vllm")
+    integrations = tuple(
+        f"kvferry.integrations.{name}" for name in ("lmcache", "ray.backend", "vllm")
+    )
     pictures = ("kvferry.cli.bench.picture", "kvferry.cli.plan.picture")
     needs_more = (*integrations, "kvferry.testing", *pictures)
     return sorted(n for n in names if not n.startswith(needs_more) and not n.endswith("__main__"))
