@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm import adapters as module
+from kvferry.integrations.vllm import adapter_checks as module
 from kvferry.integrations.vllm.adapter_checks import WAIT_SECONDS, Adapters, lora_settings
 from kvferry.integrations.vllm.adapter_hashes import (
     UNKNOWN,
