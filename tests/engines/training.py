@@ -31,14 +31,16 @@ class Trained(HttpServer):
         assert status == 200, f"{path}: {answer}\n{self.log()[-3000:]}"
         return json.loads(answer) if answer else None
 
-    def answer(self, prompt: list[int], ticket: Any = None, **options: Any) -> dict[str, Any]:
-        """Ask for a completion.
+    def answer(
+        self, prompt: list[int], ticket: Any = None, *, model: str = "", **options: Any
+    ) -> dict[str, Any]:
+        """Ask for a completion by the model or an adapter.
 
         Returns:
             Its ``text``, all ``tokens`` with it, ``ticket``, and the ``reason`` of its end.
         """
         status, answer = self.complete(
-            self.model, prompt, params=ticket, return_token_ids=True, **options
+            model or self.model, prompt, params=ticket, return_token_ids=True, **options
         )
         assert status == 200, f"{answer}\n{self.log()[-3000:]}"
         [choice] = answer["choices"]

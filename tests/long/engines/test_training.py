@@ -19,6 +19,7 @@ import pytest
 from tests.engines.conversations import words
 from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine
+from tests.engines.lora import OPTIONS, lora, write_adapter
 from tests.engines.training import MODES, Trained, checkpoints, pair, put
 from tests.waiting import eventually
 
@@ -33,12 +34,16 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "staged": {"staging": True, "bidirectional_kv_xfer": False},
     "early": {},
+    "lora": {},
 }
+UNCACHED = OPTIONS | {"enable_prefix_caching": False}
 AHEAD: dict[str, Any] = {"async_scheduling": True, "max_num_batched_tokens": 64}
 
 PROBE = "tests.engines.training.Probe"
 
 Pair = tuple[Trained, Trained]
+Adapter = dict[str, Any]
+"""The arguments of a ``LoRARequest``; empty if a case has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +61,13 @@ class Answer:
 class Traffic:
     """A router, and clients that lead conversations of two turns; both servers play both parts.
 
-    With ``early``, prefill and decode get a request at once.
+    With ``early``, prefill and decode get a request at once. If there is an adapter, half of the
+    conversations are with it.
     """
 
-    def __init__(self, servers: Pair, *, early: bool = False) -> None:
+    def __init__(self, servers: Pair, adapter: Adapter, *, early: bool = False) -> None:
         self.answers: list[Answer] = []
-        self._servers, self._early = servers, early
+        self._servers, self._early, self._adapter = servers, early, adapter
         self._sides = {server: _side_channel(server) for server in servers} if early else {}
         self._rooms = itertools.count()
         self._stopped = threading.Event()
@@ -92,18 +98,18 @@ class Traffic:
             turn = [*answer["tokens"], *words(chance.randrange(1, 80))]
             self._hand_over(prefill, decode, turn, answer["ticket"] or {})
             if not chance.randrange(4):  # a ticket that nobody uses
-                prefill.answer(words(60), {"do_remote_decode": True}, max_tokens=1)
+                self._ask(prefill, words(60), {"do_remote_decode": True}, max_tokens=1)
 
     def _hand_over(
         self, prefill: Trained, decode: Trained, asked: list[int], ticket: Mapping[str, Any]
     ) -> dict[str, Any]:
         params = {**ticket, "do_remote_decode": True}
         if not self._early:
-            prefilled = prefill.answer(asked, params, max_tokens=1)
+            prefilled = self._ask(prefill, asked, params, max_tokens=1)
             return self._decode(decode, asked, prefilled["ticket"])
         room = f"training-{next(self._rooms)}"
         leg: Future[dict[str, Any]] = self._pool.submit(
-            prefill.answer, asked, params | {"transfer_id": room}, max_tokens=1
+            self._ask, prefill, asked, params | {"transfer_id": room}, max_tokens=1
         )
         here = {"do_remote_prefill": True, "transfer_id": room, **self._sides[prefill]}
         answer = self._decode(decode, asked, here)
@@ -112,7 +118,7 @@ class Traffic:
 
     def _decode(self, decode: Trained, asked: list[int], ticket: Any) -> dict[str, Any]:
         begun = time.monotonic()
-        answer = decode.answer(asked, ticket)
+        answer = self._ask(decode, asked, ticket)
         record = Answer(
             server=decode,
             prompt=asked,
@@ -123,6 +129,12 @@ class Traffic:
         )
         self.answers.append(record)
         return answer
+
+    def _ask(
+        self, server: Trained, asked: list[int], ticket: Any, **options: Any
+    ) -> dict[str, Any]:
+        model = self._adapter["lora_name"] if self._adapter and with_adapter(asked) else ""
+        return server.answer(asked, ticket, model=model, **options)
 
 
 def _side_channel(server: Trained) -> dict[str, str]:
@@ -139,13 +151,40 @@ def weights(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return checkpoints(tmp_path_factory.mktemp("weights"), UPDATES + 1)
 
 
-def check(ordinary: Engine, weights: Path, answers: Sequence[Answer]) -> None:
+@pytest.fixture
+def adapter(case: str, tmp_path: Path) -> Adapter:
+    return lora(write_adapter(tmp_path / "adapter", seed=1)) if case == "lora" else {}
+
+
+def with_adapter(prompt: list[int]) -> bool:
+    """Whether a conversation is with the adapter, if there is one."""
+    return prompt[0] % 2 == 0
+
+
+def served(adapter: Adapter) -> dict[str, Any]:
+    """Options of the servers."""
+    if not adapter:
+        return AHEAD
+    return AHEAD | OPTIONS | {"lora_modules": f"{adapter['lora_name']}={adapter['lora_path']}"}
+
+
+def check(ordinary: Engine, weights: Path, answers: Sequence[Answer], adapter: Adapter) -> None:
     """See that an ordinary engine answers so with these weights."""
     put(weights, ordinary.model)
     ordinary.run(reload)
-    expected = ordinary.generate(*(each.prompt for each in answers), max_tokens=12)
-    for want, got in zip(expected, answers, strict=True):
-        assert (got.tokens, got.reason) == (want.tokens, "length"), got
+    for kind in (True, False):
+        asked = [each for each in answers if with_adapter(each.prompt) == kind]
+        prompts, used = [each.prompt for each in asked], adapter if kind else {}
+        expected = ordinary.generate(*prompts, max_tokens=12, lora=used)
+        for want, got in zip(expected, asked, strict=True):
+            assert (got.tokens, got.reason) == (want.tokens, "length"), got
+
+
+def check_loads(prefill: Trained, decode: Trained, model: str) -> None:
+    """See that decode loads a prompt whole."""
+    asked, before = words(100), decode.pulled()
+    decode.answer(asked, prefill.prefill(asked, model), model=model)
+    assert decode.pulled() - before == len(asked)
 
 
 def reload(engine: Any) -> None:
@@ -153,15 +192,17 @@ def reload(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_updates(weights: list[Path], start_engine: StartEngine, tmp_path: Path, case: str) -> None:
+def test_updates(
+    weights: list[Path], start_engine: StartEngine, tmp_path: Path, case: str, adapter: Adapter
+) -> None:
     """What an engine answers between two updates, it has computed with the weights of then.
 
     So is what it has loaded. Before the second engine has the weights of the first one, they load
     nothing of each other.
     """
     spans: list[tuple[Trained, int, float, float]] = []  # who had which weights, from when to when
-    with pair(weights[0], tmp_path, CASES[case], **AHEAD) as servers:
-        traffic = Traffic(servers, early=case == "early")
+    with pair(weights[0], tmp_path, CASES[case], **served(adapter)) as servers:
+        traffic = Traffic(servers, adapter, early=case == "early")
         since = dict.fromkeys(servers, time.monotonic())
         with traffic.flowing():
             traffic.wait(time.monotonic())
@@ -178,7 +219,10 @@ def test_updates(weights: list[Path], start_engine: StartEngine, tmp_path: Path,
         loads = sum(server.counter("vllm:kvferry_early_loads") for server in servers)
         assert (loads > 0) == (case == "early")
         spans += [(server, UPDATES, since[server], time.monotonic()) for server in servers]
-    ordinary = start_engine(case, model=shutil.copytree(weights[0], tmp_path / "ordinary"))
+        if adapter:
+            check_loads(*servers, adapter["lora_name"])
+    model = shutil.copytree(weights[0], tmp_path / "ordinary")
+    ordinary = start_engine(case, model=model, **(UNCACHED if adapter else {}))
     for server, number, begin, end in spans:
         inside = [
             each
@@ -186,15 +230,18 @@ def test_updates(weights: list[Path], start_engine: StartEngine, tmp_path: Path,
             if each.server is server and begin < each.begun and each.ended < end
         ]
         assert inside
-        check(ordinary, weights[number], inside)
+        check(ordinary, weights[number], inside, adapter)
     ordinary.close()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cycles(weights: list[Path], start_engine: StartEngine, tmp_path: Path, case: str) -> None:
+def test_cycles(
+    weights: list[Path], start_engine: StartEngine, tmp_path: Path, case: str, adapter: Adapter
+) -> None:
     """After many pauses, servers have all that they had before, and no answer was wrong."""
-    with pair(weights[0], tmp_path, CASES[case], **AHEAD, worker_extension_cls=PROBE) as servers:
-        traffic = Traffic(servers, early=case == "early")
+    options = served(adapter) | {"worker_extension_cls": PROBE}
+    with pair(weights[0], tmp_path, CASES[case], **options) as servers:
+        traffic = Traffic(servers, adapter, early=case == "early")
         with traffic.flowing():
             cycle(traffic, servers, 6)
         before = [at_rest(server) for server in servers]
@@ -202,8 +249,9 @@ def test_cycles(weights: list[Path], start_engine: StartEngine, tmp_path: Path, 
             cycle(traffic, servers, CYCLES)
         for server, rest in zip(servers, before, strict=True):
             eventually(lambda s=server, r=rest: at_rest(s) == r)  # type: ignore[misc]
-    ordinary = start_engine(case, model=weights[0])
-    check(ordinary, weights[0], [each for each in traffic.answers if each.reason == "length"])
+    ordinary = start_engine(case, model=weights[0], **(UNCACHED if adapter else {}))
+    answers = [each for each in traffic.answers if each.reason == "length"]
+    check(ordinary, weights[0], answers, adapter)
     ordinary.close()
 
 
