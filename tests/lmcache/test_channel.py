@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from kvferry.core.security import generate
 from kvferry.integrations.lmcache import KVFerryClient, KVFerryContext, configure
 from kvferry.integrations.lmcache.settings import VARIABLE, settings
 from tests.free_port import free_port
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -178,12 +181,40 @@ def test_the_environment_is_read_where_no_plugin_is(
         node().context.get_transfer_channel_client(there.url)
 
 
+def test_a_key_that_is_added_to_a_file_is_admitted_without_a_restart(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvferry.core.security.security_files.LOOK_SECONDS", 0.01)
+    mine, yours = generate(), generate()
+    own, peers = tmp_path / "own", tmp_path / "peers"
+    peers.write_text(yours.public.hex())
+    own.write_text(mine.secret.hex())
+    configure({"curve_secret_key": f"file:{own}", "curve_peers": [f"file:{peers}"]})
+    there = node(7)
+    configure({"curve_secret_key": f"file:{own}", "curve_peers": [mine.public.hex()]})
+    here = node()
+
+    def admitted() -> bool:
+        try:
+            here.context.get_transfer_channel_client(there.url)
+        except HandshakeError:
+            return False
+        return True
+
+    assert not admitted()
+    peers.write_text(mine.public.hex())
+    eventually(admitted)
+    there.context.close()
+    eventually(lambda: "kvferry-secrets" not in {each.name for each in threading.enumerate()})
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
         ({"drivers": "ucx"}, "drivers"),
         ({"read_timeout": 0}, "read_timeout"),
         ({"curve_peers": "key"}, "curve_peers"),
+        ({"allowed_peers": "everywhere"}, "anywhere"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(wrong: dict[str, object], text: str) -> None:
@@ -194,7 +225,6 @@ def test_wrong_settings_are_refused_by_name(wrong: dict[str, object], text: str)
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"allowed_peers": "everywhere"}, "anywhere"),
         ({"allowed_peers": ["10.0.0.1/8"]}, "allowed_peers"),
         ({"curve_secret_key": "0" * 64}, "file:PATH"),
         ({"curve_secret_key": "env:NOT_SET"}, "NOT_SET"),

@@ -7,6 +7,7 @@ standard library, msgspec, ZMQ (for key pairs) and ``cryptography`` (for proofs)
 from kvferry.core.security.access import NEARBY, OPEN, Access, Networks, is_here
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, PeerKeys, generate, public_keys
 from kvferry.core.security.secret_sources import FILE, Secret, listed_keys, read_secret
+from kvferry.core.security.security_files import SecurityFiles
 from kvferry.core.security.ticket_hmac import TicketSecrets
 from kvferry.core.security.ticket_proof import Proof, TicketKey
 
@@ -21,6 +22,7 @@ __all__ = [
     "PeerKeys",
     "Proof",
     "Secret",
+    "SecurityFiles",
     "TicketKey",
     "TicketSecrets",
     "generate",

@@ -46,9 +46,10 @@ class PeerKeys(AbstractSet[bytes]):
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
         self._keys = frozenset(keys)
 
-    def replace(self, keys: Iterable[bytes]) -> None:
-        """Have the set contain other keys from now on."""
+    def replace(self, keys: Iterable[bytes]) -> str:
+        """Have the set contain other keys from now on; return how many, for the log."""
         self._keys = frozenset(keys)
+        return f"{len(self)} key(s)"
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys

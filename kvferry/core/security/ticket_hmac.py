@@ -48,9 +48,11 @@ class TicketSecrets:
         lines = (line.strip() for text in texts for line in text.split("\n"))
         return cls(tuple(line.encode("utf-8", "surrogateescape") for line in lines if line))
 
-    def replace(self, newer: TicketSecrets) -> None:
-        """Sign and check with the secrets of ``newer`` from now on."""
+    def replace(self, newer: TicketSecrets) -> str:
+        """Sign and check with the secrets of ``newer`` from now on; return the change, to log."""
+        signer = "the same one as" if newer.secrets[0] == self.secrets[0] else "another one than"
         self.secrets = newer.secrets
+        return f"{len(newer.secrets)} secret(s), and tickets are signed with {signer} before"
 
     def sign(self, said: Mapping[str, object]) -> bytes:
         """Return the signature of a ticket's content by the first secret, 32 bytes.

@@ -23,6 +23,7 @@ from lmcache.v1.distributed.transfer_channel.api import (
 
 from kvferry import RegionExchange, RegionRead, RemoteRegion, create_transport
 from kvferry.core.memory import ADDRESS_LIMIT, I64Array, Region
+from kvferry.core.security import SecurityFiles
 from kvferry.integrations.lmcache.settings import settings
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class KVFerryContext(TransferChannelContext):
             port=port,
             options=options,
         )
+        self._files = SecurityFiles(configured.curve_peers, options.access, who=NAME)
         self._server = KVFerryServer(self.exchange)
         self._clients: dict[str, KVFerryClient] = {}
         self._superseded: dict[str, list[KVFerryClient]] = {}
@@ -117,6 +119,7 @@ class KVFerryContext(TransferChannelContext):
         with self._lock:
             self._clients.clear()
             self._superseded.clear()
+        self._files.close()
         self.exchange.close()
 
 

@@ -14,9 +14,6 @@ from kvferry import ExchangeOptions, PeerSettings
 VARIABLE = "KVFERRY_LMCACHE"
 """The environment variable with settings as a JSON object, for processes without a plugin."""
 
-STALE_AFTER = 300.0
-"""LMCache's default for how long a peer keeps an object that was looked up."""
-
 Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
 
 
@@ -28,12 +25,12 @@ class Settings(PeerSettings, frozen=True, kw_only=True):
         read_timeout: after how many seconds a read is cancelled. Let it end well before LMCache's
             ``--p2p-load-timeout``, which gives the memory of a read away without asking.
         stale_after: for how many seconds reads from a peer fail after it has restarted, unless
-            LMCache asks for a new client: at least the peer's ``--l1-read-ttl-seconds``.
+            LMCache asks for a new client: at least the peer's ``--l1-read-ttl-seconds`` (300).
     """
 
     handshake_timeout: Seconds = 10.0
     read_timeout: Seconds = 10.0
-    stale_after: Annotated[float, Meta(ge=0)] = STALE_AFTER
+    stale_after: Annotated[float, Meta(ge=0)] = 300.0
 
     def options(self, host: str) -> ExchangeOptions:
         """Return the options of an exchange whose side channel is at ``host``."""

@@ -18,21 +18,13 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.core.errors import KVFerryError
+from kvferry.core.peer_settings import DEFAULT_DRIVER, AllowedPeers, PeerSettings, Source, Sources
 from kvferry.integrations.vllm import transfer_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HIGHEST_PORT = 65535
-DEFAULT_DRIVER = "loopback"
-"""The driver if none is set; like the default ``side_channel_host``, for engines of one host."""
-ANYWHERE = "anywhere"
-"""The value of ``allowed_peers`` that accepts every address."""
-
-Source = Annotated[str, Meta(min_length=1, max_length=4096)]
-"""An entry of a setting that is a list: a network, a public key, or the place of a key or secret
-(``file:PATH`` or ``env:NAME``).
-"""
 
 NIXL_KEYS = {
     "backends": "an agent has one backend; name it in driver_options, as backend",
@@ -148,12 +140,13 @@ class Config:
     log_requests: bool = False
     ticket_secrets: Annotated[tuple[Source, ...], Meta(max_length=8)] = ()
     curve_secret_key: Annotated[str, Meta(max_length=4096)] = ""
-    curve_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] = ()
-    allowed_peers: (
-        Annotated[tuple[Source, ...], Meta(max_length=4096)]
-        | Annotated[str, Meta(extra_json_schema={"const": ANYWHERE})]
-        | None
-    ) = None
+    curve_peers: Sources = ()
+    allowed_peers: AllowedPeers = None
+
+    @property
+    def peer_settings(self) -> PeerSettings:
+        """Those of the settings that every integration has."""
+        return msgspec.convert(self, PeerSettings, from_attributes=True)
 
 
 KEYS = tuple(f.name for f in fields(Config))
@@ -260,12 +253,7 @@ def _unknown_key(key: str) -> str:
 def _value_problem(key: str, value: object) -> str | None:
     """Return why the value of a setting is refused; ``None`` if it is accepted."""
     try:
-        config = msgspec.convert({key: value}, Config)
+        _ = msgspec.convert({key: value}, Config).peer_settings
     except msgspec.ValidationError as exc:
         return f"kv_connector_extra_config: {exc}"
-    if isinstance(config.allowed_peers, str) and config.allowed_peers != ANYWHERE:
-        return (
-            f"kv_connector_extra_config: {config.allowed_peers[:100]!r} is neither a list of "
-            f"networks, such as ['10.0.0.0/8'], nor {ANYWHERE!r} - at `$.allowed_peers`"
-        )
     return None

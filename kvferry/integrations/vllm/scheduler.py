@@ -25,7 +25,7 @@ from kvferry.integrations.vllm.metrics_export import FerryStats
 from kvferry.integrations.vllm.pauses import Pauses
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.security import SecurityFiles, warn_of_open_access
+from kvferry.integrations.vllm.security import security_files, warn_of_open_access
 from kvferry.integrations.vllm.side_channel import EngineSideChannel, loopback_risk, serve
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class FerryScheduler:
         risk = loopback_risk(config, chosen="side_channel_host" in extra)
         if facts.hands_over and risk:
             logger.warning("%s", risk)
-        self._security_files = SecurityFiles(config, facts.security, who="scheduler half")
+        self._security_files = security_files(config, facts.security, who="scheduler half")
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.lifecycle.rooms import Rooms
+from kvferry.core.peer_settings import DEFAULT_DRIVER
 from kvferry.core.side_channel.compatibility import engine_info
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import is_loopback_host, own_address
-from kvferry.integrations.vllm.config import DEFAULT_DRIVER, Config
+from kvferry.integrations.vllm.config import Config
 
 if TYPE_CHECKING:
     from kvferry.integrations.vllm.engine_facts import EngineFacts

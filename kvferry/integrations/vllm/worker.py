@@ -19,6 +19,7 @@ from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.metrics import LoadRecord
+from kvferry.core.security import SecurityFiles
 from kvferry.integrations.vllm import checks, compat_029, host_pool
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
@@ -38,7 +39,7 @@ from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMe
 from kvferry.integrations.vllm.metrics_export import FerryStats
 from kvferry.integrations.vllm.rank_position import current_rank_position, shared_incarnation
 from kvferry.integrations.vllm.request_reports import is_followed
-from kvferry.integrations.vllm.security import SecurityFiles, read_security_settings
+from kvferry.integrations.vllm.security import read_security_settings
 from kvferry.integrations.vllm.staging import is_staged, most_pages
 from kvferry.integrations.vllm.tracing import is_traced
 
@@ -342,7 +343,8 @@ def start_worker(
         enter=enter,
         copies=staged,
     )
-    files = SecurityFiles(config, security, who=f"rank {endpoint.payload.rank}", is_worker=True)
+    who = f"rank {endpoint.payload.rank}"
+    files = SecurityFiles(config.curve_peers, security.access, who=who)
     follows = is_followed(log=config.log_requests) or is_traced(vllm_config)
     return FerryWorker(
         endpoint,

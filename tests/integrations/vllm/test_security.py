@@ -12,17 +12,24 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.security import Access, Networks, PeerKeys, TicketSecrets, generate
-from kvferry.integrations.vllm import security
+from kvferry.core.security import (
+    Access,
+    Networks,
+    PeerKeys,
+    SecurityFiles,
+    TicketSecrets,
+    generate,
+)
 from kvferry.integrations.vllm.config import ConfigError, parse
 from kvferry.integrations.vllm.security import (
-    SecurityFiles,
     SecuritySettings,
     read_security_settings,
+    security_files,
     warn_of_open_access,
 )
 from tests.waiting import eventually
 
+CORE = "kvferry.core.security.security_files"
 OWN, PEER, OTHER = generate(), generate(), generate()
 SECRET = "a secret of both engines"
 ENVIRONMENT = {"OWN": OWN.secret.hex(), "SECRET": SECRET, "PEERS": PEER.public.hex()}
@@ -150,11 +157,15 @@ class Files:
 
     @contextmanager
     def watched(self, *, is_worker: bool = False) -> Iterator[None]:
-        watcher = SecurityFiles(
-            self.config, self.settings, who="rank 5", is_worker=is_worker, seconds=0.01
-        )
-        with closing(watcher):
-            yield
+        config, settings, who = self.config, self.settings, "rank 5"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"{CORE}.LOOK_SECONDS", 0.01)
+            with closing(
+                SecurityFiles(config.curve_peers, settings.access, who=who)
+                if is_worker
+                else security_files(config, settings, who=who)
+            ):
+                yield
 
 
 @pytest.fixture
@@ -250,7 +261,7 @@ def test_what_one_reading_finds_is_not_used_and_an_error_does_not_end_the_thread
             raise keys
         return keys
 
-    monkeypatch.setattr(security, "listed_keys", read)
+    monkeypatch.setattr(f"{CORE}.listed_keys", read)
     monkeypatch.setattr(PeerKeys, "replace", lambda _, keys: used.append(keys))
     with files.watched():
         eventually(lambda: bool(used))
@@ -268,7 +279,7 @@ def test_a_reading_that_hangs_does_not_hold_up_the_end_of_the_engine(
         assert goes_on.wait(60.0)
         return frozenset({PEER.public})
 
-    monkeypatch.setattr(security, "listed_keys", read)
+    monkeypatch.setattr(f"{CORE}.listed_keys", read)
     with files.watched():
         assert hangs.wait(60.0)
     goes_on.set()
@@ -287,5 +298,5 @@ def test_the_environment_is_not_watched() -> None:
     settings = admitted(**KEYS, **SIGNED)
     before = set(threading.enumerate())
     config = parse(KEYS | SIGNED)
-    SecurityFiles(config, settings, who="rank 0").close()
+    security_files(config, settings, who="rank 0").close()
     assert set(threading.enumerate()) <= before
