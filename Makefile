@@ -284,6 +284,7 @@ $(RAY_STAMP): pyproject.toml $(RAY_VLLM)/.installed-kvferry
 $(LMCACHE_STAMP): $(STAMP)
 	$(environment)
 	@cd $(VENV)/lib/python*/site-packages && pwd > $$(echo $(CURDIR)/$(LMCACHE)/lib/python*/site-packages)/vllm.pth
+	@$(LMCACHE)/bin/pip install --quiet --no-deps --editable .
 	@$(LMCACHE)/bin/pip uninstall --quiet --yes setuptools
 	@$(LMCACHE)/bin/pip install --quiet --no-deps 'lmcache==$(LMCACHE_VERSION)' aiofile aiofiles caio nvtx \
 		opentelemetry-exporter-prometheus redis setuptools_scm vcs_versioning

@@ -21,7 +21,7 @@ LMCACHE = [str(Path(sys.executable).with_name("lmcache"))]
 CHUNK = 32
 START_SECONDS = 300.0
 
-Start = Callable[..., None]
+Start = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
@@ -29,11 +29,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start processes of LMCache, which are stopped after the test."""
     with ExitStack() as stack:
 
-        def run(name: str, *options: str) -> None:
+        def run(name: str, *options: str) -> subprocess.Popen[bytes]:
             log = stack.enter_context((tmp_path / f"{name}.log").open("w"))
             process = subprocess.Popen([*LMCACHE, *options], stdout=log, stderr=log)
             stack.callback(process.wait)
             stack.callback(process.terminate)
+            return process
 
         yield run
 
@@ -47,10 +48,11 @@ def asked(port: int, path: str) -> Any:
         return None
 
 
-def wait_for_peer(port: int) -> None:
+def wait_for_peer(server: subprocess.Popen[bytes], port: int) -> None:
     """Wait until a server has found its peer, which it does in a round of its heartbeat."""
     end = time.monotonic() + START_SECONDS
     while (asked(port, "/status") or {}).get("p2p_peer_count") != 1:
+        assert server.poll() is None, f"{server.args!r} has ended: see its log"
         assert time.monotonic() < end
         time.sleep(1)
 
@@ -84,6 +86,7 @@ def test_a_prefix_that_one_engine_has_computed_is_read_for_another(
         "class_name": "KVFerryPlugin",
         "adapter_params": {"driver": driver},
     }
+    servers: dict[subprocess.Popen[bytes], int] = {}
     for name, port in (("first", first), ("second", second)):
         options = {
             "host": "127.0.0.1",
@@ -102,9 +105,9 @@ def test_a_prefix_that_one_engine_has_computed_is_read_for_another(
             "supported-transfer-mode": "engine_driven",
         }
         flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-        start(name, "server", *flags)
-    for port in (first, second):
-        wait_for_peer(port + 1)
+        servers[start(name, "server", *flags)] = port + 1
+    for server, port in servers.items():
+        wait_for_peer(server, port)
     alone = answer(model, 0)
     assert answer(model, first) == {"tokens": alone["tokens"], "cached": 0}
     stored = asked(first + 1, "/status")["storage_manager"]["l1_manager"]["total_object_count"]
