@@ -210,8 +210,8 @@ class Directory:
     @property
     def _asked_for(self) -> float:
         """For how long the producer is being asked that was asked last; ``inf`` if none is."""
-        newest = max((each.since for each in self._asked.values()), default=-math.inf)
-        return self._clock() - newest
+        newest = next(reversed(self._asked.values()), None)
+        return math.inf if newest is None else self._clock() - newest.since
 
     def _ask(self, key: PeerKey, incarnation: int | None) -> None:
         """Begin a handshake for an incarnation, unless there is one with this producer."""

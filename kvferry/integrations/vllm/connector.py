@@ -247,10 +247,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's ``RankReport`` to the scheduler half, or ``None`` if there is none."""
         report = self._worker.take_report() if self._worker is not None else None
-        adapters = AdapterReport(loads=tuple(self._adapter_loads), step=self._asks_adapters)
-        self._adapter_loads.clear()
-        self._asks_adapters = 0
-        if adapters:
+        if self._adapter_loads or self._asks_adapters:
+            adapters = AdapterReport(loads=tuple(self._adapter_loads), step=self._asks_adapters)
+            self._adapter_loads.clear()
+            self._asks_adapters = 0
             report = replace(report or RankReport(), adapters=adapters)
         if failed := self._failed_blocks.take_requests():
             report = replace(report or RankReport(), failed=failed)
