@@ -30,7 +30,6 @@ from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.endpoint import Load
 from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.page_copies import RunningCopies
-from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import decode_payload
@@ -51,6 +50,7 @@ from kvferry.core.side_channel_messages import (
     decode_request,
     encode,
 )
+from kvferry.core.slot_words import ScratchWords
 
 NAME = "prefill"
 LAYERS, BLOCKS = 80, 20_000

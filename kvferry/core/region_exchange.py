@@ -37,14 +37,15 @@ from kvferry.core.errors import (
 )
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import NOTHING, Incarnation, random_incarnation
-from kvferry.core.memory import Region, U64Array, region_of
-from kvferry.core.messages import FINGERPRINT_WORDS, MAX_LEASE, WORD_BYTES, Coordinates, RankPayload
+from kvferry.core.memory import Region, U64Array
+from kvferry.core.messages import MAX_LEASE, WORD_BYTES, Coordinates, RankPayload
 from kvferry.core.security import NEARBY, Access
 from kvferry.core.side_channel.client import fetch
 from kvferry.core.side_channel.compatibility import agree
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
+from kvferry.core.slot_words import ScratchWords, SlotTable
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.transport.copies import Copies, Segment, copies_between
 from kvferry.core.transport.merged_copies import merge_copies
@@ -195,7 +196,9 @@ class RegionExchange:
     ) -> None:
         self.region, self.incarnation = region, random_incarnation()
         self._name, self._options = name, options
-        self._words = _Words(self.incarnation)
+        self._served = SlotTable(1)  # its one word says whether the region is served
+        self._served.words[0] = self.incarnation
+        self._scratch = ScratchWords(MAX_READS)
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
         self._lock = threading.RLock()
@@ -334,7 +337,7 @@ class RegionExchange:
                 return
             self._closing = True
             # First: from now on, no peer takes what it reads for this exchange's.
-            self._words.end()
+            self._served.words[0] = NOTHING
             for task in list(self._reads):  # one that was not posted ends at once
                 self._calls.transfers.cancel(task)
         self._server.close()
@@ -368,8 +371,8 @@ class RegionExchange:
     # Under the lock.
 
     def _publish(self, driver: str, agreement: Mapping[str, str]) -> RankPayload:
-        words = self._words
-        for region in (self.region, words.slots, words.header, words.watermarks, words.scratch):
+        words, header, watermarks = self._served.regions
+        for region in (self.region, words, header, watermarks, self._scratch.region):
             self._transport.register(region)
         return RankPayload(
             oldest=OLDEST_PROTOCOL,
@@ -382,10 +385,10 @@ class RegionExchange:
             layout=Layout(regions=(self.region,), groups=(), fields=()),
             driver=driver,
             address=self._transport.address(),
-            slots=words.slots,
+            slots=words,
             lease=MAX_LEASE,
-            fingerprint=words.header,
-            watermarks=words.watermarks,
+            fingerprint=header,
+            watermarks=watermarks,
         )
 
     def _check_open(self) -> None:
@@ -453,18 +456,18 @@ class RegionExchange:
 
     def _fence(self, task: RegionRead, remote: RemoteRegion, connection: PeerId) -> None:
         """Read the peer's word, which says whether it still serves its region."""
-        index = self._words.take()
+        index = self._scratch.take()
 
         def landed(_: Read) -> None:
-            stands = self._words.give_back(index) == remote.incarnation
+            stands = self._scratch.give_back(index) == remote.incarnation
             self._end(task, None if stands else StaleError("the peer has closed its region"))
 
         def lost(error: KVFerryError) -> None:
-            self._words.give_back(index)
+            self._scratch.give_back(index)
             self._end(task, error)
 
         word = remote.payload.slots
-        here = self._words.scratch
+        here = self._scratch.region
         pair = here.address + index * WORD_BYTES, word.address, WORD_BYTES
         self._calls.transfers.add(
             Read(
@@ -548,29 +551,3 @@ class RegionExchange:
                 raise HandshakeError(f"the peer at {remote} serves no single region")
             return theirs
         raise AdmissionError("; ".join(reasons))
-
-
-class _Words:
-    """The words that say whether a region is served, and those that peers' words are read into."""
-
-    def __init__(self, incarnation: int) -> None:
-        self._memory = np.zeros(FINGERPRINT_WORDS + 2 + MAX_READS, np.uint64)
-        header, word, watermark, scratch = np.split(
-            self._memory, [FINGERPRINT_WORDS, FINGERPRINT_WORDS + 1, FINGERPRINT_WORDS + 2]
-        )
-        word[0] = incarnation
-        self._word, self._read, self._free = word, scratch, list(range(MAX_READS))
-        self.header, self.slots = region_of(header), region_of(word)
-        self.watermarks, self.scratch = region_of(watermark), region_of(scratch)
-
-    def end(self) -> None:
-        self._word[0] = NOTHING
-
-    def take(self) -> int:
-        index = self._free.pop()
-        self._read[index] = NOTHING
-        return index
-
-    def give_back(self, index: int) -> int:
-        self._free.append(index)
-        return int(self._read[index])

@@ -33,6 +33,7 @@ from kvferry.core.errors import (
     TransferCancelledError,
     TransportUsageError,
 )
+from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.security import Access, Networks, generate
 from kvferry.core.transport import Quiescence
 from kvferry.testing import Fault, FaultyTransport, Schedule
@@ -254,7 +255,7 @@ def test_a_region_that_was_closed_is_not_read_though_its_process_lives(
     here, there = side(), side(seed=1)
     remote = here.exchange.connect("127.0.0.1", there.exchange.port)
     # As if the driver still reached the memory: what it reads is another's by now.
-    there.exchange._words.end()
+    there.exchange._served.words[0] = NOTHING
     assert isinstance(here.outcome(here.read(remote)), StaleError)
 
 

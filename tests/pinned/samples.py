@@ -20,7 +20,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
-from kvferry.core.endpoint.hold_server import SlotTable
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import ContextParallel, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold
@@ -30,6 +29,7 @@ from kvferry.core.memory import Region, region_of
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.ticket_proof import check as check_proof
 from kvferry.core.security.ticket_proof import fingerprint
+from kvferry.core.slot_words import SlotTable
 from kvferry.core.transport.addresses import digest_of
 from kvferry.drivers.loopback import address as loopback
 from kvferry.drivers.loopback.notifications import ChannelHello

@@ -17,11 +17,10 @@ from functools import partial
 from kvferry.core.directory.news import ProducerNews
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.driver_calls.driver_calls import DriverCalls
-from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
+from kvferry.core.endpoint.hold_server import HoldServer
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.load_manager import LoadManager
 from kvferry.core.endpoint.page_copies import PageCopies, RunningCopies
-from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     Cause,
@@ -36,7 +35,6 @@ from kvferry.core.lifecycle.holds import EndedHold, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
-from kvferry.core.memory import region_of
 from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
 from kvferry.core.options import DEFAULTS, EndpointOptions
@@ -44,6 +42,7 @@ from kvferry.core.planner.unwritten import Spans, zero_cpu
 from kvferry.core.security.ticket_proof import fingerprint
 from kvferry.core.side_channel.sockets import port_at
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL
+from kvferry.core.slot_words import ScratchWords, SlotTable
 from kvferry.core.transport import EnterThread, Transport, enter_nothing
 
 logger = logging.getLogger(__name__)
@@ -400,7 +399,7 @@ class Endpoint:
     ) -> RankPayload:
         """Register the memory that peers read, and return what the handshake tells of it."""
         identity, table = self._identity, self._slot_table
-        words, header, watermarks = map(region_of, (table.words, table.header, table.watermarks))
+        words, header, watermarks = table.regions
         for region in (*layout.regions, words, header, watermarks, scratch.region):
             self._transport.register(region)
         return RankPayload(

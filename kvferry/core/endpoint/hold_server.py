@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import KVFerryError, WireError
@@ -17,35 +15,15 @@ from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.leased_holds import LeasedHolds, ReleaseOutcome
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, MAX_SILENT, Silence
-from kvferry.core.messages import FINGERPRINT_WORDS, Heartbeat, Note, Renewal, decode_notes
+from kvferry.core.messages import Heartbeat, Note, Renewal, decode_notes
 from kvferry.core.metrics import IGNORED, LATE, CopyDirection, Metrics
+from kvferry.core.slot_words import SlotTable
 from kvferry.core.transport import Notification
 
 logger = logging.getLogger(__name__)
 
 NAMED_REQUESTS = 3
 """The most requests that a warning of expired leases names."""
-
-
-class SlotTable:
-    """8-byte words in CPU memory that peers read one-sidedly; it is never moved.
-
-    A word is written by one aligned store, so that a peer sees the old or the new word.
-    """
-
-    def __init__(self, slots: int) -> None:
-        slots = max(slots, 1)
-        memory = np.zeros(FINGERPRINT_WORDS + 2 * slots, dtype=np.uint64)
-        self.header = memory[:FINGERPRINT_WORDS]
-        """The fingerprint of the key that proves tickets; 0 until written."""
-        self.words = memory[FINGERPRINT_WORDS:-slots]
-        """For each slot, whether its hold stands."""
-        self.watermarks = memory[-slots:]
-        """For each slot, how far the request's pages are computed."""
-
-    def write_fingerprint(self, fingerprint: bytes) -> None:
-        """Write a fingerprint of ``FINGERPRINT_BYTES`` into the header."""
-        self.header[:] = np.frombuffer(fingerprint, dtype="<u8")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

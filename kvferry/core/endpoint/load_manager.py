@@ -20,7 +20,6 @@ from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.endpoint.peers import Peer, Peers
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
-    ScratchWords,
     SlotRead,
     SlotReads,
     fitting,
@@ -54,6 +53,7 @@ from kvferry.core.options import EndpointOptions
 from kvferry.core.planner.build_copies import CopyBatches, Workspace
 from kvferry.core.planner.unwritten import Spans, first_written_tokens, unwritten_spans
 from kvferry.core.side_channel_messages import encode
+from kvferry.core.slot_words import ScratchWords
 from kvferry.core.transport import PeerId, Quiescence
 
 logger = logging.getLogger(__name__)

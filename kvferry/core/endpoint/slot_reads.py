@@ -14,11 +14,11 @@ from kvferry.core.driver_calls.error_containment import ErrorContainment
 from kvferry.core.driver_calls.transfers import Read, Transfers
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
-from kvferry.core.lifecycle.holds import NOTHING
-from kvferry.core.memory import Region, region_of
+from kvferry.core.memory import Region
 from kvferry.core.messages import WORD_BYTES, Note
 from kvferry.core.security.ticket_proof import fingerprint
 from kvferry.core.side_channel_messages import encode
+from kvferry.core.slot_words import ScratchWords
 from kvferry.core.transport.copies import Copies, copies_between
 
 T = TypeVar("T")
@@ -28,8 +28,6 @@ Checked = Callable[[KVFerryError | None], None]
 
 MAX_BATCH = 64
 """The most slot words in one batch, and the most notes in one notification."""
-SCRATCH_WORDS = 1 << 12
-"""The most slot words whose reads are under way at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,32 +42,6 @@ class SlotRead:
     note: Note | None = None  # bound to the read: a ``Renewal``, or "done" of a fence
     landed: Callable[[int, float], None]  # called with the word and the seconds that the read took
     lost: Callable[[KVFerryError], None]  # called instead if it failed; no more bytes land
-
-
-class ScratchWords:
-    """Own the local 8-byte words that slot words are read into; ``region`` is their memory."""
-
-    def __init__(self, words: int = SCRATCH_WORDS) -> None:
-        self._words = np.full(words, NOTHING, dtype=np.uint64)
-        self._free = list(range(words))
-        self.region: Region = region_of(self._words)
-
-    @property
-    def free(self) -> int:
-        """Return the number of words that can be taken now."""
-        return len(self._free)
-
-    def take(self) -> int:
-        """Return the index of a free word, of which there must be one, until ``give_back``."""
-        # A word that is never read into must look like a slot without a hold.
-        index = self._free.pop()
-        self._words[index] = NOTHING
-        return index
-
-    def give_back(self, index: int) -> int:
-        """Free a word whose read has ended, and return its value."""
-        self._free.append(index)
-        return int(self._words[index])
 
 
 class SlotReads:

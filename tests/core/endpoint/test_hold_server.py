@@ -7,13 +7,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
+from kvferry.core.endpoint.hold_server import HoldServer
 from kvferry.core.endpoint.page_copies import RunningCopies
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.memory import region_of
 from kvferry.core.metrics import Metrics
 from kvferry.core.security.ticket_proof import FINGERPRINT_BYTES
+from kvferry.core.slot_words import SlotTable
 from tests.core.endpoint.engines import Clock
 
 INCARNATION = random_incarnation()

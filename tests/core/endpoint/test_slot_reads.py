@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from kvferry.core.driver_calls.error_containment import ErrorContainment
 from kvferry.core.driver_calls.transfers import Read
-from kvferry.core.endpoint.slot_reads import MAX_BATCH, ScratchWords, SlotRead, SlotReads, fitting
+from kvferry.core.endpoint.slot_reads import MAX_BATCH, SlotRead, SlotReads, fitting
 from kvferry.core.errors import KVFerryError, PeerLostError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region
 from kvferry.core.messages import WORD_BYTES, Note, Release, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
+from kvferry.core.slot_words import ScratchWords
 from kvferry.core.transport import PeerId
 from kvferry.core.transport.copies import Copies
 
