@@ -171,9 +171,6 @@ class AdapterReport:
     loads: tuple[AdapterLoad, ...] = ()  # since the last reports, in order for each rank
     step: int = 0  # the step's number, if the scheduler half asked for a report
 
-    def __bool__(self) -> bool:
-        return bool(self.loads or self.step)
-
     def aggregate(self, other: AdapterReport) -> AdapterReport:
         """Return the reports of these and of other ranks on the same step, merged."""
         return AdapterReport(loads=self.loads + other.loads, step=min(self.step, other.step))
