@@ -131,20 +131,6 @@ def test_a_request_hears_of_its_room_until_the_ticket(at: Scene) -> None:
     assert not at.pending
 
 
-def test_requests_of_one_room_hear_the_newest_whenever_they_come(at: Scene) -> None:
-    at.rooms.open(A)
-    at.follow("d-1", A)
-    at.rooms.publish(A, b"one")
-    assert at.part("d-1") == b"one"
-    at.follow("d-2", A)
-    assert at.part("d-2") == b"one"
-    at.rooms.finish(A, b"ticket")
-    assert [at.part(each) for each in ("d-1", "d-2")] == [b"ticket"] * 2
-    at.end("d-1")
-    at.follow("d-3", A)
-    assert at.part("d-3") == b"ticket"
-
-
 def test_requests_with_one_name_and_unlike_prompts_hear_of_their_own_over_one_connection(
     at: Scene,
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +15,14 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.endpoint.lease_renewal import SEARCH_SECONDS, LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.slot_reads import SlotRead
 from kvferry.core.errors import (
-    EndpointClosedError,
     KVFerryError,
     StaleError,
     TicketError,
     TransportError,
 )
-from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
+from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import RemoteRank
-from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, HEARTBEAT_SECONDS
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
 from kvferry.core.messages import Heartbeat, Note, Release, Renewal, decode_notes
@@ -300,22 +298,6 @@ def silent(prefill: Engine) -> list[int]:
     return [len(rank.endpoint.silent()) for rank in prefill.ranks]
 
 
-def test_holds_of_a_live_consumer_are_never_silent(clock: Clock) -> None:
-    """One heartbeat per second and rank serves all holds, without a renewal for each."""
-    with pair(clock, 2, LONG_LEASES) as (prefill, decode, drivers):
-        for number in range(30):
-            decode.prepare(prefill.serve(f"p-{number}", [number + 1], 4))
-        drivers.wait_for(Renewal, [29, 29])
-        for driver in drivers:
-            driver.received.clear()
-        before = clock()
-        drivers.pass_time(clock, 9, HEARTBEAT_SECONDS, Heartbeat)
-        assert silent(prefill) == [0, 0]
-        for driver in drivers:
-            assert 9 <= len(driver.notes(Heartbeat)) <= clock() - before + 2
-            assert not driver.notes(Renewal)
-
-
 def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ended(
     clock: Clock,
 ) -> None:
@@ -393,16 +375,6 @@ def test_several_requests_load_and_one_done_ends_the_hold(clock: Clock) -> None:
         assert not any(map(decode.error, loads))
         assert not any(decode.wrong_bytes(pages, 8) for pages in loads.values())
         decode.pull("done", ticket, [], nothing=True)
-
-
-def test_an_aborted_request_does_not_end_the_shared_hold(clock: Clock) -> None:
-    with two_ranks(clock) as (prefill, decode):
-        ticket = prefill.serve("p-1", [1], 4)
-        decode.pull("d-1", ticket, [2], shared=True, passed=threading.Event().is_set)
-        for rank in decode.ranks:
-            rank.endpoint.abort(RequestId("d-1"))
-        assert isinstance(decode.error("d-1"), EndpointClosedError)
-        assert decode.load("d-2", ticket, [3]) is None
 
 
 def test_a_shared_request_that_needs_nothing_connects_to_no_producer(clock: Clock) -> None:

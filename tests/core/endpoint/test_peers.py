@@ -53,7 +53,6 @@ from tests.core.endpoint.engines import (
     pull,
 )
 from tests.core.endpoint.side_channels import SideChannel
-from tests.core.endpoint.transports import ScriptedTransport
 from tests.core.messages import payload
 
 
@@ -125,24 +124,6 @@ def ping(
     )
     options = EndpointOptions(liveness_interval=30.0, liveness_misses=misses)
     return start_pings(reply, options, wanted=wanted, lost=lost.put)
-
-
-def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() -> None:
-    lost = Lost()
-    with (
-        Engine("one") as one,
-        Engine("two") as two,
-        socket.create_server(("127.0.0.1", 0)) as silent,
-    ):
-        tasks = [
-            ping("silent", silent.getsockname()[1], 1, lost),
-            ping("one", one.server.port, one.incarnation, lost),
-            ping("two", two.server.port, two.incarnation, lost),
-        ]
-        one.server.close()
-        assert "engine one missed 3 of 3 pings: nobody listens" in str(lost.get(timeout=20))
-        for task in [*tasks, *tasks]:
-            task.cancel()
 
 
 @pytest.mark.parametrize(
@@ -224,22 +205,6 @@ def test_a_producer_that_the_directory_lets_go_stays_connected_while_it_is_used(
         prefill.step()
         assert decode.error("d-1") is None
         wait_for_end(driver)
-
-
-def test_a_producer_that_could_not_be_connected_is_tried_again_after_a_pause(
-    prefill: Engine, clock: Clock, driver: ScriptedTransport
-) -> None:
-    with Engine("decode", transport=lambda: driver, clock=clock) as decode:
-        known = decode.endpoint._load_manager.peers
-        driver.raises["connect"] = ConnectError("nobody there")
-        assert isinstance(load(prefill, decode, 1), ConnectError)
-        driver.raises.clear()
-        pull(prefill, decode, 2)
-        eventually(lambda: bool(known._backing_off), "it waits")
-        assert not driver.connected
-        clock.skip(0.1)
-        assert outcomes(decode, 2) == [None]
-        assert not known._backing_off
 
 
 def test_a_producer_that_goes_while_it_is_connected_is_disconnected(prefill: Engine) -> None:
