@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
@@ -22,6 +23,10 @@ from kvferry.drivers.loopback import LoopbackTransport
 Direction = Literal["requests", "replies"]
 DIRECTIONS: frozenset[Direction] = frozenset({"requests", "replies"})
 PENDING = Status(state=State.PENDING)
+STAGES = ("before the handshake", "during the handshake", "reading", "fencing", "finishing")
+"""The stages of a load. Finishing: the fence is final, and not yet reported to the engine."""
+OVER = os.environ.get("KVFERRY_FAULTS_OVER", "loopback")
+"""The driver of the tests in this run. A process should not load both NIXL's UCX and another."""
 
 
 def is_slot_read(copies: Copies) -> bool:
@@ -38,7 +43,7 @@ class StagedTransport(Transport):
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
-        self.at: dict[str, Callable[[], None]] = {}
+        self.at: dict[str, Callable[[], object]] = {}
         """What to call, by stage."""
         self.slot_reads = 0
         """The number of reads of slot words so far."""

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.faults.cells import CABLE, STAGES, Cell
+from tests.faults.cable import STAGES
 from tests.faults.engine_processes import (
     LEASE,
     LONG_LEASE,
@@ -48,16 +48,13 @@ def prefill(networks: Networks) -> Iterator[EngineProcess]:
 def test_load_across_cut_link_is_correct_or_fails(
     networks: Networks, prefill: EngineProcess, stage: str
 ) -> None:
-    cell = Cell(side="producer", fault="cut off", stage=stage, driver=CABLE)
     with engine_process(run_consumer, stage, "ucx", SETTINGS, networked=True) as decode:
         assert decode.answer() == "ready"
         decode.pipe.send((prefill.ask("serve", "p-1", LEASE), LOCAL))
         assert decode.answer() == "here"
         networks.cut("far")
-        cell.start_clock()
         decode.pipe.send("go on")
         outcome, is_right = decode.answer()
-        cell.write(outcome)
         assert (outcome == "loaded") is (stage == "finishing")
         assert is_right or outcome != "loaded"
     networks.restore()
