@@ -7,10 +7,9 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransferCancelledError
@@ -41,8 +40,8 @@ def is_fence(notify: bytes | None) -> bool:
 class StagedTransport(Transport):
     """A mixin for drivers: calls a function, once, when a load reaches a stage."""
 
-    def __init__(self, **settings: object) -> None:
-        super().__init__(**settings)
+    def __init__(self) -> None:
+        super().__init__()
         self.at: dict[str, Callable[[], object]] = {}
         """What to call, by stage."""
         self.slot_reads = 0
@@ -179,12 +178,10 @@ class StagedCable(StagedTransport, CableTransport):
     """Loopback over a simulated cable that also calls functions at stages."""
 
 
-def staged_transport(
-    driver: str = "loopback", settings: Mapping[str, object] = MappingProxyType({})
-) -> StagedTransport:
-    """Make a driver, with these settings of its own, that calls functions at stages."""
+def staged_transport(driver: str = "loopback") -> StagedTransport:
+    """Make a driver that calls functions at stages."""
     kind = load(driver)
-    made: StagedTransport = type(f"Staged{kind.__name__}", (StagedTransport, kind), {})(**settings)
+    made: StagedTransport = type(f"Staged{kind.__name__}", (StagedTransport, kind), {})()
     return made
 
 

@@ -132,13 +132,6 @@ def test_axes_without_something_to_index_are_refused() -> None:
         layout(heads(), groups=[STATE])
 
 
-def test_groups_may_share_bytes_and_fields_of_one_group_may_not() -> None:
-    k, v = heads("k"), heads("v", group=1)
-    layout(k, v, groups=[paged(), paged()])
-    with pytest.raises(LayoutError, match="fields 'k' and 'v'"):
-        layout(k, replace_field(v, group=0))
-
-
 def test_fields_that_share_bytes_through_overlapping_regions_are_refused() -> None:
     """The regions are equal, or the end of one lies inside the other."""
     one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
