@@ -142,7 +142,7 @@ def test_a_producer_that_dies_is_down_until_it_is_forgotten(
         assert totals.of(PEERS_DOWN) == {("0",): 1}
         clock.skip(601.0)
         eventually(lambda: totals.of(PEERS_DOWN) == {("0",): 0}, "it is forgotten")
-    [found] = [r for r in caplog.records if "given up with 1 loads" in r.getMessage()]
+    [found] = [r for r in caplog.records if "given up with 1 requests" in r.getMessage()]
     assert found.levelno == logging.WARNING
 
 
@@ -209,6 +209,6 @@ def test_a_producer_that_goes_unused_and_an_aborted_load_are_no_warnings(
             prefill.server.close()
             eventually(lambda: totals.of(LOST_PEERS) == {("prefill",): 1}, "it is given up")
             eventually(lambda: driver.open_connections == 0, "the connection is released")
-    what = "request d-1: not loaded" if is_aborted else "given up with 0 loads"
+    what = "request d-1: not loaded" if is_aborted else "given up with 0 requests"
     [found] = [r for r in caplog.records if what in r.getMessage()]
     assert found.levelno == logging.DEBUG

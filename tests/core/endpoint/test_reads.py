@@ -199,61 +199,6 @@ def test_a_cancelled_read_is_ended_at_the_deadline_of_its_own_load(
         assert len(stubborn.disconnected) == 1
 
 
-# After a failed read, a producer is connected anew, even if its loads overlap.
-
-
-@pytest.fixture
-def stalled(driver: ScriptedTransport) -> ScriptedTransport:
-    driver.default = PENDING
-    return driver
-
-
-def test_overlapping_loads_do_not_keep_a_connection_on_which_a_read_failed(
-    prefill: Engine, stalled: ScriptedTransport
-) -> None:
-    with Engine("decode", options=OPTIONS, transport=lambda: stalled) as decode:
-        start_reads(prefill, decode, stalled, 1, 2)
-        stalled.statuses[0] = FAILED
-        assert "a link flapped" in str(outcomes(decode, 1)[0])
-        pull(prefill, decode, 3)
-        waiting = prefill.serve("p-4", [4], TOKENS)
-        decode.prepare(waiting)
-        assert len(stalled.connected) == 1
-        assert len(stalled.pages) == 2, "new loads wait until the earlier ones are over"
-        stalled.statuses[1] = DONE
-        assert outcomes(decode, 2) == [None]
-        wait_for_reads(stalled, 3)
-        assert len(stalled.connected) == 2, "on a new connection"
-        assert len(stalled.disconnected) == 1
-        stalled.statuses.update({2: DONE, 3: DONE})
-        decode.pull("d-4", waiting, [4])
-        assert outcomes(decode, 3, 4) == [None, None]
-        assert len(stalled.connected) == 2
-
-
-def test_loads_wait_for_a_new_connection_at_most_until_the_others_deadline(
-    prefill: Engine, stalled: ScriptedTransport, clock: Clock
-) -> None:
-    """The producer is told of a load that is aborted while it waits."""
-    with Engine("decode", options=OPTIONS, transport=lambda: stalled, clock=clock) as decode:
-        start_reads(prefill, decode, stalled, 1, 2)
-        stalled.statuses[0] = FAILED
-        outcomes(decode, 1)
-        clock.skip(LOAD_TIMEOUT / 2)
-        pull(prefill, decode, 3, 4)
-        abort(decode, 3)
-        assert outcomes(decode, 3) != [None]
-        stalled.statuses[2] = DONE
-        clock.skip(LOAD_TIMEOUT / 2 + 2.0)
-        over_deadline, other = outcomes(decode, 2, 4)
-        assert isinstance(over_deadline, DeadlineError)
-        assert other is None
-        eventually(
-            lambda: prefill.endpoint.held == 1,
-            "the producer is told of all loads but the one whose connection was closed",
-        )
-
-
 def test_loads_aborted_before_their_handshake_fails_leave_no_state_behind(prefill: Engine) -> None:
     options = dataclasses.replace(OPTIONS, handshake_timeout=0.3)
     with (
@@ -352,21 +297,17 @@ def test_the_loss_of_one_engine_does_not_disconnect_the_other(driver: RecordingT
         assert both.decode.endpoint.healthy
 
 
-@pytest.mark.parametrize("other_reads", [False, True])
-def test_a_shared_connection_is_replaced_unless_another_engine_is_read_over_it(
-    driver: ScriptedTransport, other_reads: bool
+def test_a_read_that_fails_alone_costs_no_other_load_of_its_connection(
+    driver: ScriptedTransport,
 ) -> None:
     with two(driver) as both:
         both.start_reads(driver)
         driver.statuses[1] = FAILED
         assert outcomes(both.decode, 2) != [None]
-        if not other_reads:
-            driver.statuses[0] = DONE
-            assert outcomes(both.decode, 1) == [None]
         start_reads(both.real, both.decode, driver, 3)
-        assert len(driver.disconnected) == (0 if other_reads else 1)
         driver.statuses.update({0: DONE, 2: DONE})
-        assert not any(outcomes(both.decode, *((3, 1) if other_reads else (3,))))
+        assert outcomes(both.decode, 1, 3) == [None, None]
+        assert len(driver.connected) == 1
 
 
 @pytest.mark.parametrize(
