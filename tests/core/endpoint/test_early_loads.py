@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord
-from kvferry.core.errors import KVFerryError, PeerLostError, TicketError, TransportError
+from kvferry.core.endpoint import Load, LoadRecord
+from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.planner.build_copies import Pages
@@ -23,13 +23,6 @@ from tests.core.endpoint.engines import (
     LAYERS,
     Engine,
     eventually,
-    load,
-    outcomes,
-    pull,
-)
-from tests.core.endpoint.transports import (
-    ScriptedTransport,
-    failed,
 )
 from tests.core.messages import altered
 
@@ -208,23 +201,6 @@ def test_a_part_that_was_altered_fails_the_load(what: str, is_last: bool) -> Non
         part = prompt.finish() if is_last else prompt.part(2)
         decode.extend("d", HOSTILE[what](part), is_last=is_last)
         assert isinstance(decode.error("d"), KVFerryError if what == "no pages" else TicketError)
-
-
-def test_an_early_load_does_not_keep_a_connection_on_which_a_read_failed(
-    prefill: Engine, prompt: Prompt, driver: ScriptedTransport
-) -> None:
-    options = EndpointOptions(liveness_interval=0.0)
-    with Engine("decode", options=options, transport=lambda: driver) as decode:
-        begin(prompt, decode, "d-0")
-        driver.statuses[len(driver.pages)] = failed(TransportError("a link flapped"))
-        assert "a link flapped" in str(load(prefill, decode, 7))
-        assert len(driver.connected) == 1
-        pull(prefill, decode, 14)
-        early, other = outcomes(decode, 0, 14)
-        assert isinstance(early, PeerLostError)
-        assert other is None
-        assert len(driver.connected) == 2
-        eventually(lambda: prefill.endpoint.held == 0, "prefill is told")
 
 
 def test_parts_for_a_request_without_an_early_load_are_ignored(

@@ -124,7 +124,7 @@ def test_a_producer_that_dies_is_down_until_it_is_forgotten(
         assert totals.of(PEERS_DOWN) == {("0",): 1}
         clock.skip(601.0)
         eventually(lambda: totals.of(PEERS_DOWN) == {("0",): 0}, "it is forgotten")
-    [found] = [r for r in caplog.records if "given up with 1 loads" in r.getMessage()]
+    [found] = [r for r in caplog.records if "given up with 1 requests" in r.getMessage()]
     assert found.levelno == logging.WARNING
 
 

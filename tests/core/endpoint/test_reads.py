@@ -9,7 +9,6 @@ import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import (
-    DeadlineError,
     EndpointClosedError,
     PeerLostError,
     TransportError,
@@ -159,59 +158,18 @@ def test_an_aborted_load_ends_no_others_and_without_others_its_connection_is_clo
         assert stubborn.disconnected == set()
 
 
-# After a failed read, a producer is connected anew, even if its loads overlap.
-
-
-@pytest.fixture
-def stalled(driver: ScriptedTransport) -> ScriptedTransport:
+def test_a_read_that_fails_alone_costs_no_other_load_of_its_connection(
+    prefill: Engine, driver: ScriptedTransport
+) -> None:
     driver.default = PENDING
-    return driver
-
-
-def test_overlapping_loads_do_not_keep_a_connection_on_which_a_read_failed(
-    prefill: Engine, stalled: ScriptedTransport
-) -> None:
-    with Engine("decode", options=OPTIONS, transport=lambda: stalled) as decode:
-        start_reads(prefill, decode, stalled, 1, 2)
-        stalled.statuses[0] = FAILED
-        assert "a link flapped" in str(outcomes(decode, 1)[0])
-        pull(prefill, decode, 3)
-        waiting = prefill.serve("p-4", [4], TOKENS)
-        decode.prepare(waiting)
-        assert len(stalled.connected) == 1
-        assert len(stalled.pages) == 2, "new loads wait until the earlier ones are over"
-        stalled.statuses[1] = DONE
-        assert outcomes(decode, 2) == [None]
-        wait_for_reads(stalled, 3)
-        assert len(stalled.connected) == 2, "on a new connection"
-        assert len(stalled.disconnected) == 1
-        stalled.statuses.update({2: DONE, 3: DONE})
-        decode.pull("d-4", waiting, [4])
-        assert outcomes(decode, 3, 4) == [None, None]
-        assert len(stalled.connected) == 2
-
-
-def test_loads_wait_for_a_new_connection_at_most_until_the_others_deadline(
-    prefill: Engine, stalled: ScriptedTransport, clock: Clock
-) -> None:
-    """The producer is told of a load that is aborted while it waits."""
-    with Engine("decode", options=OPTIONS, transport=lambda: stalled, clock=clock) as decode:
-        start_reads(prefill, decode, stalled, 1, 2)
-        stalled.statuses[0] = FAILED
-        outcomes(decode, 1)
-        clock.skip(LOAD_TIMEOUT / 2)
-        pull(prefill, decode, 3, 4)
-        abort(decode, 3)
-        assert outcomes(decode, 3) != [None]
-        stalled.statuses[2] = DONE
-        clock.skip(LOAD_TIMEOUT / 2 + 2.0)
-        over_deadline, other = outcomes(decode, 2, 4)
-        assert isinstance(over_deadline, DeadlineError)
-        assert other is None
-        eventually(
-            lambda: prefill.endpoint.held == 1,
-            "the producer is told of all loads but the one whose connection was closed",
-        )
+    with Engine("decode", options=OPTIONS, transport=lambda: driver) as decode:
+        start_reads(prefill, decode, driver, 1, 2)
+        driver.statuses[1] = failed(TransportError("a link flapped"))
+        assert outcomes(decode, 2) != [None]
+        start_reads(prefill, decode, driver, 3)
+        driver.statuses.update({0: DONE, 2: DONE})
+        assert outcomes(decode, 1, 3) == [None, None]
+        assert len(driver.connected) == 1
 
 
 # Engines that publish the same transport address.

@@ -137,7 +137,7 @@ def test_unexpected_events_change_nothing() -> None:
 
 def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
     load, now = begin(0, computed=False, tokens=8, deadline=10.0), 100.0
-    assert (load.awaits_parts, load.is_idle) == (True, True)
+    assert load.is_idle
     load.tick(now)
     assert load.acts == [(CHECK, 0)], "the deadline counts after the last part"
     assert not load.is_idle
@@ -153,7 +153,7 @@ def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
     load.watermark_read(0, HOLD.watermark(8))
     assert load.acts == [(READ, 0, 8)]
     load.pages_read(0)
-    assert (load.awaits_parts, load.is_idle) == (True, True)
+    assert load.is_idle
     load.extend(HOLD, 16, 10.0)
     load.tick(now + WATERMARK_SECONDS)
     load.watermark_read(0, HOLD.watermark(14))
@@ -161,7 +161,7 @@ def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
     load.pages_read(0)
     load.finish(HOLD, computed=True, deadline=LATE)
     assert load.acts == [(READ, 12, None)]
-    assert (load.awaits_parts, load.is_idle) == (False, False)
+    assert not load.is_idle
     load.pages_read(0)
     load.tick(LATE - 1.0)
     assert load.acts == [(FENCE, 0)]
