@@ -39,7 +39,6 @@ from tests.core.endpoint.engines import (
     pull,
 )
 from tests.core.endpoint.transports import (
-    LOAD_TIMEOUT,
     PENDING,
     ScriptedTransport,
     three_engines,
@@ -81,22 +80,6 @@ def test_an_exception_in_a_call_for_one_load_costs_at_most_that_load(
             pull(prefill, decode, 1, 2)
             assert outcomes(decode, 1, 2) == [None, None]
         assert decode.endpoint.healthy
-
-
-def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced(
-    driver: ScriptedTransport, clock: Clock
-) -> None:
-    with recovering(driver, clock) as (prefill, decode):
-        driver.default, driver.unknown = PENDING, {0}
-        pull(prefill, decode, 1, 2)
-        eventually(lambda: len(driver.cancelled) == 1, "the first read is cancelled")
-        clock.skip(LOAD_TIMEOUT / 2)
-        driver.default = None
-        assert decode.error("d-2") is None, "another load from the same peer succeeds"
-        error = decode.error("d-1")
-        assert "cannot say how a read stands: unexpected ZeroDivisionError" in str(error)
-        assert len(driver.disconnected) == 1, "only a disconnect proves that no byte lands any more"
-        eventually(lambda: decode.endpoint.healthy, "a round has run since the skip")
 
 
 PROBLEM = "the driver's {} failed, again and again, with ZeroDivisionError: a bug; restart the"

@@ -19,7 +19,7 @@ from kvferry.core import options
 from kvferry.core.directory import EncodedReply, ProducerNews, directory
 from kvferry.core.directory.pings import start_pings
 from kvferry.core.endpoint import EndpointOptions, handshake_reader, peers
-from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, memory_of
+from kvferry.core.endpoint.handshake_reader import HandshakeResult
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
@@ -29,10 +29,9 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
-from kvferry.core.messages import Coordinates, RankPayload, decode_payload
+from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
 from kvferry.core.options import most_peers
-from kvferry.core.planner.plan import make_plan
 from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.core.side_channel_messages import (
     Condition,
@@ -315,30 +314,6 @@ def test_a_reply_that_cannot_be_planned_is_refused(
 
 
 # Memory, and how many are kept.
-
-
-def test_what_equal_layouts_share_is_counted_once() -> None:
-    published: list[object] = []
-
-    def receive(address: int) -> dict[int, int]:
-        one = payload()
-        moved = one.layout.with_regions((replace(one.layout.regions[0], address=address),))
-        data = encode(msgspec.structs.replace(one, layout=moved))
-        got = decode_payload(data)
-        made = make_plan([one.layout], [got.layout], 0)
-        published.append((got, made))
-        return dict(memory_of([got], [len(data)], made))
-
-    budget = PeerMemoryBudget()
-    first, second = receive(1 << 20), receive(1 << 21)
-    budget.add(first)
-    assert budget.nbytes == sum(first.values())
-    budget.add(second)
-    assert 0 < budget.nbytes - sum(first.values()) < sum(second.values())
-    budget.remove(first)
-    assert budget.nbytes == sum(second.values())
-    budget.remove(second)
-    assert budget.nbytes == 0
 
 
 @pytest.mark.parametrize(
