@@ -209,7 +209,6 @@ FULL_PAYLOAD = _payload(
 
 PAYLOADS = {
     "payload, attention": FULL_PAYLOAD,
-    "payload, no memory": _payload(EMPTY),
     "payload, states": _payload(STATES),
     "payload, without heartbeats": _payload(EMPTY, heartbeats=False),
     "payload, opaque pages": _payload(OPAQUE),
@@ -238,9 +237,7 @@ REQUESTS: dict[str, side.Request] = {
 
 REPLIES: dict[str, side.Reply] = {
     "reply, payloads": side.Payloads(ranks=[b"rank 0", b"rank 1" * 50]),
-    "reply, payloads with a key": side.Payloads(
-        ranks=[side.encode(FULL_PAYLOAD)], ticket_key=TICKET_KEY.public
-    ),
+    "reply, payloads with a key": side.Payloads(ranks=[b"rank 0"], ticket_key=TICKET_KEY.public),
     "reply, followed": side.Followed(
         incarnation=INCARNATION,
         rooms=[
@@ -407,7 +404,6 @@ def _image(offset: int) -> SimpleNamespace:
 
 TICKETS = {
     "ticket, with nothing": _refused_ticket(OFFER),
-    "ticket, proved": _ticket(OFFER, signed=False, proved=True),
     "ticket, signed": _ticket(OFFER, signed=True, proved=False),
     "ticket, signed and proved": _ticket(OFFER, signed=True, proved=True),
     "ticket of a conversation": _ticket(replace(OFFER, blocks=CHAIN), signed=True, proved=True),
@@ -417,8 +413,6 @@ TICKETS = {
     "ticket of an engine that names its weights": _ticket(
         replace(OFFER, weights="v2"), signed=False, proved=True
     ),
-    "ticket, large, proved": _ticket(LARGE_OFFER, signed=False, proved=True),
-    "ticket, large, signed": _ticket(LARGE_OFFER, signed=True, proved=False),
     "ticket, large, signed and proved": _ticket(LARGE_OFFER, signed=True, proved=True),
     "part of a ticket": _part(replace(OFFER, total=100)),
     "digest of token ids": _digest(_request()),
