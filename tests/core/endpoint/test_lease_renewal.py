@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +25,7 @@ from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
-from kvferry.core.messages import Heartbeat, Note, Release, Renewal, decode_notes
-from kvferry.core.transport import PeerId, Transport
-from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.core.messages import Note, Release, Renewal
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
 from tests.core.messages import ticket
@@ -43,6 +41,7 @@ class PeerStub:
         self.lease, self.incarnation, self.uses, self.connected = 30.0, 5, 0, True
         self.ranks = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=False))
         self.payloads = [SimpleNamespace(slots=SLOTS)] * 3
+        self.key = SimpleNamespace(engine="prefill")
         self.connections: dict[int, Any] = {}
         self.denies = denies
 
@@ -64,7 +63,7 @@ class Harness:
         self.cancelled: list[object] = []
         self.ended: list[KVFerryError] = []
         self.connects: list[tuple[Any, Any]] = []
-        driver = SimpleNamespace(notify=lambda peer, _: self.heartbeats.append(peer))
+        driver = SimpleNamespace(notify=self._notify)
         own: Any = SimpleNamespace(engine="decode", incarnation=5)
         calls: Any = SimpleNamespace(clock=lambda: self.now, transfers=self, transport=driver)
         self.renewal = LeaseRenewal(own, calls, self)  # type: ignore[arg-type]
@@ -83,6 +82,13 @@ class Harness:
 
     def release(self, peer: PeerStub) -> None:
         peer.uses -= 1
+
+    # As the driver, which cannot send to one rank.
+
+    def _notify(self, peer: object, _: bytes) -> None:
+        self.heartbeats.append(peer)
+        if peer == "first rank":
+            raise TransportError("the queue is full")
 
     # As the test.
 
@@ -222,8 +228,6 @@ def test_a_producer_that_could_not_be_reached_or_is_lost_is_tried_again_at_inter
 
 LEASE = 30.0
 OPTIONS = EndpointOptions(liveness_interval=0, lease=LEASE, load_timeout=1000.0)
-LONG_LEASES = EndpointOptions(lease=3000.0)
-"""Holds are renewed after a third of this, which does not pass in any test, however slow."""
 
 
 class Drivers(list[RecordingTransport]):
@@ -243,20 +247,15 @@ class Drivers(list[RecordingTransport]):
 
 
 @contextlib.contextmanager
-def pair(
-    clock: Clock,
-    ranks: int = 1,
-    options: EndpointOptions = OPTIONS,
-    consumer: Callable[[], Transport] = LoopbackTransport,
-) -> Iterator[tuple[Engine, Engine, Drivers]]:
+def pair(clock: Clock, ranks: int = 1) -> Iterator[tuple[Engine, Engine, Drivers]]:
     """Run two engines; yield them and the transports of the producer's ranks."""
     drivers = Drivers(RecordingTransport() for _ in range(ranks))
     made, shape = iter(drivers), CacheShape(tp=ranks, pages=32)
     with (
         Engine(
-            "prefill", shape, transport=lambda: next(made), options=options, clock=clock
+            "prefill", shape, transport=lambda: next(made), options=OPTIONS, clock=clock
         ) as prefill,
-        Engine("decode", options=OPTIONS, transport=consumer, clock=clock) as decode,
+        Engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         yield prefill, decode, drivers
 
@@ -320,30 +319,6 @@ def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ende
         prefill.released("p-1")
         with Engine("decode", options=OPTIONS, clock=clock) as successor:
             assert isinstance(successor.load("d-1", ticket, [3, 4]), StaleError)
-
-
-class NoHeartbeatsTransport(LoopbackTransport):
-    """A transport that cannot send heartbeats."""
-
-    tried = False
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        if isinstance(decode_notes(payload)[0], Heartbeat):
-            self.tried = True
-            raise TransportError("the queue is full")
-        super().notify(peer, payload)
-
-
-def test_a_heartbeat_that_cannot_be_sent_fails_no_load(clock: Clock) -> None:
-    driver = NoHeartbeatsTransport()
-    with pair(clock, 1, LONG_LEASES, lambda: driver) as (prefill, decode, drivers):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        decode.prepare(ticket)
-        drivers.wait_for(Renewal, [0] * len(drivers))
-        clock.skip(2.0)
-        eventually(lambda: driver.tried, "it is tried")
-        assert decode.load("d-1", ticket, [3, 4]) is None
-        prefill.released("p-1")
 
 
 # Requests of one engine that share a hold.
