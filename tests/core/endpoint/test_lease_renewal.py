@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
-from kvferry.core.messages import Note, Release, Renewal
+from kvferry.core.messages import Release, Renewal
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
 from tests.core.messages import ticket
@@ -233,17 +233,17 @@ OPTIONS = EndpointOptions(liveness_interval=0, lease=LEASE, load_timeout=1000.0)
 class Drivers(list[RecordingTransport]):
     """The transports of a producer's ranks."""
 
-    def wait_for(self, kind: type[Note], known: list[int]) -> None:
-        """Wait until each driver has got more notes of a kind than were known."""
-        for driver, count in zip(self, known, strict=True):
-            eventually(lambda d=driver, c=count: len(d.notes(kind)) > c, f"{kind} arrives")  # type: ignore[misc]
+    def wait_for_renewals(self, known: Sequence[int] = (0, 0)) -> None:
+        """Wait until each driver has got more renewals than were known."""
+        pairs = list(zip(self, known, strict=False))
+        eventually(lambda: all(len(d.notes(Renewal)) > n for d, n in pairs), "renewals arrive")
 
-    def pass_time(self, clock: Clock, steps: int, seconds: float, kind: type[Note]) -> None:
-        """Let time pass, in steps in each of which a note of a kind arrives at every rank."""
+    def pass_time(self, clock: Clock, steps: int, seconds: float) -> None:
+        """Let time pass, in steps in each of which a renewal arrives at every rank."""
         for _ in range(steps):
-            counts = [len(driver.notes(kind)) for driver in self]
+            counts = [len(driver.notes(Renewal)) for driver in self]
             clock.skip(seconds)
-            self.wait_for(kind, counts)
+            self.wait_for_renewals(counts)
 
 
 @contextlib.contextmanager
@@ -272,8 +272,8 @@ def test_a_request_that_waits_for_pages_or_the_device_keeps_its_hold_on_every_ra
             clock.skip(2.0)
         else:
             decode.prepare(ticket)
-        drivers.wait_for(Renewal, [0] * len(drivers))
-        drivers.pass_time(clock, 4, LEASE / 2, Renewal)
+        drivers.wait_for_renewals()
+        drivers.pass_time(clock, 4, LEASE / 2)
         prefill.step()
         if not is_load:
             decode.pull("d-1", ticket, [3, 4])
@@ -285,9 +285,9 @@ def test_a_lost_hold_fails_its_request_before_anything_is_read(clock: Clock) -> 
     with pair(clock) as (prefill, decode, drivers):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
-        drivers.wait_for(Renewal, [0] * len(drivers))
+        drivers.wait_for_renewals()
         prefill.reset("p-1")
-        drivers.pass_time(clock, 1, LEASE / 2, Renewal)
+        drivers.pass_time(clock, 1, LEASE / 2)
         error = decode.load("d-1", ticket, [3, 4])
         assert "when their lease was to be renewed" in str(error)
         assert np.isnan(decode.ranks[0].cache).all()
@@ -304,7 +304,7 @@ def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ende
         server = prefill.endpoint._hold_server
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
-        drivers.wait_for(Renewal, [0] * len(drivers))
+        drivers.wait_for_renewals()
         decode.close()
         clock.skip(GONE_SECONDS - 1.0)
         listened = server._listened
