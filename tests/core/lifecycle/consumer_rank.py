@@ -1,15 +1,12 @@
 """The consumer's half of a simulated rank: it performs the actions of real ``LoadMachine``s.
 
-It does so as the endpoint does: actions in order, slot words of one producer rank in one batch,
-"done" bound to a fence, a shared read cancelled only when no load wants it. With all that happens
-to a load goes why it must fail (``causes``): it has to report the first.
+It does so as the endpoint does: actions in order, "done" bound to a fence. With all that happens to
+a load goes why it must fail (``causes``): it has to report the first.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +31,7 @@ from kvferry.core.lifecycle.load_machine import (
 from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.silent_holds import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.ticket import check_against
-from kvferry.core.messages import Heartbeat, RankPayload, Release, Renewal
+from kvferry.core.messages import Heartbeat, Note, RankPayload, Release, Renewal
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.fabric import (
@@ -62,9 +59,6 @@ from tests.core.messages import altered
 
 if TYPE_CHECKING:
     from tests.core.lifecycle.engine import Engine
-
-Words = dict[tuple[Link, int, LoadAction], list["Pull"]]
-"""The slot words, or watermarks, that are to be read, by the loads that wait for them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -319,25 +313,21 @@ class ConsumerRank:
         """Pass on the state of a transfer, unless it is pending."""
         if transfer.state.final:
             self.transfers.remove(transfer)
-        for each in transfer.loads if transfer.state is not State.PENDING else ():
-            error = transfer.error or TransportError("failed")
-            if transfer.op is None:
-                if transfer.state.final:
-                    self._renewal_ended(each, transfer)
-            elif transfer.state is State.FAILING:
-                each.add(error)
-                each.load.failing(transfer.rank, error)
-            elif transfer.state is State.FAILED:
-                self._lose(each, transfer.rank, error)
-            else:
-                self._arrived(each, transfer)
-
-    def _lose(self, pull: Pull, rank: int, error: KVFerryError) -> None:
-        pull.add(error)
-        pull.load.lost(rank, error)
+        pull, error = transfer.load, transfer.error or TransportError("failed")
+        if transfer.op is None:
+            if transfer.state.final:
+                self._renewal_ended(pull, transfer)
+        elif transfer.state is State.FAILING:
+            pull.add(error)
+            pull.load.failing(transfer.rank, error)
+        elif transfer.state is State.FAILED:
+            pull.add(error)
+            pull.load.lost(transfer.rank, error)
+        elif transfer.state is State.DONE:
+            self._arrived(pull, transfer)
 
     def _arrived(self, pull: Pull, transfer: Transfer) -> None:
-        rank, word = transfer.rank, transfer.words.get(pull, 0)
+        rank, word = transfer.rank, transfer.word
         if transfer.op is LoadAction.READ:
             pull.load.pages_read(rank)
         elif transfer.op is LoadAction.WATERMARK:
@@ -375,21 +365,13 @@ class ConsumerRank:
     # Actions.
 
     def pump(self) -> None:
-        words: Words = defaultdict(list)
         while self._actions:
             actions, self._actions[:] = list(self._actions), []
             for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
-                self._perform(action, words)
-        for (link, rank, op), pulls in words.items():
-            if pulls:
-                telling = [p for p in pulls if op is LoadAction.FENCE and not p.load.shared]
-                message = self._release(rank, telling, abandoned=False) if telling else None
-                self._read_words(link, rank, op, {pull: pull.hold for pull in pulls}, message)
-        if words:
-            self.pump()
+                self._perform(action)
         self._check_open()
 
-    def _perform(self, action: Action, words: Words) -> None:
+    def _perform(self, action: Action) -> None:
         pull, op = self.pulls[action.load], action.op
         if op is LoadAction.REPORT:
             self._report(action, pull)
@@ -403,7 +385,8 @@ class ConsumerRank:
         if link is None:
             raise ProtocolViolation(f"{op} before the handshake")
         if op is LoadAction.CANCEL:
-            self._cancel(action.rank, pull, words)
+            for transfer in self.running(pull):
+                transfer.cancelled |= transfer.rank == action.rank
         elif op in (LoadAction.DONE, LoadAction.ABANDON):
             self._tell(link, action, pull)
         else:
@@ -412,9 +395,12 @@ class ConsumerRank:
             if op is LoadAction.READ:
                 self._read_pages(link, action, pull)
                 return
+            message = None
             if op is LoadAction.FENCE:
                 self._end_renewal_on(action.rank, pull)
-            words[link, action.rank, op].append(pull)
+                if not pull.load.shared:
+                    message = self._release(action.rank, pull, abandoned=False)
+            self._read_word(link, action.rank, op, pull, pull.hold, message)
 
     def _check_order(self, action: Action, pull: Pull) -> None:
         running = [each for each in self.running(pull) if each.rank == action.rank]
@@ -437,7 +423,7 @@ class ConsumerRank:
             op=LoadAction.READ,
             link=link,
             rank=action.rank,
-            loads=(pull,),
+            load=pull,
             items=pull.wants()[action.since // BLOCK : until],
             take=self._take_page,
         )
@@ -449,31 +435,24 @@ class ConsumerRank:
         found = self.producer().ranks[source].producer.readable[remote]
         self.pages.parts(page)[source] = found
 
-    def _read_words(
+    def _read_word(
         self,
         link: Link,
         rank: int,
         op: LoadAction | None,
-        holds: Mapping[Any, Hold],
+        load: object,
+        hold: Hold,
         message: Message | None,
     ) -> None:
-        """Post one read of several loads' words, or renewals', with a notification."""
-        words: dict[Any, int] = {}
+        """Post a read of the word for a load or renewal, with a notification."""
 
-        def take(key: object, source: int) -> None:
+        def take(_: object, source: int) -> None:
             producer = self.producer().ranks[source].producer
             table = producer.watermarks if op is LoadAction.WATERMARK else producer.words
-            words[key] = table[holds[key].slot]
+            transfer.word = table[hold.slot]
 
         transfer = Transfer(
-            op=op,
-            link=link,
-            rank=rank,
-            loads=tuple(holds),
-            items=list(holds),
-            take=take,
-            words=words,
-            message=message,
+            op=op, link=link, rank=rank, load=load, items=[hold], take=take, message=message
         )
         self._post(transfer)
 
@@ -486,38 +465,26 @@ class ConsumerRank:
             transfer.state, transfer.error = State.FAILED, exc
             self._hear(transfer)
 
-    def _release(self, rank: int, pulls: Iterable[Pull], *, abandoned: bool) -> Message:
-        releases = [
-            Release(
-                incarnation=pull.issue.ticket.incarnation,
-                slot=pull.hold.slot,
-                generation=pull.hold.generation,
-                engine=self.engine.name,
-                rank=self.rank,
-                expected=self.expected[rank],
-                abandoned=abandoned,
-            )
-            for pull in pulls
-        ]
-        return self._note(rank, releases, [pull.turn.uid for pull in pulls])
+    def _release(self, rank: int, pull: Pull, *, abandoned: bool) -> Message:
+        release = Release(
+            incarnation=pull.issue.ticket.incarnation,
+            slot=pull.hold.slot,
+            generation=pull.hold.generation,
+            engine=self.engine.name,
+            rank=self.rank,
+            expected=self.expected[rank],
+            abandoned=abandoned,
+        )
+        return self._note(rank, release, pull.turn.uid)
 
-    def _note(self, rank: int, notes: list[Any], origins: Iterable[int]) -> Message:
+    def _note(self, rank: int, note: Note, origin: int) -> Message:
         return Message(
             sender=self.engine.name,
             to=self.engine.peer,
             rank=rank,
-            payload=encode(notes),
-            origins=tuple(origins),
+            payload=encode([note]),
+            origin=origin,
         )
-
-    def _cancel(self, rank: int, pull: Pull, words: Words) -> None:
-        for (_, other, _), pulls in words.items():
-            if other == rank and pull in pulls:
-                pulls.remove(pull)
-                self._lose(pull, rank, KVFerryError("cancelled"))
-        for transfer in self.running(pull):
-            if transfer.rank == rank:
-                transfer.cancel(pull)
 
     def _tell(self, link: Link, action: Action, pull: Pull) -> None:
         require(not self.running(pull), f"{action.op} while bytes may land")
@@ -527,7 +494,7 @@ class ConsumerRank:
         require(action.rank not in pull.told, "a rank was told twice:", action.rank)
         pull.told.add(action.rank)
         if not link.broken:
-            message = self._release(action.rank, [pull], abandoned=abandoned)
+            message = self._release(action.rank, pull, abandoned=abandoned)
             self.world.fabric.messages.append(message)
 
     def _report(self, action: Action, pull: Pull) -> None:
@@ -578,7 +545,7 @@ class ConsumerRank:
                 continue
             running = self.running(pull)
             require(bool(running), "failed and without transfers, but not reported")
-            ending = all(pull not in t.wanted for t in running)
+            ending = all(t.cancelled for t in running)
             require(ending, "failed, but its transfers go on")
 
     # Renewals, which are sent as the endpoint sends them.
@@ -636,34 +603,26 @@ class ConsumerRank:
                 self._start_renewal(wait, at_once=True)
         due, overdue = self._renewals.take_due(self.now())
         for transfer in self.transfers:
-            if transfer.op is None and any(ask in transfer.loads for ask in overdue):
-                transfer.cancelled = True
-        batches: dict[tuple[Link, int], dict[RenewalRequest, Wait]] = defaultdict(dict)
-        for ask in due:
-            found = self._find(ask)
-            if found is not None and found.link is not None:
-                batches[found.link, ask.rank][ask] = found
+            transfer.cancelled |= transfer.op is None and transfer.load in overdue
         me: dict[str, Any] = {"engine": self.engine.name, "life": self.engine.life}
-        for (link, rank), asks in batches.items():
-            tickets = {ask: wait.issue.ticket for ask, wait in asks.items()}
-            notes = [
-                Renewal(
-                    incarnation=each.incarnation,
-                    slot=each.hold.slot,
-                    generation=each.hold.generation,
+        for ask in due:
+            wait = self._find(ask)
+            if wait is not None and wait.link is not None:
+                ticket = wait.issue.ticket
+                note = Renewal(
+                    incarnation=ticket.incarnation,
+                    slot=ticket.hold.slot,
+                    generation=ticket.hold.generation,
                     **me,
                 )
-                for each in tickets.values()
-            ]
-            message = self._note(rank, notes, [wait.turn.uid for wait in asks.values()])
-            holds = {ask: each.hold for ask, each in tickets.items()}
-            self._read_words(link, rank, None, holds, message)
+                message = self._note(ask.rank, note, wait.turn.uid)
+                self._read_word(wait.link, ask.rank, None, ask, ticket.hold, message)
         if (renewed := self.renewed()) and self.now() >= self._next_heartbeat:
             self._next_heartbeat = self.now() + HEARTBEAT_SECONDS
             for incarnation in sorted({wait.issue.ticket.incarnation for wait in renewed}):
-                note = Heartbeat(incarnation=incarnation, **me)
+                beat = Heartbeat(incarnation=incarnation, **me)
                 for remote in self.remote_ranks:
-                    self.world.fabric.messages.append(self._note(remote.rank, [note], [0]))
+                    self.world.fabric.messages.append(self._note(remote.rank, beat, 0))
 
     def _find(self, ask: RenewalRequest) -> Wait | None:
         return next((wait for wait in self.waits if wait.renewal == ask.renewal), None)
@@ -673,7 +632,7 @@ class ConsumerRank:
             self._renewals.read_ended(ask)
             return
         wait = self._find(ask)
-        stands = wait is not None and wait.issue.ticket.hold.stands(transfer.words[ask])
+        stands = wait is not None and wait.issue.ticket.hold.stands(transfer.word)
         if not self._renewals.answered(ask, stands=stands):
             return
         if wait is None:
@@ -709,7 +668,7 @@ class ConsumerRank:
 
     def running(self, pull: Pull) -> list[Transfer]:
         """Return a load's transfers that are not final, or whose end was not polled."""
-        return [t for t in self.transfers if pull in t.loads]
+        return [t for t in self.transfers if t.load is pull]
 
     def _check_pages(self, pull: Pull) -> None:
         for page, _, wanted in pull.wants():

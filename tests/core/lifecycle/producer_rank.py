@@ -149,17 +149,17 @@ class ProducerRank:
 
     def hear(self, message: Message) -> None:
         now = self.now()
-        for note, origin in zip(decode_notes(message.payload), message.origins, strict=True):
-            if isinstance(note, Renewal):
-                self.holds.renew(note, now)
-                self.table.renewed(note, now)
-            elif isinstance(note, Heartbeat):
-                self.holds.heartbeat(note, now)
-                self.table.heartbeat(note, now)
-            else:
-                verdict, expected = self.holds.release(note), self.table.heard(note, origin)
-                same = verdict is expected or not self._strict
-                require(same, "verdict", verdict, "not", expected)
+        [note] = decode_notes(message.payload)
+        if isinstance(note, Renewal):
+            self.holds.renew(note, now)
+            self.table.renewed(note, now)
+        elif isinstance(note, Heartbeat):
+            self.holds.heartbeat(note, now)
+            self.table.heartbeat(note, now)
+        else:
+            verdict, expected = self.holds.release(note), self.table.heard(note, message.origin)
+            same = verdict is expected or not self._strict
+            require(same, "verdict", verdict, "not", expected)
         self.check()
 
     def check(self) -> None:

@@ -227,8 +227,7 @@ class World:
 
     def _deliver(self, message: Message) -> None:
         self.fabric.messages.remove(message)
-        forged = not self._forged.isdisjoint(message.origins)
-        require(not forged, "a message about a forged ticket:", message)
+        require(message.origin not in self._forged, "a message about a forged ticket:", message)
         self.engines[message.to].ranks[message.rank].producer.hear(message)
 
     # Several steps at once.
@@ -369,8 +368,8 @@ class World:
                         self.fabric.land(transfer, 0)
                 rank.poll()
         for message in list(self.fabric.messages):
-            notes = decode_notes(message.payload)
-            if not all(isinstance(note, Renewal | Heartbeat) for note in notes):
+            [note] = decode_notes(message.payload)
+            if not isinstance(note, Renewal | Heartbeat):
                 continue
             if ranks is None or self.engines[message.to].ranks[message.rank].producer in ranks:
                 self._deliver(message)
@@ -525,7 +524,7 @@ class World:
             note = Release(**names, engine="A", rank=0, expected=1)
             for rank in producer.ranks:
                 stray = Message(
-                    sender="A", to="P", rank=rank.rank, payload=encode([note]), origins=(0,)
+                    sender="A", to="P", rank=rank.rank, payload=encode([note]), origin=0
                 )
                 rank.producer.hear(stray)
 
