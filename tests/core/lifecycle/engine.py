@@ -26,7 +26,6 @@ from kvferry.core.lifecycle.holds import (
 )
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.load_machine import RemoteRank
-from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure
 from kvferry.core.lifecycle.ticket import Ticket, page_limits
@@ -39,6 +38,7 @@ from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.fabric import require
 from tests.core.lifecycle.producer_rank import Device, ProducerRank
 from tests.core.lifecycle.turns import (
+    ABORTED,
     BLOCK,
     LEASE,
     PAGES,
@@ -116,7 +116,7 @@ class Engine:
         self.turns: dict[RequestId, Turn] = {}
         # By the uid of a request whose load says "done", when that was ordered.
         self.ordered: dict[int, int] = {}
-        self.parts: list[Issue] = []  # tickets, and parts of them, the oldest first
+        self.issued: list[Issue] = []  # tickets, the oldest first
         # The ranks that have reported each request, with these outcomes.
         self.sent: dict[RequestId, set[int]] = defaultdict(set)
         self.ended: dict[RequestId, set[int]] = defaultdict(set)
@@ -124,7 +124,6 @@ class Engine:
         self.holds = of(SchedulerHolds)(options.slots, *draw, max_pages=options.max_held)
         self.pressure = of(BlockPressure)(PAGES, ranks)
         self.users = of(HoldUsers)()
-        self.rooms = Rooms(self.clock())
         self.out_pages, self.in_pages = (self._host_pages() for _ in range(2))
         self.out_pages.ranks = ranks
         self.ends: dict[Hold | None, HoldEnd] = {}  # those that the scheduler half has to end
@@ -151,8 +150,6 @@ class Engine:
     def add(self, turn: Turn) -> None:
         """Add a request; if its ticket is for another prompt, it computes everything."""
         self.turns[turn.id] = turn
-        if self.options.early and turn.leaves is not Leaves.NOTHING:
-            require(self.rooms.open(turn.room), "no room")
         if turn.source is not None and not self.admits(turn, turn.source):
             turn.source = None
         if turn.source is not None:
@@ -255,11 +252,6 @@ class Engine:
             if not conversations or issue.turn.leaves is Leaves.ANSWER:
                 self.ends.setdefault(issue.ticket.hold, HoldEnd.REVOKED)
 
-    @property
-    def issued(self) -> list[Issue]:
-        """Return its tickets, the oldest first."""
-        return [issue for issue in self.parts if issue.is_last]
-
     def update(self) -> None:
         """Pause, and get other weights when all holds and loads are over."""
         self.is_paused = True
@@ -305,7 +297,7 @@ class Engine:
     def _publish(self, turn: Turn, chunks: int) -> None:
         hold = self.holds.mark(turn.id, chunks * BLOCK)
         if hold is not None:
-            self.rooms.publish(turn.room, self._issue(turn, hold, turn.pages[:chunks]))
+            turn.part = self._issue(turn, hold, turn.pages[:chunks])
 
     def drop(self, turn: Turn) -> None:
         """End the hold of a request that gets no ticket, and what it has reserved."""
@@ -313,7 +305,7 @@ class Engine:
         require(self.holds.drop(turn.id) is had, "dropped a request that has no hold, or not")
         turn.hold = None
         self.out_pages.cancel(turn.id)
-        self.rooms.close(turn.room, "aborted")
+        turn.part = ABORTED
 
     def reclaim(self, pages: int) -> int:
         kept = self.conversations
@@ -370,16 +362,14 @@ class Engine:
     def _hear_news(self, turn: Turn) -> None:
         """Act on what was heard of the request that is followed."""
         news, turn.news = turn.news, None
-        if turn.follows is None or news is None or not (news.error or news.part):
-            return  # it is computed here meanwhile, or is in the producer's queue
-        parts = self.world.engines[self.peer].parts
-        issue = parts[int.from_bytes(news.part, "big")] if news.part else None
-        if issue is None or not self.admits(turn, issue):
+        if turn.follows is None or news is None:
+            return  # it is computed here meanwhile
+        if isinstance(news, str) or not self.admits(turn, news):
             self.abort(turn)
             return
-        turn.source, turn.is_last = issue, news.is_last
+        turn.source, turn.is_last = news, news.is_last
         if turn.stage is Stage.LOADING:
-            self.next.begins.append(LoadOrder(turn, issue, pulls=True, is_last=turn.is_last))
+            self.next.begins.append(LoadOrder(turn, news, pulls=True, is_last=turn.is_last))
 
     def awaits_part(self, turn: Turn) -> bool:
         return turn.follows is not None and turn.source is None
@@ -467,8 +457,8 @@ class Engine:
             if entry.given_up is HoldEnd.EVICTED:
                 self.ends.setdefault(entry.hold, HoldEnd.EVICTED)
         self._check_limit()
-        self.rooms.finish(turn.room, self._issue(turn, hold, pages, is_last=True))
-        self.world.issues.append(self.parts[-1])
+        turn.part = self._issue(turn, hold, pages, is_last=True)
+        self.world.issues.append(turn.part)
 
     def _readable(self, turn: Turn) -> tuple[int, ...]:
         """Return the pages that peers read; none if too few host pages are free."""
@@ -485,8 +475,8 @@ class Engine:
 
     def _issue(
         self, turn: Turn, hold: Hold, pages: tuple[int, ...], *, is_last: bool = False
-    ) -> bytes:
-        """Make a ticket, or a part; return its name."""
+    ) -> Issue:
+        """Make a ticket, or a part."""
         tokens = turn.tokens[: len(pages) * BLOCK]
         is_computed = not (turn.drafter or turn.leaves is Leaves.ANSWER or self.options.staged)
         made = ticket(
@@ -510,8 +500,9 @@ class Engine:
             made=self.world.now,
             is_last=is_last,
         )
-        self.parts.append(issue)
-        return (len(self.parts) - 1).to_bytes(4, "big")
+        if is_last:
+            self.issued.append(issue)
+        return issue
 
     def _hear_ended(self, rank: int, ended: EndedHold) -> None:
         request = ended.request

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
 from kvferry.core.lifecycle.prompt_digest import digest
-from kvferry.core.lifecycle.rooms import RoomId, room_id
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.side_channel_messages import RoomNews
 from tests.core.lifecycle.fabric import Content
 
 if TYPE_CHECKING:
@@ -34,6 +32,7 @@ PATIENCE = LEASE / 2
 STALE = "stale"
 LATE = "late"
 """Why a load must fail, where the error is made by the load itself."""
+ABORTED = "aborted"
 
 
 class Leaves(enum.Enum):
@@ -78,8 +77,8 @@ class Turn:
     sample: bool = False
     # The request of the producer whose parts it loads, while that one is computed.
     follows: Turn | None = None
-    news: RoomNews | None = None  # what was heard of that, by ``version``, and is not used yet
-    version: int = 0
+    heard: Issue | str | None = None  # what was heard last of that
+    news: Issue | str | None = None  # the same until it is used
     is_last: bool = True  # whether ``source`` is the ticket, not a part of it
     stage: Stage = Stage.WAITING
     epoch: int = 0
@@ -93,6 +92,8 @@ class Turn:
     host: tuple[int, ...] = ()
     """The host pages to which it loads, where the cache is staged."""
     hold: Hold | None = None
+    # Its ticket, or newest part, or ``ABORTED``: what its followers hear.
+    part: Issue | str | None = None
     # Each rank's report of its load.
     outcomes: dict[int, KVFerryError | None] = field(default_factory=dict)
 
@@ -101,8 +102,9 @@ class Turn:
         return [self.uid * 100 + i for i in range(self.size * BLOCK)]
 
     @property
-    def room(self) -> RoomId:
-        return room_id(f"room-{self.uid}")
+    def has_news(self) -> bool:
+        """Return whether there is more to hear of the request that it follows."""
+        return self.follows is not None and self.follows.part is not self.heard
 
     @property
     def wanted(self) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
-from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.messages import Heartbeat, Release, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
@@ -169,16 +168,9 @@ class World:
 
     def do_follow(self, name: str) -> None:
         """Let an engine hear of the requests that it follows."""
-        engine = self.engines[name]
-        followed = {
-            turn.follows.room: turn
-            for turn in engine.turns.values()
-            if turn.follows is not None and not turn.is_last
-        }
-        rooms = self.engines[engine.peer].rooms
-        for news in rooms.news([(room, turn.version) for room, turn in followed.items()]):
-            turn = followed[RoomId(news.room)]
-            turn.news, turn.version = news, news.version
+        for turn in self.engines[name].turns.values():
+            if turn.follows is not None and turn.has_news and not turn.is_last:
+                turn.news = turn.heard = turn.follows.part
 
     def do_launch(self, name: str) -> None:
         if (rank := self._rank(name)) and rank.inbox:
@@ -559,9 +551,8 @@ class World:
     def _is_stuck(self, engine: Engine, turn: Turn) -> bool:
         """Return whether a request waits for what is held, so that time must pass."""
         if turn.follows is not None and not turn.is_last and turn.stage is not Stage.ABORTED:
-            news = self.engines[engine.peer].rooms.news([(turn.follows.room, turn.version)])
-            followed = not news and self._is_stuck(self.engines[engine.peer], turn.follows)
-            return turn.news is None and followed
+            heard_all = turn.news is None and not turn.has_news
+            return heard_all and self._is_stuck(self.engines[engine.peer], turn.follows)
         if turn.stage is not Stage.WAITING:
             return turn.stage is Stage.HELD
         lacks_host = engine.in_pages.waiting or engine.out_pages.waiting
