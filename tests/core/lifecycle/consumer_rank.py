@@ -30,9 +30,7 @@ from kvferry.core.lifecycle.load_machine import (
 )
 from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.silent_holds import HEARTBEAT_SECONDS
-from kvferry.core.lifecycle.ticket import check_against
-from kvferry.core.messages import Heartbeat, Note, RankPayload, Release, Renewal
-from kvferry.core.side_channel_messages import encode
+from kvferry.core.messages import Heartbeat, Note, Release, Renewal
 from kvferry.core.transport import State
 from tests.core.lifecycle.fabric import (
     Content,
@@ -48,14 +46,12 @@ from tests.core.lifecycle.turns import (
     LATE,
     LEASE,
     LOAD_TIMEOUT,
-    PAGES,
     STALE,
     Issue,
     LoadOrder,
     Step,
     Turn,
 )
-from tests.core.messages import altered
 
 if TYPE_CHECKING:
     from tests.core.lifecycle.engine import Engine
@@ -137,7 +133,6 @@ class ConsumerRank:
         self._next_heartbeat = -math.inf
         self._actions: list[Action] = []
         self._results: list[tuple[Turn, KVFerryError | None]] = []
-        self._payloads: list[RankPayload] = []
         self._producer = engine
 
     def producer(self) -> Engine:
@@ -266,21 +261,20 @@ class ConsumerRank:
     # The producer.
 
     def _knows(self, incarnation: int) -> bool:
-        known = bool(self._payloads) and self._payloads[0].incarnation == incarnation
-        return known and not self.link.broken
+        return self._producer.incarnation == incarnation and not self.link.broken
 
     def _reach(self) -> None:
         """Connect to the producer that runs now."""
         producer = self.producer()
-        if producer.payloads is not self._payloads or self.link.broken:
+        if producer is not self._producer or self.link.broken:
             self.world.fabric.sever(self.link)
-            self.link, self._payloads, self._producer = Link(), producer.payloads, producer
+            self.link, self._producer = Link(), producer
 
     def _on_connected(self, pull: Pull) -> None:
         try:
             self._check(pull.turn, pull.issue)
         except TicketError as exc:
-            ours = pull.issue.ticket.incarnation == self._payloads[0].incarnation
+            ours = pull.issue.ticket.incarnation == self._producer.incarnation
             require(pull.turn.forged or not ours, "refused a good ticket:", exc)
             self._on_handshake_failed(pull, exc)
             return
@@ -296,12 +290,10 @@ class ConsumerRank:
 
     def _check(self, turn: Turn, issue: Issue) -> None:
         """Refuse a ticket that the producer did not make. Raises ``TicketError``."""
-        ticket = issue.ticket
         if turn.forged:
-            others = tuple(tuple(page % PAGES + 1 for page in ids) for ids in ticket.pages)
-            ticket = altered(ticket, pages=others)
-        limits, key = self._producer.page_limits, self._producer.ticket_key.public
-        check_against(ticket, self._payloads, limits, ticket_key=key)
+            raise TicketError("its proof is not valid")
+        if issue.ticket.incarnation != self._producer.incarnation:
+            raise TicketError("it is another incarnation's")
 
     def _on_handshake_failed(self, pull: Pull, error: KVFerryError) -> None:
         pull.add(error)
@@ -482,7 +474,7 @@ class ConsumerRank:
             sender=self.engine.name,
             to=self.engine.peer,
             rank=rank,
-            payload=encode([note]),
+            note=note,
             origin=origin,
         )
 

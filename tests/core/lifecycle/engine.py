@@ -12,8 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import (
@@ -28,12 +26,7 @@ from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure
-from kvferry.core.lifecycle.ticket import Ticket, page_limits
-from kvferry.core.memory import Region
-from kvferry.core.messages import WORD_BYTES, RankPayload
-from kvferry.core.security import TicketKey
-from kvferry.testing.engines import proved
-from tests.core.layouts import heads, layout, paged
+from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.fabric import require
 from tests.core.lifecycle.producer_rank import Device, ProducerRank
@@ -53,7 +46,7 @@ from tests.core.lifecycle.turns import (
     Turn,
     tokens_digest,
 )
-from tests.core.messages import payload, ticket
+from tests.core.messages import ticket
 
 if TYPE_CHECKING:
     from tests.core.lifecycle.world import World
@@ -62,8 +55,6 @@ Plan = tuple[tuple[RemoteRank, ...], ...]
 """Per consumer rank, the producer ranks that it reads or notifies."""
 
 STEPS_AHEAD = 2
-
-_LAYOUT = layout(heads(block=BLOCK, pages=PAGES + 1), groups=[paged(BLOCK)])
 
 
 class Rank:
@@ -108,7 +99,7 @@ class Engine:
         self.world, self.name, self.peer, self.plan, self.life = world, name, peer, plan, life
         self.options = options = world.options
         of = world.components.of
-        self.incarnation, self.ticket_key = random_incarnation(), TicketKey()
+        self.incarnation = random_incarnation()
         self.weights = 0
         self.is_paused = False  # until holds and loads are over, to get other weights
         self.free = list(range(1, PAGES + 1))
@@ -131,8 +122,6 @@ class Engine:
         self._ages: dict[int, dict[Hold, float]] = {}
         self.next = Step()
         self.ranks = [of(Rank)(self, rank) for rank in range(ranks)]
-        self.payloads = _payloads(self)
-        self.page_limits = page_limits(self.payloads)
 
     def clock(self, skew: float = 0.0) -> Callable[[], float]:
         """Return the clock of a rank, whose times cannot be compared with another one's."""
@@ -493,7 +482,7 @@ class Engine:
             weights=self.version(),
         )
         issue = Issue(
-            ticket=proved(made, self.ticket_key),
+            ticket=made,
             producer=self,
             turn=turn,
             contents=tuple(turn.contents()[: len(pages)]),
@@ -586,16 +575,3 @@ class Engine:
     def _check_may_not_land(self, turn: Turn) -> None:
         clash = any(rank.consumer.may_land(turn) for rank in self.ranks)
         require(not clash, "pages given back while a byte can land in them")
-
-
-def _payloads(engine: Engine) -> list[RankPayload]:
-    slots = Region(address=1 << 20, nbytes=WORD_BYTES * engine.options.slots)
-    return [
-        structs.replace(
-            payload(rank.rank, engine=engine.name, incarnation=engine.incarnation),
-            layout=_LAYOUT,
-            slots=slots,
-            watermarks=slots,
-        )
-        for rank in engine.ranks
-    ]

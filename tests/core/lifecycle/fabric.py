@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
 from kvferry.core.lifecycle.load_machine import LoadAction
+from kvferry.core.messages import Note
 from kvferry.core.transport import State
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class Message:
     sender: str
     to: str
     rank: int
-    payload: bytes
+    note: Note
     origin: int
 
 

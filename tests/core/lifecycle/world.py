@@ -16,8 +16,7 @@ from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from kvferry.core.messages import Heartbeat, Release, Renewal, decode_notes
-from kvferry.core.side_channel_messages import encode
+from kvferry.core.messages import Heartbeat, Release, Renewal
 from kvferry.core.transport import State
 from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull, Wait
 from tests.core.lifecycle.engine import Engine, Plan, Rank
@@ -360,8 +359,7 @@ class World:
                         self.fabric.land(transfer, 0)
                 rank.poll()
         for message in list(self.fabric.messages):
-            [note] = decode_notes(message.payload)
-            if not isinstance(note, Renewal | Heartbeat):
+            if not isinstance(message.note, Renewal | Heartbeat):
                 continue
             if ranks is None or self.engines[message.to].ranks[message.rank].producer in ranks:
                 self._deliver(message)
@@ -515,9 +513,7 @@ class World:
             }
             note = Release(**names, engine="A", rank=0, expected=1)
             for rank in producer.ranks:
-                stray = Message(
-                    sender="A", to="P", rank=rank.rank, payload=encode([note]), origin=0
-                )
+                stray = Message(sender="A", to="P", rank=rank.rank, note=note, origin=0)
                 rank.producer.hear(stray)
 
     # What must hold always, at rest, and at the end. What must hold at an event is checked there.
