@@ -44,7 +44,6 @@ from tests.core.lifecycle.turns import (
     Stage,
     Step,
     Turn,
-    tokens_digest,
 )
 from tests.core.messages import ticket
 
@@ -61,12 +60,11 @@ class Rank:
     """One rank: its device, and its two halves."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
-        components = engine.world.components
         self.rank = rank
         self.inbox: deque[Step] = deque()
         self.device = Device()
-        self.producer = components.of(ProducerRank)(engine, rank, self.device)
-        self.consumer = components.of(ConsumerRank)(engine, rank, self.device)
+        self.producer = ProducerRank(engine, rank, self.device)
+        self.consumer = engine.world.components.of(ConsumerRank)(engine, rank, self.device)
 
     def launch(self) -> None:
         """Run a step: apply its orders, queue its work, begin and abort loads, report."""
@@ -79,15 +77,13 @@ class Rank:
                 self.device.queue(self.device.blocks.write, page, content._replace(final=final))
         if step.asks:
             self.producer.answer(step)
-        self.device.queue(step.outputs.__setitem__, self.rank, self.report())
+        holds = self.producer.holds
+        report = Report(holds.take_sent(), holds.take_ended(), self.consumer.take_results())
+        self.device.queue(step.outputs.__setitem__, self.rank, report)
         for work in step.work:
             for page, content in work.writes.items() if work.turn.drafter else ():
                 self.device.queue(self.device.blocks.write, page, content)
         self.producer.check()
-
-    def report(self) -> Report:
-        holds = self.producer.holds
-        return Report(holds.take_sent(), holds.take_ended(), self.consumer.take_results())
 
 
 class Engine:
@@ -121,7 +117,7 @@ class Engine:
         self._revocations: set[bool] = set()
         self._ages: dict[int, dict[Hold, float]] = {}
         self.next = Step()
-        self.ranks = [of(Rank)(self, rank) for rank in range(ranks)]
+        self.ranks = [Rank(self, rank) for rank in range(ranks)]
 
     def clock(self, skew: float = 0.0) -> Callable[[], float]:
         """Return the clock of a rank, whose times cannot be compared with another one's."""
@@ -273,8 +269,7 @@ class Engine:
     # What planted faults replace.
 
     def admits(self, turn: Turn, issue: Issue) -> bool:
-        is_same = tokens_digest(turn.believed(issue)) == issue.ticket.digest
-        return is_same and issue.ticket.weights == self.version()
+        return turn.fits and issue.ticket.weights == self.version()
 
     def version(self) -> str:
         """Return the name of the weights, as tickets have it."""
@@ -392,12 +387,8 @@ class Engine:
         """Reserve host pages for a load; after too long a wait, it does without one."""
         if not self.options.staged or turn.source is None:
             return True
-        if turn.asked is None:
-            turn.asked = self.world.now
         found = self.in_pages.reserve(turn.id, turn.wanted)
         if found is Reservation.REFUSED:
-            late = self.world.now >= turn.asked + PATIENCE
-            require(late or turn.wanted > self.in_pages.total, "refused at once")
             self._forgo(turn)
         return found is not Reservation.WAITING
 
@@ -466,7 +457,6 @@ class Engine:
         self, turn: Turn, hold: Hold, pages: tuple[int, ...], *, is_last: bool = False
     ) -> Issue:
         """Make a ticket, or a part."""
-        tokens = turn.tokens[: len(pages) * BLOCK]
         is_computed = not (turn.drafter or turn.leaves is Leaves.ANSWER or self.options.staged)
         made = ticket(
             engine=self.name,
@@ -475,8 +465,7 @@ class Engine:
             hold=hold,
             pages=(pages,),
             first_index=(0,),
-            tokens=len(tokens),
-            digest=tokens_digest(tokens),
+            tokens=len(pages) * BLOCK,
             computed=is_last and is_computed,
             tp_size=len(self.ranks),
             weights=self.version(),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
-from kvferry.core.lifecycle.prompt_digest import digest
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import Ticket
@@ -86,8 +85,6 @@ class Turn:
     late: bool = False  # whether a step was under way when it ended, which computes its last token
     loaded: int = 0  # how many of its blocks hold what was loaded
     weights: int = 0  # the version of the weights that compute the others
-    asked: float | None = None
-    """When it first asked for host pages to load to."""
     pages: tuple[int, ...] = ()
     host: tuple[int, ...] = ()
     """The host pages to which it loads, where the cache is staged."""
@@ -96,10 +93,6 @@ class Turn:
     part: Issue | str | None = None
     # Each rank's report of its load.
     outcomes: dict[int, KVFerryError | None] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> list[int]:
-        return [self.uid * 100 + i for i in range(self.size * BLOCK)]
 
     @property
     def has_news(self) -> bool:
@@ -112,11 +105,6 @@ class Turn:
         if self.source is None:
             return 0
         return min(self.size, self.source.turn.size)
-
-    def believed(self, issue: Issue) -> list[int]:
-        """Return the tokens that it has, where a ticket covers them."""
-        tokens = issue.turn.tokens[: issue.ticket.tokens]
-        return tokens if self.fits else [-1, *tokens[1:]]
 
     def contents(self) -> list[Content]:
         """Return what its blocks contain when everything is computed."""
@@ -198,8 +186,3 @@ class Step:
     # The ages of each rank's holds at that time, by the protocol table.
     ages: dict[int, dict[Hold, float]] = field(default_factory=dict)
     outputs: dict[int, Report] = field(default_factory=dict)
-
-
-def tokens_digest(tokens: list[int]) -> bytes:
-    """Return the digest of a prompt without LoRA, images or salt."""
-    return digest(tokens, None)
