@@ -34,7 +34,7 @@ from kvferry.core.errors import (
     TransportUsageError,
 )
 from kvferry.core.lifecycle.holds import NOTHING
-from kvferry.core.security import Access, Networks, generate
+from kvferry.core.security import Access, generate
 from kvferry.core.transport import Quiescence
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from tests.core.exchange_peer import NBYTES, ExchangePeer, content
@@ -155,14 +155,6 @@ def test_keys_admit_their_owners_only(side: Callable[..., Side]) -> None:
     for access in (Access(), Access(own=stranger, peers=both)):
         with pytest.raises(AdmissionError):
             side(access=access).exchange.connect("127.0.0.1", there.exchange.port)
-
-
-def test_networks_are_checked_on_both_sides(side: Callable[..., Side]) -> None:
-    elsewhere = Access(networks=Networks.of(["10.9.9.0/24"]))
-    closed, open_ = side(access=elsewhere), side()
-    for one, other in ((closed, open_), (open_, closed)):
-        with pytest.raises(AdmissionError, match="allowed_peers"):
-            one.exchange.connect("127.0.0.1", other.exchange.port)
 
 
 def test_differences_are_refused_and_what_is_not_there_is_told(side: Callable[..., Side]) -> None:
