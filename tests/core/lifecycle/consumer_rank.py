@@ -59,17 +59,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """One rank's part of a load, with what the checks need to know of it."""
+    """One rank's part of a load, with what the checks need to know of it; renewed, it may wait."""
 
     turn: Turn
     issue: Issue
-    load: LoadMachine
-    pulls: bool  # whether pages are read and the outcome is reported; if not, "done" is sent
-    is_early: bool  # whether it began with a part; ``is_last`` says whether it has its ticket
-    is_last: bool
-    deadline: float
+    load: LoadMachine = field(init=False)  # once it has begun
+    pulls: bool = True  # whether pages are read and the outcome is reported; else "done" is sent
+    is_early: bool = False  # whether it began with a part; ``is_last``: whether it has its ticket
+    is_last: bool = True
+    deadline: float = math.inf
     remote_ranks: tuple[RemoteRank, ...] = ()
     link: Link | None = None
+    renewal: RenewalId | None = None
+    settled: set[int] = field(default_factory=set)  # producer ranks whose fence is posted
+    gone: bool = False  # whether a renewal found its hold gone
     # Why it must fail, in order: errors, or ``STALE``, ``LATE``.
     causes: list[KVFerryError | str] = field(default_factory=list)
     # Producer rank to the last transfer of its pages.
@@ -98,19 +101,6 @@ class Pull:
             self.causes.append(cause)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Wait:
-    """A request that waits or loads (``pull``) with a ticket, and the renewal of that."""
-
-    turn: Turn
-    issue: Issue
-    pull: Pull | None = None
-    link: Link | None = None
-    renewal: RenewalId | None = None
-    settled: set[int] = field(default_factory=set)  # producer ranks whose fence is posted
-    gone: bool = False  # whether a renewal found its hold gone
-
-
 class ConsumerRank:
     """The loads of a rank, and the work of an endpoint."""
 
@@ -124,7 +114,7 @@ class ConsumerRank:
         self.host = Pages(world.options.staged)
         self.pages = self.host if world.options.staged else device.blocks
         self.pulls: dict[LoadId, Pull] = {}
-        self.waits: list[Wait] = []
+        self.waiting: list[Pull] = []  # those that have not begun
         self.handshakes: list[Pull] = []
         self.transfers: list[Transfer] = []
         self.copies: list[BlockCopy] = []
@@ -146,7 +136,7 @@ class ConsumerRank:
     # The engine's step.
 
     def apply(self, step: Step) -> None:
-        self.waits += [Wait(turn=turn, issue=issue) for turn, issue in step.prepares]
+        self.waiting += [Pull(turn=turn, issue=issue) for turn, issue in step.prepares]
         for order in step.begins:
             self._begin(order)
         for pull in self.open:
@@ -194,8 +184,11 @@ class ConsumerRank:
         if found:
             self._hear_part(found[0], order)
             return
-        is_early = turn.follows is not None
-        was_gone = order.is_prepared and not is_early and self._end_wait(turn)
+        waited = [pull for pull in self.waiting if pull.turn is turn]
+        require(len(waited) == (order.is_prepared and turn.follows is None), "not prepared:", turn)
+        for pull in waited:
+            self.waiting.remove(pull)
+            self._stop_renewal(pull)
         if order.shared and not order.pulls:
             return
         load = self.world.components.of(LoadMachine)(
@@ -210,20 +203,15 @@ class ConsumerRank:
             awaits_device=True,
             needs_copy=bool(self.world.options.staged),
         )
-        pull = self.pulls[load.id] = Pull(
-            turn=turn,
-            issue=order.issue,
-            load=load,
-            pulls=order.pulls,
-            is_early=is_early,
-            is_last=order.is_last,
-            deadline=load.deadline,
-        )
+        pull = waited[0] if waited else Pull(turn=turn, issue=order.issue)
+        self.pulls[load.id], pull.load, pull.link = pull, load, None
+        pull.pulls, pull.is_early = order.pulls, turn.follows is not None
+        pull.is_last, pull.deadline = order.is_last, load.deadline
         if order.pulls:
             for page in turn.pages[turn.cached :]:  # vLLM zeroes new blocks
                 self._device.queue(self._device.blocks.zero, page)
             self._device.queue(self._pass, load)
-        if was_gone:
+        if pull.gone:
             self._abort(pull, STALE, gone())
         if self._knows(ticket.incarnation):
             self._on_connected(pull)
@@ -284,8 +272,7 @@ class ConsumerRank:
             self.host.zero(page)
         pull.link, pull.remote_ranks = self.link, self.remote_ranks
         if pull.pulls and wanted and not pull.is_early:
-            self.waits.append(wait := Wait(turn=pull.turn, issue=pull.issue, pull=pull))
-            self._start_renewal(wait, at_once=False)
+            self._start_renewal(pull, at_once=False)
         pull.load.handshake_succeeded(self.remote_ranks, BLOCK if pull.is_early else 1)
 
     def _check(self, turn: Turn, issue: Issue) -> None:
@@ -389,7 +376,9 @@ class ConsumerRank:
                 return
             message = None
             if op is LoadAction.FENCE:
-                self._end_renewal_on(action.rank, pull)
+                if pull.renewal is not None:
+                    pull.settled.add(action.rank)
+                    self._renewals.end_rank(pull.renewal, action.rank)
                 if not pull.load.shared:
                     message = self._release(action.rank, pull, abandoned=False)
             self._read_word(link, action.rank, op, pull, pull.hold, message)
@@ -495,9 +484,7 @@ class ConsumerRank:
         copying = any(copy.source is pull for copy in self.copies)
         require(not copying, "reported while its pages are copied")
         pull.reported = True
-        for wait in [each for each in self.waits if each.pull is pull]:
-            self.waits.remove(wait)
-            self._stop_renewal(wait)
+        self._stop_renewal(pull)
         self._check_reason(action.error, pull)
         self._check_told(pull, has_failed=action.error is not None)
         if action.error is None:
@@ -542,98 +529,80 @@ class ConsumerRank:
 
     # Renewals, which are sent as the endpoint sends them.
 
-    @property
-    def waiting(self) -> list[Wait]:
-        """Return the requests that wait, whose load has not begun."""
-        return [wait for wait in self.waits if wait.pull is None]
-
-    def renewed(self) -> list[Wait]:
+    def renewed(self) -> list[Pull]:
         """Return what is renewed over an open connection."""
-        return [w for w in self.waits if w.link is not None and not w.link.broken]
+        every = [*self.waiting, *self.pulls.values()]
+        return [p for p in every if p.renewal is not None and p.link and not p.link.broken]
 
-    def _end_wait(self, turn: Turn) -> bool:
-        """End the wait of a request; return whether its hold was found gone."""
-        found = [wait for wait in self.waiting if wait.turn is turn]
-        require(len(found) == 1, "a load of a request that was not prepared")
-        self.waits.remove(found[0])
-        self._stop_renewal(found[0])
-        return found[0].gone
-
-    def _start_renewal(self, wait: Wait, *, at_once: bool) -> None:
-        wait.link = self.link
-        wait.renewal = self._renewals.begin(
+    def _start_renewal(self, pull: Pull, *, at_once: bool) -> None:
+        pull.link = self.link
+        pull.renewal = self._renewals.begin(
             self.remote_ranks, lease=LEASE, now=self.now(), at_once=at_once
         )
 
-    def _stop_renewal(self, wait: Wait) -> None:
-        if wait.renewal is not None:
-            self._renewals.end(wait.renewal)
-        wait.renewal = wait.link = None
+    def _stop_renewal(self, pull: Pull) -> None:
+        if pull.renewal is not None:
+            self._renewals.end(pull.renewal)
+        pull.renewal = None
 
-    def _end_renewal_on(self, rank: int, pull: Pull) -> None:
-        """Stop renewing a load on a rank, because its fence is posted."""
-        for wait in self.waits:
-            if wait.pull is pull and wait.renewal is not None:
-                wait.settled.add(rank)
-                self._renewals.end_rank(wait.renewal, rank)
-
-    def _may_renew(self, wait: Wait) -> bool:
+    def _may_renew(self, pull: Pull) -> bool:
         """Return whether the producer that runs now made the ticket; connect to that."""
         self._reach()
         try:
-            self._check(wait.turn, wait.issue)
+            self._check(pull.turn, pull.issue)
         except TicketError:
             return False
         return True
 
     def _renew(self) -> None:
         """Connect producers, and send the renewals and heartbeats that are due."""
-        for wait in self.waiting:
-            if wait.link is not None and wait.link.broken:
-                self._stop_renewal(wait)
-            if wait.renewal is None and not wait.gone and self._may_renew(wait):
-                self._start_renewal(wait, at_once=True)
+        for pull in self.waiting:
+            if pull.link is not None and pull.link.broken:
+                self._stop_renewal(pull)
+            if pull.renewal is None and not pull.gone and self._may_renew(pull):
+                self._start_renewal(pull, at_once=True)
         due, overdue = self._renewals.take_due(self.now())
         for transfer in self.transfers:
             transfer.cancelled |= transfer.op is None and transfer.load in overdue
         me: dict[str, Any] = {"engine": self.engine.name, "life": self.engine.life}
         for ask in due:
-            wait = self._find(ask)
-            if wait is not None and wait.link is not None:
-                ticket = wait.issue.ticket
+            found = self._find(ask)
+            if found is not None and found.link is not None:
+                ticket = found.issue.ticket
                 note = Renewal(
                     incarnation=ticket.incarnation,
                     slot=ticket.hold.slot,
                     generation=ticket.hold.generation,
                     **me,
                 )
-                message = self._note(ask.rank, note, wait.turn.uid)
-                self._read_word(wait.link, ask.rank, None, ask, ticket.hold, message)
+                message = self._note(ask.rank, note, found.turn.uid)
+                self._read_word(found.link, ask.rank, None, ask, ticket.hold, message)
         if (renewed := self.renewed()) and self.now() >= self._next_heartbeat:
             self._next_heartbeat = self.now() + HEARTBEAT_SECONDS
-            for incarnation in sorted({wait.issue.ticket.incarnation for wait in renewed}):
+            for incarnation in sorted({pull.issue.ticket.incarnation for pull in renewed}):
                 beat = Heartbeat(incarnation=incarnation, **me)
                 for remote in self.remote_ranks:
                     self.world.fabric.messages.append(self._note(remote.rank, beat, 0))
 
-    def _find(self, ask: RenewalRequest) -> Wait | None:
-        return next((wait for wait in self.waits if wait.renewal == ask.renewal), None)
+    def _find(self, ask: RenewalRequest) -> Pull | None:
+        every = (*self.waiting, *self.pulls.values())
+        return next((pull for pull in every if pull.renewal == ask.renewal), None)
 
     def _renewal_ended(self, ask: RenewalRequest, transfer: Transfer) -> None:
         if transfer.state is State.FAILED:
             self._renewals.read_ended(ask)
             return
-        wait = self._find(ask)
-        stands = wait is not None and wait.issue.ticket.hold.stands(transfer.word)
+        pull = self._find(ask)
+        stands = pull is not None and pull.hold.stands(transfer.word)
         if not self._renewals.answered(ask, stands=stands):
             return
-        if wait is None:
+        if pull is None:
             raise ProtocolViolation("a renewal that has ended was answered")
-        self._check_gone(wait.turn, wait.issue, transfer.rank)
-        wait.gone = True
-        self._stop_renewal(wait)
-        if wait.pull is not None:
-            self._abort(wait.pull, STALE, gone())
+        self._check_gone(pull.turn, pull.issue, transfer.rank)
+        pull.gone = True
+        self._stop_renewal(pull)
+        if pull not in self.waiting:
+            self._abort(pull, STALE, gone())
 
     # Copies to the device, where the cache is staged.
 

@@ -18,7 +18,7 @@ from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.messages import Heartbeat, Release, Renewal
 from kvferry.core.transport import State
-from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull, Wait
+from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull
 from tests.core.lifecycle.engine import Engine, Plan, Rank
 from tests.core.lifecycle.fabric import Components, Fabric, Message, require
 from tests.core.lifecycle.producer_rank import ProducerRank
@@ -285,19 +285,19 @@ class World:
         """Let more than a lease pass, while every renewal arrives in time."""
         self._claim()
         kept = [
-            (wait, rank)
-            for wait, ranks in self._renewed()
+            (pull, rank)
+            for pull, ranks in self._renewed()
             for rank in ranks
-            if rank.table.fresh(wait.issue.ticket.hold, rank.now())
+            if rank.table.fresh(pull.hold, rank.now())
         ]
         for _ in range(10):
             self.now += LEASE / 6
             self._claim()
-        for wait, rank in kept:
-            hold = wait.issue.ticket.hold
+        for pull, rank in kept:
+            hold = pull.hold
             cause = rank.table.over.get(hold)
             expired = cause is not None and cause.why == "expired"
-            waited = wait.renewal is not None and rank.rank not in wait.settled
+            waited = pull.renewal is not None and rank.rank not in pull.settled
             require(not (expired and waited), "expired, although it was renewed:", hold)
 
     def do_starve(self, seconds: int = 3, first: int = 0, until: int = 9) -> None:
@@ -344,9 +344,9 @@ class World:
     def _claimed(self, ranks: list[ProducerRank]) -> list[Hold]:
         """Return the holds that consumers renew on one of these ranks."""
         return [
-            wait.issue.ticket.hold
-            for wait, renewed in self._renewed()
-            if any(rank in ranks and rank.rank not in wait.settled for rank in renewed)
+            pull.hold
+            for pull, renewed in self._renewed()
+            if any(rank in ranks and rank.rank not in pull.settled for rank in renewed)
         ]
 
     def _claim(self, ranks: list[ProducerRank] | None = None) -> None:
@@ -367,14 +367,14 @@ class World:
             for each in engine.ranks:
                 each.producer.tick()
 
-    def _renewed(self) -> Iterator[tuple[Wait, list[ProducerRank]]]:
+    def _renewed(self) -> Iterator[tuple[Pull, list[ProducerRank]]]:
         """Yield what is renewed at a producer that runs now, with its ranks."""
         for engine in self.engines.values():
             for rank in (each.consumer for each in engine.ranks):
-                for wait in rank.renewed():
-                    if wait.issue.producer is rank.producer():
-                        ranks = wait.issue.producer.ranks
-                        yield wait, [ranks[p.rank].producer for p in rank.remote_ranks]
+                for pull in rank.renewed():
+                    if pull.issue.producer is rank.producer():
+                        ranks = pull.issue.producer.ranks
+                        yield pull, [ranks[p.rank].producer for p in rank.remote_ranks]
 
     # What users do.
 

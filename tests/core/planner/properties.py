@@ -207,8 +207,12 @@ def _rows(copies: Copies) -> list[tuple[object, ...]]:
     return list(zip(*numbers, regions, strict=True))
 
 
+_WORKSPACE = Workspace()
+"""It can be used again for other requests."""
+
+
 def _right(pair: EnginePair, rng: Random) -> None:
-    check_rank(pair, rng.randrange(len(pair.local)))
+    check_rank(pair, rng.randrange(len(pair.local)), _WORKSPACE)
 
 
 def check_pages_name_the_same(pair: EnginePair) -> None:
