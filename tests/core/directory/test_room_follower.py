@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
-import zmq
 
 from kvferry.core.directory import RoomFollower, room_follower, room_questions
 from kvferry.core.errors import (
@@ -381,7 +380,7 @@ def test_one_host_does_not_take_every_place(at: Scene, monkeypatch: pytest.Monke
 
 
 @contextlib.contextmanager
-def hostile(answer: Callable[[Follow], bytes]) -> Iterator[PeerKey]:
+def hostile(answer: Callable[[Follow], bytes | None]) -> Iterator[PeerKey]:
     """Run a side channel that answers every request so."""
     with SideChannel(lambda _, asked: answer(asked) if isinstance(asked, Follow) else None) as made:
         yield PeerKey("prefill", "127.0.0.1", made.port)
@@ -391,13 +390,9 @@ def followed(*rooms: RoomNews, incarnation: int = 7) -> bytes:
     return encode(Followed(incarnation=incarnation, rooms=list(rooms)))
 
 
-@contextlib.contextmanager
-def silent() -> Iterator[PeerKey]:
+def silent() -> contextlib.AbstractContextManager[PeerKey]:
     """Run a side channel that takes connections and requests, and answers nothing."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.linger = 0
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        yield PeerKey("prefill", "127.0.0.1", port)
+    return hostile(lambda _: None)
 
 
 def test_a_silent_side_channel_fails_its_rooms_whatever_requests_come() -> None:

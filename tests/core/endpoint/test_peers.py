@@ -63,6 +63,15 @@ def wait_for_end(driver: RecordingTransport) -> None:
     eventually(lambda: driver.open_connections == 0, "it is disconnected")
 
 
+def reply_at(port: int, *ranks: bytes) -> EncodedReply:
+    return EncodedReply(
+        address=PeerKey("prefill", "127.0.0.1", port),
+        incarnation=Incarnation(7),
+        ranks=ranks,
+        numeric="127.0.0.1",
+    )
+
+
 # Liveness.
 
 
@@ -109,22 +118,6 @@ def test_a_side_channel_that_comes_back_in_time_is_the_same_producer(
             assert decode.error("d-1") is None
 
 
-Lost = queue.SimpleQueue[KVFerryError | None]
-
-
-def ping(
-    name: str, port: int, incarnation: int, lost: Lost, misses: int = 3, wanted: Any = lambda: True
-) -> Any:
-    reply = EncodedReply(
-        address=PeerKey(name, "127.0.0.1", port),
-        incarnation=Incarnation(incarnation),
-        ranks=(),
-        numeric="127.0.0.1",
-    )
-    options = EndpointOptions(liveness_interval=30.0, liveness_misses=misses)
-    return start_pings(reply, options, wanted=wanted, lost=lost.put)
-
-
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
@@ -133,10 +126,12 @@ def ping(
     ],
 )
 def test_a_producer_that_cannot_be_watched_is_lost(wanted: Any, words: str) -> None:
-    lost = Lost()
+    lost = queue.SimpleQueue[KVFerryError | None]()
     answer = encode(Condition(engine="prefill", incarnation=7, problems=[]))
     with SideChannel(lambda *_: answer) as channel:
-        ping("prefill", channel.port, 7, lost, 1, wanted)
+        reply = reply_at(channel.port)
+        options = EndpointOptions(liveness_interval=30.0, liveness_misses=1)
+        start_pings(reply, options, wanted=wanted, lost=lost.put)
         assert words in str(lost.get(timeout=20))
 
 
@@ -303,14 +298,8 @@ def test_a_reply_that_cannot_be_planned_is_refused(
     reader = handshake_reader.ReplyReader(EndpointOptions(judgements=judgements), 0)
     if joined:
         reader.join(joined)
-    reply = EncodedReply(
-        address=PeerKey("prefill", "127.0.0.1", 1),
-        incarnation=Incarnation(7),
-        ranks=(encode(there),),
-        numeric="127.0.0.1",
-    )
     with pytest.raises(error, match=words):
-        reader.read(reply)
+        reader.read(reply_at(1, encode(there)))
 
 
 # Memory, and how many are kept.
