@@ -222,7 +222,7 @@ class _Walker:
             links = self._pick("stay", "stay", "break", "failing", "closed")
             messages = self._pick("", " messages=gone")
             restart = f"restart {self._pick('P', 'P', 'A', 'B')} {links}{messages}"
-            choices += [restart, restart, f"stray {index}"]
+            choices += [restart, restart]
             choices.append(f"answer {rank} {index} refused=1")
         yield rng.choice(choices)
 

@@ -16,7 +16,7 @@ from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from kvferry.core.messages import Heartbeat, Release, Renewal
+from kvferry.core.messages import Heartbeat, Renewal
 from kvferry.core.transport import State
 from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull
 from tests.core.lifecycle.engine import Engine, Plan, Rank
@@ -28,8 +28,6 @@ IDS = [RequestId(f"request-{i}") for i in range(5)]
 """All engines use the same ids, and use them again."""
 PROGRESS = 80
 """Seconds within which every request must end once nothing fails any more."""
-_BIT = 1 << 40
-"""Flipped to make another incarnation or generation."""
 
 
 def _plan(*ranks: str) -> Plan:
@@ -492,29 +490,6 @@ class World:
             self.fabric.messages = [m for m in self.fabric.messages if m not in gone]
         self.engines[name] = self._new_engine(name)
         self.engines[name].weights = old.weights
-
-    def do_stray(self, index: int = 0) -> None:
-        """Deliver releases that differ from a hold of P in incarnation, generation or slot."""
-        producer = self.engines["P"]
-        holds = [turn.hold for turn in producer.turns.values() if turn.hold is not None]
-        if not holds:
-            return
-        hold = holds[index % len(holds)]
-        slot, generation, incarnation = hold.slot, hold.generation, producer.incarnation
-        for other, mine in (
-            (Hold(slot=slot + 1, generation=generation), incarnation),
-            (Hold(slot=slot, generation=generation ^ _BIT), incarnation),
-            (hold, incarnation ^ _BIT),
-        ):
-            names: dict[str, Any] = {
-                "incarnation": mine,
-                "slot": other.slot,
-                "generation": other.generation,
-            }
-            note = Release(**names, engine="A", rank=0, expected=1)
-            for rank in producer.ranks:
-                stray = Message(sender="A", to="P", rank=rank.rank, note=note, origin=0)
-                rank.producer.hear(stray)
 
     # What must hold always, at rest, and at the end. What must hold at an event is checked there.
 
