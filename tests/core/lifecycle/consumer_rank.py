@@ -93,8 +93,7 @@ class Pull:
         if not self.pulls:
             return []
         targets = (self.turn.host or self.turn.pages)[: self.turn.wanted]
-        pairs = zip(targets, self.issue.ticket.pages[0], self.issue.contents, strict=False)
-        return list(pairs)[self.turn.cached :]
+        return list(zip(targets, self.issue.ticket.pages[0], self.issue.contents, strict=False))
 
     def add(self, cause: KVFerryError | str) -> None:
         if not self.is_copying:  # a copy to the device goes on, and may well succeed
@@ -208,7 +207,7 @@ class ConsumerRank:
         pull.pulls, pull.is_early = order.pulls, turn.follows is not None
         pull.is_last, pull.deadline = order.is_last, load.deadline
         if order.pulls:
-            for page in turn.pages[turn.cached :]:  # vLLM zeroes new blocks
+            for page in turn.pages:  # vLLM zeroes new blocks
                 self._device.queue(self._device.blocks.zero, page)
             self._device.queue(self._pass, load)
         if pull.gone:

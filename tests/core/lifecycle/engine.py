@@ -320,8 +320,8 @@ class Engine:
         for _, content in loaded:
             require(content.weights == self.weights, "pages of other weights accepted:", content)
         for each in self.ranks:
-            each.consumer.check_loaded(loaded[turn.cached :])
-            each.device.queue(each.consumer.check_loaded, loaded[turn.cached :])
+            each.consumer.check_loaded(loaded)
+            each.device.queue(each.consumer.check_loaded, loaded)
 
     def hear_sent(self, rank: int, request: RequestId) -> None:
         self._check_sent(rank, request)
@@ -361,10 +361,6 @@ class Engine:
     def _admit(self, turn: Turn) -> None:
         """Let a request begin, if it has all that it needs."""
         if self.awaits_part(turn) or not self._has_host_pages(turn):
-            return
-        if 0 < turn.wanted <= turn.cached:
-            self._forgo(turn)
-            self.forget(turn)
             return
         holds = turn.leaves is not Leaves.NOTHING and self._may_hold(turn)
         if turn.size > len(self.free) or holds is None:

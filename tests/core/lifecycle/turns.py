@@ -68,8 +68,6 @@ class Turn:
     errs: bool = False  # whether it ends with an error, so that nothing is held
     # The ticket with which it came, or its newest part; ``None`` if all is computed.
     source: Issue | None = None
-    # How many leading blocks are in the prefix cache; if all are, nothing is loaded.
-    cached: int = 0
     fits: bool = True  # whether it has the prompt that the ticket is about
     forged: bool = False  # whether its ticket names other blocks than the producer's
     # Whether more requests with its ticket may be on their way, unknown to the scheduler.

@@ -384,7 +384,6 @@ class World:
         back: int | None = None,
         chunks: int = 1,
         leaves: str = "",
-        cached: int = 0,
         follower: str = "",
         how: str = "",
     ) -> None:
@@ -408,7 +407,6 @@ class World:
             chunks=size if self.options.early else chunks,
             leaves=Leaves(leaves or default),
             source=source,
-            cached=cached,
             drafter="drafter" in how,
             errs="errs" in how,
             fits="unfit" not in how,
@@ -417,7 +415,6 @@ class World:
         )
         if source is not None and not self.options.pair:
             turn.size = source.turn.size
-            turn.cached = min(cached, turn.size)
         if turn.forged:
             self._forged.add(turn.uid)
         engine.add(turn)
