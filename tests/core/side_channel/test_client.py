@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -82,6 +83,19 @@ def test_a_host_that_takes_no_connection_delays_no_other_question(server: Handsh
             assert not late.done()
             with pytest.raises(HandshakeError, match=r"no connection within 2 s"):
                 late.result()
+
+
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100), b""])
+def test_a_listener_of_another_protocol_is_recognised(greeting: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        port = listener.getsockname()[1]
+        asked = pool.submit(fetch, "127.0.0.1", port, "prefill", timeout=LONG)
+        client, _ = listener.accept()
+        client.sendall(greeting)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+        client.close()
+        with pytest.raises(HandshakeError, match="no side channel of kvferry"):
+            asked.result(LONG)
 
 
 def test_an_engine_that_ends_during_the_request_is_noticed_at_once(context: Context) -> None:
