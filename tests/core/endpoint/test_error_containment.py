@@ -208,6 +208,7 @@ def test_an_exception_elsewhere_ends_the_endpoint_which_says_so(
         fail_once(monkeypatch, decode.endpoint._calls.transfers, "progress")
         eventually(lambda: not decode.endpoint.healthy, "the endpoint has failed")
         assert decode.endpoint.problems[0] == "the endpoint has failed: a bug"
+        assert decode.endpoint.wait(10.0), "nobody waits for what it will never report"
         with pytest.raises(EndpointClosedError) as raised:
             decode.endpoint.results()
         assert isinstance(raised.value.__cause__, ZeroDivisionError)

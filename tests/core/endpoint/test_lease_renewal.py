@@ -135,6 +135,15 @@ def test_a_hold_is_renewed_on_every_rank_and_ends_when_a_rank_that_is_read_has_l
     assert harness.due(100.0) == []
 
 
+def test_a_rank_that_has_a_fence_is_renewed_no_more(harness: Harness, peer: PeerStub) -> None:
+    renewal = harness.begin(peer)
+    for read in harness.due(0.0):
+        read.landed(HOLD.ready, 0.1)
+    harness.renewal.end_rank(renewal, 0)
+    assert [read.rank for read in harness.due(10.0)] == [2]
+    harness.renewal.end_rank(None, 2)  # of a load that is not renewed
+
+
 def test_ranks_get_a_heartbeat_a_second_and_none_during_a_short_load(
     harness: Harness, peer: PeerStub
 ) -> None:

@@ -193,6 +193,7 @@ def test_a_region_outside_the_address_space_is_refused(bounds: tuple[int, int]) 
 def test_a_region_of_no_possible_memory_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(LayoutError, match="a kind has 1 to 16 characters"):
         replace(Region(address=1, nbytes=8), **change)
+    replace(Region(address=1, nbytes=8), kind="k" * 16, device=(1 << 16) - 1)
 
 
 def test_region_of_an_array_is_its_memory() -> None:
