@@ -16,7 +16,7 @@ from tests.engines.engines import Engine
 from tests.engines.families import IMAGE
 from tests.engines.fleet import DECODES, DOES_BOTH, PREFILLS, TALKS, Engines, cast
 from tests.engines.media import NO_IMAGE, MediaPrompt, Talk
-from tests.engines.steps import check_hand_over, check_refused, counted, pulled_by, texts
+from tests.engines.steps import check_hand_over, check_refused, counted
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,10 +35,10 @@ engines = cast(
 _seeds = itertools.count(1)
 
 
-def with_image(*images: int, before: int = 20, after: int = 9, **options: Any) -> MediaPrompt:
-    """Text, images in a row, and text."""
-    ids = [*prompt(before, seed=80), *[IMAGE] * len(images), *prompt(after, seed=81)]
-    return MediaPrompt(ids=ids, images=images, options=options)
+def with_image(image: int, **options: Any) -> MediaPrompt:
+    """Text, an image, and text."""
+    ids = [*prompt(20, seed=80), IMAGE, *prompt(9, seed=81)]
+    return MediaPrompt(ids=ids, images=[image], options=options)
 
 
 def fresh_prompts() -> list[MediaPrompt]:
@@ -68,29 +68,14 @@ def test_images(engines: Engines, source: str, target: str) -> None:
     assert len({each.text for each in got}) == len(prompts)
 
 
-def test_cached_images(engines: Engines) -> None:
-    """Pages that were loaded for one image answer no later prompt with another image."""
-    prefill, decode = engines["plain"], engines["two"]
-    loaded, unlike = with_image(100, after=12), with_image(101, after=12)
-    check_hand_over(engines["believing"], prefill, decode, loaded, **NO_IMAGE)
-    before = pulled_by(decode)
-    expected = texts(engines["believing"], loaded, unlike, **NO_IMAGE)
-    tickets = prefill.prefill(loaded, unlike)
-    assert texts(decode, loaded, unlike, params=tickets, **NO_IMAGE) == expected
-    # The first block has an image.
-    assert pulled_by(decode) - before == len(loaded) % 32 + len(unlike)
-    assert texts(decode, loaded, unlike, **NO_IMAGE) == expected
-
-
 @pytest.mark.parametrize(
     "other",
     [
         with_image(103),
-        with_image(102, before=21, after=8),
         with_image(102, mm_processor_kwargs={"do_normalize": False}),
         with_image(102, media_io_kwargs={"image": {"image_mode": "L"}}),
     ],
-    ids=["image", "place", "processor", "mode"],
+    ids=["image", "processor", "mode"],
 )
 def test_another_image_is_refused(engines: Engines, other: MediaPrompt) -> None:
     [ticket] = engines["plain"].prefill(with_image(102))
