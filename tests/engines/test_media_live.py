@@ -105,46 +105,27 @@ def test_turns_with_images(engines: Engines, asking: str, answering: str) -> Non
 embedding = cast("llama", {"enable_prompt_embeds": True}, prefill=PREFILLS, decode=DECODES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mixed:
-    """Token ids, other ones whose embeddings are taken, and which of the two counts where."""
+@dataclass(frozen=True)
+class Embedded:
+    """A prompt of the model's own embeddings of token ids."""
 
     ids: Sequence[int]
-    embedded: Sequence[int]
-    mask: Sequence[bool]
-
-    @property
-    def meant(self) -> list[int]:
-        """The token ids that the prompt stands for."""
-        both = zip(self.ids, self.embedded, self.mask, strict=True)
-        return [one if is_id else other for one, other, is_id in both]
 
     def __call__(self, engine: Any) -> dict[str, Any]:
-        """Take the model's own embeddings."""
         from safetensors.torch import load_file
 
         weights = load_file(Path(engine.vllm_config.model_config.model) / "model.safetensors")
-        embedded = weights["model.embed_tokens.weight"][list(self.embedded)]
-        asked: dict[str, Any] = {"prompt_embeds": embedded}
-        if any(self.mask):
-            ids = {"prompt_token_ids": list(self.ids), "prompt_is_token_ids": list(self.mask)}
-            asked |= ids
-        return asked
+        return {"prompt_embeds": weights["model.embed_tokens.weight"][list(self.ids)]}
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [[False], [False] * 200, [True] * 40 + [False] * 30, [False] * 30 + [True] * 40],
-    ids=["one", "all", "ids first", "ids last"],
-)
-def test_embeddings(reference: Engine, embedding: Engines, mask: list[bool]) -> None:
+@pytest.mark.parametrize("length", [1, 200])
+def test_embeddings(reference: Engine, embedding: Engines, length: int) -> None:
     """They are handed over like the token ids that they are of, and answered alike."""
     prefill, decode = embedding["prefill"], embedding["decode"]
-    ids, embedded = prompt(len(mask), seed=54), prompt(len(mask), seed=55)
-    asked, before = Mixed(ids=ids, embedded=embedded, mask=mask), counted(decode, TOKENS)
+    asked, before = Embedded(prompt(length, seed=55)), counted(decode, TOKENS)
     [completion] = decode.generate(asked, params=prefill.prefill(asked))
-    assert completion.tokens == reference.generate(asked.meant)[0].tokens
-    assert counted(decode, TOKENS) - before == len(mask)
+    assert completion.tokens == reference.generate(asked.ids)[0].tokens
+    assert counted(decode, TOKENS) - before == length
 
 
 TOKENS = "vllm:kvferry_tokens"

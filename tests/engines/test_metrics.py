@@ -1,14 +1,11 @@
-"""The metrics and the health of a real pair."""
+"""The metrics of a real pair."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.metrics import Stage
-from kvferry.core.side_channel.connection import health
 from tests.engines import probes
 from tests.engines.engines import Engine
 from tests.engines.steps import check_hand_over
@@ -43,30 +40,3 @@ def test_a_hand_over_is_counted(reference: Engine, prefill: Engine, decode: Engi
     for outcome in ("made", "read"):
         name = f'holds_total{{driver="loopback",outcome="{outcome}"}}'
         eventually(lambda name=name: new(prefill, there, name) == 2)  # type: ignore[misc]
-
-
-def ail(engine: Any, problem: str) -> None:
-    """From now on every endpoint here finds this wrong, or nothing if it is empty."""
-    from kvferry.core.endpoint import Endpoint
-
-    found = (problem,) if problem else ()
-    Endpoint.problems = property(lambda self: found)  # type: ignore[assignment]
-
-
-def test_what_a_rank_finds_wrong_reaches_a_probe(prefill: Engine) -> None:
-    """In the next step after it is found, and as soon as it is over: who is told of it keeps
-    requests away, so the engine steps on without any."""
-    [ticket] = prefill.prefill(prompt(20, seed=33))
-
-    def told(*problems: str) -> bool:
-        condition = health(ticket["remote_host"], ticket["remote_port"], timeout=20.0)
-        return condition.problems == list(problems)
-
-    assert not prefill.run(probes.has_to_step)
-    prefill.run(ail, "it burns")
-    prefill.prefill(prompt(21, seed=33))
-    eventually(lambda: told("rank 0: it burns"))
-    assert prefill.run(probes.has_to_step)
-    prefill.run(ail, "")
-    eventually(told)
-    assert not prefill.run(probes.has_to_step)
