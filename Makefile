@@ -180,7 +180,7 @@ lmcache: $(LMCACHE_STAMP)
 	KVFERRY_EXCHANGE_OVER=nixl $(LMCACHE)/bin/python -m pytest tests/core/test_region_exchange.py
 
 long-lmcache: $(LMCACHE_STAMP)
-	$(LMCACHE)/bin/python -m pytest -W ignore tests/lmcache/test_channel.py tests/lmcache/test_benchmark.py
+	$(LMCACHE)/bin/python -m pytest -W ignore tests/lmcache/test_channel.py
 
 upgrade: $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>
 	KVFERRY_UPGRADE_FROM='$(or $(FROM),$(error name a commit: make upgrade FROM=<commit>))' \

@@ -8,12 +8,9 @@ Each cost is an entry of ``COSTS``; by default, all are measured, one after the 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import subprocess
 import sys
-import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -227,85 +224,6 @@ def startup(quick: bool) -> Iterator[Row]:
         yield row("starting", case, "0.3 s", above, 0.3, unit="ms", target="≤ 1")
 
 
-# A decode engine that dies with most of prefill's cache held for it.
-
-CACHE_BLOCKS, PROMPT_TOKENS, WAITING, OTHERS = 257, 250, 4, 200
-"""Blocks of prefill's cache, of 32 tokens; requests that wait at prefill at any time; requests of
-decode's own, of which it runs one at a time: it gets to nothing else."""
-
-
-def orphaned(quick: bool) -> Iterator[Row]:
-    """Kill decode: how long until prefill goes on, and between two requests after that."""
-    harness.need_vllm()
-    from tests.engines import engines as real
-    from tests.engines.fixtures import _build
-
-    with tempfile.TemporaryDirectory() as folder:
-        scratch, model = Path(folder), Path(folder) / "model"
-        model.mkdir()
-        real.prepare({"VLLM_CACHE_ROOT": folder, "TMPDIR": folder})
-        builder = multiprocessing.get_context("forkserver").Process(target=_build, args=(model,))
-        builder.start()
-        builder.join()
-        transfer: dict[str, Any] = real.CONNECTOR | {"kv_connector_extra_config": {}}
-        kinds: dict[str, dict[str, Any]] = {
-            "kv_producer": {"num_gpu_blocks_override": CACHE_BLOCKS},
-            "kv_consumer": {"max_num_seqs": 1},
-        }
-        pair = [
-            real.Engine(
-                role, model, scratch, kv_transfer_config=transfer | {"kv_role": role}, **more
-            )
-            for role, more in kinds.items()
-        ]
-        try:
-            prefill, decode = (each.wait_started() for each in pair)
-            share, gaps = _gaps(prefill, decode, 8 if quick else 40)
-        finally:
-            for each in pair:
-                each.close()
-    section = f"decode is killed, with {100 * share:.0f} % of prefill's cache held for it"
-    for case, seconds in (
-        ("after the kill, until prefill goes on", gaps[0]),
-        ("after that, longest pause between two requests", max(gaps[1:])),
-    ):
-        yield row(section, case, "5 s", seconds, 5.0, unit="s", target="≤ 1")
-
-
-def _gaps(prefill: Any, decode: Any, count: int) -> tuple[float, list[float]]:
-    """The part of the cache that was held, and seconds from the kill, and between requests."""
-    from examples.tiny_llama import prompt
-    from tests.engines import probes
-    from tests.engines.engines import PREFILL
-
-    seeds = iter(range(1_000_000))
-
-    def submit() -> str:
-        prompted = prompt(PROMPT_TOKENS, seed=next(seeds))
-        [request] = prefill.submit(prompted, max_tokens=1, params=PREFILL)
-        return str(request)
-
-    decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
-    total = prefill.run(probes.free_blocks)
-    for _ in range(total // (PROMPT_TOKENS // 32 + 1)):
-        prompted = prompt(PROMPT_TOKENS, seed=next(seeds))
-        [ticket] = prefill.prefill(prompted)
-        decode.submit(prompted, params=ticket)
-    waiting = deque(submit() for _ in range(WAITING))
-    time.sleep(5.0)  # everything is claimed, and an honest backlog is left alone
-    if prefill.finished:
-        raise SystemExit(f"prefill went on before the kill: {prefill.finished}")
-    share = 1 - prefill.run(probes.free_blocks) / total
-    decode.kill()
-    gaps, last = [], time.perf_counter()
-    for _ in range(count):
-        prefill.results([waiting.popleft()])
-        waiting.append(submit())
-        gaps.append(time.perf_counter() - last)
-        last += gaps[-1]
-    return share, gaps
-
-
 COSTS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "request_profile": request_profile,
     "steps": steps,
@@ -317,7 +235,6 @@ COSTS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "proofs": proofs,
     "posting": posting,
     "startup": startup,
-    "orphaned": orphaned,
 }
 
 

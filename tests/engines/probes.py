@@ -58,11 +58,6 @@ def host_pages(engine: Any) -> tuple[int, int]:
     return half._producer._pages.host.used, half._consumer._pages.host.used
 
 
-def has_to_step(engine: Any) -> bool:
-    """Whether the connector has vLLM step an engine that has nothing else to do."""
-    return bool(connector(engine).has_pending_push_work())
-
-
 def kept(engine: Any) -> int:
     """How many conversations the scheduler half holds."""
     return len(connector(engine)._scheduler._producer._holds._conversations)

@@ -14,7 +14,6 @@ import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.side_channel.connection import health
-from kvferry.integrations.vllm import ticket_format
 from tests.engines import probes, ranks
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
@@ -23,7 +22,6 @@ from tests.engines.steps import (
     check_hand_over,
     check_refused,
     idle_blocks,
-    pulled_by,
     texts,
 )
 from tests.waiting import eventually
@@ -83,16 +81,6 @@ def last_rank(engine: Engine) -> int:
 
 
 # Leases.
-
-
-def test_lease_is_over(hasty: Engine, decode: Engine) -> None:
-    """Pages that nobody reads come back, and their ticket is worth nothing any more."""
-    tickets = hasty.prefill(prompt(100), prompt(101))
-    assert hasty.run(ranks.holds) == [2]
-    released(hasty)
-    for length, ticket in zip((100, 101), tickets, strict=True):
-        check_refused(decode, prompt(length), ticket)
-    assert "pages within the lease" in hasty.log()  # of both requests, in one line or in two
 
 
 def test_pages_reused_before_a_late_read(reference: Engine, hasty: Engine, decode: Engine) -> None:
@@ -222,22 +210,6 @@ def test_abort_on_prefill_after_the_ticket(reference: Engine, pair: Pair) -> Non
     check_decoded(reference, decode, prompt(90), completion.params)
 
 
-def test_ticket_used_at_once_by_three(reference: Engine, pair: Pair, gate: Path) -> None:
-    """Two load while one is aborted, and one rank is far behind; then nothing is held."""
-    prefill, decode = pair
-    before, one = pulled_by(decode), prompt(130, seed=7)
-    [ticket] = prefill.prefill(one)
-    decode.run(ranks.disturb_reads, "slow", str(gate), last_rank(decode))
-    with decode.paused():
-        requests = decode.submit(one, one, one, params=ticket)
-    eventually(gate.with_suffix(".reached").exists)
-    decode.abort(requests.pop(1))
-    gate.touch()
-    assert [c.text for c in decode.results(requests)] == texts(reference, one) * 2
-    assert pulled_by(decode) - before == 2 * 130
-    released(prefill)
-
-
 def test_a_rank_whose_read_fails(reference: Engine, pair: Pair, gate: Path) -> None:
     """What other ranks have read is worth nothing; the request fails, once, and no other one."""
     prefill, decode = pair
@@ -246,21 +218,6 @@ def test_a_rank_whose_read_fails(reference: Engine, pair: Pair, gate: Path) -> N
     check_refused(decode, prompt(100), lost)
     gate.touch()
     check_decoded(reference, decode, prompt(101), kept)
-
-
-def test_words_stand_before_the_ticket(reference: Engine, decode: Engine, pair: Pair) -> None:
-    """On every rank, also where the scheduler is a step ahead of them: decode asks at once."""
-    prefill, _ = pair
-    with prefill.paused():
-        ids = prefill.submit(prompt(200), prompt(33), params=PREFILL, max_tokens=1)
-        while len(prefill.finished) < 2:
-            prefill.step()
-        params = [completion.params or {} for completion in prefill.results(ids)]
-        for ticket in map(ticket_format.read_ticket, params):
-            words = prefill.run(ranks.words, ticket.hold.slot)
-            assert all(ticket.hold.stands(word) for word in words)
-    for length, each in zip((200, 33), params, strict=True):
-        check_decoded(reference, decode, prompt(length), each)
 
 
 # Restarts.

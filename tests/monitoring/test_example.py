@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -36,6 +37,18 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 )
 def test_promtool_is_content(arguments: tuple[str, ...]) -> None:
     result = promtool(*arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_panel_asks_what_prometheus_understands(tmp_path: Path) -> None:
+    """As rules, which promtool checks."""
+    rules = [
+        {"record": f"panel_{number}", "expr": expression.replace("$__rate_interval", "5m")}
+        for number, (_, expression, _) in enumerate(example.panel_expressions())
+    ]
+    file = tmp_path / "panels.yml"
+    file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
+    result = promtool("check", "rules", file)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

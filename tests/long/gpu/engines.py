@@ -15,7 +15,7 @@ from kvferry.testing import CacheShape as ModelShape
 from kvferry.testing import ModelFreeEngine
 from kvferry.testing.peer_process import PeerServer, PeerSetup
 from kvferry.testing.peers import Process
-from tests.long.gpu.device import Cache, CacheShape, ContextReport, Device, EnterLog
+from tests.long.gpu.device import Cache, CacheShape, Device, EnterLog
 
 LOAD_SECONDS = 30.0
 OPTIONS = EndpointOptions(load_timeout=LOAD_SECONDS, liveness_interval=1.0)
@@ -124,10 +124,10 @@ class Producer(Process):
         ticket: Ticket = self.ask("prefill", request, list(pages), seed, tokens, wait)
         return ticket
 
-    def contexts(self) -> ContextReport:
-        """Return the threads and contexts of the process."""
-        report: ContextReport = self.ask("contexts")
-        return report
+    def problems(self) -> list[str]:
+        """See ``EnterLog.problems``; of the process."""
+        found: list[str] = self.ask("problems")
+        return found
 
 
 class ProducerCommands(PeerServer):
@@ -148,5 +148,5 @@ class ProducerCommands(PeerServer):
     def prefill(self, request: str, pages: list[int], seed: int, tokens: int, wait: bool) -> Ticket:
         return self._engines[0].prefill(request, pages, seed, tokens, wait=wait)
 
-    def contexts(self) -> ContextReport:
-        return self._engines[0].entered.report()
+    def problems(self) -> list[str]:
+        return self._engines[0].entered.problems()
