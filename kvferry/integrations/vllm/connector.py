@@ -28,7 +28,6 @@ from kvferry.integrations.vllm import checks, compat_029, config, versions
 from kvferry.integrations.vllm.adapter_hashes import AdapterLoad, AdapterReport, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics_export import FerryPromMetrics, FerryStats, LoggedStats
-from kvferry.integrations.vllm.pauses import Pauses
 from kvferry.integrations.vllm.scheduler import FerryScheduler
 from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker, start_worker
 
@@ -144,9 +143,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # Hooks of the scheduler's role.
 
     @property
-    def hooks(self) -> Pauses | None:
-        """The hooks that ``missing_hooks`` has vLLM call; ``None`` in a worker."""
-        return None if self._scheduler is None else self._scheduler.pauses
+    def hooks(self) -> FerryScheduler | None:
+        """Whose hooks ``missing_hooks`` has vLLM call; ``None`` in a worker."""
+        return self._scheduler
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

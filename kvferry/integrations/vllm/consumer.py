@@ -33,7 +33,6 @@ from kvferry.integrations.vllm.early_following import PartFollower
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.request_ids import is_sample
-from kvferry.integrations.vllm.request_reports import LoadingRequest
 from kvferry.integrations.vllm.scheduler_metrics import (
     EARLY_LOADS,
     EDITED_HISTORIES,
@@ -86,17 +85,8 @@ class PullStage(enum.Enum):
 WITHOUT_BLOCKS = (PullStage.FOLLOWED, PullStage.READY, PullStage.REFUSED)
 
 
-class PullEnd(enum.Enum):
-    """How it ended that a request has to do with a ticket."""
-
-    LOADED = enum.auto()  # all ranks have reported its load
-    FAILED = enum.auto()  # all ranks have reported its load, which failed on one
-    GIVEN_BACK = enum.auto()  # it loads nothing, and the producer may free the pages
-    DROPPED = enum.auto()  # it has no ticket to give back
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Pull:
+class Pull:
     """A request that loads from another engine, until its load is over."""
 
     request: Request
@@ -106,11 +96,21 @@ class _Pull:
     covered: int | None = None
     """How many tokens its ticket covers, or will cover; ``None`` if that is not known."""
     why: str = ""
-    """Why its ticket was refused, or why it loads nothing."""
-    loading: LoadingRequest | None = None
+    """Why its ticket was refused."""
+    tokens: int = 0
+    """How many tokens its load fills its blocks with."""
+    begun: float = 0.0
+    """When its load began, in seconds since the epoch."""
+    is_early: bool = False
+    """Whether its load began before its ticket came."""
+    is_aborted: bool = False
+    """Whether the request has ended while it loaded."""
+    record: LoadRecord | None = None
+    """The figures of the load, of the ranks that have reported them."""
 
     @property
     def name(self) -> RequestId:
+        """VLLM's id of the request."""
         return RequestId(self.request.request_id)
 
 
@@ -138,7 +138,7 @@ class Consumer:
         self._pages = PageSource(facts, use="loads")
         self._prefix_cache = prefix_cache
         self._users = HoldUsers()
-        self._pulls: dict[str, _Pull] = {}
+        self._pulls: dict[str, Pull] = {}
         self._messages = LoadMessages()
         # Requests whose load is over, and of which vLLM has computed no token since.
         self._loaded: set[str] = set()
@@ -165,14 +165,14 @@ class Consumer:
         if request.abort_immediately:
             return
         if (earlier := self._pulls.get(request.request_id)) is not None:  # it has ended
-            self._end(earlier, PullEnd.DROPPED)
+            self._end(earlier)
         params = request.kv_transfer_params or {}
         try:
             if self._checks.is_turn(request):
                 self._begin_turn(request)
             elif params.get("do_remote_prefill") and names_room(params):
                 self._early.follow(request)
-                pull = _Pull(request=request, stage=PullStage.FOLLOWED)
+                pull = Pull(request=request, stage=PullStage.FOLLOWED)
                 self._pulls[pull.name] = pull
             elif params.get("do_remote_prefill"):
                 self._accept(request, self._checks.admit(request))
@@ -186,13 +186,10 @@ class Consumer:
             self._facts.metrics.add(EDITED_HISTORIES)
         if common:
             self._accept(request, replace(ticket, tokens=common, blocks=None))
-        else:
-            why = f"the prompt does not begin with its {ticket.tokens} tokens"
-            self._facts.reports.nothing_loaded(request.request_id, ticket, why)
 
-    def _accept(self, request: Request, ticket: Ticket) -> _Pull:
+    def _accept(self, request: Request, ticket: Ticket) -> Pull:
         """Record that a request waits for blocks, to load from the hold of its ticket."""
-        pull = _Pull(request=request, stage=PullStage.READY, ticket=ticket, covered=ticket.tokens)
+        pull = Pull(request=request, stage=PullStage.READY, ticket=ticket, covered=ticket.tokens)
         self._pulls[pull.name] = pull
         self._users.add(pull.name, ticket)
         self._messages.prepare.append(ticket)
@@ -211,7 +208,7 @@ class Consumer:
             self._facts.metrics.add(FAILED)
         _log_refusal(request, error, is_turn=is_turn)
         if not is_turn:
-            pull = _Pull(request=request, stage=PullStage.REFUSED, why=str(error))
+            pull = Pull(request=request, stage=PullStage.REFUSED, why=str(error))
             self._pulls[pull.name] = pull
 
     def num_matched_tokens(self, request: Request, computed: int) -> int | None:
@@ -237,7 +234,7 @@ class Consumer:
         least = self._facts.config.kv_recompute_threshold if self._checks.is_turn(request) else 0
         return tokens if tokens >= least else 0
 
-    def _waits(self, pull: _Pull, whole: int, tokens: int) -> bool:
+    def _waits(self, pull: Pull, whole: int, tokens: int) -> bool:
         """Return whether a request that could load so many tokens must wait, and gets no blocks."""
         if pull.stage is PullStage.FOLLOWED:
             blocks = num_blocks(self._groups, tokens)
@@ -247,12 +244,12 @@ class Consumer:
         try:
             return self._pages.waits(pull.name, whole)
         except NoHostPagesError as error:
-            self._give_back(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
+            self._refuse_accepted(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
             return False
 
-    def _give_back(self, pull: _Pull, error: TicketError) -> None:
-        """Refuse a ticket after it was accepted: its producer may free the pages."""
-        self._end(pull, PullEnd.GIVEN_BACK, str(error))
+    def _refuse_accepted(self, pull: Pull, error: TicketError) -> None:
+        """Refuse a ticket after it was accepted."""
+        self._give_back(pull)
         self._refuse(pull.request, error)
 
     def weights_changed(self) -> None:
@@ -263,7 +260,7 @@ class Consumer:
                     self._facts.weights.check(pull.ticket.weights)
             except TicketError as error:
                 if pull.stage is PullStage.READY:
-                    self._give_back(pull, error)
+                    self._refuse_accepted(pull, error)
                 elif pull.stage in (PullStage.FOLLOWED, PullStage.LOADING):
                     self._give_up(pull, error)
 
@@ -275,29 +272,29 @@ class Consumer:
         elif news is not None:
             self._give_up(self._pulls[request_id], news)
 
-    def _take_part(self, pull: _Pull, part: Part) -> None:
+    def _take_part(self, pull: Pull, part: Part) -> None:
         """Use a newer part of a request's ticket, or the ticket."""
-        if pull.loading is not None:
+        if pull.stage is PullStage.LOADING:
             self._messages.parts[pull.name] = part
-            pull.loading.ticket = part.ticket
+            pull.ticket = part.ticket
             if part.is_last:  # So that requests which come with the same ticket know of this load.
                 self._users.add(pull.name, part.ticket)
                 self._users.order(pull.name)
         elif part.is_last:
             accepted = self._accept(pull.request, part.ticket)
             if pull.stage is PullStage.UNUSED:  # it was accepted only to be given back
-                self._end(accepted, PullEnd.GIVEN_BACK, pull.why)
+                self._give_back(accepted)
         elif pull.stage is PullStage.FOLLOWED:
             pull.ticket, pull.covered = part.ticket, part.total
             self._directory.begin(pull.name, part.ticket)
 
-    def _give_up(self, pull: _Pull, error: KVFerryError) -> None:
+    def _give_up(self, pull: Pull, error: KVFerryError) -> None:
         """Have a request fail whose ticket will not come, or whose part of it is refused."""
         if pull.stage is PullStage.LOADING:
             _log_refusal(pull.request, error)
             self._abort(pull)
             return
-        self._end(pull, PullEnd.DROPPED)
+        self._end(pull)
         if pull.stage is not PullStage.UNUSED:
             self._refuse(pull.request, error)
 
@@ -312,24 +309,22 @@ class Consumer:
         if pull is None or pull.stage not in WITHOUT_BLOCKS:
             return
         if not external:
-            self._load_nothing(pull, "it needs none, or too few tokens")
+            self._load_nothing(pull)
         elif pull.stage is PullStage.REFUSED:
             self._fail(pull)
         elif pull.ticket is not None:
             self._begin_load(pull, pull.ticket, blocks, external)
 
-    def _load_nothing(self, pull: _Pull, why: str) -> None:
+    def _load_nothing(self, pull: Pull) -> None:
         """Give back the ticket of a request that needs none, now or when it has come."""
         if pull.stage is PullStage.READY:
-            self._end(pull, PullEnd.GIVEN_BACK, why)
+            self._give_back(pull)
         elif pull.stage is PullStage.REFUSED:
-            self._end(pull, PullEnd.DROPPED)
+            self._end(pull)
         else:
-            pull.stage, pull.why = PullStage.UNUSED, pull.why or why
+            pull.stage = PullStage.UNUSED
 
-    def _begin_load(
-        self, pull: _Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int
-    ) -> None:
+    def _begin_load(self, pull: Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int) -> None:
         """Queue the load that fills a request's blocks with so many tokens."""
         whole = self._checks.tokens_to_have(pull.request, pull.covered)
         wanted = [group.consumer_pages(blocks.blocks[group.index], whole) for group in self._groups]
@@ -337,11 +332,12 @@ class Consumer:
         try:
             placed, copy = self._pages.place(pull.name, lists, external)
         except NoHostPagesError as error:
-            self._give_back(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
+            self._refuse_accepted(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
             self._fail(self._pulls[pull.name])
             return
-        is_early = pull.stage is PullStage.FOLLOWED
-        if is_early:
+        pull.tokens, pull.begun = external, time.time()
+        pull.is_early = pull.stage is PullStage.FOLLOWED
+        if pull.is_early:
             self._early.begin(pull.name, num_blocks(self._groups, external))
         self._messages.loads.append(
             Load(
@@ -352,33 +348,25 @@ class Consumer:
                     pages if ids is pages.ids else replace(pages, ids=np.array(ids, np.int64))
                     for ids, (_, pages) in zip(placed, wanted, strict=True)
                 ),
-                shared=not is_early and self._order(pull.name),
-                is_early=is_early,
+                shared=not pull.is_early and self._order(pull.name),
+                is_early=pull.is_early,
                 copy=copy,
             )
         )
         if pull.request.lora_request is not None:
             self._adapted[pull.name] = pull.request
         pull.stage = PullStage.LOADING
-        pull.loading = LoadingRequest(
-            request_id=pull.name,
-            ticket=ticket,
-            tokens=external,
-            begun=time.time(),
-            headers=pull.request.trace_headers,
-            is_early=is_early,
-        )
 
     def _order(self, name: RequestId) -> bool:
         """Record that a load is queued; return whether it leaves "done" to others of its hold."""
         return self._users.order(name, siblings=is_sample(name))
 
-    def _fail(self, pull: _Pull) -> None:
+    def _fail(self, pull: Pull) -> None:
         """Have the workers report that a request's blocks were not filled."""
         pull.stage = PullStage.FAILING
         self._messages.refused.append((pull.name, pull.why))
 
-    def _abort(self, pull: _Pull) -> None:
+    def _abort(self, pull: Pull) -> None:
         """Have the workers end a load, which they report when no byte can land any more."""
         self._early.end(pull.name)
         self._messages.aborted.append(pull.name)
@@ -411,7 +399,7 @@ class Consumer:
                 "its adapter was loaded with other weights after this was checked: load changed "
                 "weights from a new path"
             )
-            self._give_back(pull, TicketError(why, reason=TicketReason.ADAPTER))
+            self._refuse_accepted(pull, TicketError(why, reason=TicketReason.ADAPTER))
         request = self._adapted.get(request_id)
         if request is None or request.num_output_tokens:
             return False
@@ -427,19 +415,18 @@ class Consumer:
         if pull is None:
             return
         if pull.stage not in (PullStage.LOADING, PullStage.FAILING):
-            self._load_nothing(pull, "it ended before it had blocks")
+            self._load_nothing(pull)
             return
         self._abort(pull)
-        if pull.loading is not None:
-            pull.loading.is_aborted = True
+        pull.is_aborted = True
 
     def loads_reported(self, records: Mapping[str, LoadRecord]) -> None:
         """Record the figures of loads that have ended on some ranks, for ``loads_finished``."""
         for request_id, record in records.items():
             pull = self._pulls.get(request_id)
-            if pull is not None and (loading := pull.loading) is not None:
-                before = loading.record
-                loading.record = record if before is None else before.combine(record)
+            if pull is not None:
+                before = pull.record
+                pull.record = record if before is None else before.combine(record)
 
     def loads_finished(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
         """End the pulls of requests whose load has ended on all workers; ``failed`` on some."""
@@ -451,27 +438,29 @@ class Consumer:
             # orders, some before they hear of the next load. Only a load that all ranks have
             # reported counts as over: no rank reads for it any more when "done" is sent.
             if pull.stage is PullStage.LOADING:
-                self._end(pull, PullEnd.FAILED if request_id in failed else PullEnd.LOADED)
+                self._pages.give_back(pull.name)
+                self._end(pull, is_loaded=request_id not in failed)
             elif pull.stage is PullStage.FAILING:
-                self._end(pull, PullEnd.DROPPED)
+                self._end(pull)
 
-    def _end(self, pull: _Pull, outcome: PullEnd, why: str = "") -> None:
+    def _give_back(self, pull: Pull) -> None:
+        """End a pull with a ticket that loads nothing: the producer may free the pages."""
+        if pull.ticket is not None:
+            self._release(pull.name, pull.ticket, shared=self._order(pull.name))
+        self._end(pull)
+
+    def _end(self, pull: Pull, *, is_loaded: bool = False) -> None:
         """End a request's pull, and tell everybody who knows of it; the only way out."""
         name = pull.name
-        if outcome is PullEnd.GIVEN_BACK and pull.ticket is not None:
-            self._facts.reports.nothing_loaded(name, pull.ticket, why)
-            self._release(name, pull.ticket, shared=self._order(name))
-        self._users.over(name, loaded=outcome is PullEnd.LOADED)
+        self._users.over(name, loaded=is_loaded)
         self._directory.end(name)
         self._early.end(name)
         self._messages.parts.pop(name, None)
         self._pages.cancel(name)
-        if outcome is not PullEnd.LOADED:
+        if not is_loaded:
             self._adapted.pop(name, None)
-        if outcome in (PullEnd.LOADED, PullEnd.FAILED):
-            self._pages.give_back(name)
-        if pull.loading is not None:
-            self._report(pull.loading, is_loaded=outcome is PullEnd.LOADED)
+        if pull.stage is PullStage.LOADING:
+            self._report(pull, is_loaded=is_loaded)
         del self._pulls[name]
 
     def _release(self, name: RequestId, ticket: Ticket, *, shared: bool) -> None:
@@ -488,19 +477,19 @@ class Consumer:
             )
         )
 
-    def _report(self, loading: LoadingRequest, *, is_loaded: bool) -> None:
+    def _report(self, pull: Pull, *, is_loaded: bool) -> None:
         """Count and log a load that is over, and remember what it means for the request."""
-        if not loading.is_aborted:
-            self._loaded.add(loading.request_id)
-            tokens = loading.record.first_tokens if is_loaded and loading.record else ()
-            if tokens and self._prefix_cache.keep_out(loading.request_id, tokens):
-                self._first_tokens[loading.request_id] = tuple(tokens)
+        if not pull.is_aborted:
+            self._loaded.add(pull.name)
+            tokens = pull.record.first_tokens if is_loaded and pull.record else ()
+            if tokens and self._prefix_cache.keep_out(pull.name, tokens):
+                self._first_tokens[pull.name] = tuple(tokens)
         metrics = self._facts.metrics
         metrics.add(LOADS if is_loaded else FAILED)
         if is_loaded:
-            metrics.add(TOKENS, loading.tokens)
-            metrics.add(EARLY_LOADS, int(loading.is_early))
-        self._facts.reports.load_ended(loading, is_loaded=is_loaded)
+            metrics.add(TOKENS, pull.tokens)
+            metrics.add(EARLY_LOADS, int(pull.is_early))
+        self._facts.reports.load_ended(pull, is_loaded=is_loaded)
 
     def first_tokens(self, request_id: str) -> tuple[int, ...]:
         """Return, for each group, the first token that a request's load has written; () if all."""
