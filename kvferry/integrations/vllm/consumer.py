@@ -3,6 +3,9 @@
 That is an engine that decodes what others prefilled, or, with ``bidirectional_kv_xfer``, one that
 prefills the next turn of a conversation, whose earlier turns others have in their caches.
 
+A router that sends both legs of a request at once names a room: what the engine that prefills says
+of the request on its side channel, until it has made the ticket. Such a load may begin early.
+
 A refused ticket never raises here, because an exception in a scheduler's hook ends the engine. The
 request gets blocks like any other, and the worker then reports its load as failed. Where a
 conversation's ticket is refused, nothing fails: the engine computes the whole prompt.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -26,12 +30,14 @@ from kvferry.core.errors import KVFerryError, TicketError, TicketReason
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.rooms import RoomId, room_id
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord
+from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, num_blocks
-from kvferry.integrations.vllm.early_following import PartFollower
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
+from kvferry.integrations.vllm.prompts import whole_prompt_digest
 from kvferry.integrations.vllm.request_ids import is_sample
 from kvferry.integrations.vllm.scheduler_metrics import (
     EARLY_LOADS,
@@ -50,6 +56,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+EARLY_SHARE = 0.5
+"""The most of the engine's cache, as a share of its blocks, that early loads may have together.
+
+They wait for prefill with their blocks. Further requests wait for their tickets without any.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +94,16 @@ class PullStage(enum.Enum):
     UNUSED = enum.auto()  # it loads nothing, or has ended; its ticket is given back when it comes
 
 
+NO_ROOM, NOBODY = RoomId(b""), PeerKey("", "", 0)
 WITHOUT_BLOCKS = (PullStage.FOLLOWED, PullStage.READY, PullStage.REFUSED)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """A request that loads from another engine, until its load is over."""
+    """A request that loads from another engine, until its load is over.
+
+    It has room and producer if it came without a ticket.
+    """
 
     request: Request
     stage: PullStage
@@ -103,6 +119,11 @@ class Pull:
     """When its load began, in seconds since the epoch."""
     is_early: bool = False
     """Whether its load began before its ticket came."""
+    blocks: int = 0
+    """How many blocks it has meanwhile."""
+    room: RoomId = NO_ROOM
+    producer: PeerKey = NOBODY
+    """The room in which the engine that prefills it says what is computed, and that engine."""
     is_aborted: bool = False
     """Whether the request has ended while it loaded."""
     record: LoadRecord | None = None
@@ -134,7 +155,12 @@ class Consumer:
         self._groups = facts.groups
         self._checks = TicketAdmission(facts)
         self._directory = directory
-        self._early = PartFollower(follower, checks=self._checks, blocks=facts.blocks)
+        self._follower = follower
+        # Those whose rooms are followed, how many these are of each room, and what is left of
+        # ``EARLY_SHARE``.
+        self._followed: dict[str, Pull] = {}
+        self._rooms = Counter[RoomId]()
+        self._early_blocks = int(EARLY_SHARE * facts.blocks)
         self._pages = PageSource(facts, use="loads")
         self._prefix_cache = prefix_cache
         self._users = HoldUsers()
@@ -171,13 +197,30 @@ class Consumer:
             if self._checks.is_turn(request):
                 self._begin_turn(request)
             elif params.get("do_remote_prefill") and names_room(params):
-                self._early.follow(request)
-                pull = Pull(request=request, stage=PullStage.FOLLOWED)
-                self._pulls[pull.name] = pull
+                self._follow(request)
             elif params.get("do_remote_prefill"):
                 self._accept(request, self._checks.admit(request))
         except TicketError as error:
             self._refuse(request, error)
+
+    def _follow(self, request: Request) -> None:
+        """Follow a request's room until ``_unfollow``, or raise ``TicketError``."""
+        name, producer = self._checks.admit_room(request)
+        room = room_id(name, whole_prompt_digest(request))
+        pull = Pull(request=request, stage=PullStage.FOLLOWED, room=room, producer=producer)
+        self._pulls[pull.name] = self._followed[pull.name] = pull
+        self._rooms[room] += 1
+        self._follower.follow(pull.name, room, producer)
+
+    def _unfollow(self, pull: Pull) -> None:
+        """Follow a request's room no longer; ignored if it is not followed."""
+        if self._followed.pop(pull.name, None) is None:
+            return
+        self._follower.end(pull.name)
+        self._early_blocks += pull.blocks
+        self._rooms[pull.room] -= 1
+        if not self._rooms[pull.room]:
+            del self._rooms[pull.room]
 
     def _begin_turn(self, request: Request) -> None:
         """Use the ticket of a conversation as far as the prompt has its tokens."""
@@ -221,7 +264,8 @@ class Consumer:
         if the load may not begin early, until it has made the ticket. Also ``None`` while it waits
         for host pages; if it has waited too long, its load fails.
         """
-        self._take_news(request.request_id)
+        if (followed := self._followed.get(request.request_id)) is not None:
+            self._take_news(followed)
         pull = self._pulls.get(request.request_id)
         if pull is None or pull.stage not in WITHOUT_BLOCKS:
             return 0
@@ -237,8 +281,10 @@ class Consumer:
     def _waits(self, pull: Pull, whole: int, tokens: int) -> bool:
         """Return whether a request that could load so many tokens must wait, and gets no blocks."""
         if pull.stage is PullStage.FOLLOWED:
-            blocks = num_blocks(self._groups, tokens)
-            return self._facts.is_staged or not self._early.may_begin_early(pull.name, blocks)
+            # Of several that name a room, only the last may end the hold.
+            is_alone = self._rooms[pull.room] == 1 and not is_sample(pull.name)
+            fits = num_blocks(self._groups, tokens) <= self._early_blocks
+            return self._facts.is_staged or not (is_alone and fits)
         if pull.stage is not PullStage.READY:
             return False
         try:
@@ -264,13 +310,21 @@ class Consumer:
                 elif pull.stage in (PullStage.FOLLOWED, PullStage.LOADING):
                     self._give_up(pull, error)
 
-    def _take_news(self, request_id: str) -> None:
+    def _take_news(self, pull: Pull) -> None:
         """Act on what the engine that prefills a request has said since the last call."""
-        news = self._early.take(request_id) if request_id in self._early else None
-        if isinstance(news, Part):
-            self._take_part(self._pulls[request_id], news)
-        elif news is not None:
-            self._give_up(self._pulls[request_id], news)
+        news = self._follower.news(pull.name)
+        if isinstance(news, RoomNews) and news.part:
+            try:
+                part = self._checks.admit_part(pull.request, news, pull.producer, pull.covered)
+            except TicketError as error:
+                news = error
+            else:
+                if part.is_last:
+                    self._unfollow(pull)
+                self._take_part(pull, part)
+        if isinstance(news, KVFerryError):
+            self._unfollow(pull)
+            self._give_up(pull, news)
 
     def _take_part(self, pull: Pull, part: Part) -> None:
         """Use a newer part of a request's ticket, or the ticket."""
@@ -338,7 +392,8 @@ class Consumer:
         pull.tokens, pull.begun = external, time.time()
         pull.is_early = pull.stage is PullStage.FOLLOWED
         if pull.is_early:
-            self._early.begin(pull.name, num_blocks(self._groups, external))
+            pull.blocks = num_blocks(self._groups, external)
+            self._early_blocks -= pull.blocks
         self._messages.loads.append(
             Load(
                 request=pull.name,
@@ -368,7 +423,7 @@ class Consumer:
 
     def _abort(self, pull: Pull) -> None:
         """Have the workers end a load, which they report when no byte can land any more."""
-        self._early.end(pull.name)
+        self._unfollow(pull)
         self._messages.aborted.append(pull.name)
 
     def abort_loads(self) -> None:
@@ -454,7 +509,7 @@ class Consumer:
         name = pull.name
         self._users.over(name, loaded=is_loaded)
         self._directory.end(name)
-        self._early.end(name)
+        self._unfollow(pull)
         self._messages.parts.pop(name, None)
         self._pages.cancel(name)
         if not is_loaded:
@@ -510,9 +565,9 @@ class Consumer:
 
     def drain(self) -> LoadMessages:
         """Return the messages to the workers that were queued since the last call."""
-        if self._early.pending:
-            for request_id in self._early:
-                self._take_news(request_id)
+        if self._follower.pending:
+            for pull in list(self._followed.values()):
+                self._take_news(pull)
         for ticket in self._users.take_unused():
             self._release(RequestId(ticket.request), ticket, shared=False)
             self._directory.ask(ticket)
@@ -525,14 +580,14 @@ class Consumer:
         return (
             self._messages != LoadMessages()
             or self._users.pending
-            or self._early.pending
-            or any(self._pulls[each].stage is PullStage.UNUSED for each in self._early)
+            or self._follower.pending
+            or any(pull.stage is PullStage.UNUSED for pull in self._followed.values())
         )
 
     @property
     def follows(self) -> bool:
         """Whether requests wait for what the engines that prefill them say."""
-        return bool(self._early)
+        return bool(self._followed)
 
     def update_metrics(self) -> None:
         """Set the metrics of the host pages, where the cache is staged."""

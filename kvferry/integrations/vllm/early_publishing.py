@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prompts import has_chain, prompt_digest, whole_prompt_digest
-from kvferry.integrations.vllm.ticket_format import encode_part, room_name
+from kvferry.integrations.vllm.ticket_format import room_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -106,7 +108,7 @@ class PartPublisher:
         if ticket is None:
             self._rooms.close(prompt.room, f"its request is {request.status.name}")
         else:
-            self._rooms.finish(prompt.room, encode_part(ticket))
+            self._rooms.finish(prompt.room, msgspec.json.encode(ticket))
 
     def _add_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Record the blocks of requests that begin in this step, begin again, or get more."""
@@ -151,4 +153,4 @@ class PartPublisher:
             computed=False,
             total=request.num_prompt_tokens,
         )
-        self._rooms.publish(prompt.room, encode_part(part))
+        self._rooms.publish(prompt.room, msgspec.json.encode(part))

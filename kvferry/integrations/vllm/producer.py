@@ -94,9 +94,9 @@ class Producer:
         # Requests with a ticket that not all workers have reported as sent.
         self._held: dict[str, HeldRequest] = {}
         # Of several samples of a prompt, by the id that they share and the prompt's digest: the one
-        # whose pages are held, and its ticket. vLLM answers with the ticket of the sample that ends
-        # last, so all have this one.
-        self._samples: dict[tuple[str, bytes], tuple[str, dict[str, Any]]] = {}
+        # whose pages are held. vLLM answers with the ticket of the sample that ends last, so all
+        # have its ticket.
+        self._samples: dict[tuple[str, bytes], HeldRequest] = {}
         # How often each request was preempted before it got the blocks that it has.
         self._preemptions: dict[str, int] = {}
         self._pressure = BlockPressure(facts.blocks)
@@ -223,18 +223,17 @@ class Producer:
             ),
         )
         if shares:
-            self._samples[sample] = request_id, ticket
-            self._held[request_id].sample = sample
+            self._samples[sample] = held = self._held[request_id]
+            held.sample, held.ticket = sample, ticket
         return ticket
 
     def _sample_ticket(self, sample: tuple[str, bytes]) -> dict[str, Any] | None:
         """Return the ticket of another sample of a prompt, unless its lease is half over."""
-        name, ticket = self._samples.get(sample, ("", None))
-        held = self._held.get(name)
-        if held is None or held.ended is not None or not self._holds.has_ticket(RequestId(name)):
+        held = self._samples.get(sample)
+        if held is None or held.ended is not None or not self._holds.has_ticket(held.request_id):
             return None
         is_fresh = self._clock() < held.made + self._facts.config.kv_lease_duration / 2
-        return ticket if is_fresh else None
+        return held.ticket if is_fresh else None
 
     def _digests(self, request: Request, tokens: int) -> tuple[bytes, BlockDigests | None]:
         """Return the digest of a ticket's tokens, and for an answer one for each block of them."""

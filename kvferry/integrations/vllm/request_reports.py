@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.core.error_causes import on_one_line
-from kvferry.core.lifecycle.holds import EndedHold, HoldEnd
+from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.metrics import MAX_NAME
 from kvferry.integrations.vllm.tracing import Headers, RequestSpans
 
@@ -28,12 +28,13 @@ logger = logging.getLogger("kvferry.requests")
 class HeldRequest:
     """A request whose ticket was made on this engine."""
 
-    request_id: str  # vLLM's
+    request_id: RequestId
     tokens: int  # that the ticket covers
     blocks: int  # that are held
     made: float  # when the ticket was made, in monotonic seconds
     is_conversation: bool = False  # whether it is an answer, held for the next turn
     sample: tuple[str, bytes] = "", b""  # if others use its ticket: see ``Producer``
+    ticket: dict[str, Any] | None = None  # likewise
     headers: Headers = None
     ended: EndedHold | None = None  # how the hold ended on the ranks that have reported that
 
