@@ -155,16 +155,6 @@ class TestProducer:
             ticket=replace(part.ticket, tokens=100, hold=hold), total=100, is_last=True
         )
 
-    def test_a_prompt_of_one_chunk_has_no_part(self) -> None:
-        assert not computed(40, tokens=40).news().part
-
-    def test_blocks_of_the_prefix_cache_wait_for_the_first_chunk(self) -> None:
-        """Another request of the same step may be computing them."""
-        prefill = Prefilling()
-        prefill.place(1, 2, 3, cached=32)
-        assert prefill.marked(8) == []
-        assert prefill.marked() == [40]
-
     @pytest.mark.parametrize("times", [1, 2], ids=["resumed", "new again"])
     def test_preempted_request_has_a_new_hold_and_publishes_nothing_that_it_lost(
         self, times: int

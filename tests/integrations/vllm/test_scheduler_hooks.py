@@ -193,39 +193,40 @@ class TestSideChannel:
         with pytest.raises(HandshakeError):
             ping("127.0.0.1", port, "decode", timeout=60)
 
-    @pytest.mark.parametrize(("role", "told"), [("kv_producer", True), ("kv_consumer", False)])
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({"role": "kv_producer"}, True),
+            ({"role": "kv_consumer"}, False),
+            ({"driver": "loopback"}, False),
+            ({"side_channel_host": "127.0.0.1"}, False),
+            ({"side_channel_host": "10.0.0.7"}, False),
+        ],
+    )
     def test_a_producer_on_loopback_only_is_warned_of(
-        self, make: Any, caplog: pytest.LogCaptureFixture, role: str, told: bool
+        self, make: Any, caplog: pytest.LogCaptureFixture, settings: dict[str, str], told: bool
     ) -> None:
-        make(driver="nixl", role=role)
+        """With the address to set, unless loopback was chosen."""
+        make(**({"driver": "nixl"} | settings))
         assert ("only engines on this host can load from this one" in caplog.text) is told
+        assert ("set side_channel_host to " in caplog.text) is told
 
-    @pytest.mark.parametrize(("role", "secured"), [("kv_producer", False), ("kv_both", True)])
     def test_one_line_says_how_an_engine_is_set_up(
-        self,
-        make: Any,
-        caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
-        role: str,
-        secured: bool,
+        self, make: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        settings: dict[str, object] = {}
-        if secured:
-            monkeypatch.setenv("SECRET", "s" * 64)
-            monkeypatch.setenv("KEY", generate().secret.hex())
-            settings = {"ticket_secrets": ["env:SECRET"], "curve_secret_key": "env:KEY"}
-            settings["curve_peers"] = [generate().public.hex()]
-        with caplog.at_level(logging.INFO):
-            port = make(role=role, **settings).serve()
-        [line] = [text for text in caplog.messages if "serves engine" in text]
-        negated = "" if secured else "not "
-        for part in (
-            f"serves engine decode as {role}: driver ",
-            "(nixl 1.5, UCX)",
-            f"side channel {negated}encrypted at 127.0.0.1 port {port}",
-            f"tickets {negated}signed",
-        ):
-            assert part in line
+        monkeypatch.setenv("SECRET", "s" * 64)
+        monkeypatch.setenv("KEY", generate().secret.hex())
+        secured = {"ticket_secrets": ["env:SECRET"], "curve_secret_key": "env:KEY"}
+        secured["curve_peers"] = [generate().public.hex()]
+        for settings, negated in (({}, "not "), (secured, "")):
+            with caplog.at_level(logging.INFO):
+                port = make(**settings).serve()
+            [line] = [text for text in caplog.messages if "serves engine" in text]
+            assert "serves engine decode as kv_both: driver " in line
+            assert "(nixl 1.5, UCX)" in line
+            assert f"side channel {negated}encrypted at 127.0.0.1 port {port}" in line
+            assert f"tickets {negated}signed" in line
+            caplog.clear()
 
     def test_it_says_what_is_wrong(self, half: Half) -> None:
         port = half.serve()
