@@ -29,7 +29,6 @@ from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import KVFerryError, TicketError, TicketReason
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.lifecycle.rooms import RoomId, room_id
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord
@@ -140,7 +139,7 @@ class Consumer:
 
     ``directory`` asks the engines that made tickets what the workers need of them; ``follower``
     follows requests that are prefilled while they wait here. Where the cache is staged, loads fill
-    ``host`` pages, from which blocks are copied, and no load begins before its ticket has come.
+    host ``pages``, from which blocks are copied, and no load begins before its ticket has come.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class Consumer:
         self._followed: dict[str, Pull] = {}
         self._rooms = Counter[RoomId]()
         self._early_blocks = int(EARLY_SHARE * facts.blocks)
-        self._pages = PageSource(facts, use="loads")
+        self.pages = PageSource(facts, use="loads")
         self._prefix_cache = prefix_cache
         self._users = HoldUsers()
         self._pulls: dict[str, Pull] = {}
@@ -173,10 +172,6 @@ class Consumer:
         self._first_tokens: dict[str, tuple[int, ...]] = {}
         # Requests with a LoRA adapter that load, or have loaded, from another engine.
         self._adapted: dict[str, Request] = {}
-
-    def set_host_pages(self, host: HostPages) -> None:
-        """Set the host pages that loads fill; none is taken."""
-        self._pages.host = host
 
     # From a request's arrival to its blocks.
 
@@ -288,7 +283,7 @@ class Consumer:
         if pull.stage is not PullStage.READY:
             return False
         try:
-            return self._pages.waits(pull.name, whole)
+            return self.pages.waits(pull.name, whole)
         except NoHostPagesError as error:
             self._refuse_accepted(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
             return False
@@ -384,7 +379,7 @@ class Consumer:
         wanted = [group.consumer_pages(blocks.blocks[group.index], whole) for group in self._groups]
         lists = [pages.ids for _, pages in wanted]
         try:
-            placed, copy = self._pages.place(pull.name, lists, external)
+            placed, copy = self.pages.place(pull.name, lists, external)
         except NoHostPagesError as error:
             self._refuse_accepted(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
             self._fail(self._pulls[pull.name])
@@ -493,7 +488,7 @@ class Consumer:
             # orders, some before they hear of the next load. Only a load that all ranks have
             # reported counts as over: no rank reads for it any more when "done" is sent.
             if pull.stage is PullStage.LOADING:
-                self._pages.give_back(pull.name)
+                self.pages.give_back(pull.name)
                 self._end(pull, is_loaded=request_id not in failed)
             elif pull.stage is PullStage.FAILING:
                 self._end(pull)
@@ -511,7 +506,7 @@ class Consumer:
         self._directory.end(name)
         self._unfollow(pull)
         self._messages.parts.pop(name, None)
-        self._pages.cancel(name)
+        self.pages.cancel(name)
         if not is_loaded:
             self._adapted.pop(name, None)
         if pull.stage is PullStage.LOADING:
@@ -588,10 +583,6 @@ class Consumer:
     def follows(self) -> bool:
         """Whether requests wait for what the engines that prefill them say."""
         return bool(self._followed)
-
-    def update_metrics(self) -> None:
-        """Set the metrics of the host pages, where the cache is staged."""
-        self._pages.update_metrics(self._facts.metrics)
 
 
 def _log_refusal(request: Request, error: KVFerryError, *, is_turn: bool = False) -> None:

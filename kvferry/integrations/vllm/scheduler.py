@@ -65,8 +65,7 @@ class FerryScheduler:
         self._scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
         # Requests whose ticket is checked once the content of their LoRA adapter is known.
         self._unchecked: dict[str, Request] = {}
-        self._load_blocks = compat_029.LoadBlocks()
-        self._failed_requests = compat_029.FailedRequests()
+        self._failing_loads = compat_029.FailingLoads()
         self._rooms = Rooms()
         self._producer = Producer(facts, rooms=self._rooms)
         options = endpoint_options(config, access)
@@ -135,7 +134,7 @@ class FerryScheduler:
         if counts := [each.host_pages for each in handshakes if each.host_pages]:
             holds, loads = staging.host_pages(counts, self._facts)
             holds.ranks = len(handshakes)
-            self._consumer.set_host_pages(loads)
+            self._consumer.pages.host = loads
         self._producer.set_ranks(len(handshakes), holds)
         self._producer.serving, self._server = serve(
             self._unsent_ranks,
@@ -182,7 +181,7 @@ class FerryScheduler:
         self._unchecked.pop(request.request_id, None)
         self._producer.take_on(request)
         self._consumer.blocks_allocated(request, blocks, num_external_tokens)
-        self._load_blocks.allocated(request.request_id, blocks, num_external_tokens)
+        self._failing_loads.allocated(request.request_id, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return the messages to the workers for this step."""
@@ -204,7 +203,7 @@ class FerryScheduler:
             asks_adapters=self._adapters.next_step(),
             idle=scheduler_output.total_num_scheduled_tokens == 0,
             follows=self._consumer.follows or bool(self._unchecked),
-            blocks=self._load_blocks.take(),
+            blocks=self._failing_loads.take(),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -222,7 +221,7 @@ class FerryScheduler:
         if report.problems:
             self._problems = {**self._problems, **report.problems}
             self._problems_changed = time.monotonic()
-        failed = self._failed_requests.among_finished(connector_output, report.failed)
+        failed = self._failing_loads.failed(connector_output, report.failed)
         self._consumer.loads_finished(connector_output.finished_recving or (), failed)
 
     def request_finished(
@@ -269,7 +268,7 @@ class FerryScheduler:
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Return the scheduler half's metrics since the last call; ``None`` if there are none."""
         self._producer.update_metrics()
-        self._consumer.update_metrics()
+        self._consumer.pages.update_metrics(self._facts.metrics)
         data = self._facts.metrics.take()
         return FerryStats(data=data) if data else None
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.errors import HandshakeError, TicketError, TicketReason
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
-from kvferry.core.security import TicketSecrets
 from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.adapter_hashes import AdapterError
 from kvferry.integrations.vllm.engine_facts import EngineFacts
@@ -28,11 +27,6 @@ class TicketAdmission:
     """Check the tickets of requests, and parts of them, for an engine."""
 
     facts: EngineFacts
-
-    @property
-    def secrets(self) -> TicketSecrets | None:
-        """One of these must have signed a ticket; ``None`` if it must not be signed."""
-        return self.facts.security.secrets
 
     def is_turn(self, request: Request) -> bool:
         """Return whether a request that is prefilled here comes with the last answer's ticket."""
@@ -81,8 +75,8 @@ class TicketAdmission:
         false, too: it is not the router that hands over a part, and an older build has one ticket
         for all requests with one ``transfer_id``.
         """
-        prompt = request.num_prompt_tokens
-        part = read_part(news.part, self.secrets, is_last=news.is_last, prompt=prompt)
+        secrets, prompt = self.facts.security.secrets, request.num_prompt_tokens
+        part = read_part(news.part, secrets, is_last=news.is_last, prompt=prompt)
         ticket = part.ticket
         if (ticket.engine, part.total) != (producer.engine, total or part.total):
             raise TicketError(
@@ -96,7 +90,7 @@ class TicketAdmission:
         self._check_tokens(request, part.total)
         # It can also be asked for where the router says, unless it is signed.
         routed = producer.host, producer.port
-        is_known = self.secrets is not None or routed == (ticket.host, ticket.port)
+        is_known = secrets is not None or routed == (ticket.host, ticket.port)
         return replace(part, ticket=replace(ticket, routed=None if is_known else routed))
 
     def tokens_to_have(self, request: Request, covered: int | None) -> int:
@@ -115,9 +109,8 @@ class TicketAdmission:
     def _admit_maker(self, request: Request) -> Ticket:
         """Return the ticket in a request's params if the engine that made it is admitted."""
         self._check_may_load()
-        ticket = read_ticket(
-            request.kv_transfer_params, self.secrets, prompt=request.num_prompt_tokens
-        )
+        params, secrets = request.kv_transfer_params, self.facts.security.secrets
+        ticket = read_ticket(params, secrets, prompt=request.num_prompt_tokens)
         self._check_maker(ticket.engine, ticket.key)
         self.facts.weights.check(ticket.weights)
         return ticket

@@ -428,7 +428,7 @@ class TestTurns:
 def test_more_blocks_than_host_pages_fail_the_load() -> None:
     """vLLM may give a request more than its tokens need. ``test_consumer_model`` has the rest."""
     made = consumer(is_staged=True, metrics=Metrics(driver="loopback"))
-    made.set_host_pages(host_pages(4, lambda: 0.0))
+    made.pages.host = host_pages(4, lambda: 0.0)
     first, second = arrive(made, name="first"), arrive(made, name="second")
     assert (made.num_matched_tokens(first, 0), made.num_matched_tokens(second, 0)) == (40, None)
     messages = allocate(made, first)
