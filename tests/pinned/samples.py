@@ -44,7 +44,6 @@ from kvferry.integrations.vllm.prompts import prompt_digest
 from kvferry.integrations.vllm.ticket_format import (
     Part,
     TicketParams,
-    encode_part,
     read_part,
     read_ticket,
 )
@@ -356,7 +355,7 @@ def _part(offer: TicketParams) -> Sample:
         return replace(got, ticket=replace(got.ticket, proof=None))
 
     return Sample(
-        make=lambda: encode_part(offer.params(SECRETS, TICKET_KEY)),
+        make=lambda: msgspec.json.encode(offer.params(SECRETS, TICKET_KEY)),
         read=found,
         found=Part(ticket=_ticket_of(offer), total=offer.total, is_last=False),
         objects=[offer],
