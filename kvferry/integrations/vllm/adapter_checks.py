@@ -1,7 +1,6 @@
-"""The LoRA adapters of requests, as the scheduler half sees them: their content, for the digest.
+"""The contents of the LoRA adapters of requests, as the scheduler half sees them, for the digest.
 
-The content is a hash of the adapter's files, and counts only if vLLM's workers loaded the adapter
-from files with this content. ADR 17 has the argument.
+A content counts only if vLLM's workers loaded the adapter from files with it (ADR 17).
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class Adapters:
         self._ended: dict[str, _Follower] = {}
         # The content of each adapter's last load, by vLLM's number of the adapter and by rank.
         self._loaded = LRUCache[dict[int, bytes]](MAX_ADAPTERS)
-        self._newest = 0  # the highest number of an adapter that was loaded
         # The content that vLLM may have computed cached blocks with, by its key for blocks;
         # ``UNKNOWN`` if there were several.
         self._used = LRUCache[bytes](MAX_ADAPTERS)
@@ -168,17 +166,13 @@ class Adapters:
     def reported(self, report: AdapterReport) -> list[str]:
         """Process what all ranks report of a step.
 
-        Returns:
-            The ids of the requests that have just ended and whose ticket must not be used, because
-            the engine loaded other files while it computed them.
+        Returns the requests that have just ended and whose ticket must not be used, because the
+        engine loaded other files while it computed them.
         """
         for load in report.loads:
             ranks = self._loaded.get(load.adapter) or {}
             self._loaded.put(load.adapter, ranks | {load.rank: load.content})
-            self._newest = max(self._newest, load.adapter)
             self._use((load.name, load.path), [load.content])
-            if load.content != UNKNOWN:
-                self._contents.learn(load.path, load.version, load.content)
         self._answered = max(self._answered, report.step)
         ended, self._ended = self._ended, {}
         self._check_followers(self._followers, report.loads)
@@ -200,7 +194,6 @@ class Adapters:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _last_loads(self, lora: LoRARequest) -> set[bytes]:
-        """Return the contents that the ranks loaded last under an adapter's number."""
         return set((self._loaded.get(lora.lora_int_id) or {}).values())
 
     def _knows_loads(self, follower: _Follower) -> bool:
@@ -219,9 +212,7 @@ class Adapters:
             raise AdapterError(follower.problem)
         lora, path = follower.lora, follower.lora.lora_path
         content, loads = self._current(follower), self._last_loads(lora)
-        # vLLM's numbers ascend, so a higher one was never loaded.
-        may_be_forgotten = len(self._loaded) == MAX_ADAPTERS and lora.lora_int_id <= self._newest
-        if may_be_forgotten and not loads:
+        if len(self._loaded) == MAX_ADAPTERS and not loads:
             raise AdapterError(
                 f"more than {MAX_ADAPTERS} adapters were loaded, and the connector may have "
                 "forgotten the load of this one: unload the adapter, and load it again"

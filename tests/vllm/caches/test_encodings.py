@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.integrations.vllm.caches import encodings
 from kvferry.integrations.vllm.caches.encodings import Scales, cache_format, with_encodings
 from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, ShardPosition
 
@@ -29,7 +30,9 @@ def said(
         assert own["layer"] == others[position.tp]
         return [{"layer": scales} for scales in others]
 
-    return with_encodings(facts, {"layer": module}, position, gather)["layer"].encoding
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encodings, "gather", gather)
+        return with_encodings(facts, {"layer": module}, position)["layer"].encoding
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])

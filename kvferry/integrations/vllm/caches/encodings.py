@@ -8,7 +8,7 @@ of an encoding.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share
@@ -16,34 +16,39 @@ from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, sh
 Scales = tuple[tuple[float, ...], tuple[float, ...]]
 """The scales of K, and those of V: for each, one number, or one per KV head of the rank."""
 
-Gather = Callable[[dict[str, Scales]], Sequence[Mapping[str, Scales]]]
-"""Takes this rank's scales by layer; returns those of every tensor-parallel rank, in rank order."""
-
 
 def with_encodings(
-    facts: Mapping[str, LayerFacts],
-    layers: Mapping[str, object],
-    position: ShardPosition,
-    gather: Gather | None = None,
+    facts: Mapping[str, LayerFacts], layers: Mapping[str, object], position: ShardPosition
 ) -> dict[str, LayerFacts]:
     """Return the layers' facts, with the encoding added for each layer whose cache is quantised.
 
     Scales may differ between heads, and each rank has those of its own heads only. Since all ranks
-    must publish the same encoding, they exchange their scales here, by ``gather`` or vLLM's process
-    group. So all ranks of a tensor-parallel group must call this together. ``layers`` are vLLM's
-    modules.
+    must publish the same encoding, they exchange their scales here: all ranks of a tensor-parallel
+    group must call this together. ``layers`` are vLLM's modules.
     """
     formats = {
         name: cache_format(getattr(layers[name], "kv_cache_dtype", "auto")) for name in facts
     }
-    own = {name: _scales(layers[name]) for name, cache_dtype in formats.items() if cache_dtype}
-    if not own:
-        return dict(facts)
-    ranks = (gather or _gather)(own) if position.tp_size > 1 else [own]
-    texts = {
-        name: _encoding(formats[name], name, facts[name].heads, position, ranks) for name in own
+    own = {
+        name: (_scales(layers[name], "_k_scale"), _scales(layers[name], "_v_scale"))
+        for name, cache_dtype in formats.items()
+        if cache_dtype
     }
-    return {name: replace(fact, encoding=texts.get(name, "")) for name, fact in facts.items()}
+    ranks = gather(own) if own and position.tp_size > 1 else [own]
+    encoded = dict(facts)
+    for name in own:
+        texts = []
+        for which, letter in enumerate("kv"):
+            by_head: dict[int, float] = {}
+            for tp, scales in enumerate(ranks):
+                first, last = share(facts[name].heads, replace(position, tp=tp))
+                here = scales[name][which]
+                here = here if len(here) == last - first else here[:1] * (last - first)
+                by_head |= dict(zip(range(first, last), here, strict=True))
+            texts.append(f"{letter} {_short([by_head[head] for head in sorted(by_head)])}")
+        encoding = f"{formats[name]}, scales {', '.join(texts)}"
+        encoded[name] = replace(facts[name], encoding=encoding)
+    return encoded
 
 
 def cache_format(cache_dtype: str) -> str:
@@ -58,37 +63,10 @@ def cache_format(cache_dtype: str) -> str:
     return cache_dtype
 
 
-def _scales(layer: object) -> Scales:
-    """Return the static scales of K and V in a layer's module; 1.0 for a missing scale."""
-    key, value = (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
-    return _numbers(key), _numbers(value)
-
-
-def _numbers(scale: object) -> tuple[float, ...]:
-    """Return a scale tensor's elements; ``(1.0,)`` for ``None``."""
-    if scale is None:
-        return (1.0,)
-    return tuple(scale.flatten().tolist())  # type: ignore[attr-defined]
-
-
-def _encoding(
-    cache_dtype: str,
-    layer: str,
-    heads: int,
-    position: ShardPosition,
-    ranks: Sequence[Mapping[str, Scales]],
-) -> str:
-    """Return a layer's encoding: its format, and the scales of K and V of all heads."""
-    texts = []
-    for which, name in enumerate("kv"):
-        by_head: dict[int, float] = {}
-        for tp, scales in enumerate(ranks):
-            first, last = share(heads, replace(position, tp=tp))
-            here = scales[layer][which]
-            here = here if len(here) == last - first else here[:1] * (last - first)
-            by_head |= dict(zip(range(first, last), here, strict=True))
-        texts.append(f"{name} {_short([by_head[head] for head in sorted(by_head)])}")
-    return f"{cache_dtype}, scales {', '.join(texts)}"
+def _scales(layer: object, name: str) -> tuple[float, ...]:
+    """Return the elements of a static scale of a layer's module; 1.0 for a missing one."""
+    scale = getattr(layer, name, None)
+    return (1.0,) if scale is None else tuple(scale.flatten().tolist())
 
 
 def _short(scales: list[float]) -> str:
@@ -99,8 +77,8 @@ def _short(scales: list[float]) -> str:
     return f"of {len(scales)} heads, digest {digest}"
 
 
-def _gather(own: dict[str, Scales]) -> list[Mapping[str, Scales]]:
-    """Return the scales by layer of all ranks, exchanged through vLLM's process group."""
+def gather(own: dict[str, Scales]) -> Sequence[Mapping[str, Scales]]:
+    """Return the scales, by layer, of every tensor-parallel rank, in rank order."""
     import torch
     from vllm.distributed.parallel_state import get_tp_group
 

@@ -32,19 +32,22 @@ def layer_facts(
     for group in kv_cache_config.transfer_groups:
         for name in group.layer_names:
             spec = spec_of(name, group)
-            draft = versions.is_of_drafter(spec) or is_draft(name, vllm_config)
+            draft = versions.is_of_drafter(spec) or _is_draft(name, vllm_config)
             if handling(spec) is Handling.STATE:
                 facts[name] = _state_facts(layers[name], draft, position)
                 continue
+            model = vllm_config.model_config
+            if draft:
+                model = vllm_config.speculative_config.draft_model_config
             facts[name] = LayerFacts(
                 backend=_backend_name(layers[name]),
                 draft=draft,
-                heads=_heads(name, spec, _model_of(vllm_config, draft), position),
+                heads=_heads(name, spec, model, position),
             )
     return with_encodings(facts, layers, position)
 
 
-def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
+def _is_draft(layer: str, vllm_config: VllmConfig) -> bool:
     """Return whether a layer is the draft model's: by its prefix, or by a higher number."""
     if vllm_config.speculative_config is None:
         return False
@@ -53,12 +56,6 @@ def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
     number = re.search(r"\.(\d+)\.", layer)
     layers: int = vllm_config.model_config.get_total_num_hidden_layers()
     return number is not None and int(number.group(1)) >= layers
-
-
-def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
-    if draft:
-        return vllm_config.speculative_config.draft_model_config
-    return vllm_config.model_config
 
 
 def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
@@ -77,14 +74,12 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
 
 
 def _backend_name(layer: object) -> str:
-    """Return the name of the backend of a layer's module (``LayerFacts.backend``)."""
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
     kernel = getattr(layer, "isa", None) or versions.page_variant(layer)
     return f"{name}/{kernel}" if kernel else name
 
 
 def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFacts:
-    """Return the facts of a recurrent layer's module."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.platforms import current_platform
 
