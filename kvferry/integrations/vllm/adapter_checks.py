@@ -173,6 +173,8 @@ class Adapters:
             ranks = self._loaded.get(load.adapter) or {}
             self._loaded.put(load.adapter, ranks | {load.rank: load.content})
             self._use((load.name, load.path), [load.content])
+            if load.content != UNKNOWN:
+                self._contents.learn(load.path, load.version, load.content)
         self._answered = max(self._answered, report.step)
         ended, self._ended = self._ended, {}
         self._check_followers(self._followers, report.loads)

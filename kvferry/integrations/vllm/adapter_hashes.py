@@ -57,6 +57,8 @@ Programs can set mtime to any value, but not ctime. There is no device number, b
 the same network file system differently.
 """
 
+NOT_READ: tuple[AdapterVersion, bytes] = ((), UNKNOWN)
+
 
 class AdapterError(KVFerryError):
     """An adapter's content is not known, or is not what the engine loaded."""
@@ -73,6 +75,10 @@ class AdapterContents:
     def known(self, path: str) -> bytes | None:
         """Return the content of the files as they are now; ``None`` if they were not hashed."""
         return self._contents.get((path, adapter_version(path)))
+
+    def learn(self, path: str, version: AdapterVersion, content: bytes) -> None:
+        """Remember a content that another process has found."""
+        self._contents.put((path, version), content)
 
     def read(self, path: str) -> tuple[AdapterVersion, bytes]:
         """Return the version of the files as they are now, and their content, hashed if need be.
@@ -144,6 +150,7 @@ class AdapterLoad:
     adapter: int  # the number under which vLLM keeps it (``lora_int_id``)
     name: str
     path: str  # the folder
+    version: AdapterVersion = ()  # of the files that were read; empty if the content is unknown
     content: bytes = UNKNOWN
 
 
@@ -186,14 +193,15 @@ def observe_loads(vllm_config: VllmConfig) -> list[AdapterLoad]:
         before = _read(contents, lora.lora_path)
         loaded = original(manager, lora)
         # If the files are of the same version before and after it, vLLM has read what was hashed.
-        same = before if before == _read(contents, lora.lora_path) else None
+        version, content = before if before == _read(contents, lora.lora_path) else NOT_READ
         loads.append(
             AdapterLoad(
                 rank=rank,
                 adapter=lora.lora_int_id,
                 name=lora.lora_name,
                 path=lora.lora_path,
-                content=UNKNOWN if same is None else same[1],
+                version=version,
+                content=content,
             )
         )
         return loaded
@@ -202,9 +210,9 @@ def observe_loads(vllm_config: VllmConfig) -> list[AdapterLoad]:
     return loads
 
 
-def _read(contents: AdapterContents, path: str) -> tuple[AdapterVersion, bytes] | None:
-    """Return the version and content of an adapter's files; ``None`` if they are not known."""
+def _read(contents: AdapterContents, path: str) -> tuple[AdapterVersion, bytes]:
+    """Return the version and content of an adapter's files, or ``NOT_READ``."""
     try:
         return contents.read(path)
     except AdapterError:
-        return None
+        return NOT_READ

@@ -52,8 +52,10 @@ class Engine:
 
     def load(self, path: str = "", number: int = 1, rank: int = 0) -> AdapterLoad:
         """A load of the files that are there now."""
-        now, path = content(path or self.path), path or self.path
-        return AdapterLoad(rank=rank, adapter=number, name="adapter", path=path, content=now)
+        path = path or self.path
+        version, now = AdapterContents().read(path)
+        named: dict[str, Any] = {"adapter": number, "name": "adapter", "path": path}
+        return AdapterLoad(rank=rank, version=version, content=now, **named)
 
     def tell(self, *loads: AdapterLoad, step: int = 0) -> list[str]:
         return self.adapters.reported(AdapterReport(loads=loads, step=step))

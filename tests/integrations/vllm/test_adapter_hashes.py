@@ -121,6 +121,8 @@ class TestFiles:
         assert contents.known(path) == first
         write(tmp_path, weights=b"others")
         assert contents.known(path) is None
+        contents.learn(path, adapter_version(path), b"found by another process")
+        assert contents.known(path) == b"found by another process"
 
     def test_two_folders_with_equal_versions(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +179,7 @@ class TestLoads:
         path, worker, other = write(tmp_path), Worker(manager), Worker(manager)
         [load] = worker.load(path)
         assert (load.rank, load.adapter, load.name, load.path) == (3, 1, "adapter", path)
-        assert load.content == content(path)
+        assert (load.version, load.content) == (adapter_version(path), content(path))
         assert not worker.loads
         assert not other.loads
 

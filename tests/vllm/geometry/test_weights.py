@@ -332,9 +332,9 @@ class TestAdapters:
     @staticmethod
     def load(server: Server, lora: Any) -> None:
         """The worker loads an adapter from its files as they are now."""
-        _, content = AdapterContents().read(lora.lora_path)
+        version, content = AdapterContents().read(lora.lora_path)
         named = {"adapter": lora.lora_int_id, "name": lora.lora_name, "path": lora.lora_path}
-        server.adapters.append(AdapterLoad(rank=0, content=content, **named))
+        server.adapters.append(AdapterLoad(rank=0, version=version, content=content, **named))
 
     @pytest.mark.parametrize("policy", ["fail", "recompute"])
     @pytest.mark.parametrize("ahead", [False, True])
