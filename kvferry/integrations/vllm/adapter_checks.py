@@ -62,7 +62,7 @@ class _Follower:
     deadline: float  # when the request stops waiting
     hashing: Future[object] | None = None  # of the adapter's files
     waiting: bool = True
-    problem: str | None = None  # why the content counts as unknown
+    is_late: bool = False  # it waited until its deadline
     loads: set[bytes] = field(default_factory=set)  # what the request may be computed with
     content: bytes | None = None  # what a ticket was made or accepted for
 
@@ -115,11 +115,9 @@ class Adapters:
         if follower is None or not follower.waiting:
             return False
         is_hashing = follower.hashing is not None and not follower.hashing.done()
-        follower.waiting = is_hashing or not self._knows_loads(follower)
-        if follower.waiting and self._clock() >= follower.deadline:
-            missing = "its files were not hashed" if is_hashing else "the workers did not report it"
-            follower.problem = f"{missing} within {WAIT_SECONDS:.0f} s"
-            follower.waiting = False
+        is_unknown = is_hashing or not self._knows_loads(follower)
+        follower.is_late = is_unknown and self._clock() >= follower.deadline
+        follower.waiting = is_unknown and not follower.is_late
         if not follower.waiting:
             self._computes_with(follower, self._last_loads(follower.lora))
         return follower.waiting
@@ -127,10 +125,7 @@ class Adapters:
     def content(self, request: Request) -> bytes | None:
         """Return the content of a request's adapter; ``None`` if the request has none.
 
-        Equal contents mean that engines of the same model compute the same pages with the adapters.
-
-        Raises:
-            AdapterError: The content is not known, or is not what the engine computes with.
+        ``AdapterError`` if it is not known, or is not what the engine computes with.
         """
         lora = request.lora_request
         if lora is None:
@@ -209,9 +204,11 @@ class Adapters:
             return True  # no report can change that
 
     def _verified(self, follower: _Follower) -> bytes:
-        """Return the content of a request's adapter, if the engine computes with it."""
-        if follower.problem is not None:
-            raise AdapterError(follower.problem)
+        if follower.is_late:
+            raise AdapterError(
+                f"its files were not hashed, or not reported by the workers, within "
+                f"{WAIT_SECONDS:.0f} s"
+            )
         lora, path = follower.lora, follower.lora.lora_path
         content, loads = self._current(follower), self._last_loads(lora)
         if len(self._loaded) == MAX_ADAPTERS and not loads:
@@ -267,19 +264,17 @@ class Adapters:
         return wrong
 
     def _computes_with(self, follower: _Follower, contents: Iterable[bytes]) -> None:
-        """Note contents that a request may be computed with, and so the blocks that vLLM caches."""
+        """Note contents that a request, and so the blocks that vLLM caches, may have."""
         follower.loads.update(contents)
         self._use(_cache_key(follower.lora), follower.loads)
 
     def _use(self, key: tuple[str, str], contents: Iterable[bytes]) -> None:
-        """Note contents that vLLM may have computed cached blocks with, under its key for them."""
         for content in contents:
             used = self._used.get(key)
             self._used.put(key, content if used in (None, content) else UNKNOWN)
 
 
 def _loaded_for(follower: _Follower, loads: Iterable[AdapterLoad]) -> set[bytes]:
-    """Return the contents that were loaded under the number of a request's adapter."""
     return {load.content for load in loads if load.adapter == follower.lora.lora_int_id}
 
 

@@ -19,7 +19,7 @@ from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import Access
 from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.integrations.vllm import compat_029, versions
-from kvferry.integrations.vllm.caches.encodings import cache_format
+from kvferry.integrations.vllm.caches.layer_facts import cache_format
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.rank_position import RankPosition
 
@@ -59,17 +59,12 @@ def endpoint_options(config: Config, access: Access) -> EndpointOptions:
         liveness_interval=config.liveness_interval,
         liveness_misses=config.liveness_misses,
         engine_ttl=config.engine_ttl,
-        judgements=judgements(config),
+        judgements=Judgements(
+            keys=frozenset(JUDGEMENTS),
+            overridden=not config.enforce_handshake_compat,
+            told=frozenset(TOLD),
+        ),
         access=access,
-    )
-
-
-def judgements(config: Config) -> Judgements:
-    """Return in which values engines may differ, if ``enforce_handshake_compat`` is false."""
-    return Judgements(
-        keys=frozenset(JUDGEMENTS),
-        overridden=not config.enforce_handshake_compat,
-        told=frozenset(TOLD),
     )
 
 

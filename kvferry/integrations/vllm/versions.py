@@ -25,9 +25,6 @@ OLDEST = (0, 29)
 NEWEST = (0, 32)
 """The newest version of vLLM on which the connector was run."""
 
-READ = ((0, 33),)
-"""Later versions of vLLM whose source was read for the connector, which was not run on them."""
-
 RECORD_BYTES = 528
 """Size of a row of DeepSeek V4.1's cache, in bytes."""
 
@@ -71,11 +68,10 @@ def warn_outside_window() -> None:
     version = vllm_version()
     if version is not None and not is_in_window(version):
         logger.warning(
-            "the connector was not run on vLLM %s, only on %s%s: compare the texts of a few "
+            "the connector was not run on vLLM %s, only on %s: compare the texts of a few "
             "prompts with those of an engine without the connector before you rely on it",
             version,
             window(),
-            " (the source of this version was read)" if _release(version) in READ else "",
         )
 
 
