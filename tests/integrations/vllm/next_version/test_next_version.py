@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.vllm.next_version import __main__ as command
-from tests.integrations.vllm.next_version import caches, names
-from tests.integrations.vllm.next_version.hooks import hook_verdict
+from tests.integrations.vllm.next_version import names
 from tests.integrations.vllm.next_version.verdicts import VERDICTS
 
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
@@ -171,29 +170,6 @@ def test_differences(
     assert all(line.startswith(begin) for line, begin in zip(said, FOUND, strict=True))
     assert command.main(["--base", old, old]) == 0
     assert "vLLM 1.0 beside 1.0: 0 differences" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("found", "verdict"),
-    [
-        (hook_verdict("SupportsHMA.theirs", None, "()"), ""),
-        (hook_verdict("SupportsHMA.theirs", "()", None), "not used"),
-        (hook_verdict("SupportsHMA.theirs", "()\nreturn 1", "()\nreturn 2"), ""),
-        (hook_verdict("SupportsHMA.shutdown", None, "()"), "`KVFerryConnector` defines it"),
-        (hook_verdict("SupportsHMA.request_finished", "()", None), ""),
-        (
-            hook_verdict("SupportsHMA.request_finished", "()\nreturn 1", "()\nreturn 2"),
-            "`KVFerryConnector` does not use the default",
-        ),
-        (hook_verdict("SupportsHMA.request_finished", "()", "(a)"), ""),
-        (caches.backend_verdict("FLASHINFER", None, "a class"), "`halves`"),
-        (caches.backend_verdict("GDN_ATTN", None, "a class"), "`delta`"),
-        (caches.backend_verdict("SOMEBODYS", None, "a class"), ""),
-        (caches.backend_verdict("FLASH_ATTN", "another class", "a class"), ""),
-    ],
-)
-def test_what_follows_from_our_own_code(found: str, verdict: str) -> None:
-    assert found == verdict
 
 
 def test_maintainers_verdicts_are_of_sections() -> None:
