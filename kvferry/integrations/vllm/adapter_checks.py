@@ -206,8 +206,7 @@ class Adapters:
     def _verified(self, follower: _Follower) -> bytes:
         if follower.is_late:
             raise AdapterError(
-                f"its files were not hashed, or not reported by the workers, within "
-                f"{WAIT_SECONDS:.0f} s"
+                f"its files were not hashed, or no load reported, within {WAIT_SECONDS:.0f} s"
             )
         lora, path = follower.lora, follower.lora.lora_path
         content, loads = self._current(follower), self._last_loads(lora)
@@ -216,13 +215,11 @@ class Adapters:
                 f"more than {MAX_ADAPTERS} adapters were loaded, and the connector may have "
                 "forgotten the load of this one: unload the adapter, and load it again"
             )
-        if loads - {content}:
+        if (loads | follower.loads) - {content}:
             raise AdapterError(
                 f"its files in {path[:200]!r} are not those that the engine loaded: load "
                 "the adapter again, under a new path"
             )
-        if follower.loads - {content}:
-            raise AdapterError("the engine loaded other files for it while it computed")
         if self._prefix_caching and self._used.get(_cache_key(lora)) not in (None, content):
             raise AdapterError(
                 f"the engine used other weights for {path[:200]!r} before, and vLLM "
