@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
 
@@ -126,11 +126,6 @@ class FailedBlocks:
 def uses_hisparse(vllm_config: VllmConfig) -> bool:
     """Return whether HiSparse is on."""
     return getattr(vllm_config.attention_config, "hisparse_config", None) is not None
-
-
-def is_host_resident(group: KVCacheGroupSpec) -> bool:
-    """Return whether a group's pages lie in the host's memory."""
-    return bool(getattr(group, "host_resident", False))
 
 
 def drafts_with_cache(speculative: SpeculativeConfig) -> bool:

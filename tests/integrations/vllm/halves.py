@@ -287,7 +287,6 @@ def engine(role: str = "kv_both", **changes: Any) -> Any:
         "model_config": {
             "model": "tiny",
             "enable_sleep_mode": False,
-            "is_encoder_decoder": False,
             "runner_type": "generate",
             "multimodal_config": None,
         },
@@ -301,7 +300,6 @@ def engine(role: str = "kv_both", **changes: Any) -> Any:
             "kv_role": role,
             "is_kv_consumer": role != "kv_producer",
             "is_kv_producer": role != "kv_consumer",
-            "enable_permute_local_kv": False,
             "kv_buffer_device": "cpu",
             "kv_connector_extra_config": {},
         },
