@@ -146,10 +146,10 @@ def doctor(
 ) -> None:
     """Check whether this machine can move KV cache, and say what to change.
 
-    Tries what can be tried: loads every driver, lets one process read another's memory, binds a
-    side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With
-    HOST:PORT, checks from here whether a running engine answers: its side_channel_host and
-    side_channel_port.
+    Tries what can be tried: loads every driver, lets one process read another's memory, binds and
+    reaches the addresses that a side channel may have. Looks up the rest: limits, NICs, GPUs, what
+    UCX found. With HOST:PORT, checks from here whether a running engine answers: its
+    side_channel_host and side_channel_port.
 
     Exit status 0 unless something is bad. Findings that are only worth knowing do not change the
     exit status.
