@@ -101,7 +101,8 @@ def drivers(as_json: Json = False) -> None:
 @_command
 def demo(
     megabytes: Annotated[
-        int, shown(min=1, help="How much KV cache to move; needs three times as much memory.")
+        int,
+        shown(min=1, max=100_000, help="How much KV cache to move; needs three times the memory."),
     ] = 256,
     driver: Annotated[
         str, shown(help="The driver that moves it; 'kvferry drivers' lists them.")

@@ -10,7 +10,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 from ctypes import memmove
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,47 +92,26 @@ def test_wrong_byte_between_other_shapes_is_reported_and_fails_the_command(
     [
         (("--driver", "pigeon"), "no driver 'pigeon' is installed; installed: loopback"),
         (("--prefill", "9/HND/16"), "write RANKS (1 to 8)/ORDER (HND or NHD)/TOKENS (1 to 1024)"),
-        (("--megabytes", "100000000"), "choose --megabytes below"),
-        ((), "driver 'loopback' reaches cuda memory; the demo reads cpu"),
     ],
 )
 def test_invalid_arguments_are_reported_on_one_line(
-    run: Callable[..., CommandResult],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    words: str,
+    run: Callable[..., CommandResult], arguments: tuple[str, ...], words: str
 ) -> None:
-    can = replace(LoopbackTransport().capabilities, memory=frozenset({"cuda"}))
-    if not arguments:
-        monkeypatch.setattr(LoopbackTransport, "capabilities", can)
     done = run(*arguments)
     assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
     assert words in done.err
 
 
 STUCK = """
-from kvferry.core.errors import TransferCancelledError
 from kvferry.core.transport import State, Status
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.testing import ModelFreeEngine
 
 
 class Stuck(LoopbackTransport):
-    '''No transfer ends before it is cancelled.'''
-    cancelled = frozenset()
-
-    def cancel(self, transfer):
-        self.cancelled = self.cancelled | {transfer}
-        super().cancel(transfer)
+    '''No transfer ends.'''
 
     def poll(self, transfers):
-        error = TransferCancelledError("cancelled")
-        return [
-            Status(state=State.FAILED, error=error)
-            if transfer in self.cancelled and status.state.final
-            else Status(state=State.PENDING)
-            for transfer, status in zip(transfers, super().poll(transfers))
-        ]
+        return [Status(state=State.PENDING) for _ in transfers]
 """
 
 
@@ -183,8 +161,7 @@ def test_changed_bytes_in_pages_of_no_request_are_counted() -> None:
 def test_requests_have_the_requested_bytes(nbytes: int) -> None:
     requests = requests_of(nbytes)
     tokens = sum(request.tokens for request in requests)
-    assert nbytes <= tokens * (128 << 10) < nbytes + (128 << 10) + 8 * (128 << 10)
-    assert all(request.tokens > 0 for request in requests)
+    assert nbytes <= tokens * (128 << 10) < nbytes + 9 * (128 << 10)
     for one, following in itertools.pairwise(requests):
         assert one.first_token + one.tokens == following.first_token, "no token is in two requests"
 
