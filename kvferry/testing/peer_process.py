@@ -30,6 +30,10 @@ _STAY_SECONDS = 300
 """Seconds after which a forked child ends by itself, if the test has not killed it."""
 
 
+class PeerProcessError(KVFerryError, RuntimeError):
+    """A peer's process has ended, failed or not answered; the message says why."""
+
+
 class PeerSetup(NamedTuple):
     """How to set up a peer's process: the first message that its parent, a ``Process``, sends."""
 
@@ -246,7 +250,7 @@ def _answer(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:  # noqa: AN
     except KVFerryError as exc:
         return exc
     except Exception:  # noqa: BLE001 - with this process's traceback
-        return RuntimeError(traceback.format_exc())
+        return PeerProcessError(traceback.format_exc())
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import Notification, PeerId, Status
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import pattern
-from kvferry.testing.peer_process import LocalPeer, PeerSetup
+from kvferry.testing.peer_process import LocalPeer, PeerProcessError, PeerSetup
 
 _ANSWER_SECONDS = 60.0
 _TURN_SECONDS = 0.002
@@ -38,7 +38,7 @@ class Process:
 
     Raises:
         KVFerryError: The process has neither transport nor buffer, for this reason.
-        RuntimeError: The process ended at once; its stderr says why.
+        PeerProcessError: The process ended at once; its stderr says why.
     """
 
     def __init__(
@@ -147,14 +147,16 @@ class Process:
         deadline = time.monotonic() + seconds
         while not self._connection.poll(_TURN_SECONDS if self.meanwhile else seconds):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"the peer's process has not answered {command} in {seconds} s")
+                raise PeerProcessError(
+                    f"a second process has not answered {command} in {seconds} s"
+                )
             if self.meanwhile is not None:
                 self.meanwhile()
         try:
             answer = self._connection.recv()
         except (EOFError, ConnectionResetError) as exc:
-            raise RuntimeError(
-                f"the peer's process ended with status {self.process.wait()} during {command}; "
+            raise PeerProcessError(
+                f"a second process ended with status {self.process.wait()} during {command}; "
                 "what it wrote to stderr says why"
             ) from exc
         if isinstance(answer, Exception):
