@@ -249,16 +249,14 @@ def test_engines_of_one_page_are_told_apart(once: Top) -> None:
     assert [(one["name"][-2:], one["running"]) for one in found] == [("#0", 10.0), ("#1", 11.0)]
 
 
-def test_names_of_peers_cannot_steer_the_terminal_and_long_lists_are_cut(screen: Top) -> None:
-    peers = {r"[red]\x1b[2J\n".replace(r"\x1b", "\x1b"): 1000, "\x1b]0;title\x07": 1000}
-    peers |= {f"peer-{number}": number for number in range(1, 60)}
+def test_names_of_peers_cannot_steer_the_terminal(screen: Top) -> None:
     page = "".join(
-        f'vllm:kvferry_{name}_total{{engine="0",peer="{peer}"}} {count}\n'
+        f'vllm:kvferry_{name}_total{{engine="0",peer="{peer}"}} 1\n'
         for name in ("pulls", "lost_peers")
-        for peer, count in peers.items()
+        for peer in ("[red]\x1b[2J\\n", "\x1b]0;title\x07")
     )
     lines = screen(page.encode() + RUNNING)
-    for part in ("[red]?[2J", "?]0;title?", "21 more", "41 more"):
+    for part in ("[red]?[2J", "?]0;title?"):
         assert part in "\n".join(lines)
     assert all(line.isprintable() for line in lines)
 
@@ -353,7 +351,7 @@ def test_damaged_page_is_read_or_refused(damage: bytes, position: int) -> None:
         parse(DECODE[1][:position] + damage + DECODE[1][position:])
 
 
-MALFORMED = "line 2 is malformed: vllm:kvferry_"
+MALFORMED = "has a malformed line: vllm:kvferry_"
 
 
 @pytest.mark.parametrize(
@@ -384,8 +382,8 @@ def test_a_page_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     opener = MagicMock()
     opener.open.return_value.__enter__.return_value.read1.return_value = b"#"
     monkeypatch.setattr(scrape, "_OPENER", opener)
-    with pytest.raises(MetricsPageError, match="no page within 0 s"):
-        scrape.read(MetricsAddress.parse(NOBODY), 0.0)
+    given_up = scrape.read(MetricsAddress.parse(NOBODY), 0.0)
+    assert str(given_up) == "does not answer: no page within 0 s"
 
 
 def test_lines_of_other_metrics_are_skipped_unread() -> None:
