@@ -121,7 +121,6 @@ def test_all_problems_are_listed_at_once(checked: Checker) -> None:
         (transfer(kv_connector_module_path="another"), "remove kv_connector_module_path"),
         (transfer(kv_role=None), "kv_role is missing"),
         (transfer([]), "is no JSON object"),
-        (transfer(enable_permute_local_kv=True), "enable_permute_local_kv"),
         (transfer(kv_connector=None), "kv_connector is missing: set kv_connector to 'KVFerry"),
         (transfer(kv_lease_duration=3), "belongs into kv_connector_extra_config: move it there"),
         (
