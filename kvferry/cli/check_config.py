@@ -22,6 +22,7 @@ from kvferry.integrations.vllm.checks import (
     CANNOT,
     address_problems,
     late_turn_risk,
+    setting_problems,
     sibling_problems,
 )
 from kvferry.integrations.vllm.config import KEYS as SETTINGS
@@ -168,13 +169,12 @@ def _notes(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
-    yield from problems(extra)
-    config = acceptable(extra)
+    found, config = list(setting_problems(extra)), acceptable(extra)
     try:
         registry.create(config.driver, config.driver_options).close()
     except DriverError as exc:
-        yield str(exc)
-    yield from examine_security_settings(config)[1]
+        found.append(str(exc))
+    yield from dict.fromkeys(found)  # a driver that is not installed is found by both
     yield from address_problems(config, [0])
 
 
