@@ -115,30 +115,23 @@ def _conditions(
 
 
 def _record(result: Result) -> dict[str, object]:
-    figures = ("gb_per_s", "us_per_copy", "memcpy_gb_per_s", "ratio")
     return {
         **asdict(result.case),
         "copies": result.case.copies,
         "rounds": result.rounds,
         "seconds": result.seconds,
-        **{name: float(f"{getattr(result, name):.4g}") for name in figures},
+        **{name: float(f"{value:.4g}") for name, value in result.figures().items()},
     }
 
 
 def _print(conditions: Mapping[str, object], results: Sequence[Result]) -> None:
     console = output()
     names = ("size", "block", "copies", "GB/s", "µs a copy", "memcpy", "of it")
-    rows: list[Sequence[str | Text]] = [
-        (
-            one.case.order,
-            text_of(one.case.size),
-            text_of(one.case.block),
-            f"{one.case.copies:,}",
-            Text(_short(one.gb_per_s), "bold"),
-            *map(_short, (one.us_per_copy, one.memcpy_gb_per_s, one.ratio)),
-        )
-        for one in results
-    ]
+    rows: list[Sequence[str | Text]] = []
+    for case, figures in ((one.case, one.figures()) for one in results):
+        speed, *others = map(_short, figures.values())
+        sizes = text_of(case.size), text_of(case.block), f"{case.copies:,}"
+        rows.append((case.order, *sizes, Text(speed, "bold"), *others))
     print_table(console, {"order": "name"} | dict.fromkeys(names, "number"), rows)
     console.print(
         "GB/s: 10^9 bytes a second, from the call until done, the median of all rounds. memcpy: "
