@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import select
-import signal
-import subprocess
 from collections.abc import Callable
 from ctypes import memmove
 from pathlib import Path
@@ -21,9 +18,7 @@ from kvferry.cli.demo import DemoError, requests_of, shape_of
 from kvferry.core.transport import PeerId, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.cli.command import COMMAND, Command, CommandResult, install_drivers
-
-SECONDS = 110.0
+from tests.cli.command import Command, CommandResult
 
 
 class Flipping(LoopbackTransport):
@@ -58,9 +53,6 @@ def run(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Comm
 
 def pids_in(output: str) -> list[str]:
     return re.findall(r"^  (?:prefill|decode), process (\d+):", output, re.M)
-
-
-# The command.
 
 
 def test_demo_moves_every_byte_and_prints_speed(run: Callable[..., CommandResult]) -> None:
@@ -98,46 +90,6 @@ def test_invalid_arguments_are_reported_on_one_line(
     done = run(*arguments)
     assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
     assert words in done.err
-
-
-STUCK = """
-from kvferry.core.transport import State, Status
-from kvferry.drivers.loopback import LoopbackTransport
-
-
-class Stuck(LoopbackTransport):
-    '''No transfer ends.'''
-
-    def poll(self, transfers):
-        return [Status(state=State.PENDING) for _ in transfers]
-"""
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_ended_demo_leaves_no_process_and_no_file(tmp_path: Path, signum: signal.Signals) -> None:
-    site, temporary = tmp_path / "site", tmp_path / "temporary"
-    site.mkdir()
-    temporary.mkdir()
-    with subprocess.Popen(
-        [*COMMAND, "demo", "--megabytes", "4", "--driver", "stuck"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=install_drivers(site, STUCK, stuck="Stuck") | {"TMPDIR": str(temporary)},
-        cwd=temporary,
-    ) as process:
-        assert process.stdout is not None
-        lines = itertools.takewhile(lambda line: "prefill computed" not in line, process.stdout)
-        pidfds = [os.pidfd_open(int(pid)) for pid in set(pids_in("".join(lines)))]
-        process.send_signal(signum)
-        assert len(pidfds) == 2
-        assert all(select.select([pidfd], [], [], SECONDS)[0] for pidfd in pidfds)
-        _, errors = process.communicate(timeout=SECONDS)
-        for pidfd in pidfds:
-            os.close(pidfd)
-    if signum == signal.SIGINT:
-        assert (process.returncode, errors) == (130, "kvferry: interrupted\n")
-    assert not list(temporary.iterdir())
 
 
 @given(st.integers(1, 10**9))
