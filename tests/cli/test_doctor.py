@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import socket
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -100,15 +99,6 @@ def test_driver_that_kills_its_process_is_bad(
     monkeypatch.setattr(PROBE, "SECONDS", 0.0)
     [late] = probe()
     check(late, BAD, "not started within 0 s")
-
-
-def test_a_line_that_a_crash_has_cut_off_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = b'{"name":"a","verdict":"ok","found":"b"}\n{"name":"a'
-    ran = subprocess.CompletedProcess([], -11, said, b"first\nlast\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ran)
-    found, trouble = probe()
-    check(found, OK, "b")
-    check(trouble, BAD, "status -11: last", "uninstall")
 
 
 @pytest.mark.parametrize("width", [80, 50, 0])

@@ -51,15 +51,10 @@ def probe() -> list[Finding]:
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False
         )
         said, why = run.stdout, b" ".join(run.stderr.splitlines()[-1:]).decode(errors="replace")
-        trouble = f"their process ended with status {run.returncode}: {why}"
-        if not run.returncode:
-            trouble = ""
+        trouble = run.returncode and f"their process ended with status {run.returncode}: {why}"
     except subprocess.TimeoutExpired as exc:
         said, trouble = exc.stdout or b"", f"they have not started within {SECONDS:.0f} s"
-    found: list[Finding] = []
-    for line in said.splitlines():
-        with suppress(msgspec.DecodeError):  # a line that a crash has cut off
-            found.append(msgspec.json.decode(line, type=Finding))
+    found = [msgspec.json.decode(line, type=Finding) for line in said.splitlines()]
     if trouble:
         found.append(Check("drivers").bad(trouble, "uninstall drivers that are not needed"))
     return found
@@ -71,7 +66,7 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)  # libraries print to stdout; keep that out of the report
     for finding in findings(*map(int, sys.argv[1:4])):
-        os.write(answer, msgspec.json.encode(finding) + b"\n")
+        os.write(answer, msgspec.json.encode(finding) + b"\n")  # at once, so no line is cut off
     os._exit(0)
 
 
