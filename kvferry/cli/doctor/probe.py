@@ -26,7 +26,7 @@ from kvferry.core.transport.registry import describe, installed
 from kvferry.drivers.cuda import CudaDriver, find_cuda
 from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_read, why_forbidden
 from kvferry.drivers.ucx import dlopen
-from kvferry.drivers.ucx.library import Devices, devices, find
+from kvferry.drivers.ucx.library import Devices, devices
 
 SECONDS = 60.0  # seconds that all drivers together may take to start
 
@@ -139,18 +139,14 @@ def gpus(cuda: CudaDriver | None) -> list[CudaGpu] | None:
 
 
 def _ucx(path: str, driver: str, *, cuda: bool) -> Finding:
-    library, advice = ctypes.CDLL(path), ""
+    library = ctypes.CDLL(path)
     library.ucp_get_version_string.restype = ctypes.c_char_p
-    if driver == "ucx":
-        with suppress(DriverError):  # the driver's own report has it
-            advice = find().advice
     loaded = software.LoadedUcx(
         driver=driver,
         version=library.ucp_get_version_string().decode(),
         path=path,
         transports=_transports(library),
         rdma=any(map(dlopen.loads, dlopen.rdma_modules(Path(path)))),
-        advice=advice,
     )
     return software.ucx(loaded, [nic.name for nic in Machine().nics if nic.is_active], cuda=cuda)
 

@@ -91,14 +91,13 @@ def no_driver(found: Sequence[Finding], trouble: str) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedUcx:
-    """The libucp that a driver has loaded; ``advice`` is which other would be better, if any."""
+    """The libucp that a driver has loaded."""
 
     driver: str
     version: str
     path: str
     transports: Devices
     rdma: bool
-    advice: str
 
 
 def ucx(loaded: LoadedUcx, nics: Sequence[str], *, cuda: bool) -> Finding:
@@ -112,8 +111,6 @@ def ucx(loaded: LoadedUcx, nics: Sequence[str], *, cuda: bool) -> Finding:
             f"{text}; none of them leads to another host",
             "see UCX_TLS and UCX_NET_DEVICES, if they are set; UCX_LOG_LEVEL=info says more",
         )
-    if loaded.advice:
-        return check.warn(text, loaded.advice)
     if nics and not loaded.rdma:
         return check.warn(
             f"{text}; there is a NIC with RDMA, which it cannot use",
