@@ -271,7 +271,7 @@ class DeregistersARegionOnlyOnce(LoopbackTransport):
         self._once.add(region)
 
 
-@caught_by("test_any_order_of_calls_does_what_the_model_does")
+@caught_by("test_connecting_again_is_the_same_peer_until_it_is_disconnected")
 class LosesANotificationAfterReconnecting(LoopbackTransport):
     """The first free notification on a second connection is lost."""
 
