@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from kvferry.core.errors import ConnectError, DriverError, TransportError
@@ -19,7 +18,7 @@ from kvferry.core.transport import (
 )
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
-from kvferry.testing.memory import imported, pattern
+from kvferry.testing.memory import imported
 from kvferry.testing.peers import Process, TransportPeer
 
 _FLIPS = 24
@@ -154,16 +153,6 @@ class PeerTests(ContractSettings):
             assert lab.transport.path(peer) == path
             lab.transport.disconnect(peer)
             assert lab.transport.path(peer) == ""
-
-    def test_a_transport_may_connect_to_itself(self, lab: Workbench) -> None:
-        itself = lab.local_peer(lab.transport, 4)
-        lab.mine.put(pattern(MIB, 3))
-        lab.reads(itself, lab.whole(itself), lab.bound())
-        for memory in (lab.mine, itself):
-            np.testing.assert_array_equal(memory.get(), pattern(MIB, 4))
-        if lab.notifies:
-            (note,) = lab.receive(lab.transport, 1)
-            assert (note.sender, note.payload) == (lab.transport.name, lab.bound())
 
     def test_disconnect_leaves_other_peers_alone(self, lab: Workbench, shared: Process) -> None:
         neighbour, spare = lab.neighbour(), lab.buffer(MIB, lab.transport)

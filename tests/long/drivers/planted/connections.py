@@ -114,7 +114,7 @@ class ExceedsMaxOutstanding(OtherCapabilities):
     can: ClassVar = {"max_outstanding": 2}
 
 
-@replaces("connect", "test_a_transport_may_connect_to_itself")
+@replaces("connect", "test_connecting_again_is_the_same_peer_until_it_is_disconnected")
 def refuses_its_own_address(driver: LoopbackTransport, address: bytes) -> PeerId:
     if driver.name.encode() in address:
         raise ConnectError("that is me")
