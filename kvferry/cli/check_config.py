@@ -22,15 +22,11 @@ from kvferry.integrations.vllm.checks import (
     CANNOT,
     address_problems,
     late_turn_risk,
+    setting_problems,
     sibling_problems,
 )
 from kvferry.integrations.vllm.config import KEYS as SETTINGS
-from kvferry.integrations.vllm.config import (
-    Config,
-    acceptable,
-    problems,
-    risks,
-)
+from kvferry.integrations.vllm.config import Config, acceptable, risks
 from kvferry.integrations.vllm.config import schema as settings_schema
 from kvferry.integrations.vllm.security import examine_security_settings, open_access_risks
 from kvferry.integrations.vllm.side_channel import loopback_risk
@@ -46,9 +42,6 @@ from kvferry.integrations.vllm.transfer_config import (
 )
 
 SECONDS = 5.0  # how long a peer may take to answer
-
-SELECTING_KEYS = ("kv_connector", "kv_connector_module_path", "kv_role", EXTRA)
-"""The keys of ``--kv-transfer-config`` that select a connector and its settings."""
 
 VALUES = {
     "kv_role": ("kv_producer", "kv_consumer", "kv_both"),
@@ -106,9 +99,8 @@ def read(text: str) -> dict[str, Any]:
 
 def is_transfer(given: Mapping[str, Any]) -> bool:
     """Return whether an object is a ``--kv-transfer-config``, not ``kv_connector_extra_config``."""
-    if any(key in SELECTING_KEYS for key in given):
-        return True
-    return any(key in KEYS for key in given) and not any(key in SETTINGS for key in given)
+    selects = {"kv_connector", "kv_connector_module_path", "kv_role", EXTRA} & given.keys()
+    return bool(selects or (given.keys() & set(KEYS) and not given.keys() & set(SETTINGS)))
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
@@ -153,8 +145,6 @@ def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
         yield f"kv_role is missing: set one of {', '.join(VALUES['kv_role'])}"
     if not isinstance(transfer.get(EXTRA, {}), Mapping):
         yield f"{EXTRA} is no JSON object: make it one, such as {{}}"
-    if transfer.get("enable_permute_local_kv"):
-        yield "enable_permute_local_kv: nothing is permuted here; remove it"
 
 
 def _notes(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
@@ -179,13 +169,12 @@ def _notes(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
-    yield from problems(extra)
-    config = acceptable(extra)
+    found, config = list(setting_problems(extra)), acceptable(extra)
     try:
         registry.create(config.driver, config.driver_options).close()
     except DriverError as exc:
-        yield str(exc)
-    yield from examine_security_settings(config)[1]
+        found.append(str(exc))
+    yield from dict.fromkeys(found)  # a driver that is not installed is found by both
     yield from address_problems(config, [0])
 
 

@@ -27,17 +27,12 @@ def named(metavar: str, help: str) -> Any:  # noqa: A002, ANN401
     return typer.Argument(metavar=metavar or None, help=help, show_default=False)
 
 
-def flag(name: str, help: str) -> Any:  # noqa: A002, ANN401
-    """Declare an option that is given or not."""
-    return typer.Option(name, help=help)
-
-
 shown = typer.Option
 MOST_TOKENS = 1 << 24
 tokens_option = partial(typer.Option, min=1, max=MOST_TOKENS)
 
 Engine = named("HOST:PORT", "The engine's side_channel_host and side_channel_port.")
-Json = Annotated[bool, flag("--json", "Print JSON instead of text.")]
+Json = Annotated[bool, shown("--json", help="Print JSON instead of text.")]
 CurveSecretKey = Annotated[
     str,
     given(
@@ -101,7 +96,8 @@ def drivers(as_json: Json = False) -> None:
 @_command
 def demo(
     megabytes: Annotated[
-        int, shown(min=1, help="How much KV cache to move; needs three times as much memory.")
+        int,
+        shown(min=1, max=100_000, help="How much KV cache to move; needs three times the memory."),
     ] = 256,
     driver: Annotated[
         str, shown(help="The driver that moves it; 'kvferry drivers' lists them.")
@@ -110,27 +106,25 @@ def demo(
         str | None,
         given(
             "RANKS/ORDER/TOKENS",
-            "The prefill engine: how many ranks share the heads; whether a page has its tokens "
-            "inside its heads (HND) or its heads inside its tokens (NHD); tokens a page. "
-            "2/HND/16 if only --decode is given.",
+            "The prefill engine: how many ranks share the heads; whether a page has tokens inside "
+            "heads (HND) or heads inside tokens (NHD); tokens a page. 2/HND/16 if left out.",
         ),
     ] = None,
     decode: Annotated[
         str | None,
-        given("ORDER/TOKENS", "The decode engine, of one rank. HND/16 if only --prefill is given."),
+        given("ORDER/TOKENS", "The decode engine, of one rank. HND/16 if left out."),
     ] = None,
 ) -> None:
     """Move a KV cache between two engines, and check every byte.
 
     A prefill engine (a process, with two ranks) computes requests, and a decode engine (this
-    process) pulls them. Side channel, protocol and driver are real; only the model is missing.
-    Prints what was moved, and how fast compared with copies of pieces of the same size within one
-    process, and with a memcpy. Exit status 0 only if every byte is right.
+    process) pulls them: first between like pages (2/HND/16 and HND/16), so that large pieces are
+    moved, then between unlike ones (2/HND/16 and NHD/32), whose pieces are a head of a token. Only
+    the model is missing. Prints what was moved, and how fast compared with copies of pieces of the
+    same size within one process, and with a memcpy. Exit status 0 only if every byte is right.
 
-    First both engines have like pages (2/HND/16 and HND/16), so that large pieces are moved; then
-    unlike ones (2/HND/16 and NHD/32), whose pieces are a head of a token. With --prefill or
-    --decode, only the given pair is moved. A cache of any shape can be moved into any other: try
-    --prefill 3/HND/16 --decode NHD/48.
+    With --prefill or --decode, only the given pair is moved. A cache of any shape can be moved into
+    any other: try --prefill 3/HND/16 --decode NHD/48.
     """
 
 
@@ -146,10 +140,10 @@ def doctor(
 ) -> None:
     """Check whether this machine can move KV cache, and say what to change.
 
-    Tries what can be tried: loads every driver, lets one process read another's memory, binds a
-    side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With
-    HOST:PORT, checks from here whether a running engine answers: its side_channel_host and
-    side_channel_port.
+    Tries what can be tried: loads every driver, lets one process read another's memory, binds and
+    reaches the addresses that a side channel may have. Looks up the rest: limits, NICs, GPUs, what
+    UCX found. With HOST:PORT, checks from here whether a running engine answers: its
+    side_channel_host and side_channel_port.
 
     Exit status 0 unless something is bad. Findings that are only worth knowing do not change the
     exit status.
@@ -171,7 +165,7 @@ def check_config(
         given("HOST:PORT", "Also ask the side channel of a running engine. Again for another."),
     ] = None,
     schema: Annotated[
-        bool, flag("--schema", "Print the JSON schema of kv_connector_extra_config.")
+        bool, shown("--schema", help="Print the JSON schema of kv_connector_extra_config.")
     ] = False,
 ) -> None:
     """Check a configuration for vLLM on this host, before an engine starts.
@@ -208,7 +202,7 @@ def health(
 def revoke(
     address: Annotated[str, Engine],
     conversations: Annotated[
-        bool, flag("--conversations", "Only what is held for a next turn.")
+        bool, shown("--conversations", help="Only what is held for a next turn.")
     ] = False,
     timeout: Timeout = 5.0,
     curve_secret_key: CurveSecretKey = "",
@@ -234,28 +228,16 @@ def top(
     timeout: Annotated[
         float, shown(min=0.1, help="The most seconds that an engine may take to answer.")
     ] = 5.0,
-    once: Annotated[bool, flag("--once", "Read twice, print one report, and end.")] = False,
-    as_json: Annotated[bool, flag("--json", "Print each report as a line of JSON.")] = False,
+    once: Annotated[bool, shown("--once", help="Read twice, print one report, and end.")] = False,
+    as_json: Annotated[bool, shown("--json", help="Print each report as a line of JSON.")] = False,
 ) -> None:
     """Show live who pulls from whom, how fast, what waits and what fails.
 
     Reads the /metrics of one or several vLLM servers again and again, until Ctrl-C. Prefill and
     decode engines may be given in any order. An engine that does not answer stays in the table with
-    the reason. A value that an engine does not have is shown as "-".
-
-    \b
-    Engines             requests that run and wait, the share of the cache in use, loads and their
-                        tokens per second, peers up and down, quarantined pages
-    Who pulls from whom a row for each decode engine and prefill engine (by engine_id): pulls per
-                        second, counted on each decode rank, MB/s, what carries the bytes, and the
-                        average milliseconds that a pull spends in each stage
-    Held for decode     blocks of each prefill engine that are held now, as a share of its cache
-                        and of what may be held; how many holds were made, read, given back by
-                        decode, or lost: expired, evicted, orphaned or revoked
-    What failed         by stage, cause or reason
-
-    A count such as "12 +2" is 12 since the engine started, 2 of them since the last reading.
-    docs/metrics.md explains stages, causes and reasons, and what to do about them.
+    the reason. A value that an engine does not have is shown as "-". A count such as "12 +2" is 12
+    since the engine started, 2 of them since the last reading. docs/metrics.md explains the tables,
+    stages, causes and reasons, and what to do about them.
 
     \b
     Examples:

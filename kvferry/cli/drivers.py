@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from rich.markup import escape
 from rich.padding import Padding
 
 from kvferry.cli.output import output, print_json
-from kvferry.core.transport import Capabilities, Quiescence
 from kvferry.core.transport.registry import DriverReport, describe, installed
 
 
 def run(*, as_json: bool) -> None:
     """Load every installed driver, and print its capabilities or why it does not work."""
-    reports = [describe(info) for info in installed()]
+    records = [_record(describe(info)) for info in installed()]
     if as_json:
-        print_json([_record(report) for report in reports])
-    else:
-        _print_reports(reports)
+        print_json(records)
+        return
+    console = output()
+    for record in records:
+        origin = f"{record['distribution']} {record['version']}"
+        origin += f", {record['library']}" if record["library"] else ""
+        console.print(f"[bold]{record['name']}[/]: {escape(origin)}")
+        if record["works"]:
+            said = "; ".join(
+                f"{name.replace('_', ' ')}: {_text(value)}"
+                for name, value in record["capabilities"].items()
+                if value is not None
+            )
+        else:
+            said = f"[red]does not work here:[/] {escape(record['reason'])}"
+        console.print(Padding(said, (0, 0, 0, 4), expand=False))
 
 
-def _record(report: DriverReport) -> dict[str, object]:
+def _record(report: DriverReport) -> dict[str, Any]:
     can = report.capabilities
     return {
         **asdict(report.info),
@@ -33,37 +46,7 @@ def _record(report: DriverReport) -> dict[str, object]:
     }
 
 
-QUIESCENCE_TEXTS = {
-    Quiescence.ALWAYS: "after a failure no byte lands any more",
-    Quiescence.AFTER_DISCONNECT: "after a failure bytes may land until it disconnects",
-}
-
-
-def _print_reports(reports: list[DriverReport]) -> None:
-    console = output()
-    if not reports:
-        console.print("No driver is installed. kvferry brings one, loopback: reinstall kvferry.")
-    for report in reports:
-        info, can = report.info, report.capabilities
-        origin = ", ".join(filter(None, (f"{info.distribution} {info.version}", report.library)))
-        console.print(f"[bold]{info.name}[/]: {escape(origin)}")
-        if can is None:
-            lines = [f"[red]does not work here:[/] {escape(report.reason or '')}"]
-        else:
-            lines = [f"memory: {', '.join(sorted(can.memory))}", _more(can)]
-        for line in lines:
-            console.print(Padding(line, (0, 0, 0, 4), expand=False))
-
-
-def _more(can: Capabilities) -> str:
-    notes = [
-        f"notifications up to {can.max_notification} bytes",
-        "can cancel" if can.cancel else "cannot cancel",
-        "progresses by itself" if can.background_progress else "progresses when polled",
-        QUIESCENCE_TEXTS[can.quiescence],
-    ]
-    if can.max_outstanding is not None:
-        notes.append(f"{can.max_outstanding} transfers at once")
-    if not can.concurrent_connect:
-        notes.append("a peer that is slow to connect holds others up")
-    return "; ".join(notes)
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(value) if isinstance(value, list) else str(value)

@@ -4,8 +4,8 @@
 
 The third call of ``read``, ``read_pages`` or ``notify``, if it starts a transfer, starts one that
 is FAILING for a while and then FAILED; at the sixth, the transport dies. Faults can also be random,
-by seed: ``Schedule(seed=7, rate=0.1)``. All but ``LIE`` are within the contract of a transport:
-users of a transport have to cope with them.
+by seed: ``Schedule(seed=7, rate=0.1)``. All are within the contract of a transport: its users have
+to cope with them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,6 @@ class Fault(enum.Enum):
     DROP = "drop"
     """The notification, of a transfer or of ``notify``, is never sent; the transfer is DONE. (The
     contract lets notifications get lost.)"""
-    LIE = "lie"
-    """The first half of the copies moves, the notification is sent, and the transfer is DONE. No
-    driver may do that; the fault is for tests of code that must detect such a driver."""
     DIE = "die"
     """The wrapped transport is closed: its peers lose the connection, its own transfers fail, and
     ``connect`` refuses."""
@@ -99,8 +96,7 @@ _PENDING = Status(state=State.PENDING)
 class _Transfer:
     """A transfer and its fault."""
 
-    number: TransferId
-    inner: TransferId  # in the wrapped transport; 0 if that had died before
+    inner: TransferId | None  # in the wrapped transport; None if that had died before
     peer: PeerId
     regions: frozenset[Region]  # the local ones
     fault: Fault | None
@@ -110,6 +106,8 @@ class _Transfer:
 
 class FaultyTransport(Transport):
     """Pass every call on to a driver's transport, and inject faults into some.
+
+    Once it has died, it takes calls, and does nothing.
 
     Args:
         inner: The wrapped transport. This transport owns and closes it.
@@ -129,20 +127,18 @@ class FaultyTransport(Transport):
     ) -> None:
         self._inner = inner
         self._schedule = schedule or Schedule()
-        self._quiescence = quiescence or inner.capabilities.quiescence
-        self._name = inner.name
-        self._capabilities = replace(inner.capabilities, quiescence=self._quiescence)
+        can = inner.capabilities
+        self._capabilities = replace(can, quiescence=quiescence or can.quiescence)
         self._calls = itertools.count()
         self._ids = itertools.count(1)
         self._transfers: dict[TransferId, _Transfer] = {}
-        self._last_address: bytes | None = None
-        self._dead = False
-        self._closed = False
+        self._last_address = b""
+        self._dead = self._closed = False
 
     @property
     def name(self) -> str:
         """The wrapped transport's name."""
-        return self._name
+        return self._inner.name
 
     @property
     def capabilities(self) -> Capabilities:
@@ -160,38 +156,34 @@ class FaultyTransport(Transport):
         self._last_address = self._inner.address()
         self._dead = True
         self._inner.close()
-        lost = Status(state=State.FAILED, error=PeerLostError(f"{self._name} has died"))
-        for transfer in self._transfers.values():
-            if not transfer.status.state.final:
-                transfer.status = lost
+        for transfer in self._unfinished():
+            transfer.status = self._lost()
 
     # Calls that are passed on.
 
     def register(self, region: Region) -> None:
-        """Register memory, unless the transport has died."""
+        """Register memory."""
         if self._alive():
             self._inner.register(region)
 
     def deregister(self, region: Region) -> None:
         """Deregister memory that no unfinished transfer, a fault may prolong it, uses."""
-        for transfer, one in self._transfers.items():
-            if not one.status.state.final and region in one.regions and self._alive():
-                self._update(one, count=False)
-                if not one.status.state.final:
-                    raise TransportUsageError(f"transfer {transfer} still uses {region}")
-        if self._alive():
-            self._inner.deregister(region)
+        if not self._alive():
+            return
+        for transfer in self._unfinished():
+            self._update(transfer)
+            if region in transfer.regions and not transfer.status.state.final:
+                raise TransportUsageError(f"an unfinished transfer still uses {region}")
+        self._inner.deregister(region)
 
     def address(self) -> bytes:
-        """Return the wrapped transport's address; if it has died, its address before its death."""
-        if self._alive() or self._last_address is None:
-            return self._inner.address()
-        return self._last_address
+        """Return the wrapped transport's address, or the last one before its death."""
+        return self._inner.address() if self._alive() else self._last_address
 
     def connect(self, address: bytes) -> PeerId:
         """Connect to a peer; refuse with ``ConnectError`` if the transport has died."""
         if not self._alive():
-            raise ConnectError(f"{self._name} has died")
+            raise ConnectError(f"{self.name} has died")
         return self._inner.connect(address)
 
     def disconnect(self, peer: PeerId) -> None:
@@ -199,25 +191,25 @@ class FaultyTransport(Transport):
         if not self._alive():
             return
         self._inner.disconnect(peer)
-        for transfer in list(self._transfers.values()):  # others may begin meanwhile
+        for transfer in self._unfinished():
             if transfer.peer == peer:
                 transfer.polls = 0
-                self._update(transfer, count=False, disconnected=True)
+                self._update(transfer, disconnected=True)
 
     def notifications(self) -> list[Notification]:
-        """Return the notifications that have arrived; an empty list if the transport has died."""
+        """Return the notifications that have arrived."""
         return self._inner.notifications() if self._alive() else []
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        """Send a notification, unless the schedule drops it or the transport has died."""
+        """Send a notification, unless the schedule drops it."""
         fault = self._next_fault()
         if self._alive() and fault is not Fault.DROP:
             self._inner.notify(peer, payload)
 
     def cancel(self, transfer: TransferId) -> None:
-        """Cancel the transfer in the wrapped transport, unless that has died."""
+        """Cancel the transfer in the wrapped transport."""
         record = self._record(transfer)
-        if self._alive():
+        if not self._dead and record.inner is not None:
             self._inner.cancel(record.inner)
 
     def close(self) -> None:
@@ -249,11 +241,10 @@ class FaultyTransport(Transport):
     def forget(self, transfer: TransferId) -> None:
         """Forget a transfer that is DONE or FAILED, which its fault may be to decide."""
         record = self._record(transfer)
-        if self._alive():
-            self._update(record, count=False)
+        self._update(record)
         if not record.status.state.final:
             raise TransportUsageError(f"transfer {transfer} is not final: poll until it is")
-        if not self._dead:
+        if not self._dead and record.inner is not None:
             self._inner.forget(record.inner)
         del self._transfers[transfer]
 
@@ -263,50 +254,51 @@ class FaultyTransport(Transport):
         fault = self._next_fault()
         if isinstance(copies, PagedCopies):
             segments = [segment for part in copies.parts for segment in part.strips.segments]
-            if fault in (Fault.FAIL, Fault.TRUNCATE, Fault.LIE):
+            if fault in (Fault.FAIL, Fault.TRUNCATE):
                 copies = copies.written_out()
         else:
             segments = list(copies.segments)
-        transfer = _Transfer(
-            number=TransferId(next(self._ids)),
-            inner=TransferId(0),
-            peer=peer,
-            regions=frozenset(segment.local for segment in segments),
-            fault=fault,
-            polls=self._schedule.polls if fault in (Fault.DELAY, Fault.DOOM) else 0,
-        )
+        inner: TransferId | None = None
         if self._alive():
             # An empty notification is a mistake, and stays one.
             dropped = fault in (Fault.FAIL, Fault.TRUNCATE, Fault.DOOM, Fault.DROP)
             bound = None if dropped and notify else notify
             if isinstance(copies, PagedCopies):
-                transfer.inner = self._inner.read_pages(peer, copies, bound)
+                inner = self._inner.read_pages(peer, copies, bound)
             else:
-                copies = _remaining_copies(copies, fault)
-                transfer.inner = self._inner.read(peer, copies, bound)
-        else:
-            error = PeerLostError(f"{self._name} has died")
-            transfer.status = Status(state=State.FAILED, error=error)
-        self._transfers[transfer.number] = transfer
-        return transfer.number
+                inner = self._inner.read(peer, _remaining_copies(copies, fault), bound)
+        transfer = TransferId(next(self._ids))
+        self._transfers[transfer] = _Transfer(
+            inner=inner,
+            peer=peer,
+            regions=frozenset(segment.local for segment in segments),
+            fault=fault,
+            polls=self._schedule.polls if fault in (Fault.DELAY, Fault.DOOM) else 0,
+            status=self._lost() if inner is None else _PENDING,
+        )
+        return transfer
 
-    def _update(self, transfer: _Transfer, *, count: bool, disconnected: bool = False) -> None:
+    def _update(
+        self, transfer: _Transfer, *, count: bool = False, disconnected: bool = False
+    ) -> None:
         """Update a transfer's status; ``count`` if that is a poll (see ``Schedule.polls``)."""
-        if transfer.status.state.final:
+        if transfer.status.state.final or transfer.inner is None:
             return
         (status,) = self._inner.poll([transfer.inner])
         held = not status.state.final or transfer.polls > 0
         if count and status.state.final:
             transfer.polls = max(0, transfer.polls - 1)
+        injected = TransportError(f"injected: {transfer.fault and transfer.fault.value}")
         match transfer.fault:
             case Fault.DELAY:
                 transfer.status = _PENDING if held else status
             case Fault.DOOM:
-                stays = self._quiescence is Quiescence.AFTER_DISCONNECT and not disconnected
-                state = State.FAILING if held or stays else State.FAILED
-                transfer.status = Status(state=state, error=_injected(transfer.fault))
+                after = self._capabilities.quiescence is Quiescence.AFTER_DISCONNECT
+                stays = held or (after and not disconnected)
+                state = State.FAILING if stays else State.FAILED
+                transfer.status = Status(state=state, error=injected)
             case Fault.FAIL | Fault.TRUNCATE if status.state is State.DONE:
-                transfer.status = Status(state=State.FAILED, error=_injected(transfer.fault))
+                transfer.status = Status(state=State.FAILED, error=injected)
             case _:
                 transfer.status = status
 
@@ -321,9 +313,16 @@ class FaultyTransport(Transport):
         # After ``close`` all calls are passed on, so that ``inner`` refuses them.
         return not self._dead or self._closed
 
+    def _lost(self) -> Status:
+        return Status(state=State.FAILED, error=PeerLostError(f"{self.name} has died"))
+
+    def _unfinished(self) -> list[_Transfer]:
+        """Return the transfers that are not final; others may begin meanwhile."""
+        return [one for one in list(self._transfers.values()) if not one.status.state.final]
+
     def _record(self, transfer: TransferId) -> _Transfer:
         if self._closed:
-            raise TransportUsageError(f"{self._name} is closed")
+            raise TransportUsageError(f"{self.name} is closed")
         if transfer not in self._transfers:
             raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
         return self._transfers[transfer]
@@ -333,20 +332,8 @@ def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
     """Return the copies that the wrapped transfer makes if the transfer has this fault."""
     if fault is Fault.FAIL:
         return replace(copies, nbytes=np.zeros_like(copies.nbytes))
-    if fault not in (Fault.TRUNCATE, Fault.LIE):
+    if fault is not Fault.TRUNCATE:
         return copies
-    half = len(copies) // 2
-    segments = (
-        replace(cut, start=min(cut.start, half), stop=min(cut.stop, half))
-        for cut in copies.segments
-    )
-    return Copies(
-        local=copies.local[:half],
-        remote=copies.remote[:half],
-        nbytes=copies.nbytes[:half],
-        segments=tuple(segments),
-    )
-
-
-def _injected(fault: Fault) -> TransportError:
-    return TransportError(f"injected: {fault.value}")
+    nbytes = copies.nbytes.copy()
+    nbytes[len(copies) // 2 :] = 0
+    return replace(copies, nbytes=nbytes)

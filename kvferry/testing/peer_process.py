@@ -14,9 +14,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.core.errors import KVFerryError, TransportUsageError
 from kvferry.core.memory import Region
@@ -31,8 +30,11 @@ _STAY_SECONDS = 300
 """Seconds after which a forked child ends by itself, if the test has not killed it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSetup:
+class PeerProcessError(KVFerryError, RuntimeError):
+    """A peer's process has ended, failed or not answered; the message says why."""
+
+
+class PeerSetup(NamedTuple):
     """How to set up a peer's process: the first message that its parent, a ``Process``, sends."""
 
     server: str
@@ -224,32 +226,31 @@ def calls(
 def serve(connection: Connection) -> None:
     """Execute the parent's commands until it closes the connection; answer with their results."""
     setup: PeerSetup = connection.recv()
-    server: PeerServer = imported(setup.server)(setup)
-    connection.send((True, (server.transport.name, server.region)))
-    closed = False
+    server = _answer(imported(setup.server), (setup,))
+    if isinstance(server, Exception):
+        connection.send(server)
+        return
+    connection.send((server.transport.name, server.region))
+    rests = server.transport.capabilities.background_progress
     while True:
         try:
-            while not connection.poll(None if closed else _turn_seconds(server)):
+            while not connection.poll(None if rests else _TURN_SECONDS):
                 server.turn()
             command, args = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        connection.send(_answer(server, command, args))
-        closed |= command == "close"
+        connection.send(_answer(getattr(server, command), args))
+        rests |= command == "close"
 
 
-def _turn_seconds(server: PeerServer) -> float | None:
-    return None if server.transport.capabilities.background_progress else _TURN_SECONDS
-
-
-def _answer(server: PeerServer, command: str, args: tuple[Any, ...]) -> tuple[bool, object]:
+def _answer(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    """Return what a call returns, or raises, which the parent raises again."""
     try:
-        return True, getattr(server, command)(*args)
+        return call(*args)
     except KVFerryError as exc:
-        return False, exc
-    # The parent raises it again, with this process's traceback.
-    except Exception:  # noqa: BLE001
-        return False, RuntimeError(traceback.format_exc())
+        return exc
+    except Exception:  # noqa: BLE001 - with this process's traceback
+        return PeerProcessError(traceback.format_exc())
 
 
 def main() -> None:

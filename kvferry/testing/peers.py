@@ -19,9 +19,9 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import Notification, PeerId, Status
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import pattern
-from kvferry.testing.peer_process import LocalPeer, PeerSetup
+from kvferry.testing.peer_process import LocalPeer, PeerProcessError, PeerSetup
 
-_START_SECONDS = 60.0
+_ANSWER_SECONDS = 60.0
 _TURN_SECONDS = 0.002
 _KILL_SECONDS = 0.1
 _MAIN = "from kvferry.testing.peer_process import main; main()"
@@ -33,10 +33,12 @@ class Process:
     It has the methods of ``LocalPeer`` and of its ``server``, a ``PeerServer``: each sends a
     command to that process, and waits for the answer; ``meanwhile``, if set, is called to poll the
     transports of this process. ``memory`` and ``seed`` are as for ``kvferry.testing.memory``.
-    ``killed_at`` is when ``kill`` was called, by ``time.monotonic``.
+    ``killed_at`` is when ``kill`` was called, by ``time.monotonic``. The process ends with this
+    one; Ctrl-C in a terminal is for this one only.
 
     Raises:
-        RuntimeError: The process ended at once; its stderr says why.
+        KVFerryError: The process has neither transport nor buffer, for this reason.
+        PeerProcessError: The process ended at once; its stderr says why.
     """
 
     def __init__(
@@ -55,26 +57,18 @@ class Process:
                 [sys.executable, "-c", _MAIN, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                process_group=0,
             )
         self.killed_at = 0.0
         self.meanwhile: Callable[[], object] | None = None
         self.patience = 20.0
         self._connection = Connection(ours.detach())
-        self._connection.send(
-            PeerSetup(
-                server=server,
-                factory=factory,
-                options=dict(options),
-                memory=memory,
-                nbytes=nbytes,
-                seed=seed,
-            )
-        )
+        self._connection.send(PeerSetup(server, factory, dict(options), memory, nbytes, seed))
         self.content = pattern(nbytes, seed)
         self.name: str
         self.region: Region
         try:
-            self.name, self.region = self._answer("start", _START_SECONDS)
+            self.name, self.region = self._answer("start")
         except BaseException:
             self.end()
             raise
@@ -136,43 +130,38 @@ class Process:
 
     def ended(self) -> Status:
         """Return the status of ``begin``'s transfer: PENDING only if its ``seconds`` are over."""
-        status: Status = self._answer("read", 60.0)
+        status: Status = self._answer("read")
         return status
 
     # The answers are what the methods of ``PeerServer`` return, so their types differ.
-    def ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
+    def ask(self, command: str, *args: object, seconds: float = _ANSWER_SECONDS) -> Any:  # noqa: ANN401
         """Execute a method of the ``PeerServer`` in the peer's process, and return its result."""
         self.tell(command, *args)
-        return self._answer(command, 60.0)
+        return self._answer(command, seconds)
 
     def tell(self, command: str, *args: object) -> None:
         """Let the peer's process execute a method of ``PeerServer``; do not wait for the result."""
         self._connection.send((command, args))
 
-    def _answer(self, command: str, seconds: float) -> Any:  # noqa: ANN401
-        good, answer = False, None
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            if not self._arrives(seconds):
-                raise TimeoutError(f"the peer's process has not answered {command} in {seconds} s")
-            good, answer = self._connection.recv()
-        if good:
-            return answer
-        if isinstance(answer, BaseException):
-            raise answer
-        raise RuntimeError(
-            f"the peer's process ended with status {self.process.wait()} during {command}; what it "
-            "wrote to stderr says why"
-        )
-
-    def _arrives(self, seconds: float) -> bool:
-        if self.meanwhile is None:
-            return self._connection.poll(seconds)
+    def _answer(self, command: str, seconds: float = _ANSWER_SECONDS) -> Any:  # noqa: ANN401
         deadline = time.monotonic() + seconds
-        while not self._connection.poll(_TURN_SECONDS):
-            if time.monotonic() > deadline:
-                return False
-            self.meanwhile()
-        return True
+        while not self._connection.poll(_TURN_SECONDS if self.meanwhile else seconds):
+            if time.monotonic() >= deadline:
+                raise PeerProcessError(
+                    f"a second process has not answered {command} in {seconds} s"
+                )
+            if self.meanwhile is not None:
+                self.meanwhile()
+        try:
+            answer = self._connection.recv()
+        except (EOFError, ConnectionResetError) as exc:
+            raise PeerProcessError(
+                f"a second process ended with status {self.process.wait()} during {command}; "
+                "what it wrote to stderr says why"
+            ) from exc
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 TransportPeer = LocalPeer | Process

@@ -5,28 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import select
-import signal
-import subprocess
 from collections.abc import Callable
 from ctypes import memmove
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cli import demo
-from kvferry.cli.demo import DemoError, requests_of, scattered_pages, shape_of, with_room
+from kvferry.cli.demo import DemoError, requests_of, shape_of
 from kvferry.core.transport import PeerId, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.testing import ModelFreeEngine
-from tests.cli.command import COMMAND, Command, CommandResult, install_drivers
-
-SECONDS = 110.0
+from tests.cli.command import Command, CommandResult
 
 
 class Flipping(LoopbackTransport):
@@ -63,9 +55,6 @@ def pids_in(output: str) -> list[str]:
     return re.findall(r"^  (?:prefill|decode), process (\d+):", output, re.M)
 
 
-# The command.
-
-
 def test_demo_moves_every_byte_and_prints_speed(run: Callable[..., CommandResult]) -> None:
     done = run()
     assert (done.status, done.err) == (0, "")
@@ -74,7 +63,7 @@ def test_demo_moves_every_byte_and_prints_speed(run: Callable[..., CommandResult
     assert "1 rank, NHD, pages of 32 tokens" in second
     for output, piece in ((first, "16,384"), (second, "256")):
         assert len(set(pids_in(output))) == 2
-        assert "All bytes are right, and those of other pages untouched." in output
+        assert "All bytes are right." in output
         assert f"pieces of {piece} bytes" in output
         for name in ("kvferry", "gather", "memcpy"):
             assert re.search(rf"{name} +\d+\.\d\d GB/s", output)
@@ -93,98 +82,21 @@ def test_wrong_byte_between_other_shapes_is_reported_and_fails_the_command(
     [
         (("--driver", "pigeon"), "no driver 'pigeon' is installed; installed: loopback"),
         (("--prefill", "9/HND/16"), "write RANKS (1 to 8)/ORDER (HND or NHD)/TOKENS (1 to 1024)"),
-        (("--megabytes", "100000000"), "choose --megabytes below"),
-        ((), "driver 'loopback' reaches cuda memory; the demo reads cpu"),
     ],
 )
 def test_invalid_arguments_are_reported_on_one_line(
-    run: Callable[..., CommandResult],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    words: str,
+    run: Callable[..., CommandResult], arguments: tuple[str, ...], words: str
 ) -> None:
-    can = replace(LoopbackTransport().capabilities, memory=frozenset({"cuda"}))
-    if not arguments:
-        monkeypatch.setattr(LoopbackTransport, "capabilities", can)
     done = run(*arguments)
     assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
     assert words in done.err
-
-
-STUCK = """
-from kvferry.core.errors import TransferCancelledError
-from kvferry.core.transport import State, Status
-from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.testing import ModelFreeEngine
-
-
-class Stuck(LoopbackTransport):
-    '''No transfer ends before it is cancelled.'''
-    cancelled = frozenset()
-
-    def cancel(self, transfer):
-        self.cancelled = self.cancelled | {transfer}
-        super().cancel(transfer)
-
-    def poll(self, transfers):
-        error = TransferCancelledError("cancelled")
-        return [
-            Status(state=State.FAILED, error=error)
-            if transfer in self.cancelled and status.state.final
-            else Status(state=State.PENDING)
-            for transfer, status in zip(transfers, super().poll(transfers))
-        ]
-"""
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_ended_demo_leaves_no_process_and_no_file(tmp_path: Path, signum: signal.Signals) -> None:
-    site, temporary = tmp_path / "site", tmp_path / "temporary"
-    site.mkdir()
-    temporary.mkdir()
-    with subprocess.Popen(
-        [*COMMAND, "demo", "--megabytes", "4", "--driver", "stuck"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=install_drivers(site, STUCK, stuck="Stuck") | {"TMPDIR": str(temporary)},
-        cwd=temporary,
-    ) as process:
-        assert process.stdout is not None
-        lines = itertools.takewhile(lambda line: "prefill computed" not in line, process.stdout)
-        pidfds = [os.pidfd_open(int(pid)) for pid in set(pids_in("".join(lines)))]
-        process.send_signal(signum)
-        assert len(pidfds) == 2
-        assert all(select.select([pidfd], [], [], SECONDS)[0] for pidfd in pidfds)
-        _, errors = process.communicate(timeout=SECONDS)
-        for pidfd in pidfds:
-            os.close(pidfd)
-    if signum == signal.SIGINT:
-        assert (process.returncode, errors) == (130, "kvferry: interrupted\n")
-    assert not list(temporary.iterdir())
-
-
-# How the demo checks bytes.
-
-
-def test_changed_bytes_in_pages_of_no_request_are_counted() -> None:
-    requests = requests_of(1 << 20)
-    shape = with_room(shape_of("HND/4", tp=1), requests)
-    pages = scattered_pages(shape, requests, seed=2)
-    with ModelFreeEngine("decode", shape) as engine:
-        [rank] = engine.ranks
-        rank.cache[:, [page for own in pages.values() for page in own]] = 0
-        assert demo.wrong_spare_bytes(rank, pages) == 0
-        rank.cache[0, 0].view(np.uint8).flat[0] = 0
-        assert demo.wrong_spare_bytes(rank, pages) == 1
 
 
 @given(st.integers(1, 10**9))
 def test_requests_have_the_requested_bytes(nbytes: int) -> None:
     requests = requests_of(nbytes)
     tokens = sum(request.tokens for request in requests)
-    assert nbytes <= tokens * (128 << 10) < nbytes + (128 << 10) + 8 * (128 << 10)
-    assert all(request.tokens > 0 for request in requests)
+    assert nbytes <= tokens * (128 << 10) < nbytes + 9 * (128 << 10)
     for one, following in itertools.pairwise(requests):
         assert one.first_token + one.tokens == following.first_token, "no token is in two requests"
 

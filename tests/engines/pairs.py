@@ -34,6 +34,7 @@ class Family:
     # alone or with others
     steady: bool = True
     options: dict[str, Any] = field(default_factory=dict)  # for its engines
+    like: str = ""  # the family that keeps the same kinds of cache, if one does
 
 
 GEMMA = Family(name="gemma3", left=1)
@@ -45,8 +46,11 @@ ALL = (
     Family(name="qwen3_next", left=1, blocks=(288, 320), chunk=0, steady=False, options=BF16),
     Family(name="deepseek", blocks=(16, 16), chunk=0, steady=False, options=PLAIN_MLA),
     Family(name="llama"),
+    Family(name="qwen3", like="llama"),
+    Family(name="gpt_oss", left=1, like="gemma3"),
+    Family(name="nemotron_h", left=1, blocks=(96, 128), chunk=128, like="granite4"),
 )
-"""Of each kind of cache, and of each way to mix kinds, one."""
+"""First those that are like no other one: pytest groups tests by the index of a family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

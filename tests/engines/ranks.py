@@ -67,6 +67,11 @@ def pids(engine: Any) -> list[int]:
     return sorted({os.getpid(), *on_each(engine, _pid)})
 
 
+def words(engine: Any, slot: int) -> list[int]:
+    """Each rank's word of a slot."""
+    return on_each(engine, _word, slot)
+
+
 Disturbance = Literal["stuck", "slow", "failing", "deadly"]
 
 
@@ -105,6 +110,10 @@ def _pid(worker: Any) -> int:
 
 def _held(worker: Any) -> int:
     return endpoint().held
+
+
+def _word(worker: Any, slot: int) -> int:
+    return int(endpoint()._slot_table.words[slot])
 
 
 def _disturb(

@@ -14,6 +14,7 @@ import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.side_channel.connection import health
+from kvferry.integrations.vllm import ticket_format
 from tests.engines import probes, ranks
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
@@ -218,6 +219,21 @@ def test_a_rank_whose_read_fails(reference: Engine, pair: Pair, gate: Path) -> N
     check_refused(decode, prompt(100), lost)
     gate.touch()
     check_decoded(reference, decode, prompt(101), kept)
+
+
+def test_words_stand_before_the_ticket(reference: Engine, decode: Engine, pair: Pair) -> None:
+    """On every rank, also where the scheduler is a step ahead of them: decode asks at once."""
+    prefill, _ = pair
+    with prefill.paused():
+        ids = prefill.submit(prompt(200), prompt(33), params=PREFILL, max_tokens=1)
+        while len(prefill.finished) < 2:
+            prefill.step()
+        params = [completion.params or {} for completion in prefill.results(ids)]
+        for ticket in map(ticket_format.read_ticket, params):
+            words = prefill.run(ranks.words, ticket.hold.slot)
+            assert all(ticket.hold.stands(word) for word in words)
+    for length, each in zip((200, 33), params, strict=True):
+        check_decoded(reference, decode, prompt(length), each)
 
 
 # Restarts.

@@ -24,7 +24,7 @@ SHORT_LEASE = 1.0
 
 @pytest.mark.parametrize("quiescence", Quiescence)
 @pytest.mark.parametrize("stage", CALL_INDEX)
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.LIE])
+@pytest.mark.parametrize("fault", Fault)
 def test_load_survives_or_fails_with_faulty_driver(
     fault: Fault, stage: str, quiescence: Quiescence
 ) -> None:

@@ -69,7 +69,6 @@ P, D, DONE, FAILED = State.PENDING, State.FAILING, State.DONE, State.FAILED
         (Fault.TRUNCATE, [FAILED, FAILED], [True, False], False),
         (Fault.DOOM, [D, D, D, FAILED, FAILED], [True, True], False),
         (Fault.DROP, [DONE, DONE], [True, True], False),
-        (Fault.LIE, [DONE, DONE], [True, False], True),
     ],
     indirect=["pair"],
 )

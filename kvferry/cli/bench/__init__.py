@@ -53,27 +53,19 @@ def run(
     """Measure a driver, and print the results; no process is left, also after an error."""
     grid = cases(sizes_of(size, "--size"), sizes_of(block, "--block"))
     if plot is not None:
-        _check_plot(plot)
+        if plot.suffix.lower() not in FORMATS:
+            raise BenchError(f"--plot {plot}: the name must end in {', '.join(FORMATS)}")
+        require_matplotlib("--plot")
     conditions, results = _measured(driver, options_of(option or ()), grid, memory, seconds)
+    if as_json:
+        print_json({"conditions": conditions, "results": [_record(result) for result in results]})
+    else:
+        _print(conditions, results)
     if plot is not None:
         from kvferry.cli.bench.picture import draw
 
         title = f"{driver} ({conditions['distribution']}), {memory} memory, two processes"
         draw(plot, title, results)
-    if as_json:
-        records = [_record(result) for result in results]
-        print_json({"conditions": conditions, "results": records})
-    else:
-        _print(conditions, results)
-
-
-def _check_plot(path: Path) -> None:
-    """Refuse a file into which no picture can be drawn, before anything is measured."""
-    if path.suffix.lower() not in FORMATS:
-        raise BenchError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
-    if not os.access(path.parent, os.W_OK):
-        raise BenchError(f"--plot {path}: {path.parent} is no folder that can be written to")
-    require_matplotlib("--plot")
 
 
 def _measured(
@@ -85,14 +77,6 @@ def _measured(
         enter()
         transport = create(driver, options, enter=enter)  # first: it finds most mistakes
         stack.callback(transport.close)
-        can, kind = transport.capabilities.memory, memory.partition(":")[0]
-        # If --memory names a function, the kind of memory is known only once it has made a region.
-        if kind in ("cpu", "cuda") and kind not in can:
-            raise BenchError(
-                f"driver {driver!r} reaches {', '.join(sorted(can)) or 'no'} memory here, and "
-                f"asked for is {kind}: choose another driver (kvferry drivers lists them) or "
-                "--memory"
-            )
         conditions = _conditions(driver, options, memory, transport)
         near, memcpy = near_buffer(memory, nbytes), memcpy_of(memory, nbytes)
         far = stack.enter_context(far_process(driver, options, memory, nbytes))
@@ -131,30 +115,23 @@ def _conditions(
 
 
 def _record(result: Result) -> dict[str, object]:
-    figures = ("gb_per_s", "us_per_copy", "memcpy_gb_per_s", "ratio")
     return {
         **asdict(result.case),
         "copies": result.case.copies,
         "rounds": result.rounds,
         "seconds": result.seconds,
-        **{name: float(f"{getattr(result, name):.4g}") for name in figures},
+        **{name: float(f"{value:.4g}") for name, value in result.figures().items()},
     }
 
 
 def _print(conditions: Mapping[str, object], results: Sequence[Result]) -> None:
     console = output()
     names = ("size", "block", "copies", "GB/s", "µs a copy", "memcpy", "of it")
-    rows: list[Sequence[str | Text]] = [
-        (
-            one.case.order,
-            text_of(one.case.size),
-            text_of(one.case.block),
-            f"{one.case.copies:,}",
-            Text(_short(one.gb_per_s), "bold"),
-            *map(_short, (one.us_per_copy, one.memcpy_gb_per_s, one.ratio)),
-        )
-        for one in results
-    ]
+    rows: list[Sequence[str | Text]] = []
+    for case, figures in ((one.case, one.figures()) for one in results):
+        speed, *others = map(_short, figures.values())
+        sizes = text_of(case.size), text_of(case.block), f"{case.copies:,}"
+        rows.append((case.order, *sizes, Text(speed, "bold"), *others))
     print_table(console, {"order": "name"} | dict.fromkeys(names, "number"), rows)
     console.print(
         "GB/s: 10^9 bytes a second, from the call until done, the median of all rounds. memcpy: "

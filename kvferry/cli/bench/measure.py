@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import mmap
 import re
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.memory import I64Array, Region
 from kvferry.core.transport import State, Transport
 from kvferry.core.transport.copies import Copies, Segment
-from kvferry.testing.memory import Buffer, Bytes, allocate
+from kvferry.testing.memory import Buffer, allocate
 from kvferry.testing.peers import Process
 
 LARGEST = 1 << 36  # largest size of a transfer or block, in bytes
@@ -78,11 +76,7 @@ class Case:
 
 
 def cases(sizes: Sequence[int], blocks: Sequence[int]) -> list[Case]:
-    """Return all combinations, with sizes rounded down to whole blocks.
-
-    Raises:
-        BenchError: No case is left, or a case would have too many copies.
-    """
+    """Return all combinations, with sizes rounded down to whole blocks."""
     result = [
         Case(size=total // block * block, block=block, scattered=scattered)
         for total in sizes
@@ -153,25 +147,14 @@ class Result:
     seconds: float
     memcpy_seconds: float
 
-    @property
-    def gb_per_s(self) -> float:
-        """Speed of the transfer in 10^9 bytes per second."""
-        return self.case.size / self.seconds / 1e9
-
-    @property
-    def memcpy_gb_per_s(self) -> float:
-        """Speed of a memcpy of the same size, in 10^9 bytes per second."""
-        return self.case.size / self.memcpy_seconds / 1e9
-
-    @property
-    def us_per_copy(self) -> float:
-        """The time of the transfer divided by its number of copies, in microseconds."""
-        return self.seconds / self.case.copies * 1e6
-
-    @property
-    def ratio(self) -> float:
-        """The transfer's speed as a fraction of memcpy's."""
-        return self.memcpy_seconds / self.seconds
+    def figures(self) -> dict[str, float]:
+        """Return speeds in 10^9 bytes per second, and the transfer's as a part of memcpy's."""
+        return {
+            "gb_per_s": self.case.size / self.seconds / 1e9,
+            "us_per_copy": self.seconds / self.case.copies * 1e6,
+            "memcpy_gb_per_s": self.case.size / self.memcpy_seconds / 1e9,
+            "ratio": self.memcpy_seconds / self.seconds,
+        }
 
 
 class Bench:
@@ -183,15 +166,10 @@ class Bench:
     def __init__(self, transport: Transport, far: Process, near: Buffer, memcpy: Memcpy) -> None:
         self._transport, self._far, self._near, self._memcpy = transport, far, near, memcpy
         transport.register(near.region)
-        with _started():
-            self._peer = transport.connect(far.address())
+        self._peer = transport.connect(far.address())
 
     def measure(self, case: Case, seconds: float) -> Result:
-        """Run a case once and compare every byte, then time it for about ``seconds``.
-
-        Raises:
-            BenchError: A transfer failed, or a byte is wrong.
-        """
+        """Run a case once and compare every byte, then time it for about ``seconds``."""
         move = self.checked(case)
         taken: list[tuple[float, float]] = []
         deadline = time.perf_counter() + seconds
@@ -250,28 +228,10 @@ def _seconds(call: Callable[[], object]) -> float:
 def far_process(driver: str, options: Mapping[str, object], memory: str, nbytes: int) -> Process:
     """Start a second process with a transport and a buffer; it ends with its ``with`` block.
 
-    Only this process handles Ctrl-C: SIGINT is blocked in the second process, which ends when this
-    process ends. ``memory`` is what ``kvferry.testing.memory.allocate`` takes.
-
-    Raises:
-        BenchError: The process does not start.
+    ``memory`` is what ``kvferry.testing.memory.allocate`` takes.
     """
-    factory, arguments = "kvferry.core.transport.registry:create", {"name": driver}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with _started():
-            return Process(factory, arguments | {"options": dict(options)}, memory, nbytes, FAR)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-@contextmanager
-def _started() -> Iterator[None]:
-    """Turn errors of the second process's start into ``BenchError``."""
-    try:
-        yield
-    except (RuntimeError, TimeoutError) as exc:
-        raise BenchError(f"the second process failed (start): {exc}") from exc
+    arguments = {"name": driver, "options": dict(options)}
+    return Process("kvferry.core.transport.registry:create", arguments, memory, nbytes, FAR)
 
 
 def near_buffer(memory: str, nbytes: int) -> Buffer:
@@ -296,13 +256,8 @@ def memcpy_of(memory: str, nbytes: int) -> Memcpy:
             torch.cuda.synchronize(theirs.device)
 
         return copy_on_gpu
-    source, target = (_pages(nbytes) for _ in range(2))
+    # Unlike numpy's own memory, these are no huge pages. All have been written once.
+    maps = (mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2))
+    source, target = (np.frombuffer(each, np.uint8) for each in maps)
+    source[:] = target[:] = 1
     return lambda count: np.copyto(target[:count], source[:count])
-
-
-def _pages(nbytes: int) -> Bytes:
-    """Return memory whose pages have all been written once; numpy would ask for huge pages."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found: Bytes = np.frombuffer(memory, np.uint8)
-    found[:] = 1
-    return found

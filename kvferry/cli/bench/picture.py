@@ -43,8 +43,11 @@ def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
         rows = sorted((r for r in results if r.case.size == total), key=lambda r: r.case.block)
         blocks = [r.case.block for r in rows]
         colour = mpl.colormaps["viridis"](0.8 * number / max(1, len(sizes) - 1))
-        axes.plot(blocks, [r.gb_per_s for r in rows], "o-", color=colour, label=size(total))
-        axes.plot(blocks, [r.memcpy_gb_per_s for r in rows], ":", color=colour)
+        speeds, memcpy = (
+            [r.figures()[name] for r in rows] for name in ("gb_per_s", "memcpy_gb_per_s")
+        )
+        axes.plot(blocks, speeds, "o-", color=colour, label=size(total))
+        axes.plot(blocks, memcpy, ":", color=colour)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")

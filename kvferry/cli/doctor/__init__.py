@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from kvferry.cli.doctor import channel, hardware, software
+from kvferry.cli.doctor.engine import running
 from kvferry.cli.doctor.finding import Finding, FindingLevel
-from kvferry.cli.doctor.machine import Machine
-from kvferry.cli.doctor.probe import Probed, probe
+from kvferry.cli.doctor.probe import probe
 from kvferry.cli.output import output, print_json
 from kvferry.cli.side_channel import NONE, engine_address, keys_of
 from kvferry.core.errors import KVFerryError
@@ -42,37 +41,21 @@ def run(
         raise DoctorError("a running engine is asked by its address: give HOST:PORT, too")
     place = None if address is None else engine_address([address])
     with Console(stderr=True).status("loading the drivers"):
-        probed = probe()
-    findings = list(_findings(probed))
+        findings = probe()
     if place is not None:
-        findings.append(channel.running(*place, engine, keys))
+        findings.append(running(*place, engine, keys))
+    verdict = worst(findings)
     if as_json:
-        found = {"verdict": worst(findings), "findings": findings}
-        print_json(msgspec.to_builtins(found))
+        print_json(msgspec.to_builtins({"verdict": verdict, "findings": findings}))
     else:
         _print(findings)
-    return int(worst(findings) is FindingLevel.BAD)
+    return int(verdict is FindingLevel.BAD)
 
 
 def worst(findings: Sequence[Finding]) -> FindingLevel:
-    """Return the worst verdict of all findings; ``OK`` if there are none."""
-    order = list(FindingLevel)
-    return max((finding.verdict for finding in findings), key=order.index, default=FindingLevel.OK)
-
-
-def _findings(probed: Probed) -> Iterator[Finding]:
-    machine = Machine(probed.gpus)
-    yield software.python()
-    yield software.package()
-    yield software.vllm()
-    yield from probed.drivers
-    yield from software.no_driver(probed.drivers, probed.trouble)
-    yield from probed.ucx
-    yield hardware.reading(probed.reading)
-    answers = bool(probed.gpus or probed.trouble)
-    yield from hardware.hardware(machine, cuda_answers=answers, has_vllm=software.has_vllm())
-    yield hardware.shared_memory()
-    yield from channel.channels()
+    """Return the worst verdict of all findings."""
+    found = {finding.verdict for finding in findings}
+    return next(level for level in reversed(FindingLevel) if level in found)
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvferry.cli.doctor.finding import Check, Finding
-from kvferry.cli.doctor.machine import FAR, OPEN, Machine, pci_address
+from kvferry.cli.doctor.machine import FAR, Machine, pci_address
 from kvferry.cli.formatting import numbers, size
-from kvferry.drivers.ucx.dlopen import loads
 
 RDMA, GPU = Check("RDMA"), Check("GPU")
 DIRECT = Check("GPU memory over RDMA")
@@ -20,17 +20,14 @@ IPC = Check("CUDA IPC")
 MNNVL = Check("NVLink between hosts")
 CACHE_ORDER = Check("cache order")
 NEAR, BINDING = Check("NICs near GPUs"), Check("NIC of each GPU")
-UCX_DEVICES = Check("UCX_NET_DEVICES")
-MAPPING, SELECTION = "VLLM_GPU_NIC_PCIE_MAPPING", "VLLM_NIC_SELECTION_VARS"
+MAPPING = "VLLM_GPU_NIC_PCIE_MAPPING"
 ORDER = "VLLM_KV_CACHE_LAYOUT"
 
-LIBCUDA = "libcuda.so.1"
 PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 """Kernel modules with which a NIC's driver reaches GPU memory. UCX looks for the same."""
 DMABUF_KERNEL = (5, 12)
 """The first version of Linux with which RDMA takes memory as dmabuf (UCX's FAQ)."""
-FIRST_PID_NAMESPACE = 0xEFFFFFFC
-"""Number of the PID namespace of the host itself (``PROC_PID_INIT_INO`` in Linux)."""
+FIRST_PID_NAMESPACE = "pid:[4026531836]"  # that of the host itself (``PROC_PID_INIT_INO`` in Linux)
 MULTI_NODE_GPUS = ("GB200", "GB300")  # in the names of GPUs whose NVLink may lead to other hosts
 SHARED_ENOUGH = 1 << 30  # free bytes of /dev/shm that suffice for engines and UCX
 DISTANCES = (
@@ -42,9 +39,9 @@ DISTANCES = (
 )
 
 
-def hardware(machine: Machine, *, cuda_answers: bool, has_vllm: bool) -> Iterator[Finding]:
-    """Yield the findings about GPUs, NICs and pinned memory."""
-    yield gpu(machine, cuda_answers=cuda_answers)
+def hardware(machine: Machine, *, has_vllm: bool) -> Iterator[Finding]:
+    """Yield the findings about GPUs, NICs and memory."""
+    yield gpu(machine)
     if machine.nvidia:
         yield ipc(machine)
         yield from mig(machine)
@@ -53,36 +50,32 @@ def hardware(machine: Machine, *, cuda_answers: bool, has_vllm: bool) -> Iterato
     yield rdma(machine)
     if machine.nvidia and machine.nics:
         yield direct(machine)
-        yield from near(machine)
+        yield near(machine)
     if machine.cuda and machine.nics:
         yield visibility(machine)
-    yield from bound(machine)
+    if machine.variable(MAPPING):
+        yield binding(machine)
     yield locked_memory(rdma=bool(machine.nics))
+    yield shared_memory()
 
 
 # GPUs.
 
 
-def gpu(machine: Machine, *, cuda_answers: bool = True, library: str = LIBCUDA) -> Finding:
+def gpu(machine: Machine) -> Finding:
     """Return the finding about GPUs, and whether CUDA can use them."""
-    text, module = "; ".join(machine.gpus) or "none", machine.kernel_module
-    if not machine.gpus or "AMD" in text:
-        return GPU.ok(text)
+    text, module = "; ".join(one.text for one in machine.gpus) or "none", machine.kernel_module
     if module:
         text = f"{text}; kernel module {module}"
-    if not loads(Path(library)):
-        return GPU.warn(
-            f"{text}; but {library} does not load, so that no driver can offer cuda memory",
-            "give the container the GPU with CUDA's library (--gpus all, with compute in "
-            "NVIDIA_DRIVER_CAPABILITIES), or install NVIDIA's driver",
-        )
-    if not cuda_answers:
-        return GPU.warn(
-            f"{text}; but CUDA finds no GPU when it starts",
-            "see what nvidia-smi says, and whether CUDA_VISIBLE_DEVICES hides the GPUs: "
-            f"{library} and the kernel module must be of one version",
-        )
-    return GPU.ok(text)
+    if machine.cuda or not machine.nvidia:
+        return GPU.ok(text)
+    return GPU.warn(
+        f"{text}; but CUDA's libcuda.so.1 is not there or finds no GPU, so that no driver can "
+        "offer cuda memory",
+        "see what nvidia-smi says. Give the container the GPU with CUDA's library (--gpus all, "
+        "with compute in NVIDIA_DRIVER_CAPABILITIES), of the kernel module's version; "
+        "CUDA_VISIBLE_DEVICES may hide the GPU",
+    )
 
 
 def ipc(machine: Machine) -> Finding:
@@ -90,10 +83,7 @@ def ipc(machine: Machine) -> Finding:
 
     Legacy handles of CUDA IPC are only valid within a PID namespace (UCX's ``cuda_ipc_iface.c``).
     """
-    number = re.search(r"\[(\d+)\]", machine.pid_namespace)
-    if number is None:
-        return IPC.ok("this process's PID namespace cannot be told; engines must share one")
-    if int(number[1]) == FIRST_PID_NAMESPACE:
+    if os.readlink(machine.root / "proc/self/ns/pid") == FIRST_PID_NAMESPACE:
         return IPC.ok("this process is in the host's PID namespace, which engines must share")
     return IPC.warn(
         "this process is in a PID namespace of a container: to engines of other containers on this "
@@ -117,16 +107,14 @@ def mig(machine: Machine) -> Iterator[Finding]:
 def imex(machine: Machine) -> Finding:
     """Return the finding about IMEX channels, without which NVLink ends at the host."""
     channels = machine.glob("dev/nvidia-caps-imex-channels/channel*")
-    usable = [path.name for path in channels if os.access(path, os.R_OK | os.W_OK)]
-    if usable:
+    if any(os.access(path, os.R_OK | os.W_OK) for path in channels):
         return MNNVL.ok(
-            f"IMEX {', '.join(usable)}: NVLink reaches hosts of the same IMEX domain, if the cache "
-            "was allocated for that (vLLM's --enable-cumem-allocator)"
+            "by an IMEX channel, NVLink reaches hosts of the same IMEX domain, if the cache was "
+            "allocated for that (vLLM's --enable-cumem-allocator)"
         )
-    if channels or any(name in one for one in machine.gpus for name in MULTI_NODE_GPUS):
-        lacks = "this process may not open an" if channels else "there is no"
+    if channels or any(name in one.text for one in machine.gpus for name in MULTI_NODE_GPUS):
         return MNNVL.warn(
-            f"{lacks} IMEX channel: NVLink ends at this host",
+            "this process has no IMEX channel that it may open: NVLink ends at this host",
             "start nvidia-imex, and let this process, also in a container, read and write "
             "/dev/nvidia-caps-imex-channels/channel0 (NVIDIA's IMEX guide)",
         )
@@ -139,11 +127,7 @@ def cache_order(machine: Machine, *, has_vllm: bool) -> Finding:
     if order.startswith("B"):
         return CACHE_ORDER.ok(f"{ORDER} is {order}: the layers of a page lie together")
     asked = f"is {order}" if order else "is not set: kvferry asks for LBHNC (not with MLA)"
-    found = (
-        f"{ORDER} {asked}. With layers outermost, each page of each layer is a copy of its own: a "
-        "rank of Llama 3 70B with TP 8 reads 8,192 tokens in 40,960 copies of 8 KiB, and with "
-        "BLHNC in 512 of 640 KiB"
-    )
+    found = f"{ORDER} {asked}. With layers outermost, each page of each layer is a copy of its own"
     if not has_vllm:
         return CACHE_ORDER.ok(found)
     return CACHE_ORDER.warn(
@@ -161,8 +145,7 @@ def rdma(machine: Machine) -> Finding:
     """Return the finding about NICs with RDMA, and whether this process may use them."""
     if not machine.nics:
         return RDMA.ok("no NIC with RDMA: between hosts bytes go by TCP")
-    ports = [port for nic in machine.nics for port in nic.ports]
-    text = "; ".join(ports) or ", ".join(nic.name for nic in machine.nics)
+    text = "; ".join(nic.text or nic.name for nic in machine.nics)
     if not any(nic.is_active for nic in machine.nics):
         return RDMA.warn(text, "no port is active: check the cable and the switch")
     verbs = machine.glob("dev/infiniband/uverbs*")
@@ -180,130 +163,76 @@ def direct(machine: Machine) -> Finding:
     loaded = [name for name in PEER_MODULES if (machine.root / "sys/module" / name).exists()]
     if loaded:
         return DIRECT.ok(f"kernel module {loaded[0]} is loaded")
-    lacking = list(_lacking_for_dmabuf(machine))
-    if lacking:
-        return DIRECT.warn(
-            f"none of the kernel modules {', '.join(PEER_MODULES)} is loaded, and dmabuf is not "
-            f"known to work: {'; '.join(lacking)}",
-            "modprobe nvidia_peermem; or, for dmabuf, Linux 5.12 or later with NVIDIA's open "
-            "kernel modules and CUDA 11.7 or later",
+    release = machine.text("proc/sys/kernel/osrelease")
+    version = tuple(map(int, re.findall(r"\d+", release)[:2]))
+    without = [one.index for one in machine.cuda if not one.dmabuf]
+    if version >= DMABUF_KERNEL and machine.cuda and not without:
+        return DIRECT.ok(
+            f"dmabuf: Linux {release}, and CUDA exports GPU memory; UCX_LOG_LEVEL=debug shows "
+            "whether the NIC's driver takes it ('dmabuf is supported')"
         )
-    asked = "CUDA exports GPU memory" if machine.cuda else "the kernel module is open"
-    return DIRECT.ok(
-        f"dmabuf: Linux {machine.release}, and {asked}; UCX_LOG_LEVEL=debug shows whether the "
-        "NIC's driver takes it ('dmabuf is supported')"
+    exports = f"CUDA exports no memory of GPU {numbers(without)}" if without else "CUDA exports it"
+    return DIRECT.warn(
+        f"none of the kernel modules {', '.join(PEER_MODULES)} is loaded, and dmabuf is not known "
+        f"to work: Linux is {release}, and {exports if machine.cuda else 'CUDA does not answer'}",
+        "modprobe nvidia_peermem; or, for dmabuf, Linux 5.12 or later with NVIDIA's open kernel "
+        "modules and CUDA 11.7 or later",
     )
-
-
-def _lacking_for_dmabuf(machine: Machine) -> Iterator[str]:
-    release, module = machine.release, machine.kernel_module
-    version = re.match(r"(\d+)\.(\d+)", release)
-    if version is None:
-        yield "the version of Linux cannot be told"
-    elif tuple(map(int, version.groups())) < DMABUF_KERNEL:
-        yield f"Linux {release} is older than {'.'.join(map(str, DMABUF_KERNEL))}"
-    if machine.cuda:
-        without = [one.index for one in machine.cuda if not one.dmabuf]
-        if without:
-            yield f"CUDA does not export memory of GPU {numbers(without)}"
-    elif not module:
-        yield "which of NVIDIA's kernel modules is loaded cannot be told, nor does CUDA answer"
-    elif not module.startswith(OPEN):
-        yield f"the kernel module is {module}"
 
 
 def visibility(machine: Machine) -> Finding:
     """Return the finding about the order in which GPUs see what NICs have written."""
-    flushed = [one for one in machine.cuda or () if one.needs_flush]
-    blind = [one.index for one in flushed if not one.can_flush]
-    if blind:
+    flushed = [one for one in machine.cuda if one.needs_flush]
+    if blind := [one.index for one in flushed if not one.can_flush]:
         return VISIBILITY.warn(
             f"GPU {numbers(blind)} may not see at once what a NIC has written, and cannot be told "
             "to: kvferry refuses such reads",
             "use NVLink, or keep the cache in CPU memory",
         )
-    if flushed:
-        which = numbers(one.index for one in flushed)
-        return VISIBILITY.ok(f"before a read is done, kvferry flushes GPU {which}")
-    return VISIBILITY.ok("each GPU sees them in order")
+    which = numbers(one.index for one in flushed)
+    return VISIBILITY.ok(
+        f"before a read is done, kvferry flushes GPU {which}"
+        if flushed
+        else "each GPU sees them in order"
+    )
 
 
-def near(machine: Machine) -> Iterator[Finding]:
-    """Yield the finding about the nearest NICs of each GPU, if there are GPUs and NICs."""
-    nics = [nic for nic in machine.nics if pci_address(nic.address)]
-    if not machine.pci_gpus or not nics:
-        return
+def near(machine: Machine) -> Finding:
+    """Return the finding about the nearest NICs of each GPU, where there are GPUs and NICs."""
     texts, far = [], []
-    for card in machine.pci_gpus:
-        best = min(map(card.distance, nics))
-        names = ", ".join(nic.name for nic in nics if card.distance(nic) == best)
+    for card in machine.nvidia:
+        best = min(map(card.distance, machine.nics))
+        names = ", ".join(nic.name for nic in machine.nics if card.distance(nic) == best)
         texts.append(f"GPU {card.name}: {names} ({DISTANCES[best]})")
         far += [card.name] * (best == FAR)
-    if far:
-        yield NEAR.warn(
-            "; ".join(texts),
-            f"let engines that exchange pages with other hosts use other GPUs than {', '.join(far)}"
-            ": their bytes cross the link between the processors",
-        )
-    else:
-        yield NEAR.ok("; ".join(texts))
-
-
-def bound(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about the variables that bind GPUs to NICs, as far as they are set."""
-    mapping, selection = map(machine.variable, (MAPPING, SELECTION))
-    if mapping or selection:
-        yield _binding(machine, mapping, selection)
-    if listed := machine.variable(UCX_DEVICES):
-        yield _ucx_devices(machine, listed)
-
-
-def _binding(machine: Machine, mapping: str, selection: str) -> Finding:
-    remedy = (
-        f"set both: {MAPPING}=GPU=NIC,... with PCI addresses (0000:1b:00.0=0000:1c:00.0), one pair "
-        f"for each GPU that an engine uses, and {SELECTION}={UCX_DEVICES}:1"
+    if not far:
+        return NEAR.ok("; ".join(texts))
+    return NEAR.warn(
+        "; ".join(texts),
+        f"let engines that exchange pages with other hosts use other GPUs than {', '.join(far)}: "
+        "their bytes cross the link between the processors",
     )
-    pairs = [tuple(map(pci_address, pair.split("=", 1))) for pair in mapping.split(",") if pair]
+
+
+def binding(machine: Machine) -> Finding:
+    """Return the finding about the variable that binds GPUs to NICs, which is set."""
+    mapping = machine.variable(MAPPING)
+    pairs = (pair.partition("=") for pair in mapping.split(","))
+    bound = {pci_address(card): pci_address(nic) for card, _, nic in pairs}
     known = {nic.address: nic.name for nic in machine.nics}
-    if not mapping or not selection:
-        return BINDING.bad(f"{MAPPING if mapping else SELECTION} is set alone", remedy)
-    if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        return BINDING.bad(f"{MAPPING}={mapping} is no list of GPU=NIC", remedy)
-    if missing := [nic for _, nic in pairs if nic not in known]:
-        return BINDING.bad(f"{MAPPING} names {', '.join(missing)}, where no NIC is", remedy)
-    wanted = {card: known[nic] for card, nic in pairs}
-    if unbound := [card.name for card in machine.pci_gpus if card.address not in wanted]:
-        return BINDING.warn(f"{MAPPING} has no entry for GPU {', '.join(unbound)}", remedy)
-    if UCX_DEVICES not in [name.partition(":")[0].strip() for name in selection.split(",")]:
-        return BINDING.warn(f"{SELECTION}={selection} does not set {UCX_DEVICES}", remedy)
-    return BINDING.ok(", ".join(f"{card}: {nic}" for card, nic in wanted.items()))
-
-
-def _ucx_devices(machine: Machine, listed: str) -> Finding:
-    known = {nic.name for nic in machine.nics}
-    known |= {path.name for path in machine.glob("sys/class/net/*")} | {"all", ""}
-    named = [name.strip().partition(":")[0] for name in listed.removeprefix("^").split(",")]
-    missing = [name for name in named if name not in known and "*" not in name]
-    if missing:
-        return UCX_DEVICES.warn(
-            f"{listed}: there is no {', '.join(missing)} here",
-            "correct it, or unset it: UCX then uses the NICs near the memory",
-        )
-    return UCX_DEVICES.ok(f"{listed}; UCX uses no other network device")
+    missing = [nic for nic in bound.values() if nic not in known]
+    unbound = [card.name for card in machine.nvidia if card.address not in bound]
+    if not missing and not unbound:
+        return BINDING.ok(", ".join(f"{card}: {known[nic]}" for card, nic in bound.items()))
+    wrong = "names a NIC that is not there" if missing else f"lacks GPU {', '.join(unbound)}"
+    return BINDING.bad(
+        f"{MAPPING}={mapping} {wrong}: a worker would end with an error",
+        "set it to GPU=NIC,... with PCI addresses (0000:1b:00.0=0000:1c:00.0), one pair for each "
+        "GPU that an engine uses, and VLLM_NIC_SELECTION_VARS to UCX_NET_DEVICES:1",
+    )
 
 
 # The kernel.
-
-
-def reading(problem: str | None) -> Finding:
-    """Return the finding about reading another process's memory, of ``Probed.reading``."""
-    check = Check("reading processes")
-    if problem is None:
-        return check.warn("not known: the process that should read did not answer", "try again")
-    if not problem:
-        return check.ok("process_vm_readv: a process read this one, which is not its child")
-    found, _, remedy = problem.rpartition(": ")
-    return check.bad(found, remedy)
 
 
 def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
@@ -324,12 +253,8 @@ def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     """Return the finding about how much shared memory is free."""
     check = Check("shared memory")
-    try:
-        found = os.statvfs(folder)
-    except OSError as exc:
-        return check.warn(f"{folder}: {exc.strerror}", f"mount a tmpfs at {folder}")
-    total, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
-    said = f"{folder}: {size(free)} of {size(total)} free"
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    said = f"{folder}: {size(free)} free"
     if free >= SHARED_ENOUGH:
         return check.ok(said)
     return check.warn(

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 
-from msgspec import Struct
-
-SMI_SECONDS = 10.0
-SMI = "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
-NVIDIA, AMD = "0x10de", "0x1002"  # PCI vendors of GPUs
-DISPLAY = "0x03"  # the class of GPUs among PCI devices
-OPEN = "open"  # the kind of NVIDIA's kernel module that exports GPU memory as dmabuf
-
+VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}  # of GPUs, by their PCI ids
+GPU_CLASSES = ("0x03", "0x12")  # of PCI devices: displays, and accelerators
 SWITCH, ROOT, NODE, UNKNOWN, FAR = range(5)
 """What a NIC and a GPU have in common, the nearest first."""
 
@@ -27,7 +20,8 @@ _ADDRESS = re.compile(
 )
 
 
-class CudaGpu(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaGpu:
     """A GPU that CUDA sees, by its index and PCI address.
 
     Attributes:
@@ -48,21 +42,21 @@ class PciDevice:
     """A GPU, named by its PCI address, or a NIC, by its RDMA name.
 
     Attributes:
+        text: A GPU's vendor and model, or each port of a NIC: its name, link layer, rate and state.
         route: The root complex and the PCI addresses on the way to it, itself included.
         node: Its NUMA node; -1 if not known.
-        ports: A text for each port of a NIC: its name, link layer, rate and state.
     """
 
     name: str
     address: str
-    route: tuple[str, ...]
-    node: int
-    ports: tuple[str, ...] = ()
+    text: str
+    route: tuple[str, ...] = ()
+    node: int = -1
 
     @property
     def is_active(self) -> bool:
         """Whether a NIC has an active port."""
-        return any("ACTIVE" in port for port in self.ports)
+        return "ACTIVE" in self.text
 
     def distance(self, other: PciDevice) -> int:
         """Return how near another device is: one of ``SWITCH`` to ``FAR``."""
@@ -82,7 +76,7 @@ class Machine:
 
     def __init__(
         self,
-        cuda: Sequence[CudaGpu] | None = None,
+        cuda: Sequence[CudaGpu] = (),
         environment: Mapping[str, str] = os.environ,
         root: Path = Path("/"),
     ) -> None:
@@ -105,95 +99,59 @@ class Machine:
             return ""
 
     @cached_property
-    def gpus(self) -> list[str]:
-        """A description of each GPU, with less detail if the GPU's driver is not installed."""
-        return self._from_smi() or self._from_proc() or self._from_bus()
+    def gpus(self) -> list[PciDevice]:
+        """The GPUs of this machine, by PCI address: those that CUDA sees, if it sees some."""
+        found = {}
+        for path in self.glob("sys/bus/pci/devices/*"):
+            vendor = VENDORS.get(self.text(path / "vendor"))
+            if vendor and self.text(path / "class").startswith(GPU_CLASSES):
+                found[path.name] = self._device(path, path.name, self._model(path.name, vendor))
+        if not self.cuda:
+            return list(found.values())
+        seen = [pci_address(gpu.address) for gpu in self.cuda]
+        others = (PciDevice(name=at, address=at, text=self._model(at, "NVIDIA")) for at in seen)
+        return [found.get(other.name, other) for other in others]
 
     @property
-    def nvidia(self) -> list[str]:
-        """The descriptions of NVIDIA's GPUs."""
-        return [gpu for gpu in self.gpus if "AMD" not in gpu]
+    def nvidia(self) -> list[PciDevice]:
+        """NVIDIA's GPUs."""
+        return [gpu for gpu in self.gpus if "AMD" not in gpu.text]
 
     @cached_property
     def nics(self) -> list[PciDevice]:
         """The NICs with RDMA, by name."""
         return [
-            self._device(path / "device", path.name) for path in self.glob("sys/class/infiniband/*")
+            self._device(path / "device", path.name, "; ".join(map(self._port, ports)))
+            for path in self.glob("sys/class/infiniband/*")
+            for ports in [self.glob(f"sys/class/infiniband/{path.name}/ports/*")]
         ]
-
-    @cached_property
-    def pci_gpus(self) -> list[PciDevice]:
-        """NVIDIA's GPUs that this process may use, by PCI address."""
-        found = [
-            self._device(path, path.name)
-            for path in self.glob("sys/bus/pci/devices/*")
-            if self.text(path / "vendor") == NVIDIA
-            and self.text(path / "class").startswith(DISPLAY)
-        ]
-        if self.cuda is None:
-            return found
-        allowed = {pci_address(gpu.address) for gpu in self.cuda}
-        return [card for card in found if pci_address(card.address) in allowed]
-
-    @property
-    def pid_namespace(self) -> str:
-        """This process's PID namespace, as the kernel names it; empty if it cannot be told."""
-        try:
-            return os.readlink(self.root / "proc/self/ns/pid")
-        except OSError:
-            return ""
-
-    @property
-    def release(self) -> str:
-        """The version of Linux."""
-        return self.text("proc/sys/kernel/osrelease")
 
     @property
     def kernel_module(self) -> str:
         """Kind and version of NVIDIA's kernel module, as ``open 570.86.15``; or empty."""
         said = self.text("proc/driver/nvidia/version").partition("\n")[0]
-        if not said:
-            return ""
-        kind = OPEN if "Open Kernel Module" in said else "proprietary"
+        kind = "open" if "Open Kernel Module" in said else "proprietary"
         version = re.search(r"\s(\d+\.[\d.]+)\s", f"{said} ")
-        return f"{kind} {version[1]}" if version else kind
+        return f"{kind} {version[1]}" if version else ""
 
-    def _from_smi(self) -> list[str]:
-        try:
-            said = subprocess.run(
-                SMI, capture_output=True, check=True, text=True, timeout=SMI_SECONDS
-            )
-        except (OSError, subprocess.SubprocessError):
-            return []
-        return [f"{line.strip()} (driver)" for line in said.stdout.splitlines() if line.strip()]
+    def _model(self, address: str, vendor: str) -> str:
+        said = self.text(f"proc/driver/nvidia/gpus/{address}/information")
+        model = re.search(r"^Model:(.*)", said, re.M)
+        return model[1].strip() if model else f"{vendor} GPU at {address}"
 
-    def _from_proc(self) -> list[str]:
-        texts = map(self.text, self.glob("proc/driver/nvidia/gpus/*/information"))
-        models = (re.search(r"^Model:(.*)", text, re.M) for text in texts)
-        return [model[1].strip() if model else "NVIDIA GPU" for model in models]
+    def _port(self, port: Path) -> str:
+        facts = (self.text(port / fact) for fact in ("link_layer", "rate", "state"))
+        return f"{port.parents[1].name}:{port.name} {', '.join(filter(None, facts))}"
 
-    def _from_bus(self) -> list[str]:
-        cards = {
-            path.parent.resolve(): path
-            for path in self.glob("sys/class/drm/card[0-9]*/device/vendor")
-        }
-        vendors = {NVIDIA: "NVIDIA", AMD: "AMD"}
-        found = {at.name: vendors.get(self.text(path)) for at, path in cards.items()}
-        return [f"{vendor} GPU at {at}" for at, vendor in found.items() if vendor]
-
-    def _device(self, path: Path, name: str) -> PciDevice:
+    def _device(self, path: Path, name: str, text: str) -> PciDevice:
         where, top = path.resolve(), (self.root / "sys/devices").resolve()
         node = self.text(where / "numa_node")
-        ports = []
-        for port in self.glob(f"sys/class/infiniband/{name}/ports/*"):
-            facts = (self.text(port / fact) for fact in ("link_layer", "rate", "state"))
-            ports.append(f"{name}:{port.name} {', '.join(filter(None, facts))}")
         return PciDevice(
             name=name,
             address=where.name,
+            text=text,
             route=where.relative_to(top).parts if where.is_relative_to(top) else (),
-            node=int(node) if re.fullmatch(r"\d+", node) else -1,
-            ports=tuple(ports),
+            node=int(node) if node.isdecimal() else -1,
         )
 
 

@@ -1,59 +1,47 @@
-"""Load every driver in a child process, and report whether each works.
+"""Run all checks of this machine in a child process, and report what it finds.
 
 ``probe`` starts this module as that process, because transport libraries print, start threads, and
-may crash in their exit handlers.
+may crash in their exit handlers, or when they are loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from kvferry.cli.doctor import software
-from kvferry.cli.doctor.finding import Finding
+from kvferry.cli.doctor.finding import Check, Finding, FindingLevel
+from kvferry.cli.doctor.hardware import hardware
 from kvferry.cli.doctor.machine import CudaGpu, Machine
 from kvferry.core.errors import DriverError, TransportError
+from kvferry.core.side_channel.sockets import own_address
 from kvferry.core.transport.registry import describe, installed
 from kvferry.drivers.cuda import CudaDriver, find_cuda
 from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_read, why_forbidden
 from kvferry.drivers.ucx import dlopen
-from kvferry.drivers.ucx.library import Devices, devices, find
+from kvferry.drivers.ucx.library import Devices, devices
 
-SECONDS = 60.0  # seconds that all drivers together may take to start
+SECONDS = 60.0  # seconds that all checks together may take
+REACH_SECONDS = 5.0
+LOOPBACK = "127.0.0.1"
 
 _RMA = 1 << 1  # UCX's feature flag for one-sided transfers
 
 
-class Probed(Struct, frozen=True, kw_only=True):
-    """The report of the process that ``probe`` starts.
-
-    Attributes:
-        gpus: ``None`` if CUDA could not be asked.
-        ucx: A finding about each UCX that a driver has loaded, until the process crashed.
-        reading: Why a process cannot read another's memory; empty if it can, ``None`` if unknown.
-        trouble: Why there is no report on the drivers; empty if there is one.
-    """
-
-    drivers: list[Finding] = []
-    gpus: list[CudaGpu] | None = None
-    ucx: list[Finding] = []
-    reading: str | None = None
-    trouble: str = ""
-
-
-def probe() -> Probed:
-    """Load every driver in a child process, and return the process's report."""
+def probe() -> list[Finding]:
+    """Run all checks in a child process; return what it found until its end."""
     word = np.random.default_rng().integers(1, 1 << 62, 1, np.uint64)
-    command = [sys.executable, "-m", __name__, str(os.getpid()), str(word.ctypes.data)]
+    command = [sys.executable, "-m", __name__, *map(str, (os.getpid(), word.ctypes.data, word[0]))]
     # Where the kernel's Yama module restricts reading, a child cannot read its parent unless the
     # parent allows readers, as engines do. Why it cannot, the child says.
     with suppress(DriverError):
@@ -62,68 +50,83 @@ def probe() -> Probed:
         run = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False
         )
-        lines, last_line = run.stdout.splitlines(), run.stderr.splitlines()[-1:]
-        why = b" ".join(last_line).decode(errors="replace").strip()
-        trouble = f"the process ended with status {run.returncode}: {why}"
+        said, why = run.stdout, b" ".join(run.stderr.splitlines()[-1:]).decode(errors="replace")
+        trouble = run.returncode and f"their process ended with status {run.returncode}: {why}"
     except subprocess.TimeoutExpired as exc:
-        lines = (exc.stdout or b"").splitlines()
-        trouble = f"the drivers have not started within {SECONDS:.0f} s"
-    except OSError as exc:
-        return Probed(trouble=f"the drivers could not be asked: {exc}")
-    found: dict[str, Any] = {}
-    for line in lines:
-        with suppress(msgspec.DecodeError):  # a line that a crash has cut off
-            found |= msgspec.json.decode(line, type=dict[str, Any])
-    if found.get("reading") == str(word[0]):
-        found["reading"] = ""
-    return msgspec.convert(found | {"trouble": "" if "drivers" in found else trouble}, Probed)
+        said, trouble = exc.stdout or b"", f"they have not started within {SECONDS:.0f} s"
+    found = [msgspec.json.decode(line, type=Finding) for line in said.splitlines()]
+    if trouble:
+        found.append(Check("drivers").bad(trouble, "uninstall drivers that are not needed"))
+    return found
 
 
 def main() -> None:
-    """Write the report as lines of JSON, and end without running exit handlers.
-
-    CUDA or a UCX may crash the process when it is asked, so each part has a line of its own.
-    """
+    """Write the findings as lines of JSON, and end without running exit handlers."""
     sys.stdout.flush()
     answer = os.dup(1)
     os.dup2(2, 1)  # libraries print to stdout; keep that out of the report
+    for finding in findings(*map(int, sys.argv[1:4])):
+        os.write(answer, msgspec.json.encode(finding) + b"\n")  # at once, so no line is cut off
+    os._exit(0)
 
-    def send(**parts: object) -> None:
-        os.write(answer, msgspec.json.encode(parts) + b"\n")
 
-    send(reading=_read(*map(int, sys.argv[1:3])))
+def findings(pid: int, address: int, word: int) -> Iterator[Finding]:
+    """Yield all findings about this machine, those about what may crash the process last."""
+    yield from software.software()
+    yield reading(pid, address, word)
+    yield reached(LOOPBACK, "the default of side_channel_host: only engines on this host reach it")
+    if own := own_address():
+        yield reached(own, "for engines on several hosts, set side_channel_host to it")
+    machine = Machine(gpus(find_cuda()))
+    yield from hardware(machine, has_vllm=software.has_vllm())
     drivers: list[Finding] = []
     owners: dict[str, str] = {}
     for info in installed():
         drivers.append(software.driver(describe(info)))
+        yield drivers[-1]
         owners = dict.fromkeys(map(str, dlopen.mapped("libucp")), info.name) | owners
-    send(drivers=drivers)
-    seen = gpus(find_cuda())
-    send(gpus=seen)
-    found: list[Finding] = []
+    if not any(one.verdict is FindingLevel.OK for one in drivers):
+        yield Check("drivers").bad("none of them works here", "follow one of the remedies above")
     for path, driver in owners.items():
-        found.append(_ucx(path, driver, cuda=bool(seen)))
-        send(ucx=found)
-    os._exit(0)
+        yield _ucx(path, driver, machine)
 
 
-def _read(pid: int, address: int) -> str:
-    """Read a word of another process; return the word as text, or why it cannot be read."""
-    word = np.zeros(1, np.uint64)
+def reading(pid: int, address: int, word: int) -> Finding:
+    """Return the finding about reading another process's memory, in which this word is."""
+    check, found = Check("reading processes"), np.zeros(1, np.uint64)
     try:
-        vm_read(pid, IOVEC.pack(word.ctypes.data, word.nbytes), IOVEC.pack(address, word.nbytes))
+        vm_read(pid, IOVEC.pack(found.ctypes.data, 8), IOVEC.pack(address, 8))
     except OSError as exc:
-        return why_forbidden(exc.errno or 0, pid)
+        problem, _, remedy = why_forbidden(exc.errno or 0, pid).rpartition(": ")
+        return check.bad(problem, remedy)
     except DriverError as exc:
-        return f"{exc}: use another driver than loopback"
-    return str(word[0])
+        return check.bad(str(exc), "use another driver than loopback")
+    if found[0] != word:
+        return check.bad("process_vm_readv reads other bytes", "use another driver than loopback")
+    return check.ok("process_vm_readv: a process read this one, which is not its child")
 
 
-def gpus(cuda: CudaDriver | None) -> list[CudaGpu] | None:
-    """Return what CUDA says about each GPU; ``None`` if CUDA does not answer."""
-    if cuda is None:
-        return None
+def reached(host: str, use: str) -> Finding:
+    """Return the finding about a side channel's address: whether it can be bound and reached."""
+    check = Check(f"side channel at {host}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        with (
+            socket.create_server((host, 0), family=family) as server,
+            socket.create_connection(server.getsockname()[:2], REACH_SECONDS),
+        ):
+            return check.ok(f"bound, and reached from here; {use}")
+    except OSError as exc:
+        return check.bad(
+            str(exc),
+            "let this host reach its own ports by TCP at that address, or set side_channel_host to "
+            "another",
+        )
+
+
+def gpus(cuda: CudaDriver | None) -> list[CudaGpu]:
+    """Return what CUDA says about each GPU; nothing if CUDA does not answer."""
+    with suppress(TransportError):
         return [
             CudaGpu(
                 index=index,
@@ -132,27 +135,23 @@ def gpus(cuda: CudaDriver | None) -> list[CudaGpu] | None:
                 needs_flush=cuda.needs_flush(index),
                 can_flush=cuda.can_flush(index),
             )
-            for index in range(cuda.count())
+            for index in range(cuda.count() if cuda else 0)
         ]
-    except TransportError:
-        return None
+    return []
 
 
-def _ucx(path: str, driver: str, *, cuda: bool) -> Finding:
-    library, advice = ctypes.CDLL(path), ""
+def _ucx(path: str, driver: str, machine: Machine) -> Finding:
+    library = ctypes.CDLL(path)
     library.ucp_get_version_string.restype = ctypes.c_char_p
-    if driver == "ucx":
-        with suppress(DriverError):  # the driver's own report has it
-            advice = find().advice
-    loaded = software.LoadedUcx(
-        driver=driver,
-        version=library.ucp_get_version_string().decode(),
-        path=path,
-        transports=_transports(library),
-        rdma=any(map(dlopen.loads, dlopen.rdma_modules(Path(path)))),
-        advice=advice,
+    rdma = any(map(dlopen.loads, dlopen.rdma_modules(Path(path))))
+    version = library.ucp_get_version_string().decode()
+    return software.ucx(
+        driver,
+        f"{version}, {'with' if rdma else 'without'} RDMA ({path})",
+        _transports(library),
+        nics=[nic.name for nic in machine.nics if nic.is_active],
+        cuda=bool(machine.cuda),
     )
-    return software.ucx(loaded, [nic.name for nic in Machine().nics if nic.is_active], cuda=cuda)
 
 
 def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library

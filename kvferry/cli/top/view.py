@@ -14,8 +14,6 @@ from kvferry.cli.top.scrape import brief
 from kvferry.core.metrics import Stage
 
 UNKNOWN = "-"
-MAX_PROBLEMS = 20  # the most rows of the table of problems
-MAX_PEERS = 40  # the most prefill engines that are shown of one decode engine
 
 STAGES = {Stage.HANDSHAKE: "hand-\nshake", Stage.TRANSFER: "trans-\nfer"}
 """The headings of stages that are not their names."""
@@ -96,13 +94,10 @@ def _engine(engine: EngineReport) -> Row:
 
 def _pulls(engines: Sequence[EngineReport], stages: Sequence[Stage]) -> Iterator[Row]:
     for engine in engines:
-        for pull in engine.pulls[:MAX_PEERS]:
+        for pull in engine.pulls:
             times = [_number(pull.seconds_per_pull.get(stage), 1e3) for stage in stages]
             rates = _number(pull.pulls_per_second), _number(pull.bytes_per_second, 1e-6)
             yield [engine.name, pull.peer, ", ".join(pull.paths), *rates, *times]
-        if len(engine.pulls) > MAX_PEERS:
-            more = f"{len(engine.pulls) - MAX_PEERS} more"
-            yield [engine.name, more, *[""] * (3 + len(stages))]
 
 
 def _holds(engines: Sequence[EngineReport]) -> Iterator[Row]:
@@ -124,11 +119,8 @@ def _holds(engines: Sequence[EngineReport]) -> Iterator[Row]:
 
 def _problems(engines: Sequence[EngineReport]) -> Iterator[Row]:
     found = [(engine.name, problem) for engine in engines for problem in engine.problems]
-    found.sort(key=lambda one: -(one[1].counted.new or 0.0))
-    for name, problem in found[:MAX_PROBLEMS]:
+    for name, problem in sorted(found, key=lambda one: -(one[1].counted.new or 0.0)):
         yield [name, problem.what, problem.peer, _counted(problem.counted)]
-    if len(found) > MAX_PROBLEMS:
-        yield ["", f"{len(found) - MAX_PROBLEMS} more", "", ""]
 
 
 def _number(value: float | None, factor: float = 1) -> str:

@@ -174,8 +174,9 @@ class Transport(ABC):
     def register(self, region: Region) -> None:
         """Register a region, so that transfers of this side and of its peers can use it.
 
-        Does nothing if an equal region is registered; regions may overlap. A connected peer knows
-        the region only after ``connect`` with bytes that ``address`` has returned since.
+        Does nothing if an equal region is registered. A region may lie within another; a driver may
+        refuse one that overlaps another otherwise. A connected peer knows the region only after
+        ``connect`` with bytes that ``address`` has returned since.
 
         Raises ``TransportUnsupportedError`` for a memory kind that is not among the capabilities,
         and ``TransportError``, which says what to do, if the library or the kernel refuses.

@@ -12,8 +12,8 @@ from functools import partial
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import EnterThread, State, Status, start_thread
 from kvferry.core.transport.merged_copies import MergedCopies
+from kvferry.drivers.loopback.address import ExpectedRows
 from kvferry.drivers.loopback.process_memory import MAX_RUNS, PeerMemory, chunk_of_runs
-from kvferry.drivers.loopback.registry import ExpectedRows
 
 _SMALLEST_CHUNK = 4 << 20
 """To keep all threads busy, chunks get smaller, but not below this: handing over costs, too."""
@@ -179,15 +179,11 @@ class WorkerPool:
 
 
 def _error_of(step: Callable[[], None]) -> TransportError | None:
-    """Return the error of a function, or ``None``; others than ``TransportError`` as one."""
+    """Return the error of a function, or ``None``."""
     try:
         step()
     except TransportError as exc:
         return exc
-    # An exception that ended the thread would leave transfers PENDING for ever, and their pages
-    # pinned.
-    except Exception as exc:  # noqa: BLE001
-        return TransportError(f"the loopback driver failed, which is a bug of it: {exc!r}")
     return None
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
 
@@ -58,12 +58,13 @@ def unreportable_failures(config: KVCacheConfig) -> str | None:
     )
 
 
-class LoadBlocks:
-    """The blocks of every load, in the scheduler half; where vLLM takes requests, none."""
+class FailingLoads:
+    """Loads, in the scheduler half, for a vLLM that takes the blocks of failed ones; else none."""
 
     def __init__(self) -> None:
         self._needed = not takes_failed_requests()
         self._blocks: dict[str, tuple[int, ...]] = {}
+        self._reported: set[str] = set()
 
     def allocated(self, request_id: str, blocks: KVCacheBlocks, external: int) -> None:
         """Record the blocks that a load of ``external`` tokens will fill, if that is not 0."""
@@ -78,6 +79,18 @@ class LoadBlocks:
         blocks, self._blocks = self._blocks, {}
         return blocks
 
+    def failed(self, output: KVConnectorOutput, reported: Iterable[str]) -> Collection[str]:
+        """Return the requests whose load ended on all workers in this step, and failed on one.
+
+        Ranks have ``reported`` those that failed on them, since vLLM does not say it.
+        """
+        if hasattr(output, "failed_recving"):
+            return output.failed_recving or ()
+        self._reported.update(reported)
+        failed = self._reported.intersection(output.finished_recving or ())
+        self._reported -= failed
+        return failed
+
 
 class FailedBlocks:
     """The blocks of failed loads, in a worker half; where vLLM takes requests, none."""
@@ -88,7 +101,7 @@ class FailedBlocks:
         self._failed_blocks: set[int] = set()
 
     def started(self, blocks: Mapping[str, tuple[int, ...]]) -> None:
-        """Record the blocks of loads that start (``LoadBlocks.take``)."""
+        """Record the blocks of loads that start (``FailingLoads.take``)."""
         self._blocks.update(blocks)
 
     def ended(self, received: Iterable[str], failed: Collection[str]) -> None:
@@ -110,30 +123,9 @@ class FailedBlocks:
         return frozenset(failed)
 
 
-class FailedRequests:
-    """Which ended loads failed, in the scheduler half; ranks report it if vLLM does not."""
-
-    def __init__(self) -> None:
-        self._reported: set[str] = set()
-
-    def among_finished(self, output: KVConnectorOutput, reported: Iterable[str]) -> Collection[str]:
-        """Return the requests whose load ended on all workers in this step, and failed on one."""
-        if hasattr(output, "failed_recving"):
-            return output.failed_recving or ()
-        self._reported.update(reported)
-        failed = self._reported.intersection(output.finished_recving or ())
-        self._reported -= failed
-        return failed
-
-
 def uses_hisparse(vllm_config: VllmConfig) -> bool:
     """Return whether HiSparse is on."""
     return getattr(vllm_config.attention_config, "hisparse_config", None) is not None
-
-
-def is_host_resident(group: KVCacheGroupSpec) -> bool:
-    """Return whether a group's pages lie in the host's memory."""
-    return bool(getattr(group, "host_resident", False))
 
 
 def drafts_with_cache(speculative: SpeculativeConfig) -> bool:

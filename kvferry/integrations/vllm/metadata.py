@@ -104,7 +104,7 @@ class StepMetadata(LoadMessages, KVConnectorMetadata):
             loaded, because requests wait for that; otherwise 0.
         idle: Whether the engine runs no token in this step, so that workers may wait for loads.
         follows: Whether requests wait for the engines that prefill them, or for a LoRA adapter.
-        blocks: See ``compat_029.LoadBlocks``: of loads that start, and of refused tickets.
+        blocks: See ``compat_029.FailingLoads``: of loads that start, and of refused tickets.
     """
 
     ranks: tuple[bytes, ...] = ()

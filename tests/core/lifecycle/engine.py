@@ -63,8 +63,9 @@ class Rank:
         self.rank = rank
         self.inbox: deque[Step] = deque()
         self.device = Device()
-        self.producer = ProducerRank(engine, rank, self.device)
-        self.consumer = engine.world.components.of(ConsumerRank)(engine, rank, self.device)
+        of = engine.world.components.of
+        self.producer = of(ProducerRank)(engine, rank, self.device)
+        self.consumer = of(ConsumerRank)(engine, rank, self.device)
 
     def launch(self) -> None:
         """Run a step: apply its orders, queue its work, begin and abort loads, report."""
@@ -117,7 +118,7 @@ class Engine:
         self._revocations: set[bool] = set()
         self._ages: dict[int, dict[Hold, float]] = {}
         self.next = Step()
-        self.ranks = [Rank(self, rank) for rank in range(ranks)]
+        self.ranks = [of(Rank)(self, rank) for rank in range(ranks)]
 
     def clock(self, skew: float = 0.0) -> Callable[[], float]:
         """Return the clock of a rank, whose times cannot be compared with another one's."""

@@ -26,13 +26,14 @@ from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import BlockPressure
 from tests.core.lifecycle import turns
 from tests.core.lifecycle.consumer_rank import ConsumerRank
-from tests.core.lifecycle.engine import Engine
+from tests.core.lifecycle.engine import Engine, Rank
 from tests.core.lifecycle.fabric import Components
+from tests.core.lifecycle.producer_rank import ProducerRank
 from tests.core.lifecycle.world import Options
 
 PATH = Path(__file__).with_name("faults.txt")
 REAL = (BlockPressure, HoldUsers, HostPages, LeasedHolds, LoadMachine, Renewals, SchedulerHolds)
-CLASSES = {each.__name__: each for each in (*REAL, ConsumerRank, Engine)}
+CLASSES = {each.__name__: each for each in (*REAL, ConsumerRank, Engine, ProducerRank, Rank)}
 _DEFAULTS = asdict(Options())
 _source = functools.cache(inspect.getsource)
 

@@ -77,7 +77,7 @@ class Engine:
         self.is_staged = staged
         self.host = HostPages(range(1, 10), patience=10.0, clock=lambda: self.now)
         if staged:
-            self.consumer.set_host_pages(self.host)
+            self.consumer.pages.host = self.host
         self.known: dict[str, Known] = {}
         self.numbers = iter(range(1 << 20))
         self.queued: set[str] = set()  # requests of which the workers are to be told

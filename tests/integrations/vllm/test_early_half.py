@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import KVFerryError, PeerLostError
-from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.rooms import Rooms, room_id
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.security import TicketSecrets, generate
@@ -24,7 +23,6 @@ from tests.integrations.vllm.halves import (
     KEYS,
     PEER,
     SECRETS,
-    SERVING,
     STRANGER,
     WINDOW,
     Follower,
@@ -87,7 +85,7 @@ class Prefilling:
             ),
         )
         self.placed = [] if tokens else self.placed
-        self.producer.publish_parts(output, SERVING)
+        self.producer.publish_parts(output)
         self.request.num_computed_tokens += tokens
         return self.producer.drain()
 
@@ -101,7 +99,7 @@ class Prefilling:
         if status == "FINISHED_LENGTH_CAPPED":
             self.request.num_computed_tokens = tokens
         ids = [*range(11, 11 + -(-tokens // 16))]
-        self.producer.request_finished(self.request, [ids], SERVING)
+        self.producer.request_finished(self.request, [ids])
         return self
 
     def second(self, tokens: int = 100, name: str = "second") -> Any:
@@ -109,7 +107,7 @@ class Prefilling:
         made = request(tokens, PREFILL, name=name)
         self.producer.on_new_request(made)
         self.producer.take_on(made)
-        return self.producer.request_finished(made, [[*range(21, 28)]], SERVING)
+        return self.producer.request_finished(made, [[*range(21, 28)]])
 
     def news(self) -> RoomNews:
         [news] = self.rooms.news([(ROOM, 0)])
@@ -156,16 +154,6 @@ class TestProducer:
         assert part == Part(
             ticket=replace(part.ticket, tokens=100, hold=hold), total=100, is_last=True
         )
-
-    def test_a_prompt_of_one_chunk_has_no_part(self) -> None:
-        assert not computed(40, tokens=40).news().part
-
-    def test_blocks_of_the_prefix_cache_wait_for_the_first_chunk(self) -> None:
-        """Another request of the same step may be computing them."""
-        prefill = Prefilling()
-        prefill.place(1, 2, 3, cached=32)
-        assert prefill.marked(8) == []
-        assert prefill.marked() == [40]
 
     @pytest.mark.parametrize("times", [1, 2], ids=["resumed", "new again"])
     def test_preempted_request_has_a_new_hold_and_publishes_nothing_that_it_lost(
@@ -228,20 +216,6 @@ class TestProducer:
 
     def test_drafts_behind_a_chunk_are_left_to_the_next_part(self) -> None:
         assert computed(40, lookahead=3).part().ticket.tokens == 37
-
-    @pytest.mark.parametrize("end", [HoldEnd.READ, HoldEnd.ABANDONED, HoldEnd.EXPIRED])
-    def test_room_of_a_ticket_that_decode_is_through_with_is_forgotten(self, end: HoldEnd) -> None:
-        """Who names it again would get a ticket that is used up."""
-        prefill = finished(computed(40))
-        prefill.producer.holds_ended({"r": EndedHold(request=RequestId("r"), end=end)})
-        prefill.producer.sends_finished(["r"])
-        assert len(prefill.rooms.news([(ROOM, 0)])) == int(end is HoldEnd.EXPIRED)
-
-    def test_room_of_another_request_with_its_name_and_prompt_is_not_forgotten(self) -> None:
-        prefill = finished(computed(40))
-        assert prefill.second()
-        prefill.producer.sends_finished(["r"])
-        assert prefill.part().ticket.request == "second"
 
     def test_others_leave_the_room_of_a_request_that_is_under_way(self) -> None:
         prefill = Prefilling()

@@ -39,7 +39,6 @@ SINCE_0_31 = {
 }
 
 SINCE_0_30 = {
-    "test_groups_that_are_refused",  # groups had no host_resident
     "test_every_order_that_vllm_offers[TRITON_FLASH_ATTN-full-split_cells]",
     "test_every_order_that_vllm_offers[TRITON_FLASHINFER-full-split_cells]",
     "test_every_order_that_vllm_offers[B12X-planes-unbound]",
