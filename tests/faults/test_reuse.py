@@ -1,21 +1,18 @@
 """A producer reuses pages while a consumer reads them, and the consumer always notices.
 
-``KVFERRY_FAULTS_OVER`` names the driver; ``KVFERRY_REUSE`` is the number of
-loads in each test (300 by default).
+``KVFERRY_FAULTS_OVER`` names the driver; ``KVFERRY_REUSE`` is the number of loads (300 by default).
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from tests.faults.cable import OVER
-from tests.faults.engine_pair import EnginePair, engine_pair
+from tests.faults.engine_pair import engine_pair
 
 LOADS = int(os.environ.get("KVFERRY_REUSE", "300"))
 LEASE = 600.0
@@ -26,30 +23,11 @@ RACE_SECONDS = 0.001
 pytestmark = pytest.mark.timeout(120 + LOADS // 5)
 
 
-@contextmanager
-def pair() -> Iterator[EnginePair]:
-    """A producer in a process of its own and a consumer in this process, with a long lease."""
-    with engine_pair(OPTIONS, driver=OVER, proxied=False) as found:
-        found.producer.lease = LEASE
-        yield found
-
-
-@pytest.mark.parametrize("stage", ["reading", "fencing"])
-def test_pages_reused_before_the_fence_are_stale(stage: str) -> None:
-    with pair() as found:
-        producer = found.producer.process
-        for number in range(LOADS):
-            ticket = found.producer.serve(f"r-{number}")
-            found.driver.at[stage] = lambda: producer.ask("reuse_pages")
-            assert found.load(f"r-{number}", ticket) == "StaleError", number
-        found.producer.expect_released()
-
-
 def test_pages_reused_at_any_moment_are_never_accepted() -> None:
     """With producer and consumer both running, a load has its own bytes or is stale."""
     outcomes, chance = set[str](), random.Random(1)
-    with pair() as found:
-        producer = found.producer.process
+    with engine_pair(OPTIONS, driver=OVER, proxied=False) as found:
+        found.producer.lease, producer = LEASE, found.producer.process
         for number in range(LOADS):
             ticket = found.producer.serve(f"r-{number}")
             wait = chance.random() * RACE_SECONDS

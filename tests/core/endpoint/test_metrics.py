@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import TransportError
 from kvferry.core.lifecycle.holds import HoldEnd
 from kvferry.core.metrics import (
@@ -105,27 +103,6 @@ def test_a_ticket_that_the_handshake_denies_is_counted_once_and_logged_in_one_li
         f"{prefill.server.port} (stage handshake, cause ticket): group 0 names block 99; the "
         "producer has 16 (prefill again, and let the router pass kv_transfer_params on as they are)"
     }
-
-
-def test_a_producer_that_dies_is_down_until_it_is_forgotten(
-    prefill: Engine, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = EndpointOptions(liveness_interval=5.0, engine_ttl=600.0)
-    with Engine("decode", options=options, clock=clock) as decode:
-        totals = MetricTotals(decode)
-        ticket = prefill.serve_later("p-1", [1], 4)
-        decode.pull("d-1", ticket, [2])
-        eventually(lambda: totals.of(PEERS_UP) == {("0",): 1}, "it is connected")
-        prefill.server.close()
-        assert decode.outcome("d-1").failed
-        assert totals.of(FAILURES) == {("prefill", "check", "peer_lost"): 1}
-        assert totals.of(LOST_PEERS) == {("prefill",): 1}
-        assert totals.of(PEERS_UP) == {("0",): 0}
-        assert totals.of(PEERS_DOWN) == {("0",): 1}
-        clock.skip(601.0)
-        eventually(lambda: totals.of(PEERS_DOWN) == {("0",): 0}, "it is forgotten")
-    [found] = [r for r in caplog.records if "given up with 1 requests" in r.getMessage()]
-    assert found.levelno == logging.WARNING
 
 
 def test_pages_that_may_still_be_written_are_quarantined(

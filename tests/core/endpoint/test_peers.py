@@ -30,7 +30,7 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.messages import Coordinates, RankPayload
-from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
+from kvferry.core.metrics import FAILURES, LOST_PEERS, PEERS_DOWN, PEERS_UP
 from kvferry.core.options import most_peers
 from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.core.side_channel_messages import (
@@ -77,7 +77,10 @@ def reply_at(port: int, *ranks: bytes) -> EncodedReply:
 
 @pytest.mark.parametrize("successor", [None, "prefill", "other"])
 def test_a_closed_side_channel_fails_loads_and_releases_the_connection(
-    prefill: Engine, driver: RecordingTransport, successor: str | None
+    prefill: Engine,
+    driver: RecordingTransport,
+    successor: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also if an engine takes its address, of the same name (it was restarted) or another."""
     # A closed side channel is noticed long before the next ping is due.
@@ -86,6 +89,7 @@ def test_a_closed_side_channel_fails_loads_and_releases_the_connection(
         Engine("decode", options=options, transport=lambda: driver) as decode,
         ExitStack() as stack,
     ):
+        totals = MetricTotals(decode)
         # A load that reads nothing yet, so only a liveness check can fail it.
         decode.pull("d-1", prefill.serve_later("p-1", [1], 4), [2])
         wait_for_connection(driver)
@@ -95,7 +99,12 @@ def test_a_closed_side_channel_fails_loads_and_releases_the_connection(
             other = stack.enter_context(Engine(successor, port=prefill.server.port))
         error = decode.error("d-1")
         assert isinstance(error, PeerLostError)
+        assert totals.of(FAILURES) == {("prefill", "check", "peer_lost"): 1}
+        assert totals.of(LOST_PEERS) == {("prefill",): 1}
         if successor is None:
+            assert totals.of(PEERS_UP) == {("0",): 0}
+            assert totals.of(PEERS_DOWN) == {("0",): 1}
+            assert "given up with 1 requests" in caplog.text
             assert "missed 3 of 3 pings" in str(error)
             wait_for_end(driver)
         else:

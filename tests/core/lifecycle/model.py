@@ -214,7 +214,7 @@ class _Walker:
             links = self._pick("stay", "stay", "break", "failing", "closed")
             messages = self._pick("", " messages=gone")
             restart = f"restart {self._pick('P', 'P', 'A', 'B')} {links}{messages}"
-            choices += [restart, restart]
+            choices += [restart, restart, f"stray {index}"]
             choices.append(f"answer {rank} {index} refused=1")
         yield rng.choice(choices)
 

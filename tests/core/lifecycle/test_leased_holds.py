@@ -93,12 +93,6 @@ def ready() -> Rank:
 # "done" and "abandon".
 
 
-@pytest.mark.parametrize("changes", [{"incarnation": 98}, {"generation": 8}, {"slot": 0}])
-def test_a_release_of_another_hold_is_ignored(changes: dict[str, int], ready: Rank) -> None:
-    assert ready.release(**changes) is IGNORED
-    assert not ready.is_over
-
-
 def test_the_number_of_counted_engines_is_limited(ready: Rank) -> None:
     for number in range(MAX_READERS):
         assert ready.release(expected=2, engine=f"d{number}") is COUNTED

@@ -16,7 +16,7 @@ from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from kvferry.core.messages import Heartbeat, Renewal
+from kvferry.core.messages import Heartbeat, Release, Renewal
 from kvferry.core.transport import State
 from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull
 from tests.core.lifecycle.engine import Engine, Plan, Rank
@@ -487,6 +487,22 @@ class World:
             self.fabric.messages = [m for m in self.fabric.messages if m not in gone]
         self.engines[name] = self._new_engine(name)
         self.engines[name].weights = old.weights
+
+    def do_stray(self, index: int = 0) -> None:
+        """Deliver a release of a hold of P in the name of another incarnation."""
+        producer = self.engines["P"]
+        holds = [turn.hold for turn in producer.turns.values() if turn.hold is not None]
+        for hold in holds[index : index + 1]:
+            note = Release(
+                incarnation=producer.incarnation ^ 1,
+                slot=hold.slot,
+                generation=hold.generation,
+                engine="A",
+                rank=0,
+                expected=1,
+            )
+            for rank in producer.ranks:
+                rank.producer.hear(Message(sender="A", to="P", rank=0, note=note, origin=0))
 
     # What must hold always, at rest, and at the end. What must hold at an event is checked there.
 
