@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvferry.testing.memory import allocate, pattern
+from kvferry.testing.memory import allocate, available, pattern
 
 
 def fake_torch(devices: int) -> SimpleNamespace:
@@ -31,6 +31,12 @@ def test_missing_device_is_reported_with_remedy(
     monkeypatch.setitem(sys.modules, "torch", installed)
     with pytest.raises(RuntimeError, match=f"{why}.*or test with memory = 'cpu'"):
         allocate(memory, 4096)
+
+
+def test_available_memory_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for devices in (0, 1):
+        monkeypatch.setitem(sys.modules, "torch", fake_torch(devices))
+        assert [available(kind) for kind in ("cpu", "cuda", "xpu")] == [True, devices > 0, False]
 
 
 def test_buffer_returns_what_was_put() -> None:
