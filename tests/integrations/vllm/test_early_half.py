@@ -331,20 +331,23 @@ class TestConsumer:
         assert decode.consumer.drain() == LoadMessages()
 
     @pytest.mark.parametrize(
-        ("news", "words"),
+        ("news", "settings", "words"),
         [
-            (of_another_prompt(40), "another prompt"),
-            (PeerLostError("engine prefill: it has no ticket"), "it has no ticket"),
+            (of_another_prompt(80), {}, "another prompt"),
+            (of_another_prompt(80), {"verify_prompt": False}, "another prompt"),
+            (Prefilling(80), {"secrets": SECRETS}, "not signed"),
+            (PeerLostError("engine prefill: it has no ticket"), {}, "it has no ticket"),
         ],
-        ids=["another prompt", "no ticket"],
+        ids=["another prompt", "not verified", "not signed", "no ticket"],
     )
     def test_fails_before_and_after_the_load_has_begun(
-        self, news: Any, words: str, caplog: pytest.LogCaptureFixture
+        self, news: Any, settings: Any, words: str, caplog: pytest.LogCaptureFixture
     ) -> None:
+        """An older prefill, which knows rooms by name only, may say what another prompt has."""
         for begins in (False, True):
-            decode = Decoding()
+            decode = Decoding(**settings)
             if begins:
-                decode.begin(Prefilling(40))
+                decode.begin(Prefilling(40, **settings))
             decode.follower.hear(news.news() if isinstance(news, Prefilling) else news)
             if begins:
                 decode.is_aborted()
@@ -406,13 +409,6 @@ class TestConsumer:
         decode.hear(Prefilling(40), "second")
         assert "engine 'prefill'" in decode.refusal("second")
 
-    @pytest.mark.parametrize("secrets", [None, SECRETS], ids=["unsigned", "signed"])
-    def test_unsigned_part_is_refused(self, secrets: TicketSecrets | None) -> None:
-        decode = Decoding(secrets=SECRETS)
-        decode.hear(Prefilling(40, secrets=secrets))
-        assert decode.matched() == 100
-        assert bool(decode.place().refused) == (secrets is None)
-
     @pytest.mark.parametrize(
         ("secrets", "routed"), [(None, ("proxy", 7)), (SECRETS, None)], ids=["unsigned", "signed"]
     )
@@ -454,14 +450,3 @@ class TestConsumer:
         if follows:
             decode.hear(Prefilling(40))
             assert "its tickets name no key" in decode.refusal()
-
-    @pytest.mark.parametrize("verifies", [True, False])
-    def test_older_prefill_that_knows_rooms_by_name_only(self, verifies: bool) -> None:
-        """The ``transfer_id`` was used before, for a prompt of the same length."""
-        decode = Decoding("r", verify_prompt=verifies)
-        decode.add(DECODE, prompt_token_ids=[7] * 100)
-        decode.hear(Prefilling(40).finish(), "second")
-        assert "another prompt" in decode.refusal("second")
-        decode.begin(Prefilling(40))
-        decode.hear(of_another_prompt(80))
-        decode.is_aborted()
