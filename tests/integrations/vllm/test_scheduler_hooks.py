@@ -474,22 +474,18 @@ class TestConsuming:
     def test_one_that_failed_where_vllm_takes_blocks(
         self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The workers get the load's blocks, and report the request before all of them are done."""
+        """The ranks report the request before all of them are done."""
         monkeypatch.setattr(vllm.scheduler.compat_029, "takes_failed_requests", lambda: False)
         half = make()
         half.made.on_new_request(each := request(40, ticket()))
         half.made.update_state_after_alloc(each, blocks(21, 0, 22, 23, cached=1), 24)
-        assert half.step().blocks == {"r": (22, 23)}
-        assert half.step().blocks == {}
         report = vllm.metadata.RankReport(failed=frozenset({"r"}))
-        for recving, said in ((None, report), ({"r"}, None)):
-            half.made.update_connector_output(
-                SimpleNamespace(
-                    finished_sending=None,
-                    finished_recving=recving,
-                    kv_connector_worker_meta=said,
-                )
+        for recving, said, failed in ((None, report, set()), ({"r"}, None, {22, 23})):
+            output = SimpleNamespace(
+                finished_sending=None, finished_recving=recving, kv_connector_worker_meta=said
             )
+            assert half.made.hooks.failed_blocks(output) == failed
+            half.made.update_connector_output(output)
         assert half.counted()["failed_loads"] == 1
 
 
