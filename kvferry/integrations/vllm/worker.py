@@ -12,7 +12,7 @@ from kvferry.core import side_channel_messages
 from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
-from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SecurityFiles
 from kvferry.integrations.vllm import checks, compat_029, host_pool
@@ -180,7 +180,9 @@ class FerryWorker:
         holds = [hold for results in unreported for hold in results.ended]
         over = tuple(hold.request for hold in holds) if self._staged is not None else ()
         usual = (None,) if self._follows else (None, HoldEnd.READ)
-        ended = {hold.request: hold for hold in holds if hold.end not in usual}
+        ended: dict[str, EndedHold] = {
+            hold.request: hold for hold in holds if hold.end not in usual
+        }
         loads = {
             record.request: record
             for results in unreported
