@@ -19,7 +19,7 @@ from lmcache.v1.distributed.transfer_channel import TransferChannelAddress as Ad
 from lmcache.v1.distributed.transfer_channel import TransferChannelReadResult
 from lmcache.v1.distributed.transfer_channel.factory import create_transfer_channel_context
 
-from kvferry.core.errors import HandshakeError, SecretError
+from kvferry.core.errors import HandshakeError
 from kvferry.core.security import generate
 from kvferry.integrations.lmcache import KVFerryClient, KVFerryContext, configure
 from kvferry.integrations.lmcache.settings import VARIABLE, settings
@@ -220,19 +220,3 @@ def test_a_key_that_is_added_to_a_file_is_admitted_without_a_restart(
 def test_wrong_settings_are_refused_by_name(wrong: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         configure(wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ({"allowed_peers": ["10.0.0.1/8"]}, "allowed_peers"),
-        ({"curve_secret_key": "0" * 64}, "file:PATH"),
-        ({"curve_secret_key": "env:NOT_SET"}, "NOT_SET"),
-    ],
-)
-def test_settings_that_admit_nobody_or_anybody_are_refused(
-    node: Callable[..., Node], wrong: dict[str, object], text: str
-) -> None:
-    configure(wrong)
-    with pytest.raises(SecretError, match=text):
-        node()
