@@ -266,6 +266,19 @@ class TestVersions:
             wait(lambda: name in decode.params, prefill, decode)
             assert name in decode.pulled
 
+    def test_a_ticket_that_was_accepted(self) -> None:
+        """The request waits for blocks when the engine gets other weights."""
+        with engines(attention(2)) as (prefill, decode):
+            half = decode.scheduler.connector._scheduler
+            own = decode.add(1, 900, {}, 200)
+            wait(lambda: own in decode.computed, decode)
+            name = decode.add(0, 700, prefilled(prefill), 3)
+            wait(lambda: name in half._consumer._pulls, decode)
+            Core(decode).name("v2")
+            with pytest.raises(AssertionError, match=FAILS):
+                wait(lambda: name in decode.params, decode)
+            assert name not in decode.pulled
+
     def test_a_load_under_way(self) -> None:
         with engines(attention(2)) as (prefill, decode):
             fails = pytest.raises(AssertionError, match=FAILS)
