@@ -217,6 +217,13 @@ _GEMMA3 = {
     "sliding_window": WINDOW,
     "layer_types": [SLIDING, SLIDING, FULL] * 2,
 }
+# Sliding and full layers by turns, with attention sinks and experts.
+_GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "layer_types": [SLIDING, FULL] * 2,
+}
 # Mamba 2 with one group, and attention.
 _GRANITE4 = {
     "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
@@ -227,6 +234,14 @@ _GRANITE4 = {
     "mamba_n_groups": 1,
     "mamba_d_state": 32,
     "mamba_expand": 2,
+}
+# Mamba 2 with two groups, attention, and layers that are one thing each.
+_NEMOTRON_H = {
+    "layers_block_type": [LINEAR, "mlp", LINEAR, FULL, "mlp", LINEAR],
+    "ssm_state_size": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
 }
 # A gated delta net, attention, and experts.
 _QWEN3_NEXT = {
@@ -243,10 +258,13 @@ _QWEN3_NEXT = {
 
 FAMILIES: Mapping[str, Callable[[], Any]] = {
     "qwen2": _Family("Qwen2ForCausalLM", {"num_hidden_layers": 5}, without="head_dim"),
+    "qwen3": _Family("Qwen3ForCausalLM"),
     "gemma3": _Family("Gemma3ForCausalLM", _GEMMA3, config="Gemma3TextConfig"),
     "mistral": _Family("MistralForCausalLM", {"sliding_window": WINDOW}),
+    "gpt_oss": _Family("GptOssForCausalLM", _GPT_OSS),
     "granite4": _Family("GraniteMoeHybridForCausalLM", _GRANITE4, without="head_dim"),
+    "nemotron_h": _Family("NemotronHForCausalLM", _NEMOTRON_H, without="num_hidden_layers"),
     "qwen3_next": _Family("Qwen3NextForCausalLM", _QWEN3_NEXT),
     "deepseek": _Family("DeepseekV2ForCausalLM", _DEEPSEEK, without="head_dim"),
 }
-"""Qwen 2 is what `build_predictor` starts from."""
+"""Qwen 2 is what `build_predictor` starts from; Qwen 3 normalises queries and keys."""
