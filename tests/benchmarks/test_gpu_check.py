@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,16 +13,15 @@ from tests.long.gpu.__main__ import Step
 from tests.long.gpu.device import PAGE_TOKENS, Cache, CacheShape, Device
 
 
-def step(name: str, **changes: Any) -> Step:
-    """Return a step."""
-    return Step(name=name, **({"file": "speed", "seconds": 60.0} | changes))
-
-
 def test_steps_that_fail_or_hang_fail_the_check_and_stop_no_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
-    every = [step("one", only="nothing"), step("two", seconds=0.01), step("three", file="none")]
+    every = [
+        Step(name="one", file="speed", seconds=100.0, only="nothing"),
+        Step(name="two", file="speed", seconds=0.01),
+        Step(name="three", file="none", seconds=100.0),
+    ]
     monkeypatch.setattr(gpu, "all_steps", lambda *_: every)
     monkeypatch.setattr("sys.argv", ["gpu", "--rehearse", "--out", str(tmp_path)])
     assert gpu.main() == 1

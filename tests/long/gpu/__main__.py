@@ -28,8 +28,10 @@ HERE = Path(__file__).parent
 TOTAL_SECONDS = 590.0  # for all steps together: what does not fit any more is not run
 DRIVERS = ("nixl", "ucx")
 NOTHING, INTERRUPTED = 3, 130  # exit statuses: this machine can run nothing; Ctrl-C
-NEEDED = ("torch", "numpy", "msgspec", "zmq", "stevedore", "cryptography", "rich", "typer")
-NEEDED += ("pytest", "pytest_timeout", "hypothesis")
+NEEDED = (
+    *("torch", "numpy", "msgspec", "zmq", "stevedore", "cryptography", "rich", "typer"),
+    *("pytest", "pytest_timeout", "hypothesis"),
+)
 SUITE_SECONDS, SUITE_GRACE = 85.0, 45.0
 """For each run of the suite: afterwards, no further test begins; and what the last may take."""
 PATIENCE = 4  # how many times longer a step may take in a rehearsal, which may share its cores
