@@ -377,6 +377,7 @@ class TestConsumer:
         self, news: Any, words: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         for begins in (False, True):
+            caplog.clear()
             decode = Decoding()
             if begins:
                 decode.begin(computed(40))
