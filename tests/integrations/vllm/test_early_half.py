@@ -345,6 +345,7 @@ class TestConsumer:
     ) -> None:
         """An older prefill, which knows rooms by name only, may say what another prompt has."""
         for begins in (False, True):
+            caplog.clear()
             decode = Decoding(**settings)
             if begins:
                 decode.begin(Prefilling(40, **settings))
