@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from statistics import median_low
 
 import numpy as np
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from kvferry.cli.plan.engines import (
     ORDERS,
     Engine,
-    EngineError,
     PlanSettings,
     SettingsError,
     make_engine,
@@ -154,12 +152,3 @@ def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
     with suppress(SettingsError):
         found = parse(text)
         assert parse(str(found)) == found
-
-
-@FEW_EXAMPLES
-@given(st.binary(max_size=60))
-def test_arbitrary_bytes_are_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    file: Path = tmp_path_factory.getbasetemp() / "bytes.json"
-    file.write_bytes(data)
-    with pytest.raises(EngineError):
-        read_engine(file)

@@ -104,7 +104,6 @@ def estimate_reads(
     prefill: Engine, decode: Engine, tokens: int, ranks: Sequence[int] | None = None
 ) -> Estimate:
     """Plan the reads of decode ranks (by default all), and count their copies."""
-    workspace = Workspace()
     reads: list[ReadEstimate] = []
     told: dict[int, int] = {}
     readers: tuple[int, ...] = ()
@@ -113,7 +112,7 @@ def estimate_reads(
             planned = make_plan(decode.ranks, prefill.ranks, rank)
             told |= dict.fromkeys(planned.notified_ranks, rank)
             readers = planned.notifiers
-            reads += [_counted(rank, each, decode, tokens, workspace) for each in planned.sources]
+            reads += [_counted(rank, each, decode, tokens) for each in planned.sources]
     except (PlanError, PageError) as exc:
         raise EngineError(
             f"{exc} (local is decode, remote is prefill; the request has {tokens} tokens)"
@@ -123,10 +122,9 @@ def estimate_reads(
     )
 
 
-def _counted(
-    rank: int, source: Source, decode: Engine, tokens: int, workspace: Workspace
-) -> ReadEstimate:
+def _counted(rank: int, source: Source, decode: Engine, tokens: int) -> ReadEstimate:
     """Count the copies of a request's read from one prefill rank."""
+    workspace = Workspace()
     local, remote = (_pages(it, tokens) for it in (source.local_layout, source.remote_layout))
     total, early_bytes = CopySizes(), 0
     for group in {match.local_group for match in source.matches}:

@@ -45,8 +45,8 @@ def draw_svg(path: Path, result: PlanResult) -> None:
             held = contents_of((f.key, f.shard_range) for f in layout.fields)
             text(y + 0.1, f"{side.name} {side.rank_name(rank)}", fontsize=8)
             text(y - 0.1, f"{size(nbytes) if nbytes else 'not read'}; {held}"[:LONGEST], fontsize=7)
+    last = max(1, len(heights[0]) - 1)
     most = max((figures([read])["bytes"] for read in estimate.reads), default=1)
-    last = max((read.prefill for read in estimate.reads), default=0) or 1
     for read in estimate.reads:
         axes.plot(
             (EDGE, WIDTH - EDGE),
@@ -56,12 +56,6 @@ def draw_svg(path: Path, result: PlanResult) -> None:
             alpha=0.55,
             solid_capstyle="butt",
         )
-    for told, teller in estimate.told.items():
-        ys = heights[0][told], heights[1][teller]
-        axes.plot((EDGE, WIDTH - EDGE), ys, color="gray", linewidth=1, linestyle="dashed")
-    if estimate.told:
-        meaning = "dashed: only told that nobody reads it"
-        axes.text(WIDTH / 2, -STEP / 2, meaning, ha="center", fontsize=7)
     # Keep text as text, for search and screen readers, and make equal files from equal plans.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvferry"}):
         try:
