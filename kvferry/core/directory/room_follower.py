@@ -153,10 +153,8 @@ class RoomFollower:
         self._inbox.fail([oldest], _displaced(oldest.key, self._clock() - oldest.since))
 
     def _make_way_for_producer(self, key: PeerKey) -> None:
-        """Follow one producer less if there are too many; raise ``HandshakeError`` if none may go.
-
-        An idle one goes, or else, of the host with most, the oldest of those that never answered.
-        """
+        """Follow one producer less if there are too many; raise ``HandshakeError`` if none may go."""
+        # An idle one goes; else, of the host with most, the oldest of those that never answered.
         if len(self._producers) < MAX_PRODUCERS:
             return
         idle = [each for each, producer in self._producers.items() if not producer.requests]
