@@ -26,6 +26,7 @@ RARELY_FOUND = {
     "a claim before ready does not count",
     "a watermark read before its generation",
     "a watermark not zeroed at take-on",
+    "the read of an old hold not awaited",
 }
 """Faults that only their sequences find reliably."""
 
