@@ -109,7 +109,7 @@ unit: $(STAMP) prometheus
 vllm ucx nixl: $(STAMP)
 	$(PYTEST) tests/$@
 
-engines: $(STAMP) prometheus
+engines: $(STAMP)
 	$(PYTEST) --dist loadfile tests/engines
 
 faults: $(STAMP)

@@ -83,8 +83,6 @@ PARTS = (
     Part("replies", "What hostile replies cost", "costs replies"),
     Part("fence", "What the fence costs", "costs fence"),
     Part("proofs", "What proofs of tickets cost", "costs proofs"),
-    Part("posting", "What posting copies by ucx costs", "costs posting"),
-    Part("startup", "What starting costs", "costs startup"),
 )
 
 

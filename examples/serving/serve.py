@@ -266,8 +266,9 @@ def make_environment(folder: Path, on_path: str, *, on_cpu: bool) -> dict[str, s
 
 
 def run(*command: str, environment: Mapping[str, str]) -> None:
-    """Run a command that has to succeed."""
-    if subprocess.run(command, env=dict(environment), check=False).returncode:
+    """Run a command that has to succeed; it says what is wrong."""
+    done = subprocess.run(command, env=dict(environment), stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
         raise ServingError(f"{shlex.join(command)} has failed")
 
 

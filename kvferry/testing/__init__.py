@@ -22,13 +22,10 @@ leaves out the transfer of 1 GiB. If the driver cannot run on a machine, say why
 ``pytest.skip`` in your module. Give tests a time limit (pytest-timeout), so that a hang is reported
 by the test's name.
 
-``FaultyTransport`` wraps any driver and injects faults into its transfers, by schedule or by seed,
-for tests of code that uses a transport.
-
-``ModelFreeEngine`` is an engine without a model, for tests of whole hand-overs: over your driver,
-with another engine's connector, or through a router. Its ranks have caches in numpy arrays, of any
-``CacheShape``, and every byte that a load brings can be checked (``kvferry.testing.engines`` has an
-example). It needs neither pytest nor the extra ``testing``.
+``FaultyTransport`` wraps any driver and injects faults into its transfers. ``ModelFreeEngine`` is
+an engine without a model, for tests of whole hand-overs: over your driver, with another engine's
+connector, or through a router (``kvferry.testing.engines`` has an example). It needs neither pytest
+nor the extra ``testing``.
 """
 
 from __future__ import annotations
@@ -81,22 +78,12 @@ __all__ = [
     "TransportContract",
 ]
 
-_MODULES = {
-    "Buffer": "kvferry.testing.memory",
-    "CacheShape": "kvferry.testing.engines",
-    "EngineRank": "kvferry.testing.engines",
-    "Fault": "kvferry.testing.faulty",
-    "FaultyTransport": "kvferry.testing.faulty",
-    "ModelFreeEngine": "kvferry.testing.engines",
-    "Schedule": "kvferry.testing.faulty",
-}
-
 
 # Imported when used: the pytest plugin and the peers' processes import this package and need
 # neither pytest nor Hypothesis.
 def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULES.get(name, "kvferry.testing.contract")
-    value: object = getattr(importlib.import_module(module), name)
-    return value
+    for module in ("memory", "faulty", "engines", "contract") if name in __all__ else ():
+        found = importlib.import_module(f"{__name__}.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -189,9 +189,10 @@ class EngineRank:
         """Return how many bytes are wrong in a request's pages; after the last token, all are 0."""
         wrong = 0
         for layer in range(self.shape.layers):
-            found = self.read(layer, pages)
-            wrong += differing_bytes(found[:tokens], self.values(layer, tokens, first_token))
-            wrong += differing_bytes(found[tokens:], np.zeros_like(found[tokens:]))
+            found = np.ascontiguousarray(self.read(layer, pages))
+            right = np.zeros_like(found)
+            right[:tokens] = self.values(layer, tokens, first_token)
+            wrong += int(np.count_nonzero(found.view(np.uint8) != right.view(np.uint8)))
         return wrong
 
 
@@ -408,9 +409,3 @@ def proved(ticket: Ticket, key: TicketKey) -> Ticket:
     said = msgspec.to_builtins(ticket) | {"proof": None, "routed": None}
     proof = Proof(key=key.public, content=content_of(said), signature=key.sign(said))
     return dataclasses.replace(ticket, proof=proof)
-
-
-def differing_bytes(found: Elements, right: Elements) -> int:
-    """Return the number of bytes in which two arrays of equal shape and type differ."""
-    bytes_of = [np.ascontiguousarray(each).view(np.uint8) for each in (found, right)]
-    return int(np.count_nonzero(bytes_of[0] != bytes_of[1]))

@@ -134,6 +134,11 @@ def make_transport(factory: str, options: Mapping[str, object], memory: str) -> 
     return make(**options, enter=enter) if takes_enter(make) else make(**options)
 
 
+def available(kind: str) -> bool:
+    """Return whether ``allocate`` can make memory of this kind on this machine."""
+    return kind == "cpu" or (kind == "cuda" and not _why_no_cuda(0))
+
+
 def _why_no_cuda(device: int) -> str:
     """Return why the CUDA device of this index cannot be used; an empty string if it can."""
     try:

@@ -139,12 +139,7 @@ class PeerServer(LocalPeer):
         Every one but ``close`` must raise ``TransportUsageError``.
         """
         get, put = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Forking with threads is what this tests.
-            child = os.fork()
-        if child == 0:
-            os.write(put, "\n".join(self._in_a_fork(peer, copies)).encode())
-            os._exit(0)
+        child = _forked(lambda: os.write(put, "\n".join(self._in_a_fork(peer, copies)).encode()))
         os.close(put)
         with os.fdopen(get, "rb") as said:
             wrong = said.read().decode()
@@ -153,19 +148,26 @@ class PeerServer(LocalPeer):
 
     def fork_and_stay(self) -> int:
         """Fork a child that keeps all inherited file descriptors until it is killed."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            child = os.fork()
-        if child == 0:
+
+        def stay() -> None:
             # The test kills the child. If the test is killed itself, the alarm ends the child.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_STAY_SECONDS)
             while True:
                 signal.pause()
-        return child
+
+        return _forked(stay)
 
     def _in_a_fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        wrong = self._unrefused_calls(peer, copies)
+        wrong = []
+        for name, call in calls(self.transport, self.region, peer, copies).items():
+            try:
+                call()
+                wrong.append(f"{name} was not refused")
+            except TransportUsageError:
+                pass
+            except Exception as exc:  # noqa: BLE001 - reported to the parent
+                wrong.append(f"{name} raised {exc!r}, not TransportUsageError")
         try:
             self.transport.close()
         except Exception as exc:  # noqa: BLE001 - reported to the parent
@@ -173,20 +175,6 @@ class PeerServer(LocalPeer):
         # Garbage collection in the child must not harm the parent's transport either.
         del self.transport
         gc.collect()
-        return wrong
-
-    def _unrefused_calls(self, peer: PeerId, copies: Copies) -> list[str]:
-        wrong = []
-        for name, call in calls(self.transport, self.region, peer, copies).items():
-            try:
-                call()
-            except TransportUsageError:
-                continue
-            # Any other error is reported to the parent.
-            except Exception as exc:  # noqa: BLE001
-                wrong.append(f"{name} raised {exc!r}, not TransportUsageError")
-            else:
-                wrong.append(f"{name} was not refused")
         return wrong
 
     def close(self) -> None:
@@ -197,6 +185,17 @@ class PeerServer(LocalPeer):
         """Poll the transport if it needs calls to make progress."""
         if not self.transport.capabilities.background_progress:
             self.transport.poll([])
+
+
+def _forked(run: Callable[[], object]) -> int:
+    """Run this in a forked child, and end that; return its id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Forking with threads is what this tests.
+        child = os.fork()
+    if child == 0:
+        run()
+        os._exit(0)
+    return child
 
 
 def calls(

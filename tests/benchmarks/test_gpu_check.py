@@ -1,9 +1,10 @@
-"""The check of a machine with a GPU: its exit status, its limit, and what it counts as wrong."""
+"""The check of a machine with a GPU: its exit status, its limit, and wrong words."""
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,50 +13,25 @@ from tests.long.gpu.__main__ import Step
 from tests.long.gpu.device import PAGE_TOKENS, Cache, CacheShape, Device
 
 
-def step(name: str, **changes: Any) -> Step:
-    """Return a step whose tests do not exist."""
-    return Step(name=name, **({"file": "no_such_file", "seconds": 60.0} | changes))
-
-
 def test_steps_that_fail_or_hang_fail_the_check_and_stop_no_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
-    every = [step("one"), step("two", seconds=0.01), step("three")]
-    monkeypatch.setattr(gpu, "steps", lambda *_: every)
-    argv = ["gpu", "--rehearse", "--out", str(tmp_path / "results"), "--limit"]
-    monkeypatch.setattr("sys.argv", [*argv, "500"])
+    every = [
+        Step(name="one", file="speed", seconds=100.0, only="nothing"),
+        Step(name="two", file="speed", seconds=0.01),
+        Step(name="three", file="none", seconds=100.0),
+    ]
+    monkeypatch.setattr(gpu, "all_steps", lambda *_: every)
+    monkeypatch.setattr("sys.argv", ["gpu", "--rehearse", "--out", str(tmp_path)])
     assert gpu.main() == 1
-    page = (tmp_path / "results/page.md").read_text(encoding="utf-8")
-    assert "0 of 3 steps passed" in page
-    assert [f"## {each.name}: failed" in page for each in every] == [True] * 3
-    assert (page.count("ran no tests"), page.count("did not end")) == (2, 1)
-    every.clear()
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "\n0 of 3 steps passed" in page
+    said = re.findall("^- ([a-z ]+)[,;]", page, re.MULTILINE)
+    assert said == ["failed", "did not end", "failed"]
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--limit", "0"])
     assert gpu.main() == 1
-    every.append(step("late"))
-    monkeypatch.setattr("sys.argv", [*argv, "0"])
-    assert gpu.main() == 1
-
-
-REPORT = '<all><testsuite tests="1"><testcase name="a">{}</testcase></testsuite></all>'
-TABLE = "<properties><property name='t' value='{\"ms\": 1}'/></properties>"
-
-
-@pytest.mark.parametrize(
-    ("said", "problems", "tables"),
-    [
-        ("", [], {}),
-        ('<failure message="boom"/>', ["a: boom"], {}),
-        ('<error message="boom"/>', ["a: boom"], {}),
-        (TABLE, [], {"t": [{"ms": 1}]}),
-    ],
-)
-def test_a_failed_test_is_a_problem(
-    said: str, problems: list[str], tables: dict[str, list[object]]
-) -> None:
-    result = gpu.Result(name="one")
-    gpu.judge(result, REPORT.format(said))
-    assert (result.problems, result.tables) == (problems, tables)
+    assert "not run, for lack of time" in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
 def test_wrong_words_of_a_load_are_counted() -> None:

@@ -14,9 +14,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from kvferry.cli import doctor
-from kvferry.cli.doctor import DoctorError, engine, probe, run, software, worst
+from kvferry.cli.doctor import DoctorError, engine, run, software, worst
 from kvferry.cli.doctor.finding import Check, Finding, FindingLevel
-from kvferry.cli.doctor.probe import reached, reading
+from kvferry.cli.doctor.probe import probe, reached, reading
 from kvferry.cli.side_channel import keys_of
 from kvferry.core.errors import DriverError
 from kvferry.core.security import OPEN, Access, generate

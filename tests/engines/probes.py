@@ -55,7 +55,7 @@ def free_blocks(engine: Any) -> int:
 def host_pages(engine: Any) -> tuple[int, int]:
     """How many host pages are in use: for holds, and for loads."""
     half = connector(engine)._scheduler
-    return half._producer._pages.host.used, half._consumer._pages.host.used
+    return half._producer._pages.host.used, half._consumer.pages.host.used
 
 
 def kept(engine: Any) -> int:

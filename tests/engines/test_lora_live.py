@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters, between real engines; ``test_lora_http.py`` replaces weights."""
+"""Requests with LoRA adapters, between real engines."""
 
 from __future__ import annotations
 

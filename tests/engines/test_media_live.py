@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines.conversations import words
 from tests.engines.engines import Engine
 from tests.engines.families import IMAGE
 from tests.engines.fleet import DECODES, DOES_BOTH, PREFILLS, TALKS, Engines, cast
-from tests.engines.media import NO_IMAGE, MediaPrompt, Talk
+from tests.engines.media import NO_IMAGE, MediaPrompt
 from tests.engines.steps import check_hand_over, check_refused, counted
 
 pytestmark = pytest.mark.timeout(300)
@@ -80,24 +79,6 @@ def test_images(engines: Engines, source: str, target: str) -> None:
 def test_another_image_is_refused(engines: Engines, other: MediaPrompt) -> None:
     [ticket] = engines["plain"].prefill(with_image(102))
     check_refused(engines["chunking"], other, ticket, "made for another prompt")
-
-
-@pytest.mark.parametrize(("asking", "answering"), [("plain", "two"), ("two", "plain")])
-def test_turns_with_images(engines: Engines, asking: str, answering: str) -> None:
-    """An image in the first turn, none in the second, another one in the third.
-
-    What ``two`` has cached of the prompt before, in blocks of 32 tokens, it does not pull.
-    """
-    talk = Talk(prefill=engines[asking], decode=engines[answering], options=NO_IMAGE)
-    said = [[*words(20), IMAGE, *words(9)], words(30), [IMAGE, *words(5)], words(5)]
-    asked = 0
-    for number, ids in enumerate(said):
-        known, new = len(talk.prompt(talk.tokens)), len(MediaPrompt(ids=ids))
-        cached = asked // 32 * 32 if asking == "two" else 0
-        talk.images += [number] * ids.count(IMAGE)
-        pulled = max(known - 1, 0) - cached
-        talk.check_turn(engines["believing"], ids, new + bool(known), pulled)
-        asked = known + new
 
 
 # Embeddings.

@@ -103,21 +103,6 @@ def test_every_metric_is_used() -> None:
     assert wanted <= {re.sub(r"_(total|bucket)$", "", name) for name in used}
 
 
-def test_dashboard_can_be_imported() -> None:
-    found = example.dashboard()
-    assert (found["uid"], found["title"]) == ("kvferry", "kvferry")
-    variables = {one["name"]: one for one in found["templating"]["list"]}
-    assert list(variables) == ["datasource", "model", "instance"]
-    assert variables["datasource"]["type"] == "datasource"
-    assert "id" not in found
-    for name in ("id", "title"):
-        values = [panel[name] for panel in found["panels"]]
-        assert len(values) == len(set(values))
-    for panel in example.panels():
-        # Queries without a source of their own have that of their panel.
-        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-
-
 def test_every_panel_and_alert_is_explained() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [panel["title"] for panel in example.panels() if panel["title"] not in page] == []

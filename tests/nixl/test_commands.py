@@ -8,14 +8,13 @@ from pathlib import Path
 
 from kvferry.drivers.ucx import library as ucx
 from tests.cli.command import install_drivers, run_kvferry
-from tests.cli.test_doctor import findings_of
 
 
 def test_drivers_and_their_ucx_are_reported(tmp_path: Path) -> None:
     taken = ucx.find()
     environment = install_drivers(tmp_path, "")
     ran = run_kvferry(environment, "doctor", "--json")
-    found = findings_of(ran)
+    found = {each["name"]: each for each in json.loads(ran.stdout)["findings"]}
     assert ran.returncode == 0
     assert re.match(r"1\.\d+\.\d+, .* \(.*nixl.*\): .*tcp \(.*lo", found["UCX of nixl"]["found"])
     assert "nixl_cu12 " in found["driver nixl"]["found"]

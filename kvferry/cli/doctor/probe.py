@@ -126,6 +126,8 @@ def reached(host: str, use: str) -> Finding:
 
 def gpus(cuda: CudaDriver | None) -> list[CudaGpu]:
     """Return what CUDA says about each GPU; nothing if CUDA does not answer."""
+    if cuda is None:
+        return []
     with suppress(TransportError):
         return [
             CudaGpu(
@@ -135,7 +137,7 @@ def gpus(cuda: CudaDriver | None) -> list[CudaGpu]:
                 needs_flush=cuda.needs_flush(index),
                 can_flush=cuda.can_flush(index),
             )
-            for index in range(cuda.count() if cuda else 0)
+            for index in range(cuda.count())
         ]
     return []
 

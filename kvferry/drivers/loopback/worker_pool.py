@@ -179,11 +179,15 @@ class WorkerPool:
 
 
 def _error_of(step: Callable[[], None]) -> TransportError | None:
-    """Return the error of a function, or ``None``."""
+    """Return the error of a function, or ``None``; others than ``TransportError`` as one."""
     try:
         step()
     except TransportError as exc:
         return exc
+    # An exception that ended the thread would leave transfers PENDING for ever, and their pages
+    # pinned.
+    except Exception as exc:  # noqa: BLE001
+        return TransportError(f"the loopback driver failed, which is a bug of it: {exc!r}")
     return None
 
 

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.core.errors import KVFerryError
-from kvferry.integrations.vllm import checks, compat_029, config, versions
+from kvferry.integrations.vllm import checks, config, versions
 from kvferry.integrations.vllm.adapter_hashes import AdapterLoad, AdapterReport, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics_export import FerryPromMetrics, FerryStats, LoggedStats
@@ -85,7 +85,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
         self._adapter_loads: list[AdapterLoad] = []
         self._asks_adapters = 0
-        self._failed_blocks = compat_029.FailedBlocks()
+        self._failed: set[str] = set()
         self._has_siblings = False
         share_log_handlers()
         if role is KVConnectorRole.SCHEDULER:
@@ -204,7 +204,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
             self._worker.apply(connector_metadata)
-            self._failed_blocks.started(connector_metadata.blocks)
             self._asks_adapters = connector_metadata.asks_adapters
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
@@ -228,17 +227,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         ended that. A request whose load failed is in ``finished_recving``, too.
         """
         results = self._worker.results()
-        self._failed_blocks.ended(results.finished_recving, results.failed_recving)
+        self._failed.update(results.failed_recving)
         return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return what ``get_transfer_results`` does, without the failed loads, to vLLM 0.29."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of failed loads to vLLM 0.29; others take the ids of requests."""
-        return self._failed_blocks.take_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's ``RankReport`` to the scheduler half, or ``None`` if there is none."""
@@ -248,8 +243,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._adapter_loads.clear()
             self._asks_adapters = 0
             report = replace(report or RankReport(), adapters=adapters)
-        if failed := self._failed_blocks.take_requests():
-            report = replace(report or RankReport(), failed=failed)
+        if self._failed:
+            report = replace(report or RankReport(), failed=frozenset(self._failed))
+            self._failed.clear()
         return report
 
     def get_kv_connector_stats(self) -> FerryStats | None:

@@ -130,7 +130,7 @@ class Pull:
 
     @property
     def name(self) -> RequestId:
-        """VLLM's id of the request."""
+        """The id that vLLM gives the request."""
         return RequestId(self.request.request_id)
 
 

@@ -197,6 +197,8 @@ def _update(
 
     report = model_runner_output.kv_connector_output
     names = set() if report is None else set(hooks.doomed(report))
+    if report is not None and (blocks := hooks.failed_blocks(report)):
+        report.invalid_block_ids = report.invalid_block_ids | blocks  # vLLM 0.29
     if not names:
         return original(scheduler_output, model_runner_output)
     manager = scheduler.kv_cache_manager

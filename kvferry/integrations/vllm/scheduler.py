@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.directory import Directory, RoomFollower
@@ -203,7 +203,6 @@ class FerryScheduler:
             asks_adapters=self._adapters.next_step(),
             idle=scheduler_output.total_num_scheduled_tokens == 0,
             follows=self._consumer.follows or bool(self._unchecked),
-            blocks=self._failing_loads.take(),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -221,7 +220,7 @@ class FerryScheduler:
         if report.problems:
             self._problems = {**self._problems, **report.problems}
             self._problems_changed = time.monotonic()
-        failed = self._failing_loads.failed(connector_output, report.failed)
+        failed = self._failing_loads.failed(connector_output)
         self._consumer.loads_finished(connector_output.finished_recving or (), failed)
 
     def request_finished(
@@ -329,15 +328,17 @@ class FerryScheduler:
         whatever ``kv_load_failure_policy``, before vLLM uses what the step has computed of them,
         and their blocks leave the prefix cache. ADR 17 says why vLLM cannot be told of them.
         """
-        found = output.kv_connector_worker_meta
-        reports = getattr(found, "metadata", (found,))  # MultiConnector's: one for each connector
         return [
             request_id
-            for report in reports
-            if isinstance(report, RankReport)
+            for report in _reports(output)
             for request_id in self._adapters.contradicted(report.adapters)
             if self._consumer.adapter_changed(request_id)
         ]
+
+    def failed_blocks(self, output: KVConnectorOutput) -> set[int]:
+        """Return the blocks of failed loads for vLLM 0.29; others take the ids of requests."""
+        failed = (request_id for report in _reports(output) for request_id in report.failed)
+        return self._failing_loads.blocks(output, failed)
 
     def _waits_for_adapter(self, request: Request) -> bool:
         """Return whether a ticket cannot be checked yet; if it can, check it."""
@@ -353,6 +354,14 @@ class FerryScheduler:
         """Return the ranks' problems, as text. The side channel's thread calls this."""
         problems = sorted(self._problems.items())
         return [f"rank {rank}: {problem}" for rank, each in problems for problem in each]
+
+
+def _reports(output: KVConnectorOutput) -> Iterator[RankReport]:
+    """Yield the merged report of the ranks, if they have made one."""
+    found = output.kv_connector_worker_meta
+    for report in getattr(found, "metadata", (found,)):  # MultiConnector's: one per connector
+        if isinstance(report, RankReport):
+            yield report
 
 
 def _is_transferred(request: Request) -> bool:

@@ -19,14 +19,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OLDEST = (0, 29)
-"""The oldest version of vLLM on which the connector was run."""
+# The versions of vLLM on which the connector was run.
+OLDEST, NEWEST = (0, 29), (0, 32)
 
-NEWEST = (0, 32)
-"""The newest version of vLLM on which the connector was run."""
-
-RECORD_BYTES = 528
-"""Size of a row of DeepSeek V4.1's cache, in bytes."""
+RECORD_BYTES = 528  # of a row of DeepSeek V4.1's cache
 
 
 # Which version this is.

@@ -85,12 +85,9 @@ class FerryWorker:
         self._endpoint = endpoint
         self._kept_elsewhere = kept_elsewhere
         self._staged = staged
-        self._over: list[str] = []
         self._security_files = security_files
         self._follows = follows
-        # For the next report.
-        self._loads: dict[str, LoadRecord] = {}
-        self._ended: dict[str, EndedHold] = {}
+        self._unreported: list[Results] = []
         self._drain = drain
         self._mark_work = mark_work
         self._step = StepMetadata()
@@ -136,7 +133,7 @@ class FerryWorker:
             self._endpoint.wait(seconds)
         results = self._endpoint.results()
         self._has_reported_loads = bool(results.received)
-        self._collect(results)
+        self._unreported.append(results)
         failed = {*results.failed, *self._not_whole(results.loads)}
         return compat_029.transfer_results(
             sent=set(results.sent), received=set(results.received), failed=failed
@@ -169,19 +166,6 @@ class FerryWorker:
             return min(IDLE_SECONDS, QUIET_SHARE * (time.monotonic() - self._computed))
         return 0.0
 
-    def _collect(self, results: Results) -> None:
-        """Keep the figures of loads, and how holds ended, for the next report."""
-        if self._staged is not None:
-            self._over += [hold.request for hold in results.ended]
-        usual = () if self._follows else (HoldEnd.READ,)
-        for hold in results.ended:
-            if hold.end is not None and hold.end not in usual:
-                self._ended[hold.request] = hold
-        for record in results.loads:
-            wanted = self._follows or any(record.first_tokens)
-            if record.reads and record.error is None and wanted:
-                self._loads[record.request] = record
-
     def take_stats(self) -> FerryStats | None:
         """Return the metrics counted since the last call, or ``None`` if there are none."""
         data = self._endpoint.take_figures()
@@ -192,9 +176,20 @@ class FerryWorker:
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._step.asks_silent
         self._problems = problems
-        loads, self._loads = self._loads, {}
-        ended, self._ended = self._ended, {}
-        over, self._over = tuple(self._over), []
+        unreported, self._unreported = self._unreported, []
+        holds = [hold for results in unreported for hold in results.ended]
+        over = tuple(hold.request for hold in holds) if self._staged is not None else ()
+        usual = (None,) if self._follows else (None, HoldEnd.READ)
+        ended: dict[str, EndedHold] = {
+            hold.request: hold for hold in holds if hold.end not in usual
+        }
+        loads = {
+            record.request: record
+            for results in unreported
+            for record in results.loads
+            if record.reads and record.error is None
+            if self._follows or any(record.first_tokens)
+        }
         wanted = self._endpoint.take_wanted()
         if not (changed or asked or loads or ended or over or wanted):
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from kvferry.core.errors import ConnectError, DriverError, TransportError
@@ -18,7 +19,7 @@ from kvferry.core.transport import (
 )
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
-from kvferry.testing.memory import imported
+from kvferry.testing.memory import imported, pattern
 from kvferry.testing.peers import Process, TransportPeer
 
 _FLIPS = 24
@@ -146,13 +147,48 @@ class PeerTests(ContractSettings):
             assert isinstance(path, str)
             assert lab.connect(remote) == peer
             lab.works(remote)
-            if lab.notifies:
-                lab.transport.notify(peer, lab.payload(peer))
-                (note,) = lab.received_by(remote, 1)
-                assert note.payload == lab.payload(peer)
             assert lab.transport.path(peer) == path
             lab.transport.disconnect(peer)
             assert lab.transport.path(peer) == ""
+
+    def test_a_transport_may_connect_to_itself(self, lab: Workbench) -> None:
+        itself = lab.local_peer(lab.transport, 4)
+        lab.mine.put(pattern(MIB, 3))
+        lab.reads(itself, lab.whole(itself), lab.bound())
+        for memory in (lab.mine, itself):
+            np.testing.assert_array_equal(memory.get(), pattern(MIB, 4))
+        if lab.notifies:
+            (note,) = lab.receive(lab.transport, 1)
+            assert (note.sender, note.payload) == (lab.transport.name, lab.bound())
+
+    def test_several_peers_at_once(self, lab: Workbench) -> None:
+        size = MIB // 3
+        transfers = []
+        for index, one in enumerate(lab.neighbour(seed) for seed in range(3)):
+            copies = batch(lab.mine.region, one.region, [index * size], [5], [size])
+            transfers.append(lab.transport.read(lab.connect(one), copies))
+            if not lab.takes(3):
+                lab.finish(transfers.pop())
+        for transfer in transfers:
+            lab.finish(transfer)
+        for index in range(3):
+            near = lab.mine.get(index * size, size)
+            np.testing.assert_array_equal(near, pattern(MIB, index)[5:][:size])
+
+    def test_both_sides_at_once(self, lab: Workbench, shared: Process) -> None:
+        """The transport under test moves the lower half of the buffers, its peer the upper half."""
+        half = MIB // 2
+        mine, theirs = pattern(MIB, 6), shared.get()
+        lab.mine.put(mine)
+        peer = lab.connect(shared)
+        back = shared.connect(lab.transport.address())
+        shared.begin(back, batch(shared.region, lab.mine.region, [half], [half], [half]))
+        ours = batch(lab.mine.region, shared.region, [0], [0], [half])
+        lab.finish(lab.transport.read(peer, ours))
+        lab.done_there(shared)
+        for side in (lab.mine.get(), shared.get()):
+            np.testing.assert_array_equal(side[:half], theirs[:half])
+            np.testing.assert_array_equal(side[half:], mine[half:])
 
     def test_disconnect_leaves_other_peers_alone(self, lab: Workbench, shared: Process) -> None:
         neighbour, spare = lab.neighbour(), lab.buffer(MIB, lab.transport)

@@ -167,6 +167,14 @@ class RefusalTests(ContractSettings):
         refused(lab.transport.read, lab.connect(shared), lab.whole(shared))
         lab.reads(shared, batch(half, shared.region, [0], [0], [MIB // 2]))
 
+    def test_many_regions(self, lab: Workbench, shared: Process) -> None:
+        parts = [lab.mine.part(4096 * index, 4096) for index in range(256)]
+        for part in parts:
+            lab.transport.register(part)
+        for index in (0, 100, 255):
+            lab.reads(shared, batch(parts[index], shared.region, [0], [4096 * index], [4096]))
+        lab.transport.connect(lab.transport.address())
+
     # Ranges.
 
     def test_a_copy_outside_its_region_is_refused(

@@ -1,12 +1,14 @@
-"""A state machine that makes calls in any order, and compares the driver with a model.
+"""A driver compared with a model of a driver: calls in any order, and their outcomes.
 
-The transport ``here`` reads from the transport ``there``, whose memory never changes. In ``here``,
-every slot that no transfer uses must have the bytes of the model.
+There are two transports in this process. Each has ``REGIONS`` regions of ``SLOTS`` *slots* of
+``SLOT`` bytes each. A transfer copies between pairs of slots, from and to unaligned places within
+them. The model has the bytes that each slot must contain once no unfinished transfer uses the slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
+    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -24,17 +27,22 @@ from kvferry.core.transport import PeerId, State, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import batch, joined
 from kvferry.testing.contract.workbench import ContractSettings, Workbench, refused
-from kvferry.testing.memory import Buffer, Bytes
+from kvferry.testing.memory import Buffer, Bytes, pattern
 
 REGIONS, SLOTS, SLOT = 3, 16, 4096
 _STEPS = 40
+FREE, BOUND = 0, 1
+"""The sorts of notifications: sent with ``notify``, or bound to a transfer."""
 
 Slot = tuple[int, int]
 """The index of a region, and the index of a slot in that region."""
 
-regions = st.integers(0, REGIONS - 1)
-slots = st.tuples(regions, st.integers(0, SLOTS - 1))
-pairs = st.lists(st.tuples(slots, slots), max_size=6, unique_by=lambda pair: pair[0])
+slots = st.tuples(st.integers(0, REGIONS - 1), st.integers(0, SLOTS - 1))
+pairs = st.lists(
+    st.tuples(slots, slots),
+    max_size=6,
+    unique_by=(lambda pair: pair[0], lambda pair: pair[1]),
+)
 """Strategy of the copies of one transfer: the local and the remote slot of each."""
 
 
@@ -64,7 +72,13 @@ class ModelledTransport:
     transport: Transport
     buffers: list[Buffer]  # of each region
     model: list[Bytes]  # what they contain, except in slots that unfinished transfers use
-    registered: set[int] = field(default_factory=lambda: set(range(REGIONS)))
+    registered: set[int] = field(default_factory=set)  # indices of regions
+
+    def put(self, slot: Slot, content: Bytes) -> None:
+        """Overwrite a slot, in memory and in the model."""
+        region, index = slot
+        self.model[region][index * SLOT : (index + 1) * SLOT] = content
+        self.buffers[region].put(content, index * SLOT)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +88,7 @@ class ModelledTransfer:
     pairs: list[tuple[Slot, Slot]]  # the local and the remote slot of each copy
     shift: int  # the offset of each copy in its local slot; in its remote slot it is 64 - shift
     nbytes: int  # of each copy
+    notify: bytes | None
     cancelled: bool = False  # or its peer was disconnected: it may be FAILED
 
 
@@ -83,32 +98,43 @@ class DriverMachine(RuleBasedStateMachine):
     def __init__(self, lab: Workbench) -> None:
         super().__init__()
         self.lab = lab
-        self.here, self.there = self._modelled(lab.transport), self._modelled(lab.make())
+        self.seeds = itertools.count(1)  # of patterns and payloads
+        self.here = self._side(lab.transport)
+        self.there = self._side(lab.make())
         self.peer: PeerId | None = None  # ``there``, as ``here`` knows it
         self.gone: list[PeerId] = []  # what it was before
         # The regions of ``there`` that ``here`` may read: those registered at the last ``connect``
         # and not deregistered since.
         self.known: set[int] = set()
         self.moving: dict[TransferId, ModelledTransfer] = {}
-        self.ended: set[TransferId] = set()
+        self.ended: dict[TransferId, State] = {}  # and not forgotten
+        self.free: list[bytes] = []  # payloads sent with ``notify``, in order
+        self.bound: list[bytes] = []  # to transfers that are DONE
+        self.perhaps: set[bytes] = set()  # bound to what ``disconnect`` ended: may arrive or not
+        self.received: list[bytes] = []
 
-    def _modelled(self, transport: Transport) -> ModelledTransport:
-        buffers = [self.lab.buffer(SLOTS * SLOT, transport) for _ in range(REGIONS)]
-        for buffer in buffers:
-            buffer.put(self.lab.fresh(SLOTS * SLOT))
-        return ModelledTransport(transport, buffers, [buffer.get() for buffer in buffers])
+    def _side(self, transport: Transport) -> ModelledTransport:
+        buffers = [self.lab.buffer(SLOTS * SLOT) for _ in range(REGIONS)]
+        side = ModelledTransport(transport, buffers, [buffer.get() for buffer in buffers])
+        for region in range(REGIONS):
+            for index in range(SLOTS):
+                side.put((region, index), pattern(SLOT, next(self.seeds)))
+            transport.register(buffers[region].region)
+            side.registered.add(region)
+        return side
 
     def teardown(self) -> None:
         """End every transfer, compare all memory with the model, and close the transports."""
         try:
-            self._end(self.moving)
+            self._end_all()
+            self._all_arrived()
             self.idle_slots_hold_what_they_should()
         finally:
             self.lab.__exit__(None, None, None)
 
-    # Memory and connections.
+    # Memory.
 
-    @rule(region=regions, here=st.booleans())
+    @rule(region=st.integers(0, REGIONS - 1), here=st.booleans())
     def register(self, region: int, here: bool) -> None:
         side = self.here if here else self.there
         side.transport.register(side.buffers[region].region)
@@ -117,22 +143,26 @@ class DriverMachine(RuleBasedStateMachine):
             self.known.discard(region)
         side.registered.add(region)
 
-    @rule(region=regions, here=st.booleans())
+    @rule(region=st.integers(0, REGIONS - 1), here=st.booleans())
     def deregister(self, region: int, here: bool) -> None:
         side = self.here if here else self.there
         memory = side.buffers[region].region
         if region not in side.registered:
             refused(side.transport.deregister, memory)
             return
-        self._end(
-            transfer
-            for transfer, moving in self.moving.items()
-            if any(pair[0 if here else 1][0] == region for pair in moving.pairs)
-        )
+        self._end_those({(region, slot) for slot in range(SLOTS)}, here=here)
         side.transport.deregister(memory)
         side.registered.discard(region)
         if not here and self.peer is not None:
             self.connect()
+
+    @rule(slot=slots, here=st.booleans())
+    def write_memory(self, slot: Slot, here: bool) -> None:
+        """Overwrite a slot of ``here`` or of ``there``, after ending the transfers that use it."""
+        self._end_those({slot}, here=here)
+        (self.here if here else self.there).put(slot, pattern(SLOT, next(self.seeds)))
+
+    # Connections.
 
     @initialize(is_connected=st.sampled_from([True, True, False]))
     def begin(self, is_connected: bool) -> None:
@@ -152,13 +182,18 @@ class DriverMachine(RuleBasedStateMachine):
     @rule()
     def disconnect(self) -> None:
         assert self.peer is not None
+        self._all_arrived()
         self.here.transport.disconnect(self.peer)
         self.gone.append(self.peer)
         self.peer = None
-        for moving in self.moving.values():
-            moving.cancelled = True
-        self.poll()
-        assert not self.moving, "disconnect returned before it was quiet"
+        for transfer in list(self.moving):
+            (status,) = self.lab.poll([transfer])
+            assert status.state.final, "disconnect returned before it was quiet"
+            moving = self.moving[transfer]
+            if moving.notify is not None:
+                self.perhaps.add(moving.notify)
+            moving.notify, moving.cancelled = None, True
+            self._ended(transfer, status.state)
 
     # Transfers.
 
@@ -167,40 +202,42 @@ class DriverMachine(RuleBasedStateMachine):
         pairs=pairs,
         shift=st.integers(0, 64),
         nbytes=st.sampled_from([0, 1, 100, SLOT - 64]),
+        notify=st.booleans(),
     )
-    def start(self, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int) -> None:
+    def start(self, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int, notify: bool) -> None:
         assert self.peer is not None
         copies = self._copies(pairs, shift, nbytes)
+        if self._is_a_mistake(pairs):
+            refused(self.lab.transport.read, self.peer, copies)
+            return
+        # End the transfers that use one of these slots: their outcomes would depend on the order.
+        self._end_those({one for one, _ in pairs}, here=True)
+        self._end_those({other for _, other in pairs}, here=False)
+        if len(self.moving) >= (self.lab.capabilities.max_outstanding or 64):
+            self._end_all()
+        payload = self._payload(BOUND) if notify and self.lab.notifies else None
+        transfer = self.lab.transport.read(self.peer, copies, payload)
+        assert transfer not in self.moving | self.ended, "the id of a transfer was used again"
+        self.moving[transfer] = ModelledTransfer(pairs, shift, nbytes, payload)
+
+    def _is_a_mistake(self, pairs: list[tuple[Slot, Slot]]) -> bool:
         here, there = {one for (one, _), _ in pairs}, {other for _, (other, _) in pairs}
-        if not (here <= self.here.registered and there <= self.known):
-            refused(self.here.transport.read, self.peer, copies)
-            return
-        # End the transfers into one of these slots: their outcomes would depend on the order.
-        used = {one for one, _ in pairs}
-        full = len(self.moving) >= (self.lab.capabilities.max_outstanding or 64)
-        self._end(
-            transfer
-            for transfer, moving in self.moving.items()
-            if full or not used.isdisjoint(one for one, _ in moving.pairs)
-        )
-        if self.peer is None:  # only that could end one
-            return
-        transfer = self.here.transport.read(self.peer, copies)
-        assert transfer not in self.moving, "the id of a transfer was used again"
-        assert transfer not in self.ended, "the id of a transfer was used again"
-        self.moving[transfer] = ModelledTransfer(pairs, shift, nbytes)
+        return not (here <= self.here.registered and there <= self.known)
 
     def _copies(self, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int) -> Copies:
         """Return a batch with one copy, in a segment of its own, for each pair of slots."""
-        near, far = ([one.region for one in side.buffers] for side in (self.here, self.there))
-        if not pairs:
-            return replace(batch(near[0], far[0], [], [], []), segments=())
-        return joined(
-            [
-                batch(near[i], far[j], at * SLOT + shift, there * SLOT + 64 - shift, nbytes)
-                for (i, at), (j, there) in pairs
-            ]
-        )
+        cuts = [
+            batch(
+                self.here.buffers[one].region,
+                self.there.buffers[other].region,
+                [near * SLOT + shift],
+                [far * SLOT + 64 - shift],
+                [nbytes],
+            )
+            for (one, near), (other, far) in pairs
+        ]
+        none = batch(self.here.buffers[0].region, self.there.buffers[0].region, [], [], [])
+        return joined(cuts) if cuts else replace(none, segments=())
 
     @precondition(lambda self: self.moving)
     @rule(data=st.data())
@@ -212,46 +249,119 @@ class DriverMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.moving)
     @rule(data=st.data())
     def wait_for_one(self, data: st.DataObject) -> None:
-        self._end([data.draw(st.sampled_from(sorted(self.moving)))])
+        self._end(data.draw(st.sampled_from(sorted(self.moving))))
 
     @rule()
-    def poll(self) -> None:
+    def poll_all(self) -> None:
         transfers = [*self.moving, *self.ended]
-        for transfer, status in zip(transfers, self.lab.poll(transfers), strict=True):
-            if transfer in self.moving and status.state.final:
+        statuses = self.lab.poll(transfers)
+        for transfer, status in zip(transfers, statuses, strict=True):
+            if transfer in self.ended:
+                assert status.state is self.ended[transfer], "a final state has changed"
+            elif status.state.final:
                 self._ended(transfer, status.state)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        transfer = data.draw(st.sampled_from(sorted(self.ended)))
+        self.here.transport.forget(transfer)
+        del self.ended[transfer]
+        refused(self.here.transport.poll, [transfer])
+        refused(self.here.transport.forget, transfer)
+
+    # Notifications.
+
+    @precondition(lambda self: self.peer is not None and self.lab.notifies)
+    @rule()
+    def notify(self) -> None:
+        assert self.peer is not None
+        self.free.append(self._payload(FREE))
+        self.here.transport.notify(self.peer, self.free[-1])
+
+    def _payload(self, sort: int) -> bytes:
+        """Return a payload that was not used before, with ``sort`` as its last bit."""
+        return self.lab.payload(2 * next(self.seeds) + sort)
+
+    @rule()
+    def receive(self) -> None:
+        assert self.here.transport.notifications() == [], "nobody sends to this side"
+        for note in self.there.transport.notifications():
+            assert note.sender == self.here.transport.name
+            self.received.append(note.payload)
+
+    # What must hold.
+
+    @invariant()
+    def what_arrived_was_sent(self) -> None:
+        sent = Counter([*self.free, *self.bound, *self.perhaps])
+        sent.update(one.notify for one in self.moving.values() if one.notify is not None)
+        assert not Counter(self.received) - sent, "more arrived than was sent"
+        free = [one for one in self.received if one[-1] % 2 == FREE]
+        assert free == self.free[: len(free)], "free notifications lost their order"
 
     @rule()
     def idle_slots_hold_what_they_should(self) -> None:
-        busy = {one for moving in self.moving.values() for one, _ in moving.pairs}
-        for side, used in ((self.here, busy), (self.there, set[Slot]())):
-            for region, (buffer, model) in enumerate(zip(side.buffers, side.model, strict=True)):
+        busy: tuple[set[Slot], set[Slot]] = (set(), set())
+        for moving in self.moving.values():
+            for pair in moving.pairs:
+                for slots_of_side, slot in zip(busy, pair, strict=True):
+                    slots_of_side.add(slot)
+        for side, used in zip((self.here, self.there), busy, strict=True):
+            for region in range(REGIONS):
+                found = side.buffers[region].get().reshape(SLOTS, SLOT)
                 idle = [slot for slot in range(SLOTS) if (region, slot) not in used]
-                found, wanted = (each.reshape(SLOTS, SLOT)[idle] for each in (buffer.get(), model))
-                np.testing.assert_array_equal(found, wanted)
+                wanted = side.model[region].reshape(SLOTS, SLOT)
+                np.testing.assert_array_equal(found[idle], wanted[idle])
 
     # How transfers end.
 
-    def _end(self, transfers: Iterable[TransferId]) -> None:
-        """Wait until transfers have ended; disconnect if one fails until then."""
-        for transfer in list(transfers):
+    def _end_all(self) -> None:
+        for transfer in list(self.moving):
             if transfer in self.moving:
-                self.lab.known(transfer)
-                self.lab.until(lambda one=transfer: self.lab.state(one).final, 1.0)  # type: ignore[misc]
-                self.poll()
-                if transfer in self.moving:
-                    self.disconnect()
+                self._end(transfer)
+
+    def _end_those(self, used: set[Slot], *, here: bool) -> None:
+        """End the transfers that use one of these slots of ``here``, or else of ``there``."""
+        for transfer, moving in list(self.moving.items()):
+            touched = {pair[0 if here else 1] for pair in moving.pairs}
+            if used & touched and transfer in self.moving:
+                self._end(transfer)
+
+    def _end(self, transfer: TransferId) -> None:
+        status = self.lab.known(transfer)
+        if not status.state.final:
+            self.lab.until(lambda: self.lab.state(transfer).final, 1.0)
+            (status,) = self.lab.poll([transfer])
+        if status.state.final:
+            self._ended(transfer, status.state)
+        else:
+            self.disconnect()
 
     def _ended(self, transfer: TransferId, state: State) -> None:
         moving = self.moving.pop(transfer)
-        self.ended.add(transfer)
-        assert state is State.DONE or moving.cancelled, "it failed without a reason"
-        for (i, near), (j, far) in moving.pairs:
-            model = self.here.model[i][near * SLOT :][:SLOT]
-            if state is State.DONE:
-                theirs = self.there.model[j][far * SLOT + 64 - moving.shift :][: moving.nbytes]
-                model[moving.shift :][: moving.nbytes] = theirs
-            else:
-                # Some bytes may have arrived. Write others: none may arrive any more.
-                model[:] = self.lab.fresh(SLOT)
-                self.here.buffers[i].put(model, near * SLOT)
+        self.ended[transfer] = state
+        if state is State.DONE:
+            self._apply(moving)
+            return
+        assert moving.cancelled, "it failed without a reason"
+        # Some bytes may have arrived. Write others: none may arrive any more.
+        for slot, _ in moving.pairs:
+            self.here.put(slot, pattern(SLOT, next(self.seeds)))
+
+    def _apply(self, moving: ModelledTransfer) -> None:
+        if moving.notify is not None:
+            self.bound.append(moving.notify)
+        for (one, near), (other, far) in moving.pairs:
+            mine = self.here.model[one][near * SLOT + moving.shift :][: moving.nbytes]
+            theirs = self.there.model[other][far * SLOT + 64 - moving.shift :][: moving.nbytes]
+            mine[:] = theirs
+
+    def _all_arrived(self) -> None:
+        """Assert that all free notifications and those of DONE transfers arrive."""
+
+        def there() -> bool:
+            self.receive()
+            return not Counter([*self.free, *self.bound]) - Counter(self.received)
+
+        self.lab.wait_for(there, "a notification has not arrived")

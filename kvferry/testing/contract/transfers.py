@@ -18,11 +18,12 @@ from kvferry.core.transport import (
     Status,
     Strips,
     StripSide,
+    Transport,
 )
 from kvferry.core.transport.copies import Segment
 from kvferry.testing.contract.copy_batches import Offsets, batch, joined, moved, part_of
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench, refused
-from kvferry.testing.memory import Bytes, pattern
+from kvferry.testing.memory import Buffer, Bytes, available, pattern
 from kvferry.testing.peers import Process, TransportPeer
 
 GIB = 1 << 30
@@ -102,6 +103,25 @@ class TransferTests(ContractSettings):
             shared.deregister(regions[index])
         np.testing.assert_array_equal(shared.get(), content)
 
+    def test_two_memory_kinds_in_one_transfer(self, lab: Workbench) -> None:
+        """All that driver and machine have; if that is one kind, two regions of it on each side."""
+        others = lab.capabilities.memory - {lab.mine.region.kind}
+        kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
+        other = lab.make()
+        here = [_filled_buffer(lab, lab.transport, kind, 10 + i) for i, kind in enumerate(kinds)]
+        turned = [*kinds[1:], kinds[0]]
+        there = [_filled_buffer(lab, other, kind, 20 + i) for i, kind in enumerate(turned)]
+        pairs = list(zip(here, there, strict=True))
+        copies = joined([batch(one.region, far.region, [0], [0], [MIB]) for one, far in pairs])
+        peer = lab.connect(other)
+        lab.finish(lab.transport.read(peer, copies, lab.bound()))
+        for i, (one, far) in enumerate(pairs):
+            content = pattern(MIB, 20 + i)
+            np.testing.assert_array_equal(one.get(), content)
+            np.testing.assert_array_equal(far.get(), content)
+        if lab.notifies:
+            assert [note.payload for note in lab.receive(other, 1)] == [lab.bound()]
+
     @pytest.mark.slow
     def test_1_gib(self, lab: Workbench) -> None:
         """1 GiB arrives, once in copies of 64 KiB in random order, and once in a single copy."""
@@ -131,7 +151,11 @@ class TransferTests(ContractSettings):
         starts = np.arange(0, _LARGE, 1 << 16)
         sizes = np.full(len(starts), 1 << 16)
         copies = batch(mine.region, theirs.region, starts, starts[::-1], sizes)
-        lab.finish(lab.transport.read(peer, copies))
+        transfer = lab.transport.read(peer, copies)
+        # The caller may reuse the arrays while the driver is at work.
+        for array in (copies.local, copies.remote, copies.nbytes):
+            array[:] = 0
+        lab.finish(transfer)
         wrong = (mine.get().reshape(-1, 1 << 16) != content.reshape(-1, 1 << 16)[::-1]).any(1)
         assert not wrong.any(), f"{wrong.sum()} copies of {len(wrong)} have not arrived"
 
@@ -361,6 +385,12 @@ def _moved(part: PlacedStrips, target: Bytes, source: Bytes) -> Bytes:
         to, of = [start + near for start in STARTS], [start + far for start in REMOTE_STARTS]
         target = moved(target, to, source, of, [part.strips.nbytes] * len(to))
     return target
+
+
+def _filled_buffer(lab: Workbench, transport: Transport, memory: str, seed: int) -> Buffer:
+    buffer = lab.buffer(MIB, transport, memory)
+    buffer.put(pattern(MIB, seed))
+    return buffer
 
 
 def _strided(array: U64Array) -> U64Array:

@@ -77,18 +77,13 @@ def test_a_worker_of_a_vllm_that_takes_the_blocks_of_failed_loads(vllm: Any) -> 
     connector.register_kv_caches({})
     half = vllm.halves.worker.return_value
     half.take_report.return_value = None
-    connector.bind_connector_metadata(
-        vllm.metadata.StepMetadata(blocks={"good": (4, 5), "bad": (6, 7)})
-    )
     half.results.return_value = without_vllm.Results()
     assert connector.get_finished(set()) == (None, None)
-    assert connector.get_block_ids_with_load_errors() == set()
     assert connector.build_connector_worker_meta() is None
     half.results.return_value = without_vllm.Results(
         finished_sending={"sent"}, finished_recving={"good", "bad"}, failed_recving={"bad"}
     )
     assert connector.get_finished(set()) == ({"sent"}, {"good", "bad"})
-    assert connector.get_block_ids_with_load_errors() == {6, 7}
     assert connector.build_connector_worker_meta() == vllm.metadata.RankReport(
         failed=frozenset({"bad"})
     )

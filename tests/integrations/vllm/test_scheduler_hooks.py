@@ -34,7 +34,7 @@ from tests.integrations.vllm.halves import (
     ticket,
 )
 from tests.integrations.vllm.test_adapter_hashes import write
-from tests.integrations.vllm.test_early_half import DECODE, computed, finished
+from tests.integrations.vllm.test_early_half import DECODE, Prefilling
 from tests.waiting import eventually
 
 OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
@@ -296,22 +296,6 @@ class TestProducing:
         facts = vllm.engine_facts.engine_facts(config, caches, lambda request: None)
         assert (facts.drafts, facts.backoff) == (True, 2)
 
-    def test_settings_reach_it(self, make: Any) -> None:
-        half = make(
-            kv_lease_duration=7,
-            max_held_fraction=0.02,
-            bidirectional_kv_xfer=True,
-            decoder_kv_blocks_ttl=8,
-        )
-        assert half.prefill(1, 2, 3) == (False, None)
-        assert half.prefill(4, 5, name="small")[0]
-        lease = half.step().orders.tickets[0].lease
-        half.hear(sending={"small"})
-        half.allocate(each := answered(20))
-        assert half.finish(each, 6, 7)[0]
-        ttl = half.step().orders.tickets[0].ttl
-        assert (lease, ttl) == (7.0, 8.0)
-
     @pytest.mark.parametrize("conversations", [False, True])
     def test_the_side_channel_ends_what_is_held(self, make: Any, conversations: bool) -> None:
         half = make(bidirectional_kv_xfer=True)
@@ -428,27 +412,6 @@ class TestAdapters:
         assert half.finish(each) == (False, None)
         assert "its content was not known when the request began" in caplog.text
 
-    def test_a_sample_that_is_over_leaves_the_hold_to_its_sibling(
-        self, half: Half, tmp_path: Path, prefill: Half
-    ) -> None:
-        """Also to one of which vLLM has not asked since the content is known."""
-        params, path = prefill.prefill_adapted(write(tmp_path)), str(tmp_path)
-        first, second = (
-            half.adapted(path, params, waits=False, name=f"{index}_r") for index in range(2)
-        )
-        half.hear(adapters=half.adapters(step=half.step().asks_adapters))
-        eventually(lambda: half.matched(first) == (40, True))
-        half.allocate(first, external=40)
-        half.finish(first)
-        half.hear(recving={"0_r"})
-        said = half.step().loads
-        half.finish(second)
-        said += half.step().loads
-        assert [(load.request, load.shared) for load in said if not load.reads] == [
-            ("1_r", True),
-            ("r", False),
-        ]
-
     def test_a_ticket_that_comes_when_its_request_has_ended(
         self, vllm: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -460,7 +423,7 @@ class TestAdapters:
         half.hear(adapters=half.adapters(step=half.step().asks_adapters))
         eventually(lambda: half.step() and "r" in follower.followed)
         half.finish(each)
-        follower.hear(finished(computed(40)).news())
+        follower.hear(Prefilling(40).finish().news())
         step = half.step()
         assert (step.prepare, step.loads, step.follows) == ([], [], False)
         assert not half.made.has_pending_push_work()
@@ -511,22 +474,18 @@ class TestConsuming:
     def test_one_that_failed_where_vllm_takes_blocks(
         self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The workers get the load's blocks, and report the request before all of them are done."""
+        """The ranks report the request before all of them are done."""
         monkeypatch.setattr(vllm.scheduler.compat_029, "takes_failed_requests", lambda: False)
         half = make()
         half.made.on_new_request(each := request(40, ticket()))
         half.made.update_state_after_alloc(each, blocks(21, 0, 22, 23, cached=1), 24)
-        assert half.step().blocks == {"r": (22, 23)}
-        assert half.step().blocks == {}
         report = vllm.metadata.RankReport(failed=frozenset({"r"}))
-        for recving, said in ((None, report), ({"r"}, None)):
-            half.made.update_connector_output(
-                SimpleNamespace(
-                    finished_sending=None,
-                    finished_recving=recving,
-                    kv_connector_worker_meta=said,
-                )
+        for recving, said, failed in ((None, report, set()), ({"r"}, None, {22, 23})):
+            output = SimpleNamespace(
+                finished_sending=None, finished_recving=recving, kv_connector_worker_meta=said
             )
+            assert half.made.hooks.failed_blocks(output) == failed
+            half.made.update_connector_output(output)
         assert half.counted()["failed_loads"] == 1
 
 

@@ -51,21 +51,7 @@ BLOCKS = ANSWER.params()[KEY]["blocks"]
 PROVED = OFFER.params(None, TICKET_KEY)
 
 HALF_A_PAIR = '"\\ud800"'
-NIXL_KEYS = {
-    "do_remote_prefill",
-    "do_remote_decode",
-    "remote_block_ids",
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_host",
-    "remote_port",
-    "tp_size",
-    "dcp_size",
-    "pp_size",
-    "remote_num_tokens",
-    "remote_blocks_expiry_time",
-    "transfer_mode",
-}
+NIXL_KEYS = OFFER.params().keys() - {KEY}
 
 
 def travelled(params: dict[str, Any]) -> dict[str, Any]:

@@ -86,19 +86,21 @@ def systemd() -> Deployment:
     variables = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     variables["CREDENTIALS_DIRECTORY"] = "/run/credentials"
 
-    def unit(name: str, **own: str) -> tuple[list[str], list[str]]:
-        text = (SERVING / "systemd" / f"kvferry-{name}.service").read_text().replace("\\\n", " ")
+    def unit(file: str, name: str, **own: str) -> tuple[list[str], list[str]]:
+        text = (SERVING / "systemd" / file).read_text().replace("\\\n", " ").replace("%i", name)
         [command] = re.findall("^ExecStart=(.*)$", text, re.MULTILINE)
         files = re.findall("^LoadCredential=([^:]+):", text, re.MULTILINE)
         return [filled(part, variables | own) for part in shlex.split(command)], files
 
     def engine(role: str) -> Engine:
         host = variables[role.upper()].removeprefix("http://").split(":")[0]
-        command, files = unit(role, ADDRESS=host)
+        [peer] = ROLES.keys() - {role}
+        own = {"ADDRESS": host, "ROLE": ROLES[role], "PEER": peer}
+        command, files = unit("kvferry@.service", role, **own)
         paths = {f"/run/credentials/{name}" for name in files}
         return Engine(arguments=command[2:], files=paths, host=host)
 
-    return {role: engine(role) for role in ROLES}, unit("router")[0][1:]
+    return {role: engine(role) for role in ROLES}, unit("kvferry-router.service", "")[0][1:]
 
 
 def kubernetes() -> Deployment:
@@ -262,10 +264,10 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     for name in ("vllm", "vllm-router"):
         (tmp_path / "bin" / name).touch(mode=0o755)
     units = []
-    for unit in (SERVING / "systemd").glob("*.service"):
-        units.append(tmp_path / unit.name)
+    for name in ("kvferry@prefill", "kvferry@decode", "kvferry-router"):
+        unit = SERVING / "systemd" / f"{re.sub('@.*', '@', name)}.service"
+        units.append(tmp_path / f"{name}.service")
         units[-1].write_text(unit.read_text().replace("/usr/local/kvferry/bin", f"{tmp_path}/bin"))
-    assert len(units) == len(ROLES) + 1
     said = run(tmp_path, "systemd-analyze", "verify", *map(str, units))
     assert str(tmp_path) not in said, said
 

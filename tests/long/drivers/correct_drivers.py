@@ -12,7 +12,7 @@ from kvferry.core.errors import (
     PeerLostError,
     TransportUsageError,
 )
-from kvferry.core.memory import Region
+from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
     EnterThread,
     Notification,
@@ -24,6 +24,7 @@ from kvferry.core.transport import (
     enter_nothing,
 )
 from kvferry.core.transport.base import TransferRequest
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer, LoopbackTransfer
@@ -31,6 +32,7 @@ from kvferry.testing import Buffer, Fault, FaultyTransport, Schedule
 from kvferry.testing.memory import Bytes, CpuBuffer
 
 ODD = "odd"
+_ODD_DEVICE = 7
 _TURN_SECONDS = 0.001
 
 
@@ -154,6 +156,36 @@ class Minimal(FailingUntilDisconnect, LimitedTransport):
     max_notification = 0
     cancels = False
     max_outstanding = 1
+
+
+class TwoMemoryKinds(LoopbackTransport):
+    """Has a memory kind of its own beside ``cpu``."""
+
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: Any) -> None:
+        super().__init__(enter=enter, **options)
+        self._capabilities = replace(self._capabilities, memory=frozenset({CPU, ODD}))
+
+    def register(self, region: Region) -> None:
+        super().register(_plain(region))
+
+    def deregister(self, region: Region) -> None:
+        super().deregister(_plain(region))
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return super().read(peer, _plain_copies(copies), notify)
+
+
+def _plain(region: Region) -> Region:
+    if region.kind != ODD:
+        return region
+    return replace(region, kind=CPU, device=_ODD_DEVICE + region.device)
+
+
+def _plain_copies(copies: Copies) -> Copies:
+    segments = (
+        replace(one, local=_plain(one.local), remote=_plain(one.remote)) for one in copies.segments
+    )
+    return replace(copies, segments=tuple(segments))
 
 
 class OddBuffer(Buffer):

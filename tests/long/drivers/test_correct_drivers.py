@@ -40,3 +40,8 @@ class TestProgressOnlyInPollWholeSuite(TransportContract):
 class TestBlockingWholeSuite(TransportContract):
     factory = "tests.long.drivers.correct_drivers:Blocking"
     lasting_bytes = 1 << 30
+
+
+class TestTwoMemoryKindsWholeSuite(TransportContract):
+    factory = "tests.long.drivers.correct_drivers:TwoMemoryKinds"
+    memory = "tests.long.drivers.correct_drivers:OddBuffer"

@@ -12,27 +12,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
-from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
 TOTAL_SECONDS = 590.0  # for all steps together: what does not fit any more is not run
 DRIVERS = ("nixl", "ucx")
 NOTHING, INTERRUPTED = 3, 130  # exit statuses: this machine can run nothing; Ctrl-C
-NEEDED = ("torch", "numpy", "msgspec", "zmq", "stevedore", "cryptography", "rich", "typer")
-NEEDED += ("pytest", "pytest_timeout", "hypothesis")
+NEEDED = (
+    *("torch", "numpy", "msgspec", "zmq", "stevedore", "cryptography", "rich", "typer"),
+    *("pytest", "pytest_timeout", "hypothesis"),
+)
 SUITE_SECONDS, SUITE_GRACE = 85.0, 45.0
 """For each run of the suite: afterwards, no further test begins; and what the last may take."""
 PATIENCE = 4  # how many times longer a step may take in a rehearsal, which may share its cores
@@ -50,22 +49,7 @@ class Step:
     processes: int = 1
 
 
-@dataclass(slots=True, kw_only=True)
-class Result:
-    """What became of a step, and the tables of its tests."""
-
-    name: str
-    seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    tables: dict[str, list[dict[str, object]]] = field(default_factory=dict)
-
-    @property
-    def status(self) -> str:
-        return "failed" if self.problems else "passed"
-
-
-def steps(drivers: Iterable[str], suite_seconds: float) -> Iterator[Step]:
+def all_steps(drivers: Iterable[str], suite_seconds: float) -> Iterator[Step]:
     """All steps, what matters most first."""
     each = [(driver, {"KVFERRY_GPU_DRIVER": driver}) for driver in drivers]
     yield Step(name="environment", file="environment", seconds=90)
@@ -92,35 +76,31 @@ def steps(drivers: Iterable[str], suite_seconds: float) -> Iterator[Step]:
         yield Step(name=f"bench-{driver}", file="speed", seconds=75, environment=shown)
 
 
-def run_step(step: Step, seconds: float, log: BinaryIO) -> Result:
-    """Run a step to its end, or for so many seconds, and leave no process behind."""
-    log.write(f"\n===== {step.name}\n".encode())
-    log.flush()
-    result, began = Result(name=step.name), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        files = [Path(folder) / f"{index}.xml" for index in range(step.processes)]
-        running = [
-            stack.enter_context(_process(step, file, f"{index}/{step.processes}", log))
-            for index, file in enumerate(files)
-        ]
+def run_step(step: Step, seconds: float, log: BinaryIO) -> str:
+    """Run a step to its end, or for so many seconds, and leave no process behind.
+
+    Returns what became of it: ``passed``, ``failed``, or ``did not end``. The tests write their
+    figures and failures onto the page (``conftest``).
+    """
+    end = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        shards = [f"{index}/{step.processes}" for index in range(step.processes)]
+        running = [stack.enter_context(_process(step, shard, log)) for shard in shards]
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, began + seconds - time.monotonic()))
-        for file in files:
-            judge(result, file.read_text(encoding="utf-8") if file.exists() else "")
-    result.seconds = time.monotonic() - began
-    return result
+                process.wait(max(0.0, end - time.monotonic()))
+        if None in (statuses := [process.poll() for process in running]):
+            return "did not end; the log names the test"
+        return "failed" if any(statuses) else "passed"
 
 
 @contextlib.contextmanager
-def _process(
-    step: Step, report: Path, shard: str, log: BinaryIO
-) -> Iterator[subprocess.Popen[bytes]]:
+def _process(step: Step, shard: str, log: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
     """Start pytest, and kill it with all processes that it has started when the context ends."""
     command = [sys.executable, "-m", "pytest", f"{HERE}/test_{step.file}.py", "-k", step.only]
     command += [f"--rootdir={HERE}", f"--confcutdir={HERE}", "--import-mode=importlib", "-s", "-v"]
     command += ["-p", "kvferry.testing.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
-    command += ["-c", os.devnull, "-m", "not slow", "--tb=short", f"--junit-xml={report}"]
+    command += ["-c", os.devnull, "-m", "not slow", "--tb=short"]
     own = {
         "KVFERRY_GPU_SHARD": shard,
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # the machine may have others, of any version
@@ -143,52 +123,13 @@ def _process(
         process.wait()
 
 
-def judge(result: Result, report: str) -> None:
-    """Add what pytest reports of a process, as XML, to a step's result."""
-    if not report:
-        result.problems.append("pytest did not end: the last test in the log hangs, or crashed")
-        return
-    suite = ElementTree.fromstring(report)
-    tests = list(suite.iter("testcase"))
-    if not tests:
-        result.problems.append("pytest ran no tests; the log says why")
-    for test in tests:
-        name = test.get("name")
-        for kind in ("failure", "error"):
-            for found in test.iter(kind):
-                result.problems.append(f"{name}: {str(found.get('message'))[:300]}")
-        for found in test.iter("skipped"):
-            result.skipped.append(f"{name} was skipped: {found.get('message')}")
-        for found in test.iter("property"):
-            row = json.loads(found.get("value", ""))
-            result.tables.setdefault(found.get("name", ""), []).append(row)
-    if len(tests) > 1:
-        [found] = suite.iter("testsuite")
-        counts = {key: found.get(key) for key in ("tests", "failures", "errors", "skipped")}
-        result.tables.setdefault("tests", []).append(dict(counts))
-
-
-def page(where: str, results: Sequence[Result], left: Sequence[str]) -> str:
-    """The page of results, as Markdown; ``left`` are the steps that were not run."""
-    passed = sum(result.status == "passed" for result in results)
-    lines = [f"# kvferry on {where}\n", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())]
-    lines.append(f"\n{passed} of {len(results) + len(left)} steps passed.")
-    lines += [f"Not run: {', '.join(left)}."] * bool(left)
-    for result in results:
-        lines.append(f"\n## {result.name}: {result.status}, {result.seconds:.0f} s\n")
-        lines += [f"- {' '.join(each.split())}" for each in (*result.problems, *result.skipped)]
-        for title, rows in result.tables.items():
-            columns = list(dict.fromkeys(name for row in rows for name in row))
-            cells = [columns, ["---"] * len(columns)]
-            cells += [[str(row.get(name, "")) for name in columns] for row in rows]
-            lines += [f"\n{title}:\n", *(f"| {' | '.join(row)} |" for row in cells)]
-    return "\n".join(lines) + "\n"
-
-
-def say(text: str, end: str = "\n") -> None:
-    """Show the progress."""
-    sys.stdout.write(text + end)
+def say(text: str, page: Path | None = None) -> None:
+    """Show the progress, and write it onto the page, if there is one."""
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+    if page is not None:
+        with page.open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
 
 
 def main() -> int:
@@ -197,7 +138,7 @@ def main() -> int:
     missing = [name for name in NEEDED if find_spec(name) is None]
     missing += ["kvferry"] * (not list(distributions(name="kvferry")))
     if missing:
-        say(f"this Python lacks {', '.join(missing)}: nothing was checked (`make gpu-bundle` on a ")
+        say(f"this Python lacks {', '.join(missing)}: nothing was checked (`make gpu-bundle` on a")
         say("machine with a network collects everything except torch and numpy)")
         return NOTHING
     from tests.long.gpu.device import Device, load_torch
@@ -215,31 +156,32 @@ def main() -> int:
     try:
         return _check(options, where)
     except KeyboardInterrupt:
-        say("interrupted; what has ended is in the results")
+        say("interrupted; what has ended is on the page")
         return INTERRUPTED
 
 
 def _check(options: argparse.Namespace, where: str) -> int:
-    every = steps(options.driver or DRIVERS, 3.0 if options.rehearse else SUITE_SECONDS)
-    waiting = [step for step in every if step.name.startswith(tuple(options.only or [""]))]
+    every = all_steps(options.driver or DRIVERS, 3.0 if options.rehearse else SUITE_SECONDS)
+    steps = [step for step in every if step.name.startswith(tuple(options.only or [""]))]
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    say(f"{len(waiting)} steps on {where}; results and log: {out}")
-    results: list[Result] = []
+    page, passed = out / "page.md", 0
+    page.write_text(f"# kvferry on {where}\n", encoding="utf-8")
+    os.environ["KVFERRY_GPU_PAGE"] = str(page.resolve())
     end = time.monotonic() + options.limit
     with (out / "log.txt").open("wb") as log:
-        while waiting and (left := end - time.monotonic()) > 0:
-            step = waiting.pop(0)
-            say(f"{step.name} ... ", end="")
-            limit = step.seconds * (PATIENCE if options.rehearse else 1)
-            results.append(run_step(step, min(limit, left), log))
-            say(f"{results[-1].status}, {results[-1].seconds:.0f} s")
-            for problem in results[-1].problems[:5]:
-                say(f"      {problem}")
-            names = [each.name for each in waiting]
-            (out / "page.md").write_text(page(where, results, names), encoding="utf-8")
-    say(f"not run, for lack of time: {', '.join(each.name for each in waiting) or 'none'}")
-    return int(bool(waiting) or any(result.problems for result in results) or not results)
+        for step in steps:
+            say(f"\n## {step.name}\n", page)
+            began = time.monotonic()
+            found = "not run, for lack of time"
+            if began < end:
+                limit = step.seconds * (PATIENCE if options.rehearse else 1)
+                found = run_step(step, min(limit, end - began), log)
+            passed += found == "passed"
+            say(f"- {found}, {time.monotonic() - began:.0f} s", page)
+    say(f"\n{passed} of {len(steps)} steps passed.", page)
+    say(f"Page and log: {out}")
+    return int(passed < len(steps) or not steps)
 
 
 def _options() -> argparse.Namespace:

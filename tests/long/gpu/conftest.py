@@ -1,31 +1,32 @@
-"""What a step is told by variables of its environment, and the order of the suite's tests."""
+"""What a step is told by variables of its environment; what its tests write onto the page."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.long.gpu.device import Device, load_torch
 
-NEAR, FAR, DRIVER, SECONDS, SHARD = (
+NEAR, FAR, DRIVER, SECONDS, SHARD, PAGE = (
     os.environ.get(f"KVFERRY_GPU_{name}", default)
     for name, default in (
         ("NEAR", "cuda:0"),
         ("FAR", "cuda:0"),
         ("DRIVER", "nixl"),
         ("SECONDS", "inf"),
-        ("SHARD", ""),
+        ("SHARD", "0/1"),
+        ("PAGE", ""),
     )
 )
 """The device that reads, and that of the other process; the driver; after how many seconds no
-further test begins; and which of the tests run in this process, such as ``0/4`` for the first of
-four."""
+further test begins; which of the tests run in this process, such as ``0/4`` for the first of four;
+and the page of results, if there is one."""
 
 TOPICS = (
     "ThreadTests",
@@ -48,9 +49,10 @@ KNOWN_FAILURES = {
 """Driver and test to the reason why the test may fail."""
 
 Table = Callable[[str, Mapping[str, str | int | float]], None]
-"""A function that adds a row to a table of the results, by its title."""
+"""A function that writes figures onto the page, below a title."""
 
 _begun = time.monotonic()
+_statuses: list[int] = []
 
 
 def pytest_configure() -> None:
@@ -70,15 +72,25 @@ def device() -> Device:
 
 
 @pytest.fixture
-def table(record_property: Callable[[str, object], None]) -> Table:
-    return lambda title, row: record_property(title, json.dumps(dict(row)))
+def table() -> Table:
+    def write(title: str, row: Mapping[str, str | int | float]) -> None:
+        note(f"{title}: " + "; ".join(f"{name} {value}" for name, value in row.items()))
+
+    return write
+
+
+def note(line: str) -> None:
+    """Write a line onto the page."""
+    if PAGE:
+        with Path(PAGE).open("a", encoding="utf-8") as page:
+            page.write(f"- {' '.join(line.split())}\n")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (reason := KNOWN_FAILURES.get((DRIVER, item.name))) is not None:
             item.add_marker(pytest.mark.xfail(reason=reason))
-    shard, _, shards = (SHARD or "0/1").partition("/")
+    shard, _, shards = SHARD.partition("/")
     items[:] = sorted(items, key=_order)[int(shard) :: int(shards)]
 
 
@@ -92,9 +104,20 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         item.session.shouldstop = "the time for this step is up"
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        error = [line[1:] for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+        note(f"FAILED {report.nodeid}: {(error or ['the log says more'])[0]}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    _statuses.append(int(bool(session.testsfailed) or not session.testscollected))
+    note(f"{session.testscollected} tests, {session.testsfailed} failed")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """End a step's process: some libraries crash in their exit handlers."""
-    if SHARD:
+    """End a step's process at once: some libraries crash in their exit handlers."""
+    if PAGE and _statuses:
         sys.stdout.flush()
-        os._exit(0)
+        os._exit(_statuses[0])

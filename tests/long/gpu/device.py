@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import threading
 import time
@@ -18,16 +17,6 @@ from kvferry.core.memory import CUDA
 PAGE_TOKENS = 16
 POISON = 0x7FC07FC0  # two NaNs of bfloat16
 _MASK = 0x3FFF3FFF  # no word is the poison, and no value is a NaN
-
-LIBCUDA = "libcuda.so.1"
-WITHOUT_MEMORY = (
-    "gpu-check-",
-    "kvferry-directory",
-    "kvferry-handshake",
-    "kvferry-side-channels",
-)
-"""How the names begin of threads that use neither the transport nor the engine's memory, and of the
-tests' own."""
 
 
 def load_torch() -> Any:
@@ -200,53 +189,3 @@ class Cache:
         """
         torch = self.device.torch
         return torch.tensor(list(pages), dtype=torch.int64, device=self.device.name)
-
-
-class EnterLog:
-    """An ``EnterThread`` that chooses the device, and notes thread, device and CUDA context."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._entered: dict[str, tuple[int, int]] = {}
-        # The threads that were there before, such as those of pytest.
-        self._others = {thread.name for thread in threading.enumerate()}
-
-    def __call__(self) -> None:
-        """Choose the device for this thread, and note what torch and CUDA name afterwards."""
-        self._device.enter()
-        index, context = 0, ctypes.c_void_p()
-        if self._device.is_cuda:
-            index = self._device.torch.cuda.current_device()
-            ctypes.CDLL(LIBCUDA).cuCtxGetCurrent(ctypes.byref(context))
-        self._entered[threading.current_thread().name] = index, context.value or 0
-
-    def problems(self) -> list[str]:
-        """Return what is wrong in this process, which should use its GPU only."""
-        if not self._device.is_cuda:
-            return []
-        here, names = self._device.index, {thread.name for thread in threading.enumerate()}
-        found = [
-            f"thread {name} chose no device"
-            for name in sorted(names - self._others - set(self._entered))
-            if not name.startswith(WITHOUT_MEMORY)
-        ]
-        for name, (index, context) in self._entered.items():
-            if index != here or not context:
-                found.append(f"thread {name} is on device {index}, its context is {context}")
-        if len({context for _, context in self._entered.values()}) > 1:
-            found.append(f"threads have different contexts: {self._entered}")
-        strays = [index for index in _active_contexts() if index != here]
-        return found + [f"a stray context on GPU {index}" for index in strays]
-
-
-def _active_contexts() -> list[int]:
-    """Return the GPUs on which this process has a primary context, without making one."""
-    cuda = ctypes.CDLL(LIBCUDA)
-    count, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
-    cuda.cuInit(0)
-    cuda.cuDeviceGetCount(ctypes.byref(count))
-    found = []
-    for index in range(count.value):
-        cuda.cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active))
-        found += [index] * bool(active.value)
-    return found

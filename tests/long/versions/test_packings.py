@@ -27,7 +27,7 @@ SINCE_0_32 = {
 }
 
 SINCE_0_31 = {
-    "test_what_is_refused[SlidingWindowMLASpec-options6-None]",  # had no bounded replay
+    "test_what_is_refused[SlidingWindowMLASpec-options9-None]",  # had no bounded replay
     # Specs had no block_stride_alignment.
     "test_what_is_not_certain_is_opaque[DEEPSEEK_SPARSE_SWA-mla-options16]",
     # Nor dcp_sharded.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -25,7 +25,6 @@ from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.pages import ShardPosition
-from kvferry.integrations.vllm.compat_029 import FailedBlocks
 from kvferry.integrations.vllm.device import storage_of, work_marker
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.rank_position import RankPosition, current_rank_position
@@ -106,7 +105,6 @@ class Rank:
     extents: tuple[Extent, ...]  # by vLLM's groups
     worker: FerryWorker | UnreadRankWorker
     endpoint: Endpoint | None  # None where another rank publishes the same caches
-    failed: FailedBlocks = field(default_factory=FailedBlocks)
 
     @property
     def holds(self) -> bool:

@@ -213,9 +213,10 @@ def done_after_the_first_part(_: LoopbackTransport, read: Read) -> Read:
     return read._replace(copies=replace(read.copies, nbytes=nbytes))
 
 
-@caught_by("test_arrays_of_copies_may_be_reused_after_the_call")
 class KeepsArraysUntilPoll(LoopbackTransport):
-    """Transfers begin at the first poll, with arrays that may have been reused."""
+    """Base class: transfers begin at the first poll, with arrays that may have been reused."""
+
+    least = 0  # bytes; smaller transfers begin at once
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -223,6 +224,8 @@ class KeepsArraysUntilPoll(LoopbackTransport):
         self._real: dict[TransferId, TransferId] = {}
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        if copies.total < self.least:
+            return super().read(peer, copies, notify)
         number = TransferId(1_000_000 + len(self._later))
         begin = super().read
         self._later[number] = lambda: begin(peer, copies, notify)
@@ -238,7 +241,24 @@ class KeepsArraysUntilPoll(LoopbackTransport):
         super().forget(self._real.get(transfer, transfer))
 
 
+@caught_by("test_arrays_of_copies_may_be_reused_after_the_call")
+class KeepsArrays(KeepsArraysUntilPoll):
+    """All transfers begin late."""
+
+
+@caught_by("test_large_transfers")
+class KeepsArraysOfLargeTransfers(KeepsArraysUntilPoll):
+    """Large transfers begin late."""
+
+    least = (32 << 20) + 1
+
+
 # Regions.
+
+
+def unregistered(driver: LoopbackTransport, region: Region) -> None:
+    if region in driver._registered:
+        LoopbackTransport.deregister(driver, region)
 
 
 @replaces("deregister", "test_local_memory_that_was_deregistered_is_refused")
@@ -275,6 +295,10 @@ plant(
         }
     },
 )
+plant(
+    "deregister",
+    {"test_registering_again_has_no_effect": {"deregisters_unregistered_memory": unregistered}},
+)
 
 
 @replaces("read", "test_a_region_in_use_is_not_deregistered")
@@ -292,6 +316,26 @@ def all_regions_are_in_use(driver: LoopbackTransport, region: Region) -> None:
     if driver._unfinished():
         raise TransportUsageError("busy")
     LoopbackTransport.deregister(driver, region)
+
+
+@caught_by("test_remote_memory_that_the_peer_did_not_register_is_refused")
+class RefusedTransferKeepsRegionInUse(LoopbackTransport):
+    """The local region of a refused transfer counts as in use for ever."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._held: Counter[Region] = Counter()
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        self._held.update(one.local for one in copies.segments)
+        transfer = super().read(peer, copies, notify)
+        self._held.subtract(one.local for one in copies.segments)
+        return transfer
+
+    def deregister(self, region: Region) -> None:
+        if self._held[region]:
+            raise TransportUsageError("in use")
+        super().deregister(region)
 
 
 @replaces("register", "test_overlapping_regions_are_separate")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from kvferry.core.transport import Notification, PeerId, TransferId
+from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.long.drivers.planted.base import (
@@ -138,15 +139,29 @@ class DisconnectSendsBoundNotifications(BindsItself):
         super().disconnect(peer)
 
 
+@caught_by("test_quiet_after_close")
+class CloseSendsBoundNotifications(BindsItself):
+    def close(self) -> None:
+        for peer, payload in self._unsaid.values():
+            if peer in self._peers:
+                self.notify(peer, payload)
+        self._unsaid.clear()
+        super().close()
+
+
+@caught_by("test_quiet_after_a_failure")
+class FailureSendsBoundNotification(BindsItself):
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        statuses = super().poll(transfers)
+        for transfer, status in zip(transfers, statuses, strict=True):
+            if status.state is State.FAILED and transfer in self._unsaid:
+                self.notify(*self._unsaid.pop(transfer))
+        return statuses
+
+
 @replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
 def notify_waits_for_the_peer(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
     LoopbackTransport.notify(driver, peer, payload)
     channel, until = driver._peers[peer].channel, time.monotonic() + 3
     while channel._queue and time.monotonic() < until:
         time.sleep(0.001)
-
-
-@replaces("notify", "test_connecting_again_is_the_same_peer_until_it_is_disconnected")
-def notifies_no_later_peer(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
-    if peer < 10:
-        LoopbackTransport.notify(driver, peer, payload)

@@ -18,7 +18,9 @@ from typing import Any, ClassVar
 
 from kvferry.core.errors import (
     PeerLostError,
+    TransferCancelledError,
     TransportError,
+    TransportUsageError,
 )
 from kvferry.core.transport import PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
@@ -27,6 +29,7 @@ from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.long.drivers.planted.base import (
     DONE,
     PENDING,
+    KnowsCancelled,
     OtherCapabilities,
     Watched,
     caught_by,
@@ -166,6 +169,28 @@ class LandsBytesOfAClosedPeer(LandsAReadAfterAFailure):
     kinds = (PeerLostError,)
 
 
+@caught_by("test_quiet_after_a_cancel")
+class LandsAfterDisconnectOfFailing(OtherCapabilities, LateBytes):
+    """A failing transfer is FAILED after ``disconnect``, as promised, but not quiet."""
+
+    can: ClassVar = {"quiescence": Quiescence.AFTER_DISCONNECT}
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        failing = transfer in self._batches and isinstance(status.error, TransferCancelledError)
+        return replace(status, state=State.FAILING) if failing else status
+
+    def forget(self, transfer: TransferId) -> None:
+        if self.poll([transfer])[0].state is State.FAILING:
+            raise TransportUsageError("failing")
+        super().forget(transfer)
+
+    def disconnect(self, peer: PeerId) -> None:
+        super().disconnect(peer)
+        for transfer, batch in list(self._batches.items()):
+            if batch.peer == peer:
+                self.land_repeatedly(transfer)
+
+
 _SHORT = 80
 
 
@@ -234,6 +259,17 @@ class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
             LoopbackTransport.close(self)
 
 
+@replaces("seen", "test_a_stopped_peer_keeps_what_was_cancelled_in_use", KnowsCancelled)
+def deregisters_memory_of_cancelled_transfer(
+    driver: KnowsCancelled, transfer: TransferId, status: Status
+) -> Status:
+    """Memory of a transfer that fails until its peer continues can be deregistered."""
+    failing = transfer in driver._cancelled and process_of(driver, driver._transfers[transfer].peer)
+    if not failing or status.error is None:
+        return status
+    return Status(state=State.FAILING, error=status.error)
+
+
 @replaces("notify", "test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
 def short_notifications_overtake(driver: LoopbackTransport, peer: PeerId, payload: bytes) -> None:
     LoopbackTransport.notify(driver, peer, payload)
@@ -282,6 +318,16 @@ plant(
         },
     },
 )
+
+
+@replaces("seen", "test_killed_during_transfers")
+def death_fails_only_one_transfer(driver: Watched, transfer: TransferId, status: Status) -> Status:
+    others = [
+        one
+        for one, (_, _, job) in driver._transfers.items()
+        if isinstance(job, ChunkedTransfer) and job.stop and one < transfer
+    ]
+    return PENDING if others else status
 
 
 @caught_by("test_killed_during_transfers")

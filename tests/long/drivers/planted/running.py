@@ -50,6 +50,17 @@ def disconnect_fails_done_transfers(
     return status if peer in driver._peers else failed("disconnected")
 
 
+@replaces("poll", "test_done_stays_until_it_is_forgotten")
+def forgets_done_transfers(
+    driver: LoopbackTransport, transfers: Sequence[TransferId]
+) -> list[Status]:
+    statuses = LoopbackTransport.poll(driver, transfers)
+    for transfer, status in zip(transfers, statuses, strict=True):
+        if status.state.final and transfer in driver._transfers:
+            driver.forget(transfer)
+    return statuses
+
+
 @replaces("forget", "test_only_final_transfers_can_be_forgotten")
 def forgets_running_transfers(driver: LoopbackTransport, transfer: TransferId) -> None:
     if driver._find_transfer(transfer).final:
@@ -258,3 +269,23 @@ class DeregistersARegionOnlyOnce(LoopbackTransport):
             return
         super().deregister(region)
         self._once.add(region)
+
+
+@caught_by("test_any_order_of_calls_does_what_the_model_does")
+class LosesANotificationAfterReconnecting(LoopbackTransport):
+    """The first free notification on a second connection is lost."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._ended = 0
+
+    def disconnect(self, peer: PeerId) -> None:
+        super().disconnect(peer)
+        self._ended = 1
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        self._find_peer(peer)
+        if self._ended == 1:
+            self._ended = 2
+            return
+        super().notify(peer, payload)
