@@ -76,6 +76,7 @@ class _Walker:
         self._rng = rng
         paces = [(0, 1, 2, 3, 8), (0, 0, 0, 8), (0, 1), (8,)]
         self._items = rng.choice(paces + [(0,)] * 3 if options.staged else paces)
+        self._revoking = rng.choice((0, 0, 3))  # what ends much hides what takes long to come about
         self._slow = rng.choice((("", " slow=1", " slow=2"), (" slow=1", " slow=2"), ("",)))
         # Where both of a pair hold prompts, each must keep some blocks for itself: a prompt's hold
         # is not ended while a consumer waits for it, so that they could wait for each other.
@@ -88,7 +89,8 @@ class _Walker:
     def burst(self, world: World) -> Iterator[str]:
         rng = self._rng
         kinds = self._asks, self._runs, self._moves, self._stops, self._waits, self._fails
-        yield from rng.choices((*kinds, self._revokes), (6, 3, 8, 2, 2, 2, 1))[0](world)
+        weights = 6, 3, 8, 2, 2, 2, self._revoking
+        yield from rng.choices((*kinds, self._revokes), weights)[0](world)
 
     def _revokes(self, world: World) -> Iterator[str]:
         """Yield a request to end what an engine holds, or updates of engines."""

@@ -26,6 +26,7 @@ RARELY_FOUND = {
     "a claim before ready does not count",
     "a watermark read before its generation",
     "a watermark not zeroed at take-on",
+    "the read of an old hold not awaited",
 }
 """Faults that only their sequences find reliably."""
 
@@ -42,7 +43,8 @@ def test_model_holds_in_every_order_of_events(kind: str) -> None:
 def test_planted_fault_is_caught(fault: str) -> None:
     planted = PLANTED[fault]
     kind = planted.walk.options.kind
-    assert next(search(kind, FAULT_EXAMPLES, planted.components()), None) is not None
+    found = search(kind, FAULT_EXAMPLES, planted.components(), seed=fault)
+    assert next(found, None) is not None
 
 
 @pytest.mark.timeout(600 + STEPS // 20)
