@@ -36,6 +36,11 @@ def test_the_largest_word_fits_into_8_bytes() -> None:
     assert Hold(slot=0, generation=GENERATION_LIMIT - 1).ready == 2**64 - 1
 
 
+def test_a_watermark_of_more_tokens_than_fit_says_the_most() -> None:
+    hold = Hold(slot=0, generation=5)
+    assert hold.watermark(1 << 32) == hold.watermark((1 << 32) - 1) == (6 << 32) - 1
+
+
 @pytest.mark.parametrize(
     ("slot", "generation"), [(-1, 1), (MAX_SLOTS, 1), (0, 0), (0, -1), (0, GENERATION_LIMIT)]
 )

@@ -8,7 +8,7 @@ import pytest
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import Region, U64Array
 from kvferry.core.transport.copies import Copies, Segment, check_copies, cut_long, run_starts
-from kvferry.testing.contract.copy_batches import batch
+from kvferry.testing.contract.copy_batches import batch, joined
 
 
 def words(*numbers: int) -> U64Array:
@@ -71,6 +71,13 @@ def test_a_copy_outside_its_regions_is_refused(local: int, remote: int, nbytes: 
         )
         with pytest.raises(TransportUsageError):
             check(copies)
+
+
+def test_a_segment_without_copies_changes_nothing() -> None:
+    here, there = (Region(address=address, nbytes=SIZE) for address in (BASE, 2 * BASE))
+    empty, full = batch(there, there, [], [], []), batch(here, here, [0, 8], [8, 0], [8, 8])
+    for batches in ([empty], [empty, full], [full, empty], [full, empty, full]):
+        check(joined(batches))
 
 
 def test_more_bytes_than_can_be_counted_are_refused() -> None:

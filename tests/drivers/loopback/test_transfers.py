@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvferry.core.errors import TransportError
@@ -39,3 +41,12 @@ def test_unexpected_exception_in_thread_fails_the_transfer(
     assert status.state is State.FAILED
     assert isinstance(status.error, TransportError)
     assert pair.works()
+
+
+def test_close_ends_the_threads(make: Make, shared_peer: Peer) -> None:
+    before = set(threading.enumerate())
+    pair: Pair[LoopbackTransport, Peer] = paired(make(inline_bytes=0, threads=2), shared_peer)
+    assert pair.moved().state is State.DONE
+    assert set(threading.enumerate()) > before
+    pair.reader.close()
+    assert set(threading.enumerate()) <= before

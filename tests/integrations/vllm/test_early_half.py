@@ -227,12 +227,17 @@ class TestProducer:
         assert (news.part, news.is_last) == (b"", True)
         assert why in news.error
 
-    @pytest.mark.parametrize("name", [None, "", 7, "x" * 2000], ids=["none", "empty", "7", "long"])
+    @pytest.mark.parametrize("name", [None, "", 7, "x" * 1025], ids=["none", "empty", "7", "long"])
     def test_no_room_without_a_name(self, name: object) -> None:
         rooms = Rooms()
-        each = request(40, {"do_remote_decode": True, "transfer_id": name})
-        producer(rooms=rooms).on_new_request(each)
+        producer(rooms=rooms).on_new_request(request(40, PREFILL | {"transfer_id": name}))
         assert len(rooms) == 0
+
+    @pytest.mark.parametrize("name", ["x", "x" * 1024], ids=["shortest", "longest"])
+    def test_a_room_for_each_name_that_can_be_followed(self, name: str) -> None:
+        rooms = Rooms()
+        producer(rooms=rooms).on_new_request(request(40, PREFILL | {"transfer_id": name}))
+        assert len(rooms) == 1
 
 
 class Decoding:

@@ -35,6 +35,7 @@ from tests.integrations.vllm.halves import (
 )
 from tests.integrations.vllm.test_adapter_hashes import write
 from tests.integrations.vllm.test_early_half import DECODE, Prefilling
+from tests.integrations.vllm.test_producer import SAMPLE
 from tests.waiting import eventually
 
 OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
@@ -287,6 +288,16 @@ class TestProducing:
         half.hear(sending={"r"}, ended={"r": ended})
         stats = half.counted()
         assert (stats["held_pages"], stats["holds"]) == (0, {"expired": 1})
+
+    def test_blocks_of_a_sample_are_kept_only_if_its_ticket_is_for_them(self, half: Half) -> None:
+        half.serve()
+        ends = []
+        for index in range(2):
+            each = request(40, dict(PREFILL), name=f"{index}_{SAMPLE}")
+            half.made.on_new_request(each)
+            half.allocate(each)
+            ends.append(half.made.request_finished(each, [1, 2, 3]))
+        assert ends == [(True, ends[0][1]), (False, ends[0][1])]
 
     def test_a_drafter_writes_after_the_last_token(self, vllm: Any, half: Half) -> None:
         """Decode, which drafts too, computes the last two; the slot word has to be waited for."""
