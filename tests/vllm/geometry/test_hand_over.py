@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvferry.core.metrics import COPY_SECONDS
-from tests.gpu import openreg
 from tests.vllm.geometry.engine_of_ranks import Rank, Shape
 from tests.vllm.geometry.model import (
     Attention,
@@ -359,24 +358,6 @@ def copied(rank: Rank) -> bool:
     """Whether a rank has copied pages between its cache and host pages."""
     assert rank.endpoint is not None
     return COPY_SECONDS.name in str(rank.endpoint.take_figures())
-
-
-@openreg.NEEDED
-@pytest.mark.parametrize("name", STAGED)
-def test_memory_that_the_host_cannot_touch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """One request at a time: an operator may write bytes that it does not change."""
-    import torch
-
-    device = str(openreg.device())
-    monkeypatch.setattr(torch, "get_device_module", lambda device: openreg.module())
-    layers = STAGED[name]
-    there, here = (
-        Shape(tp=tp, block=block, host_pages=HOST_PAGES, device=device)
-        for tp, block in ((1, 16), (2, 32))
-    )
-    with serving("prefill", layers, there) as prefill, serving("decode", layers, here) as decode:
-        for prompt in ((0, 17), (1, 90), (0, 64), (2, 33)):
-            hand_over(prefill, decode, prompt)
 
 
 def test_requests_wait_for_host_pages() -> None:
