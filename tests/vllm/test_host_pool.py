@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,21 +21,16 @@ from kvferry.core.errors import CopyError
 from kvferry.core.layout import Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
-from kvferry.core.memory import region_of
 from kvferry.integrations.vllm import host_pool
 from kvferry.integrations.vllm.config import ConfigError
-from kvferry.integrations.vllm.device import storage_of
 from kvferry.integrations.vllm.host_pool import HostPool
 from tests.core.layouts import walk
-from tests.gpu import openreg
 from tests.gpu.torch_module import StandInDevices
 from tests.waiting import eventually
 
 BLOCKS, PAGES = 9, 6
 SECONDS = 60.0
-OPENREG = pytest.param("openreg", marks=openreg.NEEDED)
-KINDS = ("cpu", "cuda", OPENREG)
-"""Host memory; a stand-in for a device, whose memory is the host's; and PyTorch's own."""
+KINDS = ("cpu", "cuda")  # host memory; a stand-in for a device, whose memory is the host's
 
 STUCK = """
 import threading
@@ -66,25 +61,20 @@ begun.wait()
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
     stand_in = StandInDevices()
-
-    def module(device: torch.device) -> object:
-        return openreg.module() if device.type == "openreg" else stand_in
-
-    monkeypatch.setattr(torch, "get_device_module", module)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: stand_in)
     return stand_in
 
 
 def caches(
-    dtype: str = "float32", order: tuple[int, ...] = (0, 1, 2, 3, 4), kind: str = "cpu"
+    dtype: str = "float32", order: tuple[int, ...] = (0, 1, 2, 3, 4)
 ) -> dict[str, torch.Tensor]:
     """Two layers' K in two storages, of which one has a V, too; (page, token, head, element)."""
-    memory = openreg.device() if kind == "openreg" else torch.device("cpu")
     shape = (BLOCKS, 4, 2, 3)
 
     def storage(layers: int) -> torch.Tensor:
         sizes = [(layers, *shape)[axis] for axis in order]
         count = int(np.prod(sizes))
-        made = torch.randint(-100, 100, (count,)).to(getattr(torch, dtype)).to(memory)
+        made = torch.randint(-100, 100, (count,)).to(getattr(torch, dtype))
         return made.view(sizes).permute(*np.argsort(order).tolist())
 
     one, other = storage(2), storage(1)
@@ -101,20 +91,16 @@ def pool_of(
     return pool, pool.layout, form
 
 
-def pages_of(
-    layout: Layout, count: int, tensors: Iterable[torch.Tensor] = ()
-) -> list[dict[str, bytes]]:
-    """The bytes of each field in each page, by memory; that of tensors is copied whole."""
-    memories = {region_of(tensor): storage_of(tensor).cpu().numpy() for tensor in tensors}
-    for region in set(layout.regions) - memories.keys():
-        memories[region] = np.frombuffer(
-            ctypes.string_at(region.address, region.nbytes), dtype=np.uint8
-        )
+def pages_of(layout: Layout, count: int) -> list[dict[str, bytes]]:
+    """The bytes of each field in each page."""
+    memories = [
+        np.frombuffer(ctypes.string_at(region.address, region.nbytes), dtype=np.uint8)
+        for region in layout.regions
+    ]
     pages: list[dict[str, bytes]] = [{} for _ in range(count)]
     for field in layout.fields:
-        memory = memories[layout.regions[field.region]]
         for page, places in zip(pages, walk(field), strict=True):
-            page[field.key] = memory[places].tobytes()
+            page[field.key] = memories[field.region][places].tobytes()
     return pages
 
 
@@ -146,21 +132,21 @@ def test_copies_move_pages_and_nothing_else(
     def search(
         chosen: tuple[list[int], list[int]], back: tuple[list[int], list[int]], order: list[int]
     ) -> None:
-        tensors = caches(dtype, (*order, 4), kind)
-        pool, host, form = pool_of(tensors, kind, pin=kind == "openreg")
-        before = pages_of(form.cache, BLOCKS, tensors.values())
+        tensors = caches(dtype, (*order, 4))
+        pool, host, form = pool_of(tensors, kind)
+        before = pages_of(form.cache, BLOCKS)
         eventually(pool.out(*chosen))
         held = pages_of(host, PAGES)
         for block, page in zip(*chosen, strict=True):
             assert held[page] == before[block]
-        assert pages_of(form.cache, BLOCKS, tensors.values()) == before
+        assert pages_of(form.cache, BLOCKS) == before
         blocks, pages = back
         eventually(pool.into(pages, blocks))
         assert pages_of(host, PAGES) == held
         expected = list(before)
         for block, page in zip(*back, strict=True):
             expected[block] = held[page]
-        assert pages_of(form.cache, BLOCKS, tensors.values()) == expected
+        assert pages_of(form.cache, BLOCKS) == expected
         pool.close()
 
     search()
@@ -215,14 +201,13 @@ def test_a_copy_is_awaited_on_a_stream_of_its_own(
     assert [stream.priority for stream in devices.streams] == [-1]
 
 
-@pytest.mark.parametrize("kind", ["cpu", OPENREG])
-def test_a_pool_copies_on_after_an_error(devices: StandInDevices, kind: str) -> None:
-    tensors = caches(kind=kind)
-    pool, host, form = pool_of(tensors, kind)
+def test_a_pool_copies_on_after_an_error() -> None:
+    tensors = caches()
+    pool, host, form = pool_of(tensors, "cpu")
     for failing in (pool.out([1, BLOCKS], [0, 1]), pool.into([0, 1], [1, BLOCKS])):
         with pytest.raises(CopyError, match=r"cannot copy pages: .*out of"):
             eventually(failing)
-    before = pages_of(form.cache, BLOCKS, tensors.values())
+    before = pages_of(form.cache, BLOCKS)
     eventually(pool.out([3, 4], [5, 1]))
     assert [pages_of(host, PAGES)[page] for page in (5, 1)] == before[3:5]
     pool.close()
