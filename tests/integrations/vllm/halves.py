@@ -192,10 +192,8 @@ def finish(made: Producer, each: Any, *ids: int) -> Any:
 def ticket(
     tokens: int = 40, secrets: TicketSecrets | None = None, serving: EngineSideChannel = SERVING
 ) -> dict[str, Any]:
-    made, each = producer(secrets=secrets, serving=serving), request(tokens, PREFILL)
-    made.take_on(each)
-    params = made.request_finished(each, [list(range(1, 5))])
-    assert params is not None
+    made = producer(secrets=secrets, serving=serving)
+    params: dict[str, Any] = finish(made, request(tokens, PREFILL), *range(1, 5))
     return params
 
 
@@ -207,12 +205,6 @@ def arrive(
     vars(each).update(changes)
     made.on_new_request(each)
     return each
-
-
-def allocate(made: Consumer, *requests: Any) -> None:
-    """Blocks for requests of which nothing is cached here."""
-    for one in requests:
-        made.blocks_allocated(one, blocks(21, 22, 23), 40)
 
 
 def keyed(key: bytes) -> dict[str, Any]:
